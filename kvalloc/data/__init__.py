@@ -1,0 +1,1 @@
+"""Data that ships with kvalloc, read through :mod:`importlib.resources`."""

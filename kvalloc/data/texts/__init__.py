@@ -1,0 +1,1 @@
+"""Public-domain texts; ``README.md`` names their source, licence and role."""

@@ -1,0 +1,62 @@
+"""Importing kvalloc must stay light: heavy libraries are imported where they are used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {
+    "gguf",
+    "matplotlib",
+    "networkx",
+    "ortools",
+    "pandas",
+    "pydantic",
+    "scipy",
+    "torch",
+    "transformers",
+}
+
+
+def loaded_by(code: str, *, among: set[str]) -> set[str]:
+    """Which of the top-level modules `among` a fresh interpreter has loaded after `code`."""
+    report = f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", report], check=True, capture_output=True, text=True, timeout=120
+    )
+    return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])} & among
+
+
+def test_the_check_sees_a_heavy_import() -> None:
+    assert loaded_by("import scipy", among=HEAVY) == {"scipy"}
+
+
+def test_import_kvalloc_loads_nothing_heavy() -> None:
+    assert loaded_by("import kvalloc", among=HEAVY) == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from kvalloc import solve, load_profile, ScoreProfile, BudgetProfile, ModelShape",
+        "import kvalloc.solving, kvalloc.library, kvalloc.registry",
+        "from kvalloc.registry import get_solver; get_solver('greedy')",
+        "import kvalloc.scorers",
+        "import kvalloc.cli.main",
+    ],
+)
+def test_what_needs_no_model_loads_no_torch_and_no_optimizer(code: str) -> None:
+    assert loaded_by(code, among=HEAVY - {"pydantic"}) == set()
+
+
+@pytest.mark.parametrize("name", ["adaptive_head", "greedy", "ilp", "pyramid", "uniform"])
+def test_loading_a_solver_imports_no_optimizer(name: str) -> None:
+    # Only solving with it does: `kvalloc solvers` loads every one of them.
+    code = (
+        "from importlib.metadata import entry_points\n"
+        f"(point,) = entry_points(group='kvalloc.solvers', name={name!r}); point.load()"
+    )
+    assert loaded_by(code, among=HEAVY) == set()

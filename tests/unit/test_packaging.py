@@ -1,0 +1,143 @@
+"""What the packaging says must be what the tree holds."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvalloc
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKED = ("solvers", "profiles")
+MAY_USE_TORCH = {
+    "kvalloc.attention_hook",
+    "kvalloc.gguf_cache",
+    "kvalloc.models",
+    "kvalloc.quiet",
+}
+SOLVERS_MAY_IMPORT = {
+    "kvalloc.errors",
+    "kvalloc.problem",
+    "kvalloc.rounding",
+    "kvalloc.solver",
+    "kvalloc.solvers",
+    "networkx",
+    "numpy",
+    "ortools",
+    "scipy",
+}
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def packages_in_the_tree() -> set[str]:
+    found = set()
+    # Links are followed: kvalloc/solvers is how the tree shows the package kvalloc.solvers.
+    for folder, _, files in os.walk(ROOT / "kvalloc", followlinks=True):
+        if "__init__.py" in files:
+            found.add(".".join(Path(folder).relative_to(ROOT).parts))
+    return found
+
+
+def test_every_package_is_listed(project: dict[str, Any]) -> None:
+    assert set(project["tool"]["setuptools"]["packages"]) == packages_in_the_tree()
+
+
+def test_installed_version_is_this_tree() -> None:
+    assert version("kvalloc") == kvalloc.__version__
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_are_relative_and_lead_to_the_folder(name: str) -> None:
+    link = ROOT / "kvalloc" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+    assert link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_folder_refuses_another_name(name: str) -> None:
+    importlib.import_module(f"kvalloc.{name}")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "ImportError" in done.stderr
+    assert f"import kvalloc.{name}" in done.stderr
+
+
+@pytest.mark.parametrize("group", ["kvalloc.solvers", "kvalloc.scorers"])
+def test_entry_points_load_under_their_name(project: dict[str, Any], group: str) -> None:
+    declared = project["project"]["entry-points"][group]
+    installed = {point.name: point for point in entry_points(group=group)}
+    for name, target in declared.items():
+        assert installed[name].value == target
+        assert installed[name].load().name == name
+
+
+def test_every_solver_file_is_an_entry_point(project: dict[str, Any]) -> None:
+    declared = project["project"]["entry-points"]["kvalloc.solvers"].values()
+    files = {f.stem for f in (ROOT / "solvers").glob("*.py") if not f.stem.startswith("_")}
+    assert {target.split(":")[0].rpartition(".")[2] for target in declared} == files
+
+
+def test_every_core_module_is_under_a_contract(project: dict[str, Any]) -> None:
+    contracts = {c["name"]: c for c in project["tool"]["importlinter"]["contracts"]}
+    core = set(contracts["The core needs no torch and nothing above it"]["source_modules"])
+    modules = {f"kvalloc.{f.stem}" for f in (ROOT / "kvalloc").glob("[!_]*.py")}
+    assert modules == (core - {"kvalloc.solvers"}) | MAY_USE_TORCH
+
+
+def imported_by(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file.name}:{node.lineno}: write the import in full"
+            module = node.module or ""
+            # `from kvalloc import solving` names a module in the second half.
+            names |= {f"{module}.{a.name}" for a in node.names} if module == "kvalloc" else {module}
+    return names
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "solvers").glob("*.py")), ids=lambda f: f.stem)
+def test_solvers_see_arrays_and_problems_only(file: Path) -> None:
+    for name in imported_by(file):
+        top = name.split(".")[0]
+        allowed = (
+            top in sys.stdlib_module_names
+            or top in SOLVERS_MAY_IMPORT
+            or any(name == m or name.startswith(m + ".") for m in SOLVERS_MAY_IMPORT)
+        )
+        assert allowed, f"solvers/{file.name} imports {name}"
+
+
+def test_texts_are_clean_and_in_one_role_each() -> None:
+    texts = sorted((ROOT / "kvalloc" / "data" / "texts").glob("*.txt"))
+    speakers: dict[str, set[str]] = {"profile": set(), "haystack": set()}
+    readme = (ROOT / "kvalloc" / "data" / "texts" / "README.md").read_text(encoding="utf-8")
+    for file in texts:
+        role, speaker, _year = file.stem.split("_")
+        speakers[role].add(speaker)
+        raw = file.read_bytes()
+        assert not raw.startswith(b"\xef\xbb\xbf")
+        assert b"\r" not in raw
+        assert raw.endswith(b"\n")
+        assert len(raw.decode("utf-8").split()) > 2000
+        assert f"`{file.name}`" in readme
+    assert speakers["profile"]
+    assert speakers["haystack"]
+    assert not speakers["profile"] & speakers["haystack"]
