@@ -1,0 +1,332 @@
+"""The decided half of the interface: budgets with their provenance, objective and bound."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.files import atomic_write
+from kvalloc.rounding import apportion
+from kvalloc.shape import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+SCHEMA_VERSION = 1
+
+IntArray = npt.NDArray[np.int64]
+Level = Literal["layer", "head"]
+LengthRule = Literal["proportional", "fixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How the runtime picks which entries to keep within a budget.
+
+    Attributes
+    ----------
+    scorer : str
+        Name of the scorer.
+    scorer_parameters : dict
+        What rebuilds it.
+    sinks, window : int
+        First and last tokens of the prompt, never evicted and part of every budget.
+    """
+
+    scorer: str
+    scorer_parameters: dict[str, Any]
+    sinks: int
+    window: int
+
+    @property
+    def protected_tokens(self) -> int:
+        """Sinks plus window."""
+        return self.sinks + self.window
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetProfile:
+    """How many entries each layer and KV head keeps after prefill.
+
+    Attributes
+    ----------
+    shape : ModelShape
+        The model.
+    level : {"layer", "head"}
+        Whether all KV heads of a layer share one budget.
+    context_tokens : int
+        Reference context of the budgets, tokens.
+    budgets : ndarray of int64, (n_layers, n_kv_heads)
+        Entries each KV head keeps of ``context_tokens``, sinks and window included. Rows of
+        sliding layers hold what those layers store anyway.
+    length_rule : {"proportional", "fixed"}
+        How budgets follow the prompt's length: the evictable part in proportion, or the same
+        number of entries at any length.
+    page_tokens : int
+        Memory is accounted in pages of so many tokens.
+    policy : Policy
+        Which entries are kept.
+    solver : str
+        Who decided.
+    solver_options : dict
+        With which options.
+    sense : {"max_value", "min_cost"}
+        What was optimised.
+    objective : float
+        Value reached (``max_value``) or bytes needed (``min_cost``).
+    bound : float or None
+        Nothing can be better than this; None if unknown.
+    bound_source : str
+        What proves the bound: ``"dual"`` (recomputed by kvalloc) or the solver's name.
+    termination : str
+        Why the solver stopped.
+    requested : dict
+        The target as asked: its name and value, and the bytes or the value it stands for.
+    retention : float or None
+        Predicted retention at these budgets: mean over layers of the kept share of score mass.
+    batch : int
+        Rows that bytes were accounted for.
+    score_digest, problem_digest : str
+        What the decision was made from.
+    versions : dict of str
+        Versions of the libraries that decided.
+    created : str
+        ISO date.
+
+    Raises
+    ------
+    InputError
+        If budgets do not fit the model, are below sinks and window, above the context, or differ
+        within a layer at layer level.
+    """
+
+    shape: ModelShape
+    level: Level
+    context_tokens: int
+    budgets: IntArray
+    length_rule: LengthRule = "proportional"
+    page_tokens: int = 1
+    policy: Policy
+    solver: str = ""
+    solver_options: dict[str, Any] = field(default_factory=dict)
+    sense: str = "max_value"
+    objective: float = 0.0
+    bound: float | None = None
+    bound_source: str = ""
+    termination: str = ""
+    requested: dict[str, Any] = field(default_factory=dict)
+    retention: float | None = None
+    batch: int = 1
+    score_digest: str = ""
+    problem_digest: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    created: str = ""
+
+    def __post_init__(self) -> None:
+        fault = _first_fault(self)
+        if fault is not None:
+            name, found, expected = fault
+            raise InputError(f"budget profile: {name} is {found}, expected {expected}")
+        self.budgets.flags.writeable = False
+
+    @property
+    def gap(self) -> float | None:
+        """Relative distance between objective and bound; None without a bound."""
+        if self.bound is None:
+            return None
+        return abs(self.bound - self.objective) / max(abs(self.bound), 1e-300)
+
+    @property
+    def retained_tokens(self) -> int:
+        """Entries kept in all layers and KV heads of one row at the reference context."""
+        return int(self.budgets.sum())
+
+    @property
+    def full_tokens(self) -> int:
+        """Entries a plain cache stores for one row at the reference context."""
+        return self.shape.full_bytes(self.context_tokens) // self.shape.bytes_per_entry
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes kept at the reference context and batch, in whole pages."""
+        return self.retained_bytes_at(self.context_tokens, self.batch)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes a plain cache stores at the reference context and batch."""
+        return self.full_bytes_at(self.context_tokens, self.batch)
+
+    def budgets_for(self, context_tokens: int) -> IntArray:
+        """Budgets for a prompt of another length.
+
+        ``proportional``: each head keeps its share of the evictable entries; the sum over all
+        heads is the sum of the real-valued shares rounded down, and the one rounding rule
+        (`kvalloc.rounding.apportion`) hands it out, so no entry is lost and none is made up.
+        ``fixed``: the same number of entries, or everything where the prompt is shorter.
+
+        Parameters
+        ----------
+        context_tokens : int
+            Length of the prompt, tokens.
+
+        Returns
+        -------
+        ndarray of int64, (n_layers, n_kv_heads)
+
+        Raises
+        ------
+        InputError
+            If the length is not positive.
+        """
+        if context_tokens < 1:
+            raise InputError(f"a context of {context_tokens} tokens has no budgets; ask for >= 1")
+        budgets = self.budgets.copy()
+        full = list(self.shape.full_layers)
+        sliding = [i for i in range(self.shape.n_layers) if i not in full]
+        budgets[sliding] = self.shape.sliding_entries(context_tokens)
+        if context_tokens != self.context_tokens:
+            budgets[full] = self._scaled(self.budgets[full], context_tokens)
+        return budgets
+
+    def retained_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
+        """Bytes that these budgets keep of ``batch`` prompts of ``context_tokens`` tokens."""
+        budgets = self.budgets_for(context_tokens)
+        pages = -(-budgets // self.page_tokens) * self.page_tokens
+        return int(pages.sum()) * self.shape.bytes_per_entry * batch
+
+    def full_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
+        """Bytes that a plain cache stores for the same prompts."""
+        return self.shape.full_bytes(context_tokens, batch)
+
+    def cache(self, model: PreTrainedModel, *, allow_other_model: bool = False) -> Cache:
+        """A transformers cache that keeps these budgets.
+
+        Parameters
+        ----------
+        model : transformers.PreTrainedModel
+            The model that will use it.
+        allow_other_model : bool
+            Accept a model of another name with the same sizes.
+
+        Returns
+        -------
+        kvalloc.runtime.BudgetCache
+            Pass it as ``past_key_values``; the budgets belong to it, not to the model.
+
+        Raises
+        ------
+        ModelMismatchError
+            If the profile was made for another model.
+        UnsupportedRequestError
+            If the profile asks for what the runtime cannot do.
+        """
+        # The core must not depend on torch: the runtime is looked up by name when it is wanted.
+        runtime = importlib.import_module("kvalloc.runtime")
+        cache: Cache = runtime.make_cache(self, model, allow_other_model=allow_other_model)
+        return cache
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, atomically.
+
+        Raises
+        ------
+        InputError
+            If the folder does not exist or is read-only.
+        """
+        from kvalloc.schema import budget_profile_json
+
+        text = budget_profile_json(self)
+        with atomic_write(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> BudgetProfile:
+        """Read and check a budget profile.
+
+        Raises
+        ------
+        ProfileFileError
+            If the file is missing, not JSON, of another schema version, edited, or holds values
+            that cannot be.
+        """
+        from kvalloc.schema import budget_profile_from_json
+
+        source = Path(path)
+        if not source.is_file():
+            raise ProfileFileError(
+                path,
+                field="file",
+                found="a folder" if source.is_dir() else "missing",
+                expected="a budget profile written by 'kvalloc solve'",
+                way_out="check the path",
+            )
+        try:
+            data = json.loads(source.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError, OSError) as error:
+            raise ProfileFileError(
+                path,
+                field="file",
+                found=f"not readable as JSON ({error})",
+                expected="a budget profile written by 'kvalloc solve'",
+                way_out="make it again with 'kvalloc solve'",
+            ) from error
+        return budget_profile_from_json(path, data)
+
+    def _scaled(self, budgets: IntArray, context_tokens: int) -> IntArray:
+        protected = self.policy.protected_tokens
+        if context_tokens <= protected:
+            return np.full_like(budgets, context_tokens)
+        if self.length_rule == "fixed":
+            return np.minimum(budgets, context_tokens)
+        # Whole pages are handed out, as the solver did. Floors stay at sinks and window.
+        page = self.page_tokens
+        before = self.context_tokens - protected
+        after = context_tokens - protected
+        wanted = protected + (budgets - protected) * (after / before)
+        floor = -(-protected // page)
+        most = max(floor, context_tokens // page) if page > 1 else context_tokens
+        # Heads of a layer share their budget at layer level: one number stands for the layer.
+        columns = 1 if self.level == "layer" else budgets.shape[1]
+        scaled = np.full((len(budgets), columns), context_tokens, dtype=np.int64)
+        # What is kept whole stays whole, down to a last page that is not full.
+        shared = budgets[:, :columns] < self.context_tokens
+        exact = wanted[:, :columns][shared] / page
+        total = int(np.floor(exact.sum() + 1e-6))
+        total = min(max(total, floor * exact.size), most * exact.size)
+        pages = apportion(exact, total, minimum=floor, maximum=most)
+        scaled[shared] = np.minimum(pages * page, context_tokens)
+        return np.broadcast_to(scaled, budgets.shape).copy()
+
+
+def _first_fault(profile: BudgetProfile) -> tuple[str, object, str] | None:
+    shape, budgets = profile.shape, profile.budgets
+    expected = (shape.n_layers, shape.n_kv_heads)
+    if budgets.shape != expected or budgets.dtype != np.int64:
+        return "budgets", f"{budgets.dtype} shaped {budgets.shape}", f"int64 shaped {expected}"
+    decided = budgets[list(shape.full_layers)]
+    least, most = profile.policy.protected_tokens, profile.context_tokens
+    if int(decided.min()) < min(least, most):
+        layer = int(np.argmin(decided.min(axis=1)))
+        return (
+            "budgets",
+            f"{int(decided.min())} in full-attention layer {shape.full_layers[layer]}",
+            f"at least the {least} tokens of sinks and window",
+        )
+    if int(decided.max()) > most:
+        return "budgets", int(decided.max()), f"at most the context of {most} tokens"
+    if profile.level not in ("layer", "head"):
+        return "level", profile.level, "'layer' or 'head'"
+    if profile.level == "layer" and np.any(decided != decided[:, :1]):
+        return "budgets", "different within a layer", "one budget for all KV heads of a layer"
+    if profile.length_rule not in ("proportional", "fixed"):
+        return "length_rule", profile.length_rule, "'proportional' or 'fixed'"
+    if profile.page_tokens < 1 or profile.batch < 1:
+        return "page_tokens, batch", (profile.page_tokens, profile.batch), "numbers >= 1"
+    return None

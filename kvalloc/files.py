@@ -1,0 +1,72 @@
+"""Writing a file so that nobody ever sees half of it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvalloc.errors import InputError
+
+
+@contextmanager
+def atomic_write(path: str | Path) -> Iterator[Path]:
+    """Give a temporary path in the target's folder and move it over the target on success.
+
+    Parameters
+    ----------
+    path : str or Path
+        Where the finished file shall stand.
+
+    Yields
+    ------
+    Path
+        A temporary file beside it. What is written there is flushed to the disk and renamed when
+        the block ends, and deleted when the block raises.
+
+    Raises
+    ------
+    InputError
+        If the folder does not exist or cannot be written to, or writing fails.
+    """
+    target = Path(path)
+    check_writable(target)
+    temporary: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        os.close(handle)
+        temporary = Path(name)
+        yield temporary
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        # mkstemp makes private files; a profile should be as readable as any other output
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, target)
+    except OSError as error:  # a full disk, a file system that turned read-only
+        raise InputError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)  # gone already when it was renamed
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise before hours of work are spent on an output that cannot be written.
+
+    Raises
+    ------
+    InputError
+        If the folder of ``path`` is missing or read-only, or ``path`` is a folder.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"cannot write {target}: it is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise InputError(
+            f"cannot write {target}: the folder {target.parent} does not exist; create it first"
+        )
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"cannot write {target}: no permission in the folder {target.parent}")

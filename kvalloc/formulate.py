@@ -1,0 +1,326 @@
+"""From a score profile and a request to an allocation problem."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from kvalloc.budget_profile import LengthRule, Level
+from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.problem import Aggregate, AllocationProblem, FloatArray, Sense
+from kvalloc.score_profile import ScoreProfile, interpolate_curves
+
+Objective = Literal["mean", "worst"]
+
+_BYTE_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _BYTE_UNITS[f"{_letter}ib"] = 1024**_power
+    _BYTE_UNITS[f"{_letter}b"] = 1000**_power
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for: exactly one target, and where it holds.
+
+    Attributes
+    ----------
+    target_retention : float or None
+        Least mean retention over layers, 0..1.
+    budget : str or float or None
+        Share of all entries, such as ``"20%"`` or ``0.2``.
+    budget_tokens : int or None
+        Mean entries per KV head.
+    memory : str or int or None
+        Bytes for the whole cache, such as ``"512MiB"``.
+    level : {"layer", "head"}
+        What gets a budget.
+    context_tokens : int or None
+        Prompt length that the target holds for; the score profile's own by default.
+    batch : int
+        Rows that share the memory.
+    min_tokens : int or None
+        Least budget of any unit; sinks and window by default.
+    page_tokens : int
+        Budgets are whole pages of so many tokens.
+    objective : {"mean", "worst"}
+        Retention is the mean over layers, or that of the worst unit.
+
+    Raises
+    ------
+    InputError
+        If none or several targets are given, or a value is out of range.
+    """
+
+    target_retention: float | None = None
+    budget: str | float | None = None
+    budget_tokens: int | None = None
+    memory: str | int | None = None
+    level: Level = "layer"
+    context_tokens: int | None = None
+    batch: int = 1
+    min_tokens: int | None = None
+    page_tokens: int = 1
+    objective: Objective = "mean"
+
+    def __post_init__(self) -> None:
+        given = [name for name in _TARGETS if getattr(self, name) is not None]
+        options = ", ".join(_TARGETS.values())
+        if not given:
+            raise InputError(f"no target: say what to reach with one of {options}")
+        if len(given) > 1:
+            both = " and ".join(_TARGETS[name] for name in given)
+            raise InputError(f"{both} are two targets at once; give one of {options}")
+        if self.level not in ("layer", "head"):
+            raise InputError(f"the level is {self.level!r}, expected 'layer' or 'head'")
+        if self.objective not in ("mean", "worst"):
+            raise InputError(f"the objective is {self.objective!r}, expected 'mean' or 'worst'")
+        if self.batch < 1 or self.page_tokens < 1:
+            raise InputError("batch and page must be at least 1")
+        if self.min_tokens is not None and self.min_tokens < 0:
+            raise InputError(f"the least budget is {self.min_tokens} tokens, expected >= 0")
+        if self.target_retention is not None and not 0 < self.target_retention <= 1:
+            raise InputError(
+                f"a target retention of {self.target_retention:g} is not a share of the score "
+                "mass; give a number above 0 and up to 1, such as 0.9"
+            )
+        if self.budget_tokens is not None and self.budget_tokens < 1:
+            raise InputError(f"a budget of {self.budget_tokens} tokens keeps nothing; give >= 1")
+        self.describe()  # parses, so that a bad share or size is refused here
+
+    @property
+    def length_rule(self) -> LengthRule:
+        """Relative targets scale with the prompt, absolute ones do not."""
+        absolute = self.budget_tokens is not None or self.memory is not None
+        return "fixed" if absolute else "proportional"
+
+    def describe(self) -> dict[str, Any]:
+        """The target as asked, for the budget profile."""
+        if self.target_retention is not None:
+            return {"target": "retention", "value": self.target_retention}
+        if self.budget is not None:
+            return {"target": "budget", "value": parse_share(self.budget)}
+        if self.budget_tokens is not None:
+            return {"target": "budget_tokens", "value": self.budget_tokens}
+        assert self.memory is not None  # exactly one target is given
+        return {"target": "memory", "value": parse_bytes(self.memory)}
+
+
+_TARGETS = {
+    "target_retention": "--target-retention",
+    "budget": "--budget",
+    "budget_tokens": "--budget-tokens",
+    "memory": "--memory",
+}
+
+
+def parse_share(value: str | float) -> float:
+    """A share of entries from ``"20%"``, ``"0.2"`` or a number.
+
+    Raises
+    ------
+    InputError
+        If it is not a share above 0 and up to 1 (100%).
+
+    Examples
+    --------
+    >>> parse_share("20%"), parse_share(0.5)
+    (0.2, 0.5)
+    """
+    text = str(value).strip()
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise InputError(f"{text!r} is not a share of entries; write 20% or 0.2") from None
+    if not 0 < share <= 1:
+        raise InputError(f"a budget of {text} is not a share of entries; write 20% or 0.2")
+    return share
+
+
+def parse_bytes(value: str | int) -> int:
+    """A number of bytes from ``"512MiB"``, ``"1.5GB"`` or a whole number.
+
+    Raises
+    ------
+    InputError
+        If it is not a positive size.
+
+    Examples
+    --------
+    >>> parse_bytes("512MiB"), parse_bytes("1kB")
+    (536870912, 1000)
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", str(value))
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in _BYTE_UNITS:
+        raise InputError(f"{value!r} is not a size; write 512MiB, 1.5GB or a number of bytes")
+    size = float(match.group(1)) * _BYTE_UNITS[unit]
+    if not 1 <= size < 2**63:
+        raise InputError(f"a memory of {value} is no size a cache can have; write 512MiB or 1.5GB")
+    return int(size)
+
+
+def formulate(
+    scores: ScoreProfile, request: Request, *, sample: int | None = None
+) -> AllocationProblem:
+    """The multiple-choice problem that a request poses on measured curves.
+
+    Every number of tokens from the floor to the context is an option (every page with
+    ``page_tokens``); its value is the retention it adds, its cost the bytes it stores. At layer
+    level an option keeps that many entries in each KV head of the layer, each head its own best.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        Measured curves.
+    request : Request
+        Target and limits.
+    sample : int, optional
+        Pose it on one sample instead of the mean curves.
+
+    Returns
+    -------
+    AllocationProblem
+
+    Raises
+    ------
+    InputError
+        If the context is beyond the model's limit or too short for sinks and window.
+    InfeasibleError
+        If memory is below what floors and sliding layers alone store.
+    """
+    asked = request.context_tokens
+    context = scores.context_tokens if asked is None else asked
+    _check_context(scores, context, request)
+    tokens = _option_tokens(scores, request, context)
+    values = _option_values(scores, request, context, tokens, sample)
+    shape = scores.shape
+    heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
+    pages = -(-tokens // request.page_tokens) * request.page_tokens
+    row = pages * (heads_per_unit * shape.bytes_per_entry * request.batch)
+    layers = np.repeat(np.asarray(shape.full_layers), shape.n_kv_heads // heads_per_unit)
+    heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
+    n_units = values.shape[0]
+    target = request.target_retention
+    if target is None:
+        capacity = _capacity(scores, request, context, floor_bytes=n_units * int(row[0]))
+    worst = request.objective == "worst"
+    if worst:  # a unit's own retention, not what it adds to its layer's
+        values = values / values[:, -1:]
+    weight = 1.0 if worst else 1.0 / len(shape.full_layers)
+    return AllocationProblem(
+        tokens=np.broadcast_to(tokens, values.shape),
+        values=values,
+        costs=np.broadcast_to(row, values.shape),
+        option_counts=np.full(n_units, tokens.size, dtype=np.int64),
+        weights=np.full(n_units, weight),
+        layers=layers.astype(np.int64),
+        heads=heads.astype(np.int64) if request.level == "head" else np.full(n_units, -1),
+        sense=Sense.MAX_VALUE if target is None else Sense.MIN_COST,
+        aggregate=Aggregate.WORST if worst else Aggregate.SUM,
+        capacity_bytes=capacity if target is None else None,
+        target=target,
+        context_tokens=context,
+        protected_tokens=scores.protected_tokens,
+    )
+
+
+def fixed_bytes(scores: ScoreProfile, context_tokens: int, batch: int, page_tokens: int = 1) -> int:
+    """Bytes of the sliding layers in whole pages, which no budget changes."""
+    shape = scores.shape
+    n_sliding = shape.n_layers - len(shape.full_layers)
+    entries = -(-shape.sliding_entries(context_tokens) // page_tokens) * page_tokens
+    return n_sliding * shape.n_kv_heads * entries * shape.bytes_per_entry * batch
+
+
+def _check_context(scores: ScoreProfile, context: int, request: Request) -> None:
+    limit = scores.shape.max_context_tokens
+    if limit is not None and context > limit:
+        raise InputError(
+            f"a context of {context} tokens is beyond the {limit} tokens of "
+            f"{scores.shape.model_id}; ask for a shorter one"
+        )
+    if context <= scores.protected_tokens:
+        raise InputError(
+            f"a context of {context} tokens leaves nothing to decide: sinks and window alone are "
+            f"{scores.protected_tokens} tokens; ask for a longer one"
+        )
+    if request.min_tokens is not None and request.min_tokens > context:
+        raise InputError(
+            f"a least budget of {request.min_tokens} tokens is above the context of {context}"
+        )
+
+
+def _option_tokens(
+    scores: ScoreProfile, request: Request, context: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    floor = max(scores.protected_tokens, request.min_tokens or 0)
+    page = request.page_tokens
+    if page == 1:
+        return np.arange(floor, context + 1, dtype=np.int64)
+    # The last page may be a partial one: it costs a whole page but holds the rest of the context.
+    first = -(-floor // page) * page
+    pages = np.arange(first, context + page, page, dtype=np.int64)
+    return np.unique(np.minimum(pages, context))
+
+
+def _option_values(
+    scores: ScoreProfile,
+    request: Request,
+    context: int,
+    tokens: np.ndarray[Any, np.dtype[np.int64]],
+    sample: int | None,
+) -> FloatArray:
+    layers = list(scores.shape.full_layers)
+    contributions = scores.contributions(sample)
+    if len(layers) < scores.shape.n_layers:
+        contributions = contributions[layers]
+    if request.level == "layer":
+        curves = contributions.sum(axis=1)
+    else:
+        curves = contributions.reshape(-1, scores.ranks.size)
+    stretch = scores.evictable_tokens / (context - scores.protected_tokens)
+    at = np.minimum((tokens - scores.protected_tokens) * stretch, scores.evictable_tokens)
+    return interpolate_curves(curves, scores.ranks, at)
+
+
+def _capacity(scores: ScoreProfile, request: Request, context: int, floor_bytes: int) -> int:
+    shape = scores.shape
+    heads = len(shape.full_layers) * shape.n_kv_heads
+    if request.memory is not None:
+        constant = fixed_bytes(scores, context, request.batch, request.page_tokens)
+        asked = parse_bytes(request.memory)
+        if asked < constant + floor_bytes:
+            sliding = f", and the sliding layers {constant:,}" if constant else ""
+            raise InfeasibleError(
+                f"a memory of {asked:,} bytes is too little: sinks, window and minimum budgets "
+                f"take {floor_bytes:,} bytes{sliding}; ask for at least {constant + floor_bytes:,}",
+                nearest=constant + floor_bytes,
+            )
+        return asked - constant
+    entry_bytes = heads * shape.bytes_per_entry * request.batch
+    # The share of what keeping everything costs, the partial last page included.
+    whole = -(-context // request.page_tokens) * request.page_tokens
+    if request.budget_tokens is not None:
+        capacity = request.budget_tokens * entry_bytes
+        asked_text = f"a budget of {request.budget_tokens} tokens"
+        nearest: float = math.ceil(floor_bytes / entry_bytes)
+        nearest_text = f"{nearest} tokens"
+    else:
+        assert request.budget is not None  # a request has exactly one target
+        share = parse_share(request.budget)
+        capacity = int(share * len(shape.full_layers) * shape.n_kv_heads * whole + 1e-9)
+        capacity *= shape.bytes_per_entry * request.batch
+        asked_text = f"a budget of {100 * share:g}%"
+        nearest = math.ceil(1e4 * floor_bytes / (whole * entry_bytes)) / 1e4
+        nearest_text = f"{100 * nearest:g}%"
+    if capacity < floor_bytes:
+        raise InfeasibleError(
+            f"{asked_text} is below the floors: sinks, window and minimum budgets take "
+            f"{floor_bytes:,} bytes; ask for at least {nearest_text}",
+            nearest=nearest,
+        )
+    return capacity

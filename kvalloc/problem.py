@@ -1,0 +1,418 @@
+"""The budget problem as arrays: all that a solver ever sees."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget, SideConstraint
+from kvalloc.dual import DualBound, concave_response, dense_response, dual_bound
+from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.rounding import apportion
+from kvalloc.worst_unit import cheapest_reaching, worst_unit_bound
+
+__all__ = [
+    "Aggregate",
+    "AllocationProblem",
+    "DualBound",
+    "FloatArray",
+    "GroupCap",
+    "IntArray",
+    "MaxDistinct",
+    "RankBalance",
+    "SameBudget",
+    "Sense",
+    "SideConstraint",
+    "apportion",
+    "concave_response",
+]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_ARRAYS = ("tokens", "values", "costs", "option_counts", "weights", "layers", "heads")
+
+VALUE_TOLERANCE = 1e-12
+"""Values this close are equal: what summing a few thousand float64 terms may lose."""
+
+STEP_TOLERANCE = 1e-12
+"""How far one gain may be below 0 or above the one before it through rounding alone."""
+
+CONCAVE_TOLERANCE = 1e-10
+"""The same for a whole curve: ten thousand tiny bends in one direction make a convex one."""
+
+CONCAVE_STRIDE = 64
+"""Every so many options are looked at for that."""
+
+
+class Sense(Enum):
+    """What is optimised: the value within a capacity, or the cost for a target value."""
+
+    MAX_VALUE = "max_value"
+    MIN_COST = "min_cost"
+
+
+class Aggregate(Enum):
+    """How the units' weighted values make up the value of a choice."""
+
+    SUM = "sum"
+    WORST = "worst"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationProblem:
+    """A multiple-choice problem: pick one option for each unit.
+
+    Maximise ``sum_u weights[u] * values[u, k_u]`` subject to
+    ``sum_u costs[u, k_u] <= capacity_bytes``, or minimise that cost subject to the value reaching
+    ``target`` (XKV, Eq. 17 and Eq. 18).
+
+    Attributes
+    ----------
+    tokens : ndarray of int64, (n_units, n_options)
+        Budget in tokens that an option gives every KV head of its unit, sinks and window
+        included; strictly rising along a row.
+    values : ndarray of float64, (n_units, n_options)
+        Value of each option.
+    costs : ndarray of int64, (n_units, n_options)
+        Bytes of each option; strictly rising along a row. ``tokens`` and ``costs`` may be
+        broadcast views of one row.
+    option_counts : ndarray of int64, (n_units,)
+        Options that a unit really has: ``values[u, :option_counts[u]]``; the rest is padding.
+    weights : ndarray of float64, (n_units,)
+        Weight of each unit's value in the objective.
+    layers, heads : ndarray of int64, (n_units,)
+        Which layer and KV head a unit is; head -1 means all heads of the layer.
+    sense : Sense
+        Maximise value or minimise cost.
+    aggregate : Aggregate
+        The value is the sum over units, or the worst unit's.
+    capacity_bytes : int or None
+        Bytes available to the units (MAX_VALUE).
+    target : float or None
+        Value to reach (MIN_COST).
+    context_tokens, protected_tokens : int
+        Context the options are for; sinks plus window inside every option.
+    constraints : tuple of SideConstraint
+        What else must hold.
+
+    Raises
+    ------
+    InputError
+        If arrays do not fit each other, a unit has no option, values are not finite, costs do not
+        rise, or sense, capacity and target contradict each other.
+    """
+
+    tokens: IntArray
+    values: FloatArray
+    costs: IntArray
+    option_counts: IntArray
+    weights: FloatArray
+    layers: IntArray
+    heads: IntArray
+    sense: Sense
+    aggregate: Aggregate = Aggregate.SUM
+    capacity_bytes: int | None = None
+    target: float | None = None
+    context_tokens: int
+    protected_tokens: int
+    constraints: tuple[SideConstraint, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_arrays(self)
+        if self.sense is Sense.MAX_VALUE and (
+            self.capacity_bytes is None or self.target is not None
+        ):
+            raise InputError("a problem that maximises value needs a capacity and no target")
+        if self.sense is Sense.MIN_COST and (
+            self.target is None or self.capacity_bytes is not None
+        ):
+            raise InputError("a problem that minimises cost needs a target and no capacity")
+        if self.target is not None and not math.isfinite(self.target):
+            raise InputError(f"the target is {self.target}, expected a finite number")
+        for name in _ARRAYS:  # a solver must not change what its answer is checked against
+            getattr(self, name).flags.writeable = False
+
+    @property
+    def n_units(self) -> int:
+        """Number of units."""
+        return int(self.values.shape[0])
+
+    @property
+    def n_options(self) -> int:
+        """Number of option columns."""
+        return int(self.values.shape[1])
+
+    @property
+    def last_options(self) -> IntArray:
+        """Index of each unit's most expensive option, ``(n_units,)``."""
+        return self.option_counts - 1
+
+    @cached_property
+    def min_cost_bytes(self) -> int:
+        """Cost of the cheapest choice: what floors alone take."""
+        return int(self.costs[:, 0].sum())
+
+    @cached_property
+    def max_cost_bytes(self) -> int:
+        """Cost of keeping everything."""
+        return self.cost(self.last_options)
+
+    @cached_property
+    def max_value(self) -> float:
+        """Largest value that any choice can have."""
+        if self.is_concave:  # rising rows end at their best option
+            return self.objective_value(self.last_options)
+        masked = np.where(_valid(self), self.values, -np.inf)
+        return self._aggregated(self.weights * masked.max(axis=1))
+
+    @cached_property
+    def step_bytes(self) -> int | None:
+        """The one cost step between neighbouring options of all units, or None."""
+        if self.n_options == 1:
+            return None
+        rows = self.costs[:1] if _is_broadcast(self.costs) else self.costs
+        steps = np.diff(rows, axis=1)
+        if rows.shape[0] > 1:
+            steps = steps[_valid(self)[:, 1:]]
+        first = int(steps.flat[0]) if steps.size else 0
+        return first if first and bool(np.all(steps == first)) else None
+
+    @cached_property
+    def lattice_bytes(self) -> int:
+        """Greatest common divisor of all cost differences: the grain of the total cost."""
+        if self.step_bytes is not None:
+            return self.step_bytes
+        rows = self.costs[:1] if _is_broadcast(self.costs) else self.costs
+        differences = (rows - rows[:, :1])[:, 1:]
+        return max(1, int(np.gcd.reduce(differences, axis=None))) if differences.size else 1
+
+    @cached_property
+    def is_concave(self) -> bool:
+        """Whether every unit's value rises, by ever less for each step of equal cost."""
+        if self.step_bytes is None:
+            return self.n_options == 1
+        # Two buffers for all rows: large problems have tens of millions of values.
+        buffers = (np.empty(self.n_options - 1), np.empty(self.n_options - 1))
+        return all(
+            _row_is_concave(row[:count], *buffers)
+            for row, count in zip(self.values, self.option_counts.tolist(), strict=True)
+        )
+
+    @cached_property
+    def largest_gain(self) -> float:
+        """No change of one unit's option adds more weighted value than this."""
+        if self.is_concave:  # rising rows: from the first option to the last
+            units = np.arange(self.n_units)
+            rise = self.values[units, self.last_options] - self.values[:, 0]
+            return max(0.0, float((self.weights * rise).max()))
+        return float(self.values.max() - self.values.min()) * float(self.weights.max())
+
+    @property
+    def spendable_bytes(self) -> int:
+        """The capacity rounded down to what a choice can really cost."""
+        if self.capacity_bytes is None:
+            raise InputError("this problem has a target, not a capacity")
+        room = min(self.capacity_bytes, self.max_cost_bytes) - self.min_cost_bytes
+        return self.min_cost_bytes + room // self.lattice_bytes * self.lattice_bytes
+
+    def with_capacity(self, capacity_bytes: int) -> AllocationProblem:
+        """The same units under another capacity, maximising value; arrays are not checked again."""
+        return self._with_goal(Sense.MAX_VALUE, capacity_bytes, None)
+
+    def with_target(self, target: float) -> AllocationProblem:
+        """The same units with a target to reach at least cost; arrays are not checked again."""
+        if not math.isfinite(target):
+            raise InputError(f"the target is {target}, expected a finite number")
+        return self._with_goal(Sense.MIN_COST, None, target)
+
+    def _with_goal(
+        self, sense: Sense, capacity_bytes: int | None, target: float | None
+    ) -> AllocationProblem:
+        other = copy.copy(self)  # shares arrays and everything already computed from them
+        for name, value in (("sense", sense), ("capacity_bytes", capacity_bytes)):
+            object.__setattr__(other, name, value)
+        object.__setattr__(other, "target", target)
+        return other
+
+    def cost(self, choice: IntArray) -> int:
+        """Bytes of a choice, ``choice`` being one option index per unit, ``(n_units,)``."""
+        return int(self.costs[np.arange(self.n_units), choice].sum())
+
+    def objective_value(self, choice: IntArray) -> float:
+        """Value of a choice: its units' weighted values, summed without loss, or the worst."""
+        return self._aggregated(self.weights * self.values[np.arange(self.n_units), choice])
+
+    def _aggregated(self, worth: FloatArray) -> float:
+        if self.aggregate is Aggregate.WORST:
+            return float(worth.min())
+        return math.fsum(worth)
+
+    def objective(self, choice: IntArray) -> float:
+        """What the sense optimises: the value, or the cost in bytes."""
+        if self.sense is Sense.MAX_VALUE:
+            return self.objective_value(choice)
+        return float(self.cost(choice))
+
+    def chosen_tokens(self, choice: IntArray) -> IntArray:
+        """Budget of each unit in tokens per KV head, ``(n_units,)``."""
+        return self.tokens[np.arange(self.n_units), choice]
+
+    def meets_target(self, value: float) -> bool:
+        """Whether a value reaches the target, within `VALUE_TOLERANCE`."""
+        return self.target is None or value >= self.lowest_accepted_value
+
+    @property
+    def lowest_accepted_value(self) -> float:
+        """The target less `VALUE_TOLERANCE`."""
+        if self.target is None:
+            raise InputError("this problem has a capacity, not a target")
+        return self.target - VALUE_TOLERANCE
+
+    def options_within(self, tokens: FloatArray | IntArray) -> IntArray:
+        """Each unit's largest option of at most the given tokens, ``(n_units,)``.
+
+        A unit whose smallest option is larger gets that one.
+        """
+        if _is_broadcast(self.tokens):
+            found = np.searchsorted(self.tokens[0], tokens, side="right") - 1
+        else:
+            found = (self.tokens <= np.asarray(tokens)[:, None]).sum(axis=1) - 1
+        return np.clip(found, 0, self.last_options).astype(np.int64)
+
+    def check_feasible(self) -> None:
+        """Raise when no choice at all can meet the capacity or the target.
+
+        Raises
+        ------
+        InfeasibleError
+            With the nearest capacity or target that can be met.
+        """
+        if self.capacity_bytes is not None and self.capacity_bytes < self.min_cost_bytes:
+            raise InfeasibleError(
+                f"a capacity of {self.capacity_bytes:,} bytes is below the floors: sinks, window "
+                f"and minimum budgets alone take {self.min_cost_bytes:,} bytes; ask for at least "
+                "that, or lower the floors",
+                nearest=self.min_cost_bytes,
+            )
+        if self.target is not None and not self.meets_target(self.max_value):
+            raise InfeasibleError(
+                f"a target of {self.target:g} cannot be met: keeping everything gives "
+                f"{self.max_value:g}; ask for at most that",
+                nearest=self.max_value,
+            )
+        for constraint in self.constraints:
+            fault = constraint.floor_fault(self)
+            if fault is not None:
+                raise InfeasibleError(f"no choice can work: {fault}; raise it or lower the floors")
+
+    def side_fault(self, choice: IntArray, ranks: IntArray | None = None) -> str | None:
+        """The first side constraint that a choice violates, as half a sentence, or None.
+
+        Parameters
+        ----------
+        choice : ndarray of int64, (n_units,)
+        ranks : ndarray of int64, (n_units,), optional
+            Tensor-parallel rank of each unit.
+        """
+        faults = (constraint.fault(self, choice, ranks) for constraint in self.constraints)
+        return next((fault for fault in faults if fault is not None), None)
+
+    def best_response(self, multiplier: float) -> IntArray:
+        """Each unit's best option when a byte costs ``multiplier`` of value, ``(n_units,)``.
+
+        The smallest option among equals.
+        """
+        if self.is_concave and self.step_bytes is not None:
+            return concave_response(self, multiplier * self.step_bytes, strict=True)
+        return dense_response(self, multiplier)
+
+    def dual_bound(self) -> DualBound:
+        """A bound on the objective that owes nothing to a solver.
+
+        By Lagrangian duality, tightened to the grain of the costs; for a worst unit, the exact
+        optimum. Side constraints are left out, so it holds with and without them.
+        """
+        if self.aggregate is Aggregate.WORST:
+            return worst_unit_bound(self)
+        return dual_bound(self)
+
+    def cheapest_reaching(self, level: float) -> IntArray | None:
+        """Each unit's cheapest option of at least a weighted value; None if one has none."""
+        return cheapest_reaching(self, level)
+
+    def digest(self) -> str:
+        """SHA-256 over everything that defines the problem."""
+        hasher = hashlib.sha256()
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            rows = array[:1] if _is_broadcast(array) else array
+            hasher.update(f"{name}{array.shape}".encode())
+            hasher.update(np.ascontiguousarray(rows).data)
+        goal = (self.sense.value, self.aggregate.value, self.capacity_bytes, self.target)
+        where = (self.context_tokens, self.protected_tokens, self.constraints)
+        hasher.update(repr((*goal, *where)).encode())
+        return hasher.hexdigest()
+
+
+def _is_broadcast(array: npt.NDArray[np.generic]) -> bool:
+    return array.ndim == 2 and (array.shape[0] == 1 or array.strides[0] == 0)
+
+
+def _valid(problem: AllocationProblem) -> npt.NDArray[np.bool_]:
+    return np.arange(problem.n_options)[None, :] < problem.option_counts[:, None]
+
+
+def _row_is_concave(row: FloatArray, first: FloatArray, second: FloatArray) -> bool:
+    steps = row.size - 1
+    if steps < 1:
+        return True
+    gains = np.subtract(row[1:], row[:-1], out=first[:steps])
+    bends = np.subtract(gains[1:], gains[:-1], out=second[: steps - 1])
+    if gains.min() < -STEP_TOLERANCE or bends.max(initial=0.0) > STEP_TOLERANCE:
+        return False
+    if steps <= 2 * CONCAVE_STRIDE:
+        return True
+    coarse = np.diff(row[::CONCAVE_STRIDE])
+    falling = np.minimum.accumulate(coarse)
+    rise = max((coarse - falling).sum(), -falling[-1] * coarse.size)
+    return bool(rise <= CONCAVE_TOLERANCE)
+
+
+def _check_arrays(problem: AllocationProblem) -> None:
+    values = problem.values
+    if values.ndim != 2 or values.shape[0] < 1 or values.shape[1] < 1:
+        raise InputError(f"problem: values are shaped {values.shape}, expected (units, options)")
+    for name in ("tokens", "costs"):
+        array = getattr(problem, name)
+        if array.shape != values.shape or array.dtype != np.int64:
+            raise InputError(
+                f"problem: {name} are {array.dtype} shaped {array.shape}, expected int64 shaped "
+                f"{values.shape}"
+            )
+    for name in ("option_counts", "weights", "layers", "heads"):
+        if getattr(problem, name).shape != values.shape[:1]:
+            raise InputError(f"problem: {name} must have one number for each unit")
+    counts = problem.option_counts
+    if int(counts.min()) < 1 or int(counts.max()) > values.shape[1]:
+        unit = int(np.argmin(counts))
+        raise InputError(f"problem: unit {unit} has {int(counts[unit])} options, expected >= 1")
+    if not (math.isfinite(float(values.min())) and math.isfinite(float(values.max()))):
+        raise InputError("problem: values are not all finite numbers")
+    if not np.all(np.isfinite(problem.weights)) or np.any(problem.weights < 0):
+        raise InputError("problem: weights must be finite and not negative")
+    for name in ("tokens", "costs"):
+        array = getattr(problem, name)
+        rows = array[:1] if _is_broadcast(array) else array
+        rising = np.diff(rows, axis=1) > 0
+        if rows.shape[0] > 1:
+            rising |= ~_valid(problem)[:, 1:]
+        if not np.all(rising) or int(rows[:, 0].min()) < 0:
+            raise InputError(f"problem: {name} must be >= 0 and rise from option to option")

@@ -1,0 +1,134 @@
+"""Solvers and scorers by name, found through entry points: ours the same way as anybody's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from kvalloc.errors import InputError, SolverError
+from kvalloc.solver import Solver
+
+SOLVERS = "kvalloc.solvers"
+"""Entry-point group of solvers: each names a subclass of `kvalloc.solver.Solver`."""
+
+SCORERS = "kvalloc.scorers"
+"""Entry-point group of scorers: each names a subclass of `kvalloc.scorers.Scorer`."""
+
+T = TypeVar("T")
+
+
+@cache
+def _group(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in sorted(entry_points(group=group))}
+
+
+def names(group: str) -> list[str]:
+    """Registered names of a group, sorted, without importing what they name."""
+    return sorted(_group(group))
+
+
+def load(group: str, name: str) -> type[Any]:
+    """The class that a name stands for.
+
+    Parameters
+    ----------
+    group : str
+        `SOLVERS` or `SCORERS`.
+    name : str
+        A registered name.
+
+    Returns
+    -------
+    type
+
+    Raises
+    ------
+    InputError
+        If nothing of that name is registered; lists what is.
+    SolverError
+        If the plug-in cannot be imported.
+    """
+    kind = group.rsplit(".", 1)[-1].removesuffix("s")
+    found = _group(group)
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none: is kvalloc installed, not only on the path?"
+        raise InputError(f"there is no {kind} {name!r}; choose from {known}")
+    try:
+        loaded = found[name].load()
+    except Exception as error:  # a plug-in may fail in any way while it is imported
+        raise SolverError(
+            f"the {kind} {name!r} ({found[name].value}) cannot be loaded: {error}; reinstall or "
+            "remove the package that provides it"
+        ) from error
+    if not isinstance(loaded, type):
+        raise SolverError(f"the {kind} {name!r} ({found[name].value}) is not a class")
+    return loaded
+
+
+def build(cls: type[T], options: dict[str, Any], *, what: str) -> T:
+    """Make a plug-in with options, with one clear line for an option it does not have.
+
+    Parameters
+    ----------
+    cls : type
+        The plug-in's class.
+    options : dict
+        Keyword arguments.
+    what : str
+        How to call it in an error, such as ``"solver pyramid"``.
+
+    Raises
+    ------
+    InputError
+        If it has no such option, or none of that value.
+    """
+    known = _parameters(cls)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        choices = ", ".join(known) or "it has none"
+        raise InputError(f"{what} has no option {unknown[0]!r}; choose from: {choices}")
+    try:
+        return cls(**options)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what} cannot be made with {options}: {error}") from error
+
+
+def solver_names() -> list[str]:
+    """Names of all registered solvers."""
+    return names(SOLVERS)
+
+
+def get_solver(name: str, **options: Any) -> Solver:
+    """A solver by name.
+
+    Parameters
+    ----------
+    name : str
+        A registered name.
+    **options
+        The solver's own options.
+
+    Returns
+    -------
+    Solver
+
+    Raises
+    ------
+    InputError
+        If there is no such solver or option.
+    SolverError
+        If the plug-in is broken.
+    """
+    loaded = load(SOLVERS, name)
+    if not issubclass(loaded, Solver):
+        raise SolverError(f"the solver {name!r} is not a subclass of kvalloc.solver.Solver")
+    return build(loaded, options, what=f"solver {name}")
+
+
+def _parameters(cls: type[Any]) -> Iterable[str]:
+    if cls.__init__ is object.__init__:
+        return []
+    return [name for name in inspect.signature(cls.__init__).parameters if name != "self"]

@@ -1,0 +1,91 @@
+"""The one rounding rule: largest remainder within limits, conserving the total exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError
+
+
+def apportion(
+    wanted: npt.ArrayLike,
+    total: int,
+    *,
+    minimum: npt.ArrayLike = 0,
+    maximum: npt.ArrayLike | None = None,
+) -> npt.NDArray[np.int64]:
+    """Whole numbers near the wanted real ones that add up to the total exactly.
+
+    The wanted numbers are first moved up or down together (clipped at their limits) until they
+    sum to the total, then rounded down, and the units left over go to the largest remainders; ties
+    go to the lower index.
+
+    Parameters
+    ----------
+    wanted : array_like of float, (n,)
+        Real-valued shares, any unit.
+    total : int
+        What the result adds up to.
+    minimum, maximum : array_like of int, scalar or (n,)
+        Limits of each result.
+
+    Returns
+    -------
+    ndarray of int64, (n,)
+
+    Raises
+    ------
+    InputError
+        If the limits cross or cannot hold the total, or a wanted number is not finite.
+
+    Examples
+    --------
+    >>> apportion([1.5, 1.5, 3.0], 6).tolist()
+    [2, 1, 3]
+    >>> apportion([10.0, 1.0, 1.0], 9, maximum=5).tolist()
+    [5, 2, 2]
+    """
+    shares = np.asarray(wanted, dtype=np.float64)
+    low = np.broadcast_to(np.asarray(minimum, dtype=np.int64), shares.shape)
+    ceiling = np.maximum(total, low) if maximum is None else np.asarray(maximum, dtype=np.int64)
+    high = np.broadcast_to(ceiling, shares.shape)
+    if not np.all(np.isfinite(shares)):
+        raise InputError("cannot share out entries by weights that are not finite")
+    if np.any(low > high) or not int(low.sum()) <= total <= int(high.sum()):
+        raise InputError(
+            f"cannot share out {total} between limits that add up to {int(low.sum())} and "
+            f"{int(high.sum())}"
+        )
+    real = _shift_to_total(shares, float(total), low, high)
+    result = np.clip(np.floor(real + 1e-9).astype(np.int64), low, high)
+    while (missing := total - int(result.sum())) != 0:
+        # A shift leaves fewer than n units over, so one or two rounds end it.
+        step = 1 if missing > 0 else -1
+        movable = np.flatnonzero(result < high) if step > 0 else np.flatnonzero(result > low)
+        order = movable[np.argsort(-step * (real - result)[movable], kind="stable")]
+        result[order[: abs(missing)]] += step
+    return result
+
+
+def _shift_to_total(
+    shares: npt.NDArray[np.float64],
+    total: float,
+    low: npt.NDArray[np.int64],
+    high: npt.NDArray[np.int64],
+) -> npt.NDArray[np.float64]:
+    """``clip(shares + t, low, high)`` with the t that makes it sum to the total."""
+    clipped = np.clip(shares, low, high)
+    if abs(float(clipped.sum()) - total) <= 1e-9 * max(1.0, total):
+        return clipped
+    below = float(np.min(low - shares))
+    above = float(np.max(high - shares))
+    for _ in range(200):
+        middle = 0.5 * (below + above)
+        if middle in (below, above):
+            break
+        if float(np.clip(shares + middle, low, high).sum()) < total:
+            below = middle
+        else:
+            above = middle
+    return np.clip(shares + above, low, high)

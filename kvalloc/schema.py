@@ -1,0 +1,244 @@
+"""The budget profile's JSON: a pydantic model, its published JSON Schema, and both directions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvalloc.budget_profile import SCHEMA_VERSION, BudgetProfile, Policy
+from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.shape import ModelShape
+
+WAY_OUT = "make it again with 'kvalloc solve'"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ShapeModel(_Strict):
+    """Sizes of the model that the budgets are for."""
+
+    model_id: str
+    revision: str | None = None
+    n_layers: int = Field(ge=1)
+    n_query_heads: int = Field(ge=1)
+    n_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    dtype_bytes: int = Field(ge=1)
+    layer_types: list[Literal["full", "sliding"]]
+    sliding_window: int | None = None
+    max_context_tokens: int | None = None
+
+
+class PolicyModel(_Strict):
+    """How entries are picked within a budget."""
+
+    scorer: str
+    scorer_parameters: dict[str, Any]
+    sinks: int = Field(ge=0)
+    window: int = Field(ge=0)
+
+
+class BudgetProfileModel(_Strict):
+    """A kvalloc budget profile."""
+
+    schema_version: Literal[1]
+    kind: Literal["kvalloc.budget_profile"]
+    shape: ShapeModel
+    level: Literal["layer", "head"]
+    context_tokens: int = Field(ge=1)
+    budgets: list[list[int]] = Field(description="entries kept, one row a layer, one column a head")
+    length_rule: Literal["proportional", "fixed"]
+    page_tokens: int = Field(ge=1)
+    policy: PolicyModel
+    solver: str
+    solver_options: dict[str, Any]
+    sense: Literal["max_value", "min_cost"]
+    objective: float
+    bound: float | None
+    bound_source: str
+    gap: float | None
+    termination: Literal["", "optimal", "heuristic", "time_limit"]
+    requested: dict[str, Any]
+    retention: float | None = Field(ge=0, le=1 + 1e-9)
+    batch: int = Field(ge=1)
+    retained_tokens: int
+    full_tokens: int
+    retained_bytes: int
+    full_bytes: int
+    score_digest: str
+    problem_digest: str
+    versions: dict[str, str]
+    created: str
+    digest: str
+
+
+def budget_profile_schema() -> dict[str, Any]:
+    """The published JSON Schema of a budget profile file."""
+    schema = BudgetProfileModel.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
+    """Plain values of a budget profile, with its byte accounting and digest."""
+    data: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "kvalloc.budget_profile",
+        "shape": profile.shape.to_dict(),
+        "level": profile.level,
+        "context_tokens": profile.context_tokens,
+        "budgets": profile.budgets.tolist(),
+        "length_rule": profile.length_rule,
+        "page_tokens": profile.page_tokens,
+        "policy": {
+            "scorer": profile.policy.scorer,
+            "scorer_parameters": profile.policy.scorer_parameters,
+            "sinks": profile.policy.sinks,
+            "window": profile.policy.window,
+        },
+        "solver": profile.solver,
+        "solver_options": profile.solver_options,
+        "sense": profile.sense,
+        "objective": float(profile.objective),
+        "bound": None if profile.bound is None else float(profile.bound),
+        "bound_source": profile.bound_source,
+        "gap": profile.gap,
+        "termination": profile.termination,
+        "requested": profile.requested,
+        "retention": profile.retention,
+        "batch": profile.batch,
+        "retained_tokens": profile.retained_tokens,
+        "full_tokens": profile.full_tokens,
+        "retained_bytes": profile.retained_bytes,
+        "full_bytes": profile.full_bytes,
+        "score_digest": profile.score_digest,
+        "problem_digest": profile.problem_digest,
+        "versions": profile.versions,
+        "created": profile.created,
+    }
+    data["digest"] = _digest(data)
+    return data
+
+
+def budget_profile_json(profile: BudgetProfile) -> str:
+    """The file's text: one key a line, one row of budgets a line."""
+    data = budget_profile_dict(profile)
+    rows = data.pop("budgets")
+    text = json.dumps({**data, "budgets": "ROWS"}, indent=2, sort_keys=True, allow_nan=False)
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    return text.replace('"ROWS"', f"[\n{lines}\n  ]") + "\n"
+
+
+def budget_profile_from_json(path: str | Path, data: Any) -> BudgetProfile:
+    """A checked budget profile from parsed JSON.
+
+    Parameters
+    ----------
+    path : str or Path
+        Named in errors.
+    data : object
+        What the JSON holds.
+
+    Raises
+    ------
+    ProfileFileError
+        Naming the first field that is wrong.
+    """
+    if not isinstance(data, dict):
+        raise ProfileFileError(
+            path,
+            field="file",
+            found=type(data).__name__,
+            expected="a JSON object, a budget profile",
+            way_out=WAY_OUT,
+        )
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ProfileFileError(
+            path,
+            field="schema_version",
+            found=version,
+            expected=str(SCHEMA_VERSION),
+            way_out=f"{WAY_OUT}, or read it with the kvalloc that wrote it",
+        )
+    try:
+        model = BudgetProfileModel.model_validate(data)
+    except ValidationError as error:
+        raise _first_validation_error(path, error) from error
+    profile = _build(path, model)
+    _check_derived(path, model, profile)
+    return profile
+
+
+def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
+    copied = model.model_dump(
+        exclude={
+            *("schema_version", "kind", "digest", "gap", "shape", "policy", "budgets"),
+            *("retained_tokens", "full_tokens", "retained_bytes", "full_bytes"),
+        }
+    )
+    try:
+        widths = {len(row) for row in model.budgets}
+        if len(widths) != 1:
+            raise InputError(f"budgets have rows of different lengths {sorted(widths)}")
+        return BudgetProfile(
+            shape=ModelShape.from_dict(model.shape.model_dump()),
+            policy=Policy(**model.policy.model_dump()),
+            budgets=np.asarray(model.budgets, dtype=np.int64),
+            **copied,
+        )
+    except (InputError, OverflowError) as error:
+        raise ProfileFileError(
+            path, field="content", found=str(error), expected="a sound profile", way_out=WAY_OUT
+        ) from error
+
+
+def _check_derived(path: str | Path, model: BudgetProfileModel, profile: BudgetProfile) -> None:
+    for name in ("retained_tokens", "full_tokens", "retained_bytes", "full_bytes"):
+        stated, true = getattr(model, name), getattr(profile, name)
+        if stated != true:
+            raise ProfileFileError(
+                path,
+                field=name,
+                found=stated,
+                expected=f"{true}, which follows from the budgets",
+                way_out=WAY_OUT,
+            )
+    if model.gap != profile.gap:
+        raise ProfileFileError(
+            path,
+            field="gap",
+            found=model.gap,
+            expected=f"{profile.gap}, which follows from objective and bound",
+            way_out=WAY_OUT,
+        )
+    digest = _digest(model.model_dump(mode="json", exclude={"digest"}))
+    if model.digest != digest:
+        raise ProfileFileError(
+            path,
+            field="digest",
+            found=model.digest,
+            expected="the digest of the content (the file was edited or damaged)",
+            way_out=WAY_OUT,
+        )
+
+
+def _first_validation_error(path: str | Path, error: ValidationError) -> ProfileFileError:
+    first = error.errors()[0]
+    return ProfileFileError(
+        path,
+        field=".".join(str(part) for part in first["loc"]) or "file",
+        found="missing" if first["type"] == "missing" else first["input"],
+        expected=first["msg"],
+        way_out=WAY_OUT,
+    )
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, allow_nan=False).encode()).hexdigest()

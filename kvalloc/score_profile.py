@@ -1,0 +1,408 @@
+"""The measured half of the interface: retention curves with their provenance."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.files import atomic_write
+from kvalloc.shape import ModelShape
+
+SCHEMA_VERSION = 1
+EXACT_CONTEXT_TOKENS = 4096
+"""Up to this context the curves hold every rank; above it, a grid."""
+
+CURVE_TOLERANCE = 1e-9
+"""How far float64 rounding may take a curve from monotone or concave."""
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_ARRAYS = ("ranks", "curves", "masses", "sample_tokens")
+_HEADER_TYPES: dict[str, type] = {
+    "shape": dict,
+    **dict.fromkeys(("context_tokens", "sinks", "window"), int),
+    **dict.fromkeys(("scorer_parameters", "versions"), dict),
+    **dict.fromkeys(("scorer", "text_digest", "text_description", "created"), str),
+    "interpolation_error": Real,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreProfile:
+    """Retention curves of one model on some text, with everything that made them.
+
+    Attributes
+    ----------
+    shape : ModelShape
+        The model.
+    scorer : str
+        Name of the scorer.
+    scorer_parameters : dict
+        What rebuilds it: ``get_scorer(scorer, **scorer_parameters)``.
+    context_tokens : int
+        Reference context, tokens.
+    sinks, window : int
+        First and last tokens of the prompt that are never evicted and therefore left out of the
+        curves.
+    ranks : ndarray of int64, (n_points,)
+        Numbers of kept evictable entries, from 0 to ``evictable_tokens``.
+    curves : ndarray of float64, (n_samples, n_layers, n_kv_heads, n_points)
+        ``curves[..., k]`` is R(ranks[k]), the share of a head's evictable score mass in its
+        ``ranks[k]`` best entries, 0..1 (XKV, Eq. 4).
+    masses : ndarray of float64, (n_samples, n_layers, n_kv_heads)
+        The evictable score mass itself; zero in sliding layers, which have no curve of their own.
+    sample_tokens : ndarray of int64, (n_samples,)
+        Tokens of each sample. A sample shorter than the reference context has had its curve
+        stretched over the reference ranks by the share kept.
+    interpolation_error : float
+        Largest measured difference between a curve and its interpolation on the grid; 0 when
+        ``ranks`` holds every rank.
+    text_digest : str
+        SHA-256 over the token ids of all samples.
+    text_description : str
+        Where the text came from, for people.
+    versions : dict of str
+        Versions of the libraries that measured.
+    created : str
+        ISO date of the measurement.
+
+    Raises
+    ------
+    InputError
+        If arrays do not fit each other, are not finite, or curves are not rising, concave and
+        within 0..1.
+
+    References
+    ----------
+    XKV: Personalized KV Cache Memory Reduction, Eq. 3 and 4.
+    """
+
+    shape: ModelShape
+    scorer: str
+    scorer_parameters: dict[str, Any]
+    context_tokens: int
+    sinks: int
+    window: int
+    ranks: IntArray
+    curves: FloatArray
+    masses: FloatArray
+    sample_tokens: IntArray
+    interpolation_error: float = 0.0
+    text_digest: str = ""
+    text_description: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    created: str = ""
+
+    def __post_init__(self) -> None:
+        problem = _first_fault(self)
+        if problem is not None:
+            name, found, expected = problem
+            raise InputError(f"score profile: {name} is {found}, expected {expected}")
+        for name in _ARRAYS:
+            getattr(self, name).flags.writeable = False
+
+    @property
+    def n_samples(self) -> int:
+        """Number of measured samples."""
+        return int(self.curves.shape[0])
+
+    @property
+    def protected_tokens(self) -> int:
+        """Sinks and window: part of every budget, never evicted."""
+        return self.sinks + self.window
+
+    @property
+    def evictable_tokens(self) -> int:
+        """Entries of one head that can be evicted at the reference context."""
+        return self.context_tokens - self.protected_tokens
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the curves hold every rank."""
+        return self.ranks.size == self.evictable_tokens + 1
+
+    def head_shares(self) -> FloatArray:
+        """Each head's share of its layer's evictable score mass, per sample.
+
+        Returns
+        -------
+        ndarray, (n_samples, n_layers, n_kv_heads)
+            Sums to 1 over the heads; equal shares where a layer has no mass at all.
+        """
+        totals = self.masses.sum(axis=2, keepdims=True)
+        even = np.full_like(self.masses, 1.0 / self.shape.n_kv_heads)
+        shares: FloatArray = np.divide(self.masses, totals, out=even, where=totals > 0)
+        return shares
+
+    def contributions(self, sample: int | None = None) -> FloatArray:
+        """What each head adds to its layer's retention, as a function of the entries it keeps.
+
+        The retention of a layer whose heads keep n_h entries is the sum over its heads of
+        ``share_h * R_h(n_h)``: the kept part of the layer's score mass, each head keeping its own
+        best entries. At equal n_h this is the layer's own curve, so head-level and layer-level
+        budgets are measured by one yardstick.
+
+        Parameters
+        ----------
+        sample : int, optional
+            One sample; the mean over all samples by default.
+
+        Returns
+        -------
+        ndarray of float64, (n_layers, n_kv_heads, n_points)
+        """
+        shares = self.head_shares()
+        mean: FloatArray
+        if sample is not None:
+            mean = shares[sample][..., None] * self.curves[sample]
+        else:
+            mean = np.einsum("slh,slhp->lhp", shares, self.curves) / self.n_samples
+        return mean
+
+    def digest(self) -> str:
+        """SHA-256 over header and arrays: the identity of this measurement."""
+        hasher = hashlib.sha256(json.dumps(self._header(), sort_keys=True).encode())
+        for name in _ARRAYS:
+            hasher.update(name.encode())
+            hasher.update(np.ascontiguousarray(getattr(self, name)).data)
+        return hasher.hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with a JSON header entry, atomically.
+
+        Parameters
+        ----------
+        path : str or Path
+            Usually ``*.safetensors``.
+
+        Raises
+        ------
+        InputError
+            If the folder does not exist or is read-only.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+
+        header = {**self._header(), "digest": self.digest()}
+        arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS}
+        metadata = {"kvalloc": json.dumps(header, sort_keys=True)}
+        with atomic_write(path) as temporary:
+            try:
+                save_file(arrays, temporary, metadata=metadata)
+            except SafetensorError as error:  # a full disk is not an OSError there
+                raise OSError(str(error)) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> ScoreProfile:
+        """Read and check a score profile.
+
+        Parameters
+        ----------
+        path : str or Path
+            A file written by `save`.
+
+        Raises
+        ------
+        ProfileFileError
+            If the file is missing, truncated, of another schema version, edited, or holds values
+            that cannot be; names the file, the field, what was found and the way out.
+        """
+        again = "make it again with 'kvalloc profile'"
+        header, arrays = _read(Path(path))
+        version = header.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ProfileFileError(
+                path,
+                field="schema_version",
+                found=version,
+                expected=str(SCHEMA_VERSION),
+                way_out=again,
+            )
+        digest = header.pop("digest", None)
+        header.pop("schema_version")
+        for name, kind in _HEADER_TYPES.items():
+            if not isinstance(header.get(name), kind):
+                found = header.get(name, "missing")
+                raise ProfileFileError(
+                    path, field=name, found=found, expected=f"a {kind.__name__}", way_out=again
+                )
+        try:
+            header["shape"] = ModelShape.from_dict(header["shape"])
+            for name, kind in (("ranks", np.int64), ("sample_tokens", np.int64)):
+                if arrays[name].dtype != kind:
+                    raise InputError(f"{name} has dtype {arrays[name].dtype}, expected int64")
+            profile = cls(**header, **arrays)
+        except (KeyError, TypeError, ValueError, InputError) as error:
+            raise ProfileFileError(
+                path, field="content", found=str(error), expected="a sound profile", way_out=again
+            ) from error
+        if digest != profile.digest():
+            raise ProfileFileError(
+                path,
+                field="digest",
+                found=digest,
+                expected="the digest of the content (the file was edited or damaged)",
+                way_out=again,
+            )
+        return profile
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "shape": self.shape.to_dict(),
+            "scorer": self.scorer,
+            "scorer_parameters": self.scorer_parameters,
+            "context_tokens": self.context_tokens,
+            "sinks": self.sinks,
+            "window": self.window,
+            "interpolation_error": self.interpolation_error,
+            "text_digest": self.text_digest,
+            "text_description": self.text_description,
+            "versions": self.versions,
+            "created": self.created,
+        }
+
+
+def rank_grid(evictable_tokens: int, context_tokens: int, points: int = 4097) -> IntArray:
+    """The ranks at which curves are stored.
+
+    Parameters
+    ----------
+    evictable_tokens : int
+        Largest rank.
+    context_tokens : int
+        Reference context: up to `EXACT_CONTEXT_TOKENS` every rank is stored.
+    points : int
+        Upper bound for the size of the grid above that: the first half of the points are the
+        first ranks, where a curve bends most, the rest are spaced geometrically.
+
+    Returns
+    -------
+    ndarray of int64, (n_points,)
+        Strictly rising from 0 to ``evictable_tokens``.
+    """
+    if context_tokens <= EXACT_CONTEXT_TOKENS:
+        return np.arange(evictable_tokens + 1, dtype=np.int64)
+    dense = points // 2
+    tail = np.geomspace(dense, evictable_tokens, points - dense)
+    return np.unique(np.concatenate([np.arange(dense), np.rint(tail)]).astype(np.int64))
+
+
+def interpolate_curves(curves: FloatArray, ranks: IntArray, at: FloatArray) -> FloatArray:
+    """Curves at other ranks, linear in between (which keeps a concave curve concave).
+
+    Parameters
+    ----------
+    curves : ndarray, (..., n_points)
+        Values at ``ranks``.
+    ranks : ndarray of int64, (n_points,)
+        Strictly rising.
+    at : ndarray, (n_at,)
+        Ranks wanted, real numbers within ``ranks[0]..ranks[-1]``.
+
+    Returns
+    -------
+    ndarray of float64, (..., n_at)
+    """
+    if at.size == ranks.size and np.array_equal(at, ranks):
+        return curves
+    left = np.clip(np.searchsorted(ranks, at, side="right") - 1, 0, ranks.size - 2)
+    weight = (at - ranks[left]) / (ranks[left + 1] - ranks[left])
+    values = curves[..., left] * (1.0 - weight)
+    values += curves[..., left + 1] * weight
+    return values
+
+
+def _first_fault(profile: ScoreProfile) -> tuple[str, object, str] | None:
+    """The first thing that cannot be, as (field, found, expected)."""
+    shape, curves, ranks = profile.shape, profile.curves, profile.ranks
+    if profile.sinks < 0 or profile.window < 0:
+        return "sinks, window", (profile.sinks, profile.window), "numbers of tokens >= 0"
+    if profile.evictable_tokens < 1:
+        return (
+            "context_tokens",
+            profile.context_tokens,
+            f"more than the {profile.protected_tokens} tokens of sinks and window",
+        )
+    if ranks.ndim != 1 or ranks.size < 2:
+        return "ranks", f"shaped {ranks.shape}", "a list of at least two ranks"
+    if ranks[0] != 0 or ranks[-1] != profile.evictable_tokens or np.any(np.diff(ranks) <= 0):
+        return "ranks", f"{ranks[0]}..{ranks[-1]}", f"rising from 0 to {profile.evictable_tokens}"
+    expected = (shape.n_layers, shape.n_kv_heads)
+    if curves.ndim != 4 or curves.shape[0] < 1 or curves.shape[1:] != (*expected, ranks.size):
+        return "curves", f"shaped {curves.shape}", f"(n_samples >= 1, {expected}, {ranks.size})"
+    if profile.masses.shape != curves.shape[:3]:
+        return "masses", f"shaped {profile.masses.shape}", str(curves.shape[:3])
+    if profile.sample_tokens.shape != curves.shape[:1]:
+        return "sample_tokens", f"shaped {profile.sample_tokens.shape}", str(curves.shape[:1])
+    if not np.all(np.isfinite(profile.masses)) or np.any(profile.masses < 0):
+        return "masses", "negative or not finite", "finite masses >= 0"
+    if not 0 <= profile.interpolation_error < 1:
+        return "interpolation_error", profile.interpolation_error, "a share within 0..1"
+    return _curve_fault(curves[:, list(shape.full_layers)], ranks)
+
+
+def _curve_fault(curves: FloatArray, ranks: IntArray) -> tuple[str, object, str] | None:
+    if not np.all(np.isfinite(curves)):
+        where = np.argwhere(~np.isfinite(curves))[0]
+        return "curves", f"not finite at {where.tolist()}", "finite values"
+    if curves.min() < -CURVE_TOLERANCE or curves.max() > 1 + CURVE_TOLERANCE:
+        return "curves", f"{curves.min():.6g}..{curves.max():.6g}", "shares of mass within 0..1"
+    if np.any(np.abs(curves[..., -1] - 1) > CURVE_TOLERANCE):
+        return "curves", "not 1 when everything is kept", "R(all evictable entries) = 1"
+    for sample, rows in enumerate(curves):  # one sample at a time: a difference is a full copy
+        gains = np.diff(rows, axis=-1) / np.diff(ranks)
+        if np.any(gains < -CURVE_TOLERANCE):
+            return "curves", f"falling in sample {sample}", "curves that rise with every entry"
+        if np.any(np.diff(gains, axis=-1) > CURVE_TOLERANCE):
+            return "curves", f"not concave in sample {sample}", "best entries first (concave)"
+    return None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    from safetensors import SafetensorError, safe_open
+
+    expected = "a score profile written by 'kvalloc profile'"
+    way_out = "check the path"
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "missing"
+        raise ProfileFileError(path, field="file", found=found, expected=expected, way_out=way_out)
+    try:
+        with safe_open(str(path), framework="numpy") as handle:
+            metadata = handle.metadata() or {}
+            names = set(handle.keys())
+            arrays = {name: handle.get_tensor(name) for name in _ARRAYS if name in names}
+    except (SafetensorError, OSError, TypeError, ValueError) as error:
+        raise ProfileFileError(
+            path,
+            field="file",
+            found=f"not readable as safetensors ({error})",
+            expected=expected,
+            way_out="make it again with 'kvalloc profile'; a truncated file cannot be repaired",
+        ) from error
+    missing = [name for name in _ARRAYS if name not in arrays]
+    if "kvalloc" not in metadata or missing:
+        found = "missing" if "kvalloc" not in metadata else f"without {', '.join(missing)}"
+        raise ProfileFileError(
+            path, field="kvalloc header", found=found, expected=expected, way_out=way_out
+        )
+    try:
+        header = json.loads(metadata["kvalloc"])
+    except (ValueError, RecursionError) as error:
+        raise ProfileFileError(
+            path, field="kvalloc header", found=str(error), expected="JSON", way_out=way_out
+        ) from error
+    if not isinstance(header, dict):
+        raise ProfileFileError(
+            path, field="kvalloc header", found=header, expected="an object", way_out=way_out
+        )
+    return header, arrays

@@ -1,0 +1,137 @@
+"""The contract between kvalloc and a solver, ours or anybody's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import SolverError
+from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Termination(Enum):
+    """Why a solver stopped."""
+
+    OPTIMAL = "optimal"
+    """No choice is better; the bound shows it."""
+
+    HEURISTIC = "heuristic"
+    """A rule was followed to its end; it claims nothing about the optimum."""
+
+    TIME_LIMIT = "time_limit"
+    """Time ran out; the choice is feasible, the bound is what was proven so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """What a solver answers.
+
+    Attributes
+    ----------
+    choice : ndarray of int64, (n_units,)
+        Chosen option of each unit.
+    objective : float
+        ``problem.objective(choice)`` as the solver sees it; `kvalloc.solve` computes it again.
+    bound : float or None
+        No choice is better than this; None when nothing was proven, never 0 for unknown.
+    termination : Termination
+        Why it stopped.
+    detail : str
+        One line for people: the rule's parameters, the back end's status.
+    ranks : ndarray of int64, (n_units,), or None
+        Tensor-parallel rank of each unit, where the problem asks for a placement.
+
+    Raises
+    ------
+    SolverError
+        If optimal is claimed without a bound.
+    """
+
+    choice: IntArray
+    objective: float
+    bound: float | None
+    termination: Termination
+    detail: str = ""
+    ranks: IntArray | None = None
+
+    def __post_init__(self) -> None:
+        if self.termination is Termination.OPTIMAL and self.bound is None:
+            raise SolverError("a solution claims to be optimal without a bound that shows it")
+
+
+class Solver(ABC):
+    """A way to pick one option per unit.
+
+    A solver is made with its own options as keyword arguments and is stateless between calls.
+    Subclasses set `name` and `summary`, and declare in `handles` the kinds of side constraints
+    they respect: a kind that is not declared is refused, so a forgotten one fails safe.
+    """
+
+    name: ClassVar[str]
+    """What ``--solver`` takes."""
+
+    summary: ClassVar[str]
+    """One line for ``kvalloc solvers``."""
+
+    reference: ClassVar[str] = ""
+    """Paper and equation."""
+
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset()
+    """Kinds of side constraints it respects."""
+
+    aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM})
+    """Objectives it optimises: the sum over units, the worst unit."""
+
+    may_exceed_capacity: bool = False
+    """Set by a reproduction of a published rule that overspends; refused otherwise."""
+
+    def can_solve(self, problem: AllocationProblem) -> bool | str:
+        """Whether this solver can solve the problem.
+
+        Parameters
+        ----------
+        problem : AllocationProblem
+
+        Returns
+        -------
+        bool or str
+            True, or a sentence that says why not and which solver to use instead.
+        """
+        unknown = {type(c).__name__ for c in problem.constraints if type(c) not in self.handles}
+        if unknown:
+            return f"{self.name} does not handle {', '.join(sorted(unknown))}; use ilp"
+        if problem.aggregate not in self.aggregates:
+            if problem.aggregate is Aggregate.WORST:
+                return f"{self.name} maximises a sum, not the worst unit; use max_min"
+            return f"{self.name} maximises the worst unit, not a sum; use greedy or ilp"
+        return True
+
+    @abstractmethod
+    def solve(
+        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
+    ) -> Solution:
+        """Pick one option per unit.
+
+        Parameters
+        ----------
+        problem : AllocationProblem
+            A feasible problem that `can_solve` accepted.
+        time_limit_seconds : float, optional
+            Stop after this long with the best choice found.
+
+        Returns
+        -------
+        Solution
+
+        Raises
+        ------
+        SolverError
+            If it cannot go on.
+        """

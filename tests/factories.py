@@ -1,0 +1,294 @@
+"""Random score profiles and problems for tests, and what is true about them by brute force."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.problem import VALUE_TOLERANCE, Aggregate, AllocationProblem, Sense
+from kvalloc.score_profile import ScoreProfile
+from kvalloc.shape import ModelShape
+
+Array = npt.NDArray[Any]
+
+
+def make_shape(
+    *,
+    n_layers: int = 3,
+    n_kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 4,
+    dtype_bytes: int = 2,
+    layer_types: tuple[str, ...] | None = None,
+    sliding_window: int | None = None,
+    max_context_tokens: int | None = None,
+    model_id: str = "tests/tiny",
+) -> ModelShape:
+    return ModelShape(
+        model_id=model_id,
+        n_layers=n_layers,
+        n_query_heads=n_kv_heads * group,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        dtype_bytes=dtype_bytes,
+        layer_types=layer_types or ("full",) * n_layers,  # type: ignore[arg-type]
+        sliding_window=sliding_window,
+        max_context_tokens=max_context_tokens,
+    )
+
+
+def curves_of(scores: Array) -> Array:
+    """Retention curves of score vectors: best first, summed up, over the whole mass."""
+    best_first = -np.sort(-scores, axis=-1)
+    total = best_first.sum(axis=-1, keepdims=True)
+    sums = np.cumsum(best_first, axis=-1) / np.where(total > 0, total, 1.0)
+    curves = np.concatenate([np.zeros((*sums.shape[:-1], 1)), np.minimum(sums, 1.0)], axis=-1)
+    curves[..., -1] = 1.0
+    return curves
+
+
+def random_scores(
+    rng: np.random.Generator, size: tuple[int, ...], *, sharpness: float = 2.0
+) -> Array:
+    """Attention-like scores: a few large, many small."""
+    return rng.random(size) ** (1 + sharpness * rng.random((*size[:-1], 1)) * 5) + 1e-4
+
+
+def make_scores(
+    seed: int = 0,
+    *,
+    shape: ModelShape | None = None,
+    context_tokens: int = 40,
+    sinks: int = 2,
+    window: int = 3,
+    n_samples: int = 2,
+    curves: Array | None = None,
+    masses: Array | None = None,
+    ranks: Array | None = None,
+    **changes: Any,
+) -> ScoreProfile:
+    """A score profile of random scores, or of the curves given."""
+    rng = np.random.default_rng(seed)
+    shape = shape or make_shape()
+    evictable = context_tokens - sinks - window
+    size = (n_samples, shape.n_layers, shape.n_kv_heads)
+    if curves is None:
+        curves = curves_of(random_scores(rng, (*size, evictable)))
+    if masses is None:
+        masses = rng.random(size) + 0.1
+        sliding = [i for i, kind in enumerate(shape.layer_types) if kind == "sliding"]
+        masses[:, sliding] = 0.0
+    values: dict[str, Any] = {
+        "shape": shape,
+        "scorer": "xkv",
+        "scorer_parameters": {"window": window, "pool": 7},
+        "context_tokens": context_tokens,
+        "sinks": sinks,
+        "window": window,
+        "ranks": np.arange(evictable + 1, dtype=np.int64) if ranks is None else ranks,
+        "curves": curves,
+        "masses": masses,
+        "sample_tokens": np.full(curves.shape[0], context_tokens, dtype=np.int64),
+        "text_digest": "0" * 64,
+        "text_description": "made up",
+        "versions": {"numpy": "test"},
+        "created": "2024-01-01",
+    }
+    return ScoreProfile(**{**values, **changes})
+
+
+def make_budget_profile(budgets: Array, **changes: Any) -> BudgetProfile:
+    budgets = np.asarray(budgets, dtype=np.int64)
+    values: dict[str, Any] = {
+        "shape": make_shape(n_layers=budgets.shape[0], n_kv_heads=budgets.shape[1]),
+        "level": "head",
+        "context_tokens": 40,
+        "budgets": budgets,
+        "policy": Policy(scorer="xkv", scorer_parameters={"window": 3}, sinks=2, window=3),
+        "solver": "greedy",
+        "created": "2024-01-01",
+    }
+    return BudgetProfile(**{**values, **changes})
+
+
+def make_problem(
+    values: Array | list[list[float]],
+    *,
+    costs: Array | list[list[int]] | None = None,
+    tokens: Array | None = None,
+    counts: list[int] | Array | None = None,
+    weights: Array | list[float] | None = None,
+    capacity: int | None = None,
+    target: float | None = None,
+    layers: Array | list[int] | None = None,
+    heads: Array | list[int] | None = None,
+    context_tokens: int | None = None,
+    protected_tokens: int = 0,
+    step: int = 1,
+    **changes: Any,
+) -> AllocationProblem:
+    """A problem from bare arrays: equal cost steps and one head a layer unless told."""
+    worth = np.array(values, dtype=np.float64)
+    n_units, n_options = worth.shape
+    if tokens is None:
+        tokens = np.broadcast_to(
+            np.arange(protected_tokens, protected_tokens + n_options, dtype=np.int64), worth.shape
+        )
+    if costs is None:
+        costs = tokens * step
+    fields: dict[str, Any] = {
+        "tokens": tokens,
+        "values": worth,
+        "costs": np.array(costs, dtype=np.int64) if not isinstance(costs, np.ndarray) else costs,
+        "option_counts": np.array(
+            [n_options] * n_units if counts is None else counts, dtype=np.int64
+        ),
+        "weights": np.ones(n_units) if weights is None else np.array(weights, dtype=np.float64),
+        "layers": np.arange(n_units, dtype=np.int64)
+        if layers is None
+        else np.array(layers, dtype=np.int64),
+        "heads": np.full(n_units, -1, dtype=np.int64)
+        if heads is None
+        else np.array(heads, dtype=np.int64),
+        "sense": Sense.MAX_VALUE if target is None else Sense.MIN_COST,
+        "capacity_bytes": capacity,
+        "target": target,
+        "context_tokens": int(tokens.max()) if context_tokens is None else context_tokens,
+        "protected_tokens": protected_tokens,
+    }
+    return AllocationProblem(**{**fields, **changes})
+
+
+def concave_values(rng: np.random.Generator, n_units: int, n_options: int, kind: int = 0) -> Array:
+    """Rising concave rows of several characters: random, tied, flat, linear, all equal."""
+    gains = rng.random((n_units, n_options - 1))
+    if kind == 1:  # many ties, some zeros
+        gains = rng.integers(0, 4, gains.shape) / 8
+    elif kind == 2:  # flat
+        gains = np.zeros_like(gains)
+    elif kind == 3:  # linear, one slope each
+        gains = np.broadcast_to(rng.integers(0, 3, (n_units, 1)) / 4, gains.shape)
+    elif kind == 4:  # all equal
+        gains = np.broadcast_to(rng.random((1, n_options - 1)), gains.shape)
+    elif kind == 5:  # many orders of magnitude
+        gains = 10.0 ** rng.uniform(-9, 0, gains.shape)
+    gains = -np.sort(-gains, axis=1)
+    start = rng.random((n_units, 1)) * rng.integers(0, 2)
+    return np.concatenate([start, start + np.cumsum(gains, axis=1)], axis=1)
+
+
+def random_concave_problem(seed: int) -> AllocationProblem:
+    """A tiny problem that greedy must solve: up to 4 units of up to 6 options, either sense."""
+    rng = np.random.default_rng(seed)
+    n_units, n_options = int(rng.integers(1, 5)), int(rng.integers(1, 7))
+    values = concave_values(rng, n_units, n_options, kind=int(rng.integers(0, 6)))
+    counts = np.full(n_units, n_options)
+    if rng.random() < 0.3:
+        counts = rng.integers(1, n_options + 1, n_units)
+        values = values[:, : counts.max()]
+    return _with_goal(
+        rng,
+        values,
+        counts=counts,
+        weights=rng.integers(0, 4, n_units) / 3 if rng.random() < 0.4 else np.ones(n_units),
+        protected_tokens=int(rng.integers(0, 3)),
+        step=int(rng.integers(1, 5)),
+    )
+
+
+def random_hard_problem(seed: int) -> AllocationProblem:
+    """A tiny problem for exact solvers only: values that rise and fall, unequal costs, ragged."""
+    rng = np.random.default_rng(seed)
+    n_units, n_options = int(rng.integers(1, 5)), int(rng.integers(1, 6))
+    values = rng.random((n_units, n_options))
+    if rng.random() < 0.3:
+        values = np.round(values * 4) / 4
+    if rng.random() < 0.5:
+        values = np.maximum.accumulate(values, axis=1)
+    costs = np.cumsum(rng.integers(1, 9, (n_units, n_options)), axis=1) * int(rng.integers(1, 4))
+    tokens = np.cumsum(rng.integers(1, 4, (n_units, n_options)), axis=1)
+    return _with_goal(
+        rng,
+        values,
+        costs=costs.astype(np.int64),
+        tokens=tokens.astype(np.int64),
+        counts=rng.integers(1, n_options + 1, n_units),
+        weights=rng.random(n_units) if rng.random() < 0.5 else np.ones(n_units),
+    )
+
+
+def _with_goal(rng: np.random.Generator, values: Array, **rest: Any) -> AllocationProblem:
+    """Capacity or target anywhere from the floors to beyond everything, often exactly on one."""
+    probe = make_problem(values, capacity=10**9, **rest)
+    low, high = probe.min_cost_bytes, probe.max_cost_bytes
+    some = np.array([rng.integers(0, count) for count in probe.option_counts], dtype=np.int64)
+    if rng.random() < 0.5:
+        between = int(rng.integers(low, high + 1))
+        capacity = int(rng.choice([low, high, high + 7, probe.cost(some), between]))
+        return make_problem(values, capacity=capacity, **rest)
+    least = probe.objective_value(np.zeros(probe.n_units, dtype=np.int64))
+    most = probe.max_value
+    target = float(
+        rng.choice(
+            [least, most, probe.objective_value(some), least + rng.random() * (most - least)]
+        )
+    )
+    return make_problem(values, target=target, **rest)
+
+
+def brute_force(problem: AllocationProblem) -> float | None:
+    """The best objective over every choice there is; None where no choice is feasible."""
+    best: float | None = None
+    for picks in itertools.product(*(range(int(n)) for n in problem.option_counts)):
+        choice = np.array(picks, dtype=np.int64)
+        cost = problem.cost(choice)
+        worth = [
+            float(w) * float(row[k])
+            for w, row, k in zip(problem.weights, problem.values, picks, strict=True)
+        ]
+        value = min(worth) if problem.aggregate is Aggregate.WORST else math.fsum(worth)
+        if problem.sense is Sense.MAX_VALUE:
+            assert problem.capacity_bytes is not None
+            if cost <= problem.capacity_bytes and (best is None or value > best):
+                best = value
+        else:
+            assert problem.target is not None
+            if value >= problem.target - VALUE_TOLERANCE and (best is None or cost < best):
+                best = float(cost)
+    return best
+
+
+def algorithm_1(problem: AllocationProblem) -> Array:
+    """XKV's Algorithm 1 to the letter: a heap of marginal gains, one entry at a time.
+
+    Eq. 17 (a capacity) stops when the next step does not fit; Eq. 18 (a target) when the value is
+    reached. Ties go to the lower unit.
+    """
+    choice = np.zeros(problem.n_units, dtype=np.int64)
+    heap: list[tuple[float, int]] = []
+
+    def offer(unit: int) -> None:
+        k = int(choice[unit])
+        if k + 1 < problem.option_counts[unit]:
+            gain = problem.weights[unit] * (problem.values[unit, k + 1] - problem.values[unit, k])
+            heapq.heappush(heap, (-float(gain), unit))
+
+    for unit in range(problem.n_units):
+        offer(unit)
+    while heap:
+        if problem.target is not None and problem.meets_target(problem.objective_value(choice)):
+            break
+        _, unit = heapq.heappop(heap)
+        after = choice.copy()
+        after[unit] += 1
+        if problem.capacity_bytes is not None and problem.cost(after) > problem.capacity_bytes:
+            break
+        choice = after
+        offer(unit)
+    return choice

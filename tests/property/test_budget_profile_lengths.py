@@ -1,0 +1,141 @@
+"""Budgets at another length: nothing lost, nothing made up, nobody starved."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from factories import make_budget_profile, make_scores, make_shape
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.errors import InputError
+from kvalloc.solving import solve
+
+PROTECTED = 5
+CONTEXT = 40
+
+budget = st.one_of(st.just(CONTEXT), st.integers(PROTECTED, CONTEXT))
+profiles = st.builds(
+    lambda rows, page: make_budget_profile(rows, page_tokens=page, context_tokens=CONTEXT),
+    rows=st.lists(st.lists(budget, min_size=2, max_size=2), min_size=1, max_size=4),
+    page=st.sampled_from([1, 1, 4, 16]),
+)
+
+
+def share_of(profile: BudgetProfile, context: int) -> np.ndarray:
+    ratio = (context - PROTECTED) / (CONTEXT - PROTECTED)
+    return PROTECTED + (profile.budgets - PROTECTED) * ratio
+
+
+@settings(max_examples=200)
+@given(profile=profiles, context=st.integers(1, 300))
+def test_within_limits_and_never_above_the_share(profile: BudgetProfile, context: int) -> None:
+    budgets = profile.budgets_for(context)
+    assert budgets.shape == profile.budgets.shape
+    assert budgets.dtype == np.int64
+    assert np.all(budgets <= context)
+    assert np.all(budgets >= min(context, PROTECTED))
+    if context == CONTEXT:
+        assert budgets.tolist() == profile.budgets.tolist()
+    elif context > PROTECTED:
+        # A floor of one page is more than a tiny share; nothing else may exceed it.
+        page = profile.page_tokens
+        least = min(context, -(-PROTECTED // page) * page)
+        allowed = np.maximum(share_of(profile, context), least).sum()
+        assert budgets.sum() <= allowed + 1e-6
+        # Less than a page is left over in all, but whoever is kept whole cannot take it.
+        if np.all(profile.budgets < CONTEXT) and page == 1:
+            assert budgets.sum() > share_of(profile, context).sum() - 1
+
+
+@settings(max_examples=30)
+@given(profile=profiles)
+def test_a_longer_prompt_keeps_no_less(profile: BudgetProfile) -> None:
+    lengths = [*range(1, 60), 200, 201, 100_000]
+    totals, page = [], profile.page_tokens
+    previous = np.zeros_like(profile.budgets)
+    for context in lengths:
+        if context == CONTEXT and page > 1:
+            continue  # the reference may hold a last page that is not full
+        budgets = profile.budgets_for(context)
+        totals.append(int(budgets.sum()))
+        # Largest remainders may move one page from one head to another, never more.
+        assert np.all(budgets >= previous - page)
+        previous = budgets
+    assert totals == sorted(totals)
+
+
+@settings(max_examples=100)
+@given(profile=profiles, context=st.integers(1, 5000))
+def test_kept_whole_stays_whole(profile: BudgetProfile, context: int) -> None:
+    whole = profile.budgets == CONTEXT
+    assert np.all(profile.budgets_for(context)[whole] == context)
+
+
+@settings(max_examples=60)
+@given(profile=profiles, context=st.integers(PROTECTED + 1, 3000))
+def test_everybody_is_near_their_own_share(profile: BudgetProfile, context: int) -> None:
+    page = profile.page_tokens
+    if page == 1 and context != CONTEXT:
+        assert np.all(np.abs(profile.budgets_for(context) - share_of(profile, context)) < 1.5)
+
+
+@pytest.mark.parametrize("page", [1, 7, 16, 64])
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_a_full_profile_is_full_at_any_length(page: int, level: str) -> None:
+    budgets = np.full((3, 2), CONTEXT)
+    profile = make_budget_profile(budgets, page_tokens=page, level=level)
+    for context in (1, 4, 5, 6, 39, 40, 41, 1000, 131_072):
+        assert np.all(profile.budgets_for(context) == context)
+        if page == 1:
+            assert profile.retained_bytes_at(context) == profile.full_bytes_at(context)
+
+
+def test_pages_of_those_kept_whole_are_not_given_twice() -> None:
+    """A last page that is not full belongs to the one that is kept whole, not to the pool."""
+    profile = make_budget_profile([[40, 40], [40, 40], [20, 33]], page_tokens=16)
+    for context in range(60, 400):
+        budgets = profile.budgets_for(context)
+        assert budgets.sum() <= share_of(profile, context).sum() + 1e-6
+
+
+def test_the_fixed_rule_keeps_the_number() -> None:
+    profile = make_budget_profile([[20, 33], [5, 40]], length_rule="fixed")
+    assert profile.budgets_for(1000).tolist() == profile.budgets.tolist()
+    assert profile.budgets_for(25).tolist() == [[20, 25], [5, 25]]
+    assert profile.budgets_for(3).tolist() == [[3, 3], [3, 3]]
+
+
+def test_layer_level_budgets_stay_equal_within_a_layer() -> None:
+    profile = make_budget_profile([[20, 20], [33, 33], [6, 6]], level="layer")
+    for context in range(1, 200):
+        budgets = profile.budgets_for(context)
+        assert np.all(budgets == budgets[:, :1])
+
+
+def test_sliding_layers_follow_their_window() -> None:
+    shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=10)
+    profile = make_budget_profile([[20, 20], [9, 9], [30, 30]], shape=shape)
+    for context in (1, 8, 9, 10, 40, 500):
+        assert np.all(profile.budgets_for(context)[1] == min(context, 9))
+    entries = profile.budgets_for(500).sum()
+    assert profile.retained_bytes_at(500, batch=3) == entries * shape.bytes_per_entry * 3
+    assert profile.full_bytes_at(500) == (500 * 2 + 9) * 2 * shape.bytes_per_entry
+
+
+@pytest.mark.parametrize("context", [0, -1])
+def test_no_context_has_no_budgets(context: int) -> None:
+    with pytest.raises(InputError, match="ask for >= 1"):
+        make_budget_profile([[20, 20]]).budgets_for(context)
+
+
+def test_a_solved_share_holds_at_other_lengths() -> None:
+    """A fifth of the entries stays at most a fifth, up to sinks and window of short prompts."""
+    shape = make_shape(n_layers=4, n_kv_heads=3)
+    for seed in range(10):
+        scores = make_scores(seed, shape=shape, context_tokens=100)
+        profile = solve(scores, budget="20%", level="head" if seed % 2 else "layer")
+        for context in (100, 150, 1000, 99_999):
+            kept = profile.retained_bytes_at(context) / profile.full_bytes_at(context)
+            assert kept <= 0.2 + 1e-9

@@ -1,0 +1,109 @@
+"""The dual bound is never beaten, and is exact where theory says so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from factories import (
+    brute_force,
+    concave_values,
+    make_problem,
+    random_concave_problem,
+    random_hard_problem,
+)
+
+from kvalloc.dual import concave_response, dense_response
+from kvalloc.errors import InfeasibleError
+from kvalloc.problem import Aggregate, AllocationProblem, Sense
+
+SEEDS = range(2000, 2300)
+
+
+def assert_valid(problem: AllocationProblem) -> tuple[float, float]:
+    dual, best = problem.dual_bound(), brute_force(problem)
+    assert best is not None
+    if problem.sense is Sense.MAX_VALUE:
+        assert dual.bound >= best - 1e-12
+        assert problem.capacity_bytes is not None
+        assert problem.cost(dual.choice) <= problem.capacity_bytes
+    else:
+        assert dual.bound <= best
+        assert problem.meets_target(problem.objective_value(dual.choice))
+    assert dual.multiplier >= 0
+    return dual.bound, best
+
+
+def test_the_bound_is_exact_on_concave_problems_with_one_step() -> None:
+    for seed in SEEDS:
+        problem = random_concave_problem(seed)
+        bound, best = assert_valid(problem)
+        assert bound == pytest.approx(best, abs=1e-12)
+
+
+def test_the_bound_holds_on_any_problem() -> None:
+    loose = 0
+    for seed in SEEDS:
+        bound, best = assert_valid(random_hard_problem(seed))
+        loose += abs(bound - best) > 1e-9
+    assert loose  # duality gaps exist on such problems: a bound that is always exact is suspicious
+
+
+def test_the_worst_unit_bound_is_the_optimum() -> None:
+    for seed in SEEDS:
+        make = random_hard_problem if seed % 2 else random_concave_problem
+        problem = dataclasses.replace(make(seed), aggregate=Aggregate.WORST)
+        if problem.target is not None:
+            problem = problem.with_target(0.7 * problem.max_value)
+        best = brute_force(problem)
+        assert best is not None
+        dual = problem.dual_bound()
+        assert dual.bound == pytest.approx(best, abs=1e-12)
+        assert problem.objective(dual.choice) == pytest.approx(best, abs=1e-12)
+
+
+def test_bisection_and_looking_at_everything_agree() -> None:
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        values = concave_values(rng, 5, 40, kind=0)
+        problem = make_problem(values, capacity=60, weights=rng.random(5), step=3)
+        for price in [0.0, *10.0 ** rng.uniform(-4, 0, 5)]:
+            dense = dense_response(problem, float(price))
+            assert problem.best_response(float(price)).tolist() == dense.tolist()
+
+
+def test_strict_and_loose_thresholds_differ_by_the_ties() -> None:
+    problem = make_problem([[0, 3, 5, 7, 8], [0, 2, 4, 4, 4]], capacity=3)
+    strict = concave_response(problem, 2.0, strict=True)
+    loose = concave_response(problem, 2.0, strict=False)
+    assert strict.tolist() == [1, 0]
+    assert loose.tolist() == [3, 2]
+    nothing = concave_response(problem, 100.0, strict=False)
+    assert nothing.tolist() == [0, 0]
+
+
+def test_limits_that_are_known_do_not_change_the_response() -> None:
+    rng = np.random.default_rng(7)
+    problem = make_problem(concave_values(rng, 6, 50), capacity=100)
+    low, high = (concave_response(problem, t, strict=True) for t in (0.9, 0.1))
+    free = concave_response(problem, 0.5, strict=True)
+    held = concave_response(problem, 0.5, strict=True, at_least=low, at_most=high)
+    assert free.tolist() == held.tolist()
+
+
+@pytest.mark.parametrize(
+    "goal", [{"capacity": 3}, {"target": 3.5}], ids=["capacity", "target"]
+)
+def test_an_infeasible_problem_has_no_bound(goal: dict[str, float]) -> None:
+    problem = make_problem([[0, 1], [0, 1]], protected_tokens=2, **goal)  # type: ignore[arg-type]
+    with pytest.raises(InfeasibleError):
+        problem.dual_bound()
+
+
+def test_an_option_of_nothing_but_floors() -> None:
+    """One option a unit: nothing to decide, and the bound says exactly that."""
+    for goal in ({"capacity": 4}, {"capacity": 100}, {"target": 0.7}, {"target": 0.1}):
+        problem = make_problem([[0.3], [0.4]], protected_tokens=2, **goal)  # type: ignore[arg-type]
+        assert problem.dual_bound().bound == (0.7 if "capacity" in goal else 4)
+        assert problem.dual_bound().choice.tolist() == [0, 0]

@@ -1,0 +1,96 @@
+"""The one rounding rule: exact, within limits, near what was wanted, and stable."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvalloc.errors import InputError
+from kvalloc.rounding import apportion
+
+limits = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p)))
+rows = st.lists(st.tuples(st.floats(-10, 60), limits), min_size=1, max_size=12)
+
+
+@settings(max_examples=300)
+@given(rows=rows, share=st.floats(0, 1))
+def test_exact_and_within_limits(
+    rows: list[tuple[float, tuple[int, int]]], share: float
+) -> None:
+    wanted = np.array([number for number, _ in rows])
+    low = np.array([limit[0] for _, limit in rows])
+    high = np.array([limit[1] for _, limit in rows])
+    total = int(low.sum()) + int(share * (int(high.sum()) - int(low.sum())))
+    result = apportion(wanted, total, minimum=low, maximum=high)
+    assert result.dtype == np.int64
+    assert int(result.sum()) == total
+    assert np.all(result >= low)
+    assert np.all(result <= high)
+
+
+@settings(max_examples=200)
+@given(wanted=st.lists(st.floats(0, 1000), min_size=1, max_size=20), up=st.booleans())
+def test_less_than_one_away_when_the_total_fits(wanted: list[float], up: bool) -> None:
+    """Without active limits and with a total that fits, rounding moves nobody by a whole entry."""
+    shares = np.array(wanted)
+    total = int(np.ceil(shares.sum()) if up else np.floor(shares.sum()))
+    result = apportion(shares, total)
+    assert int(result.sum()) == total
+    free = shares >= 1  # below that, the shift meets the limit at zero and others carry it
+    assume(bool(np.all(free)))
+    assert np.all(np.abs(result - shares) < 1 + 1 / len(wanted) + 1e-6)
+
+
+@settings(max_examples=100)
+@given(numbers=st.lists(st.integers(0, 50), min_size=1, max_size=20))
+def test_whole_numbers_that_fit_stay(numbers: list[int]) -> None:
+    assert apportion(numbers, sum(numbers)).tolist() == numbers
+
+
+def test_order_is_kept() -> None:
+    """Who wants more never gets less."""
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        wanted = np.sort(rng.random(10) * 20)
+        result = apportion(wanted, int(rng.integers(0, 200)), maximum=25)
+        assert np.all(np.diff(result) >= 0)
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    assert apportion([0.5] * 4, 2).tolist() == [1, 1, 0, 0]
+    assert apportion([1.0] * 5, 7).tolist() == [2, 2, 1, 1, 1]
+
+
+def test_the_same_input_gives_the_same_result() -> None:
+    wanted = np.random.default_rng(0).random(100) * 10
+    first = apportion(wanted, 400)
+    assert all(apportion(wanted, 400).tolist() == first.tolist() for _ in range(3))
+
+
+def test_limits_take_what_others_leave() -> None:
+    assert apportion([10.0, 1.0, 1.0], 9, maximum=5).tolist() == [5, 2, 2]
+    assert apportion([6.5, 1.0, 1.0], 9, minimum=[0, 3, 0]).tolist() == [6, 3, 0]
+
+
+def test_nobody_to_share_between() -> None:
+    assert apportion([], 0).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "total", "low", "high"),
+    [
+        ([1.0, 2.0], 5, 0, 2),
+        ([1.0, 2.0], 1, 1, 2),
+        ([1.0, 2.0], 3, 3, 2),
+        ([1.0, float("nan")], 3, 0, 5),
+        ([1.0, float("inf")], 3, 0, 5),
+        ([], 1, 0, 5),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(
+    wanted: list[float], total: int, low: int, high: int
+) -> None:
+    with pytest.raises(InputError, match="cannot share out"):
+        apportion(wanted, total, minimum=low, maximum=high)

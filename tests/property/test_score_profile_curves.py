@@ -1,0 +1,97 @@
+"""Retention curves: interpolation, contributions, and how they become problems."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from factories import curves_of, make_scores, make_shape, random_scores
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvalloc.formulate import Request, formulate
+from kvalloc.score_profile import interpolate_curves, rank_grid
+from kvalloc.solving import solve
+
+
+def test_curves_of_a_profile_are_the_sums_of_its_best_scores() -> None:
+    scores = np.array([0.1, 0.4, 0.0, 0.5])
+    assert curves_of(scores).tolist() == pytest.approx([0, 0.5, 0.9, 1.0, 1.0])
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 10_000), n_at=st.integers(1, 50))
+def test_interpolation_keeps_rising_concave_curves_so(seed: int, n_at: int) -> None:
+    rng = np.random.default_rng(seed)
+    curves = curves_of(random_scores(rng, (3, 2, 60)))
+    ranks = np.unique(np.concatenate([[0, 60], rng.integers(0, 61, 12)]))
+    at = np.linspace(0, 60, n_at)
+    coarse = curves[..., ranks]
+    exact = np.array([np.interp(at, ranks, row) for row in coarse.reshape(-1, ranks.size)])
+    found = interpolate_curves(coarse, ranks, at)
+    assert found.reshape(-1, n_at) == pytest.approx(exact, abs=1e-14)
+    assert np.all(np.diff(found, axis=-1) >= -1e-15)
+    assert np.all(np.diff(found, n=2, axis=-1) <= 1e-14)
+    assert np.all(found <= curves_interp_upper(curves, at) + 1e-12)
+
+
+def curves_interp_upper(curves: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """A concave curve lies above its chords."""
+    full = np.arange(curves.shape[-1])
+    rows = [np.interp(at, full, row) for row in curves.reshape(-1, full.size)]
+    return np.array(rows).reshape(*curves.shape[:-1], at.size)
+
+
+@pytest.mark.parametrize(("evictable", "context"), [(4084, 4096), (4085, 4097), (131_060, 131_072)])
+def test_the_grid(evictable: int, context: int) -> None:
+    ranks = rank_grid(evictable, context)
+    assert ranks[0] == 0
+    assert ranks[-1] == evictable
+    assert np.all(np.diff(ranks) > 0)
+    assert ranks.size <= 4097
+    assert (ranks.size == evictable + 1) == (context <= 4096)
+
+
+def test_head_and_layer_views_are_one_yardstick() -> None:
+    """The same budget for all heads of a layer is worth the same at either level."""
+    for seed in range(20):
+        shape = make_shape(n_layers=3, n_kv_heads=1 + seed % 4)
+        scores = make_scores(seed, shape=shape, n_samples=1 + seed % 3)
+        by_layer = formulate(scores, Request(budget=0.5))
+        by_head = formulate(scores, Request(budget=0.5, level="head"))
+        rng = np.random.default_rng(seed)
+        choice = rng.integers(0, by_layer.n_options, by_layer.n_units)
+        spread = np.repeat(choice, shape.n_kv_heads)
+        assert by_head.objective_value(spread) == pytest.approx(
+            by_layer.objective_value(choice), abs=1e-12
+        )
+        assert by_head.cost(spread) == by_layer.cost(choice)
+        assert by_head.capacity_bytes == by_layer.capacity_bytes
+
+
+@pytest.mark.parametrize("share", [0.15, 0.3, 0.7, 1.0])
+def test_heads_on_their_own_are_never_worse(share: float) -> None:
+    for seed in range(10):
+        scores = make_scores(seed)
+        layer = solve(scores, budget=share)
+        head = solve(scores, budget=share, level="head")
+        assert head.objective >= layer.objective - 1e-12
+        assert head.retained_bytes <= scores.shape.full_bytes(scores.context_tokens) * share
+    cheaper = solve(scores, target_retention=0.9, level="head").retained_bytes
+    assert cheaper <= solve(scores, target_retention=0.9).retained_bytes
+
+
+def test_contributions_at_everything_add_up_to_one() -> None:
+    for seed in range(10):
+        scores = make_scores(seed, n_samples=3)
+        assert scores.contributions().sum(axis=1)[:, -1] == pytest.approx(1.0)
+        assert scores.contributions(1).sum(axis=1)[:, -1] == pytest.approx(1.0)
+        mean = np.mean([scores.contributions(s) for s in range(3)], axis=0)
+        assert scores.contributions() == pytest.approx(mean, abs=1e-15)
+
+
+def test_a_layer_without_any_mass_shares_evenly() -> None:
+    masses = np.ones((2, 3, 2))
+    masses[:, 1] = 0.0
+    scores = make_scores(masses=masses)
+    assert scores.head_shares()[:, 1].tolist() == [[0.5, 0.5]] * 2
+    assert solve(scores, target_retention=1.0).retention == pytest.approx(1.0)
