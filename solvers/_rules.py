@@ -1,0 +1,109 @@
+"""What budget rules share: a rule says who gets how much of a total; this finds the total."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvalloc.errors import InfeasibleError
+from kvalloc.problem import AllocationProblem, IntArray, Sense
+from kvalloc.solver import Solution, Termination
+
+Rule = Callable[[int], IntArray]
+
+
+def needs_one_step(problem: AllocationProblem, name: str) -> bool | str:
+    """True where all units have one cost step; else the refusal of a rule that shares out steps."""
+    if problem.n_options > 1 and problem.step_bytes is None:
+        return f"{name} shares out entries of one size, and these units differ; use ilp"
+    return True
+
+
+def share_out(problem: AllocationProblem, rule: Rule, *, detail: str) -> Solution:
+    """The rule's choice for all steps the capacity holds, or the fewest that meet the target.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+        With one cost step for all units.
+    rule : callable
+        ``rule(steps)`` gives the option of each unit, ``(n_units,)``, adding up to ``steps``.
+    detail : str
+        One line for the solution.
+
+    Returns
+    -------
+    Solution
+        Of `Termination.HEURISTIC`: a rule proves nothing.
+
+    Raises
+    ------
+    InfeasibleError
+        If the rule cannot meet the target with all steps.
+    """
+    most = int(problem.last_options.sum())
+    if problem.sense is Sense.MAX_VALUE:
+        room = problem.spendable_bytes - problem.min_cost_bytes
+        return as_solution(problem, rule(min(most, room // (problem.step_bytes or 1))), detail)
+    return as_solution(problem, rule(fewest_for_target(problem, rule, 0, most)), detail)
+
+
+def fewest_for_target(problem: AllocationProblem, rule: Rule, low: int, high: int) -> int:
+    """The smallest number for which the rule's choice meets the target, by bisection.
+
+    Raises
+    ------
+    InfeasibleError
+        If not even ``high`` does.
+    """
+
+    def meets(number: int) -> bool:
+        return problem.meets_target(problem.objective_value(rule(number)))
+
+    if not meets(high):
+        best = problem.objective_value(rule(high))
+        raise InfeasibleError(
+            f"this rule reaches {best:.6g} at most, below the target of {problem.target:g}; use "
+            "greedy",
+            nearest=best,
+        )
+    while low < high:
+        middle = (low + high) // 2
+        if meets(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def most_within_capacity(problem: AllocationProblem, rule: Rule, low: int, high: int) -> int:
+    """The largest number for which the rule's choice fits in the capacity, by bisection."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if problem.cost(rule(middle)) <= problem.spendable_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def mean_budget_tokens(problem: AllocationProblem, steps: int) -> float:
+    """Mean budget of a unit in tokens when ``steps`` option steps are handed out."""
+    return float(problem.tokens[:, 0].mean()) + steps / problem.n_units * tokens_per_step(problem)
+
+
+def tokens_per_step(problem: AllocationProblem) -> int:
+    """Tokens between neighbouring options: 1, or a page."""
+    return int(problem.tokens[0, 1] - problem.tokens[0, 0]) if problem.n_options > 1 else 1
+
+
+def as_solution(problem: AllocationProblem, choice: IntArray, detail: str) -> Solution:
+    """A rule's choice as a solution without a claim."""
+    return Solution(
+        choice=choice.astype(np.int64),
+        objective=problem.objective(choice),
+        bound=None,
+        termination=Termination.HEURISTIC,
+        detail=detail,
+    )

@@ -1,0 +1,105 @@
+"""Ada-KV: within a layer, the budget goes to the best entries over all its heads."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from kvalloc.errors import InputError
+from kvalloc.problem import AllocationProblem, IntArray, apportion
+from kvalloc.solver import Solution, Solver
+from kvalloc.solvers._rules import needs_one_step, share_out
+
+SAFEGUARDS = ("reference", "floor")
+
+
+class AdaptiveHead(Solver):
+    """Every layer gets the same budget; inside a layer the best scores win, head by head.
+
+    Of a mean head budget B (evictable entries), the H heads of a layer share H * B: the entries
+    with the largest scores over all heads count for the heads they stand in. A safeguard keeps a
+    head from starving.
+
+    Parameters
+    ----------
+    alpha : float
+        Share of B that the safeguard gives every head, 0..1.
+    safeguard : {"reference", "floor"}
+        ``"reference"``, as the authors' code: ``B_h = (1 - alpha) * count_h + alpha * B``.
+        ``"floor"``, as kvpress: each head's best ``floor(alpha * B)`` entries first, then the best
+        of the rest. Both are rounded so that a layer's sum is exact.
+
+    Raises
+    ------
+    InputError
+        If alpha is outside 0..1 or the safeguard is unknown.
+
+    References
+    ----------
+    Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, Algorithm 1.
+    """
+
+    name: ClassVar[str] = "adaptive_head"
+    summary: ClassVar[str] = "equal layers; inside a layer the best scores over all heads"
+    reference: ClassVar[str] = "Ada-KV, Algorithm 1"
+
+    def __init__(self, alpha: float = 0.2, safeguard: str = "reference") -> None:
+        if not 0 <= alpha <= 1:
+            raise InputError(f"adaptive_head: alpha is {alpha:g}, expected 0..1")
+        if safeguard not in SAFEGUARDS:
+            raise InputError(
+                f"adaptive_head: safeguard is {safeguard!r}, expected one of "
+                f"{', '.join(SAFEGUARDS)}"
+            )
+        self.alpha = alpha
+        self.safeguard = safeguard
+
+    def can_solve(self, problem: AllocationProblem) -> bool | str:
+        """True for concave problems whose units are single KV heads."""
+        refusal = super().can_solve(problem)
+        if refusal is not True:
+            return refusal
+        if np.any(problem.heads < 0):
+            return "adaptive_head shares a layer's budget between its heads; use --level head"
+        if not problem.is_concave:
+            return "adaptive_head needs curves of best entries first (concave); use ilp"
+        return needs_one_step(problem, self.name)
+
+    def solve(
+        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
+    ) -> Solution:
+        """Ada-KV's budgets for all the capacity, or the fewest that meet the target."""
+        members = [np.flatnonzero(problem.layers == layer) for layer in np.unique(problem.layers)]
+        room = np.array([int(problem.last_options[units].sum()) for units in members])
+
+        def rule(steps: int) -> IntArray:
+            choice = np.zeros(problem.n_units, dtype=np.int64)
+            heads = np.array([units.size for units in members], dtype=np.float64)
+            per_layer = apportion(steps * heads / heads.sum(), steps, maximum=room)
+            for units, share in zip(members, per_layer, strict=True):
+                choice[units] = self._share_layer(problem, units, int(share))
+            return choice
+
+        return share_out(
+            problem, rule, detail=f"alpha {self.alpha:g}, {self.safeguard} safeguard"
+        )
+
+    def _share_layer(self, problem: AllocationProblem, units: IntArray, steps: int) -> IntArray:
+        last = problem.last_options[units]
+        gains = problem.weights[units, None] * np.diff(problem.values[units], axis=1)
+        columns = np.arange(gains.shape[1])
+        gains = np.where(columns < last[:, None], gains, -np.inf)
+        if self.safeguard == "floor":
+            floor = np.minimum(int(self.alpha * steps / units.size), last)
+            open_gains = np.where(columns >= floor[:, None], gains, -np.inf)
+            return floor + _best_counts(open_gains, steps - int(floor.sum()))
+        counts = _best_counts(gains, steps)
+        mixed = (1 - self.alpha) * counts + self.alpha * steps / units.size
+        return apportion(mixed, steps, maximum=last)
+
+
+def _best_counts(gains: np.ndarray[tuple[int, ...], np.dtype[np.float64]], count: int) -> IntArray:
+    """How many of the ``count`` largest numbers stand in each row; ties go to the upper row."""
+    order = np.argsort(-gains, axis=None, kind="stable")[:count]
+    return np.bincount(order // gains.shape[1], minlength=gains.shape[0]).astype(np.int64)

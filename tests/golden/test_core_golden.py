@@ -1,0 +1,89 @@
+"""Answers and files as they were: a difference here says that behaviour moved."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from make_core_golden import (
+    CASES,
+    DECISIONS,
+    PROFILE,
+    SCHEMA,
+    SCORES,
+    decide,
+    described,
+)
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.schema import budget_profile_schema
+from kvalloc.score_profile import ScoreProfile
+
+WANTED = "if that is wanted, run tests/golden/make_core_golden.py and say why in the commit"
+
+
+@pytest.fixture(scope="module")
+def scores() -> ScoreProfile:
+    return ScoreProfile.load(SCORES)
+
+
+@pytest.fixture(scope="module")
+def decisions() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(DECISIONS.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decisions(scores: ScoreProfile, decisions: dict[str, Any], case: str) -> None:
+    found, expected = described(decide(scores, case)), decisions[case]
+    for name, value in expected.items():
+        if isinstance(value, float):  # sums may differ in the last digit from machine to machine
+            same = found[name] == pytest.approx(value, rel=1e-12)
+        else:
+            same = found[name] == value
+        assert same, f"behaviour moved: {name} of {case} was {value}, is {found[name]}; {WANTED}"
+
+
+def test_every_case_is_golden(decisions: dict[str, Any]) -> None:
+    assert set(decisions) == set(CASES)
+
+
+def test_greedy_and_ilp_agree(decisions: dict[str, Any]) -> None:
+    for case, decision in decisions.items():
+        if case.startswith("ilp"):
+            other = decisions[case.replace("ilp", "greedy")]
+            assert decision["objective"] == pytest.approx(other["objective"], rel=1e-12)
+
+
+def test_the_score_file_of_version_1_is_written_as_it_was(
+    scores: ScoreProfile, tmp_path: Path
+) -> None:
+    scores.save(tmp_path / "again.safetensors")
+    same = (tmp_path / "again.safetensors").read_bytes() == SCORES.read_bytes()
+    assert same, f"behaviour moved: the score profile's file format; {WANTED}"
+
+
+def test_the_budget_file_of_version_1_is_read_and_written_as_it_was(tmp_path: Path) -> None:
+    profile = BudgetProfile.load(PROFILE)
+    profile.save(tmp_path / "again.json")
+    again = (tmp_path / "again.json").read_text(encoding="utf-8")
+    same = again == PROFILE.read_text(encoding="utf-8")
+    assert same, f"behaviour moved: the budget profile's file format; {WANTED}"
+
+
+def test_the_published_schema() -> None:
+    expected = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    assert budget_profile_schema() == expected, f"behaviour moved: the JSON Schema; {WANTED}"
+
+
+def test_the_golden_budget_file_follows_the_schema() -> None:
+    import jsonschema
+
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    jsonschema.validate(json.loads(PROFILE.read_text(encoding="utf-8")), schema)

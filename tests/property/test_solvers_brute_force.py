@@ -1,0 +1,245 @@
+"""Every solver against every choice there is, on problems small enough to try them all."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from factories import (
+    algorithm_1,
+    brute_force,
+    make_problem,
+    random_concave_problem,
+    random_hard_problem,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvalloc.errors import InfeasibleError
+from kvalloc.problem import AllocationProblem, Sense
+from kvalloc.registry import get_solver
+from kvalloc.solver import Solver, Termination
+from kvalloc.solving import CheckedSolution, solve_problem
+
+CONCAVE = 250
+HARD = 150
+
+RULES: list[tuple[str, dict[str, object]]] = [
+    ("uniform", {}),
+    ("pyramid", {}),
+    ("pyramid", {"beta": 3.0}),
+    ("adaptive_head", {}),
+    ("adaptive_head", {"alpha": 0.5, "safeguard": "floor"}),
+]
+
+
+def assert_optimal(problem: AllocationProblem, answer: CheckedSolution, best: float) -> None:
+    slack = 1e-12 if problem.sense is Sense.MAX_VALUE else 0.0
+    assert abs(answer.objective - best) <= slack
+    assert answer.bound == answer.objective
+    assert answer.gap == 0
+    assert answer.termination is Termination.OPTIMAL
+    assert_feasible(problem, answer)
+
+
+def assert_feasible(problem: AllocationProblem, answer: CheckedSolution) -> None:
+    assert np.all(answer.choice >= 0)
+    assert np.all(answer.choice < problem.option_counts)
+    assert answer.cost_bytes == int(
+        sum(problem.costs[u, k] for u, k in enumerate(answer.choice.tolist()))
+    )
+    if problem.capacity_bytes is not None:
+        assert answer.cost_bytes <= problem.capacity_bytes
+    else:
+        assert problem.meets_target(answer.value)
+
+
+def known_best(problem: AllocationProblem) -> float:
+    best = brute_force(problem)
+    assert best is not None  # the factory only poses problems that have an answer
+    return best
+
+
+@functools.cache
+def concave(seed: int) -> tuple[AllocationProblem, float]:
+    """A problem and its optimum, which several tests share."""
+    problem = random_concave_problem(seed)
+    return problem, known_best(problem)
+
+
+@functools.cache
+def hard(seed: int) -> tuple[AllocationProblem, float]:
+    problem = random_hard_problem(seed)
+    return problem, known_best(problem)
+
+
+@pytest.mark.parametrize("name", ["greedy", "ilp"])
+def test_exact_solvers_reach_the_optimum_of_concave_problems(name: str) -> None:
+    solver = get_solver(name)
+    for seed in range(CONCAVE):
+        problem, best = concave(seed)
+        assert_optimal(problem, solve_problem(problem, solver), best)
+
+
+def test_ilp_reaches_the_optimum_of_any_problem() -> None:
+    solver, non_concave = get_solver("ilp"), 0
+    for seed in range(HARD):
+        problem, best = hard(seed)
+        non_concave += not problem.is_concave
+        assert_optimal(problem, solve_problem(problem, solver), best)
+    assert non_concave > HARD // 2  # else this test tests nothing
+
+
+def test_greedy_is_algorithm_1_step_by_step() -> None:
+    """The threshold takes the same steps as the heap, up to the order of equal gains."""
+    for seed in range(1000, 1000 + CONCAVE):
+        problem = random_concave_problem(seed)
+        answer = solve_problem(problem, get_solver("greedy"))
+        literal = algorithm_1(problem)
+        # Zero gains are taken by both while there is room, so even the costs agree.
+        assert answer.cost_bytes == problem.cost(literal)
+        assert answer.value == pytest.approx(problem.objective_value(literal), abs=1e-12)
+
+
+def test_greedy_and_algorithm_1_choose_the_same_units_without_ties() -> None:
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        gains = -np.sort(-rng.random((6, 30)), axis=1)
+        values = np.concatenate([np.zeros((6, 1)), np.cumsum(gains, axis=1)], axis=1)
+        goal = {"capacity": 70} if seed % 2 else {"target": 0.7 * float(values[:, -1].sum())}
+        problem = make_problem(values, **goal)  # type: ignore[arg-type]
+        answer = solve_problem(problem, get_solver("greedy"))
+        assert answer.choice.tolist() == algorithm_1(problem).tolist()
+
+
+def one_head_each(problem: AllocationProblem, seed: int) -> AllocationProblem:
+    """The same units as KV heads of one or several layers, which adaptive_head needs."""
+    rng = np.random.default_rng(seed)
+    layers = np.sort(rng.integers(0, max(1, problem.n_units // 2) + 1, problem.n_units))
+    return AllocationProblem(
+        tokens=problem.tokens,
+        values=problem.values,
+        costs=problem.costs,
+        option_counts=problem.option_counts,
+        weights=problem.weights,
+        layers=layers,
+        heads=np.arange(problem.n_units, dtype=np.int64),
+        sense=problem.sense,
+        capacity_bytes=problem.capacity_bytes,
+        target=problem.target,
+        context_tokens=problem.context_tokens,
+        protected_tokens=problem.protected_tokens,
+    )
+
+
+@pytest.mark.parametrize(("name", "options"), RULES)
+def test_rules_are_feasible_and_never_better_than_the_optimum(
+    name: str, options: dict[str, object]
+) -> None:
+    solver = get_solver(name, **options)
+    answered = 0
+    for seed in range(CONCAVE):
+        problem, best = concave(seed)
+        answered += check_rule(one_head_each(problem, seed), solver, best)
+    assert answered > 0.9 * CONCAVE
+
+
+def test_uniform_takes_any_problem() -> None:
+    uniform = get_solver("uniform")
+    answered = 0
+    for seed in range(HARD):
+        problem, best = hard(seed)
+        answered += check_rule(problem, uniform, best)
+    assert answered > HARD // 2
+
+
+def check_rule(problem: AllocationProblem, solver: Solver, best: float) -> bool:
+    answer: CheckedSolution | InfeasibleError
+    try:
+        answer = solve_problem(problem, solver)
+    except InfeasibleError as error:
+        answer = error
+    if isinstance(answer, InfeasibleError):
+        # A rule may not be able to meet a target that a free choice meets: it says what it can.
+        assert problem.sense is Sense.MIN_COST
+        assert answer.nearest is not None
+        assert not problem.meets_target(float(answer.nearest))
+        return False
+    assert_feasible(problem, answer)
+    assert answer.termination is Termination.HEURISTIC
+    assert answer.bound is not None
+    assert answer.bound_source == "dual"
+    if problem.sense is Sense.MAX_VALUE:
+        assert answer.objective <= best + 1e-12
+        assert best <= answer.bound + 1e-12
+    else:
+        assert answer.objective >= best >= answer.bound
+    return True
+
+
+@settings(max_examples=60)
+@given(
+    gains=st.lists(
+        st.lists(st.sampled_from([0.0, 1e-9, 0.25, 0.5, 1.0]), min_size=3, max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    share=st.floats(0, 1),
+    target=st.booleans(),
+)
+def test_ties_and_flat_curves_are_solved_exactly(
+    gains: list[list[float]], share: float, target: bool
+) -> None:
+    ordered = -np.sort(-np.array(gains), axis=1)
+    values = np.concatenate([np.zeros((len(gains), 1)), np.cumsum(ordered, axis=1)], axis=1)
+    if target:
+        problem = make_problem(values, target=share * float(values[:, -1].sum()))
+    else:
+        problem = make_problem(values, capacity=int(share * 3 * len(gains)))
+    best = known_best(problem)
+    for name in ("greedy", "ilp"):
+        assert_optimal(problem, solve_problem(problem, get_solver(name)), best)
+
+
+@settings(max_examples=60)
+@given(
+    units=st.lists(
+        st.lists(
+            st.tuples(st.floats(0, 1), st.integers(1, 50)), min_size=1, max_size=4
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    share=st.floats(0, 1),
+)
+def test_ilp_takes_ragged_options_and_unequal_costs(
+    units: list[list[tuple[float, int]]], share: float
+) -> None:
+    width = max(len(unit) for unit in units)
+    values, costs = np.zeros((len(units), width)), np.zeros((len(units), width), dtype=np.int64)
+    for u, unit in enumerate(units):
+        values[u, : len(unit)] = [value for value, _ in unit]
+        costs[u, : len(unit)] = np.cumsum([cost for _, cost in unit])
+    probe = {"costs": costs, "tokens": costs, "counts": [len(unit) for unit in units]}
+    low = int(costs[:, 0].sum())
+    high = int(sum(costs[u, len(unit) - 1] for u, unit in enumerate(units)))
+    problem = make_problem(values, capacity=low + int(share * (high - low)), **probe)
+    assert_optimal(problem, solve_problem(problem, get_solver("ilp")), known_best(problem))
+
+
+@pytest.mark.parametrize("name", ["greedy", "ilp"])
+def test_a_target_within_tolerance_is_met_by_every_exact_solver_at_the_same_cost(
+    name: str,
+) -> None:
+    """A target of 1 with a tail of gains below the tolerance: the bound must not exceed the cost.
+
+    Values within 1e-12 of a target meet it, so bound and integer program have to aim there too.
+    """
+    gains = np.concatenate([np.linspace(1, 0.1, 50), np.full(50, 1e-12)])
+    curve = np.concatenate([[0.0], np.cumsum(gains)])
+    problem = make_problem(np.stack([curve / curve[-1]] * 4), weights=[0.25] * 4, target=1.0)
+    answer = solve_problem(problem, get_solver(name))
+    assert answer.termination is Termination.OPTIMAL
+    assert answer.objective == problem.cost(algorithm_1(problem)) < 400
+    assert answer.bound == answer.objective

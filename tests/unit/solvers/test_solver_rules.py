@@ -1,0 +1,373 @@
+"""Budget rules against their sources: hand-computed cases and the figures in METHODS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import curves_of, make_problem, make_scores, make_shape
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.errors import InfeasibleError, InputError, SolverError
+from kvalloc.formulate import Request, formulate
+from kvalloc.registry import get_solver
+from kvalloc.solver import Termination
+from kvalloc.solvers.pyramid import pyramid_line, reference_schedule
+from kvalloc.solving import solve, solve_problem
+
+# --- pyramid ---------------------------------------------------------------------------------
+
+
+def reference_code(budget: int, layers: int, context: int, window: int, beta: int) -> list[int]:
+    """PyramidKV's loop as published: one layer at a time, whole-number divisions."""
+    shared = budget - window
+    least = shared // beta
+    most = shared * 2 - least
+    if most >= context - window:
+        most = context - window
+        least = shared * 2 - most
+    steps = (most - least) // (layers - 1)
+    return [most - layer * steps + window for layer in range(layers)]
+
+
+def test_the_reference_schedule_is_the_published_loop() -> None:
+    for budget in (40, 64, 128, 512, 2048):
+        for layers in (2, 5, 30, 32, 80):
+            for context in (2048, 9000):
+                for window in (8, 32):
+                    found = reference_schedule(
+                        budget, layers, context_tokens=context, protected_tokens=window
+                    )
+                    assert found.tolist() == reference_code(budget, layers, context, window, 20)
+
+
+@pytest.mark.parametrize(("window", "over"), [(8, 0.046), (32, 0.15)])
+def test_the_reference_overspends_as_measured(window: int, over: float) -> None:
+    """+4.6% of what is shared out at a budget of 128 and window 8, +15% at 32; 32 layers."""
+    schedule = reference_schedule(128, 32, context_tokens=9000, protected_tokens=window)
+    shared = 128 - window
+    assert (schedule - window).sum() / (32 * shared) - 1 == pytest.approx(over, abs=0.0015)
+
+
+def test_the_reference_through_solve_is_flagged() -> None:
+    """It spends more than was asked, says so, and its bound is one for what it spent."""
+    shape = make_shape(n_layers=32, n_kv_heads=1)
+    scores = make_scores(shape=shape, context_tokens=1000, sinks=0, window=8, n_samples=1)
+    profile = solve(scores, budget_tokens=128, solver="pyramid", solver_options={"exact": False})
+    expected = reference_schedule(128, 32, context_tokens=1000, protected_tokens=8)
+    assert profile.budgets[:, 0].tolist() == expected.tolist()
+    assert profile.retained_tokens == 4272
+    assert profile.requested["bytes"] == 32 * 128 * shape.bytes_per_entry
+    assert profile.retained_bytes > profile.requested["bytes"]
+    assert profile.bound is not None
+    assert profile.bound >= profile.objective
+    assert profile.solver_options == {"exact": False}
+
+
+@pytest.mark.parametrize("budget", [20, 47, 128, 311, 640, 999])
+@pytest.mark.parametrize("beta", [2.0, 20.0])
+def test_the_exact_pyramid_sums_to_the_budget(budget: int, beta: float) -> None:
+    shape = make_shape(n_layers=32, n_kv_heads=1)
+    scores = make_scores(shape=shape, context_tokens=1000, sinks=4, window=8, n_samples=1)
+    profile = solve(scores, budget_tokens=budget, solver="pyramid", solver_options={"beta": beta})
+    rows = profile.budgets[:, 0]
+    assert rows.sum() == 32 * budget
+    assert np.all(np.diff(rows) <= 0)
+    assert rows.min() >= 12
+    assert rows.max() <= 1000
+    line = pyramid_line(budget, 32, context_tokens=1000, protected_tokens=12, beta=beta)
+    assert np.all(np.abs(rows - line) < 1)
+    assert profile.retained_bytes == profile.requested["bytes"]
+
+
+def test_the_line_by_hand() -> None:
+    line = pyramid_line(128, 4, context_tokens=1000, protected_tokens=8)
+    assert line.tolist() == [242, 166, 90, 14]  # c 120: 6 at the top, 234 at the bottom, plus 8
+    clipped = pyramid_line(128, 3, context_tokens=208, protected_tokens=8)  # room 200 < 234
+    assert clipped.tolist() == [208, 128, 48]
+    assert pyramid_line(50, 1, context_tokens=100, protected_tokens=8).tolist() == [50]
+
+
+def test_a_pyramid_of_heads_gives_all_heads_of_a_layer_the_same() -> None:
+    scores = make_scores(shape=make_shape(n_layers=5, n_kv_heads=3), context_tokens=100)
+    profile = solve(scores, budget_tokens=50, solver="pyramid", level="head")
+    assert profile.budgets.sum() == 5 * 3 * 50
+    assert np.all(np.ptp(profile.budgets, axis=1) <= 1)
+
+
+def test_a_pyramid_of_two_pages() -> None:
+    """With two options only, the distance between them is the page, not a token."""
+    scores = make_scores(shape=make_shape(n_layers=4, n_kv_heads=1), context_tokens=32)
+    profile = solve(scores, budget_tokens=24, page=16, solver="pyramid")
+    assert profile.budgets[:, 0].tolist() == [32, 32, 16, 16]
+
+
+# --- adaptive_head ---------------------------------------------------------------------------
+
+HEADS = {"level": "head", "solver": "adaptive_head"}
+
+
+def ada_scores() -> Any:
+    """One layer, two heads, no protected tokens; together the best four are 9, 8, 7 | 6."""
+    scores = np.array([[9.0, 8, 7, 1, 1, 1], [6.0, 2, 2, 2, 2, 2]])
+    return make_scores(
+        shape=make_shape(n_layers=1, n_kv_heads=2),
+        context_tokens=6,
+        sinks=0,
+        window=0,
+        curves=curves_of(scores)[None, None],
+        masses=scores.sum(axis=1)[None, None],
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "budgets"),
+    [
+        # B 2, so the layer shares 4: counts are 3 and 1.
+        ({"alpha": 0.0}, [3, 1]),
+        # reference: 0.8 * (3, 1) + 0.2 * 2 = (2.8, 1.2), rounded to 4
+        ({"alpha": 0.2}, [3, 1]),
+        # 0.5 * (3, 1) + 0.5 * 2 = (2.5, 1.5): a tie, to the lower head
+        ({"alpha": 0.5}, [3, 1]),
+        ({"alpha": 0.75}, [2, 2]),  # (2.25, 1.75)
+        ({"alpha": 1.0}, [2, 2]),
+        # kvpress: floor(0.5 * 2) = 1 each (9, 6), then the best of 8, 7, 2, ...: 8 and 7
+        ({"alpha": 0.5, "safeguard": "floor"}, [3, 1]),
+        # floor(1.0 * 2) = 2 each
+        ({"alpha": 1.0, "safeguard": "floor"}, [2, 2]),
+        ({"alpha": 0.2, "safeguard": "floor"}, [3, 1]),  # floor(0.4) = 0 protects nobody
+    ],
+)
+def test_both_safeguards_by_hand(options: dict[str, Any], budgets: list[int]) -> None:
+    profile = solve(ada_scores(), budget_tokens=2, solver_options=options, **HEADS)
+    assert profile.budgets[0].tolist() == budgets
+
+
+def test_a_starved_head_is_what_the_safeguard_prevents() -> None:
+    scores = np.array([[9.0, 8, 7, 6, 5, 4], [0.6, 0.2, 0.2, 0.2, 0.2, 0.2]])
+    starving = make_scores(
+        shape=make_shape(n_layers=1, n_kv_heads=2),
+        context_tokens=6,
+        sinks=0,
+        window=0,
+        curves=curves_of(scores)[None, None],
+        masses=scores.sum(axis=1)[None, None],
+    )
+
+    def budgets(**options: Any) -> list[int]:
+        profile = solve(starving, budget_tokens=3, solver_options=options, **HEADS)
+        row: list[int] = profile.budgets[0].tolist()
+        return row
+
+    assert budgets(alpha=0.0) == [6, 0]
+    assert budgets(alpha=0.5) == [5, 1]  # 0.5 * (6, 0) + 1.5 = (4.5, 1.5): a tie, the lower head
+    assert budgets(alpha=0.5, safeguard="floor") == [5, 1]  # floor(1.5) = 1 each, then four more
+    assert budgets(alpha=0.7, safeguard="floor") == [4, 2]  # floor(2.1) = 2 each, then two more
+
+
+@pytest.mark.parametrize("safeguard", ["reference", "floor"])
+def test_every_layer_gets_the_same_and_none_is_lost(safeguard: str) -> None:
+    scores = make_scores(7, shape=make_shape(n_layers=6, n_kv_heads=4), context_tokens=60)
+    for tokens in (6, 17, 30, 59, 60):
+        profile = solve(
+            scores, budget_tokens=tokens, solver_options={"safeguard": safeguard}, **HEADS
+        )
+        assert profile.budgets.sum(axis=1).tolist() == [4 * tokens] * 6
+        assert profile.budgets.min() >= 5
+
+
+def test_it_refuses_layers() -> None:
+    with pytest.raises(SolverError, match="use --level head"):
+        solve(make_scores(), budget=0.5, solver="adaptive_head")
+
+
+# --- uniform ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_uniform_keeps_one_number(level: Any) -> None:
+    scores = make_scores(context_tokens=41)
+    for share in (0.13, 0.3, 0.5, 0.77, 1.0):
+        profile = solve(scores, budget=share, solver="uniform", level=level)
+        assert np.unique(profile.budgets).tolist() == [max(5, int(41 * share + 1e-9))]
+    profile = solve(scores, target_retention=0.9, solver="uniform", level=level)
+    (tokens,) = np.unique(profile.budgets)
+    problem = formulate(scores, Request(target_retention=0.9, level=level))
+    less = problem.options_within(np.full(problem.n_units, tokens - 1))
+    assert not problem.meets_target(problem.objective_value(less))
+
+
+def test_uniform_says_the_budget_it_gives() -> None:
+    problem = formulate(make_scores(), Request(budget=0.5, page_tokens=16))
+    answer = solve_problem(problem, get_solver("uniform"))
+    assert answer.detail == "16 tokens for every unit"
+
+
+# --- conservation, for all -------------------------------------------------------------------
+
+EVERY: list[tuple[str, dict[str, Any]]] = [
+    ("greedy", {}),
+    ("ilp", {}),
+    ("uniform", {}),
+    ("pyramid", {}),
+    ("adaptive_head", {}),
+    ("adaptive_head", {"safeguard": "floor"}),
+]
+SPENDS_ALL = {"greedy", "pyramid", "adaptive_head"}
+
+
+def decided(name: str, options: dict[str, Any], seed: int, **arguments: Any) -> BudgetProfile:
+    shape = make_shape(n_layers=5, n_kv_heads=3)
+    scores = make_scores(seed, shape=shape, context_tokens=60)
+    level = "head" if name == "adaptive_head" or seed % 2 else "layer"
+    return solve(scores, solver=name, solver_options=options, level=level, **arguments)
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY)
+def test_what_is_requested_is_spent_and_not_a_byte_more(name: str, options: Any) -> None:
+    for seed in range(6):
+        for tokens in (5, 6, 23, 41, 60):
+            profile = decided(name, options, seed, budget_tokens=tokens, batch=1 + seed % 3)
+            assert profile.retained_bytes <= profile.requested["bytes"]
+            if name in SPENDS_ALL:
+                assert profile.retained_tokens == tokens * 15
+                assert profile.retained_bytes == profile.requested["bytes"]
+        for share in (0.1, 0.333, 0.5, 0.999):
+            profile = decided(name, options, seed, budget=share)
+            step = profile.shape.bytes_per_entry * (3 if profile.level == "layer" else 1)
+            left = profile.requested["bytes"] - profile.retained_bytes
+            assert left >= 0
+            if name in SPENDS_ALL:
+                assert left < step
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY)
+def test_the_ends_of_the_range(name: str, options: Any) -> None:
+    everything = decided(name, options, 1, budget="100%")
+    assert np.all(everything.budgets == 60)
+    assert everything.retention == pytest.approx(1.0)
+    assert everything.gap == 0
+    assert np.all(decided(name, options, 1, budget_tokens=10**9).budgets == 60)
+    assert np.all(decided(name, options, 1, budget_tokens=5).budgets == 5)
+    with pytest.raises(InfeasibleError):
+        decided(name, options, 1, budget_tokens=4)
+    assert decided(name, options, 1, target_retention=1.0).retention == pytest.approx(1, abs=1e-12)
+    assert decided(name, options, 1, target_retention=1e-12).retained_tokens <= 15 * 6
+    exact = name in ("greedy", "ilp")
+    assert (everything.termination == "optimal") == exact
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY)
+@pytest.mark.parametrize("page", [7, 16, 64])
+def test_pages(name: str, options: Any, page: int) -> None:
+    for share in (0.3, 0.6, 0.95):
+        try:
+            profile = decided(name, options, 1, budget=share, page=page)
+        except InfeasibleError:
+            assert page >= 0.3 * 60
+            continue
+        assert np.all((profile.budgets % page == 0) | (profile.budgets == 60))
+        assert profile.retained_bytes <= profile.requested["bytes"]
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY)
+def test_the_target_is_met_at_other_lengths_of_context(name: str, options: Any) -> None:
+    for context in (30, 60, 480):
+        profile = decided(name, options, 3, target_retention=0.8, context=context)
+        assert profile.retention is not None
+        assert profile.retention >= 0.8 - 1e-12
+        assert profile.context_tokens == context
+        assert profile.retained_bytes <= profile.full_bytes
+
+
+def test_the_mean_of_allocations_is_feasible_and_never_above_the_bound() -> None:
+    for name, options in EVERY:
+        for target in ({"budget": 0.4}, {"target_retention": 0.85}):
+            profile = decided(name, options, 1, average="allocations", **target)
+            assert profile.bound is not None
+            assert profile.retention is not None
+            assert profile.solver_options["average"] == "allocations"
+            assert profile.termination == Termination.HEURISTIC.value
+            if "budget" in target:
+                assert profile.retained_bytes <= profile.requested["bytes"]
+                assert profile.objective <= profile.bound + 1e-12
+            else:
+                assert profile.retention >= 0.85 - 1e-12
+                assert profile.objective >= profile.bound
+
+
+# --- greedy and ilp on their own -------------------------------------------------------------
+
+
+def test_greedy_by_hand() -> None:
+    values = [[0.0, 5, 9, 12, 14], [0.0, 4, 8, 11, 11], [1.0, 4, 5, 5, 5]]
+    # gains: 5 4 3 2 | 4 4 3 0 | 3 1 0 0
+    for steps, choice in enumerate(
+        [
+            [0, 0, 0],
+            [1, 0, 0],
+            [2, 0, 0],
+            [2, 1, 0],
+            [2, 2, 0],
+            [3, 2, 0],
+            [3, 3, 0],
+            [3, 3, 1],
+            [4, 3, 1],
+            [4, 3, 2],
+        ]
+    ):
+        answer = solve_problem(make_problem(values, capacity=steps), get_solver("greedy"))
+        assert answer.choice.tolist() == choice
+    reach = solve_problem(make_problem(values, target=18.0), get_solver("greedy"))
+    assert reach.choice.tolist() == [2, 2, 0]
+    assert reach.objective == 4
+    assert solve_problem(make_problem(values, target=18.1), get_solver("greedy")).objective == 5
+
+
+@pytest.mark.parametrize("target", [1.0, 0.5])
+def test_target_at_the_floor_or_at_everything(target: float) -> None:
+    """At the floor's own value nothing is bought; at the most that is possible, what it takes."""
+    curve = np.array([[0.5, 0.75, 1.0, 1.0, 1.0]])
+    for name in ("greedy", "ilp", "uniform", "pyramid"):
+        answer = solve_problem(make_problem(curve, target=target), get_solver(name))
+        assert answer.choice.tolist() == [2 if target == 1.0 else 0]
+
+
+def test_greedy_names_what_to_use_instead() -> None:
+    dented = make_problem([[0.0, 0.1, 0.9]], capacity=1)
+    with pytest.raises(SolverError, match="only exact on concave curves and these are not; use il"):
+        solve_problem(dented, get_solver("greedy"))
+    uneven = make_problem([[0.0, 0.5], [0.0, 0.5]], costs=[[0, 1], [0, 2]], capacity=2)
+    for name in ("greedy", "pyramid"):
+        with pytest.raises(SolverError, match="use ilp"):
+            solve_problem(uneven, get_solver(name))
+    assert solve_problem(dented, get_solver("ilp")).objective == pytest.approx(0.1)
+    assert solve_problem(uneven, get_solver("ilp")).objective == 0.5
+
+
+def test_ilp_on_a_few_thousand_options_that_are_not_concave() -> None:
+    rng = np.random.default_rng(5)
+    values = np.cumsum(rng.random((12, 200)) ** 4, axis=1)
+    problem = make_problem(values, capacity=900)
+    answer = solve_problem(problem, get_solver("ilp"))
+    assert answer.termination is Termination.OPTIMAL
+    assert answer.gap == 0
+    assert answer.objective <= problem.dual_bound().bound + 1e-9
+    again = solve_problem(problem, get_solver("ilp"))
+    assert again.choice.tolist() == answer.choice.tolist()
+
+
+def test_ilp_out_of_time_still_answers_with_a_bound() -> None:
+    rng = np.random.default_rng(6)
+    values = rng.random((40, 60))
+    costs = np.cumsum(rng.integers(1, 1000, (40, 60)), axis=1)
+    problem = make_problem(values, costs=costs, tokens=costs, capacity=int(costs[:, -1].sum() // 7))
+    answer = solve_problem(problem, get_solver("ilp"), time_limit_seconds=1e-6)
+    assert answer.cost_bytes <= problem.capacity_bytes
+    assert answer.bound is not None
+    assert answer.bound >= answer.objective
+    if answer.termination is Termination.OPTIMAL:
+        assert answer.gap == 0
+    with pytest.raises(InputError, match="leaves no time"):
+        solve_problem(problem, get_solver("ilp"), time_limit_seconds=-1)
