@@ -1,0 +1,87 @@
+"""The difference between two budget profiles of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileDifference:
+    """What changed from a first budget profile to a second.
+
+    Attributes
+    ----------
+    difference : ndarray of int64, (n_layers, n_kv_heads)
+        Budgets of the second less those of the first, at the first one's context, entries.
+    moved_entries : int
+        Entries that the second keeps and the first does not, or the other way, whichever is more.
+    retained_bytes : tuple of int
+        Of the first and the second, at that context, one row.
+    retention : tuple of float or None
+        Predicted, as each profile states it.
+    fields : dict of tuple of str
+        Other things that differ: solver, level, policy, target.
+    """
+
+    difference: npt.NDArray[np.int64]
+    moved_entries: int
+    retained_bytes: tuple[int, int]
+    retention: tuple[float | None, float | None]
+    fields: dict[str, tuple[str, str]]
+
+    @property
+    def same(self) -> bool:
+        """Whether the budgets agree everywhere."""
+        return not self.difference.any()
+
+
+def compare_profiles(first: BudgetProfile, second: BudgetProfile) -> ProfileDifference:
+    """Compare two budget profiles at the first one's context.
+
+    Parameters
+    ----------
+    first, second : BudgetProfile
+
+    Returns
+    -------
+    ProfileDifference
+
+    Raises
+    ------
+    ModelMismatchError
+        If they are for models of different sizes or names.
+    InputError
+        If the second one's model cannot have the first one's context.
+    """
+    first.shape.require_same_model(second.shape)
+    context = first.context_tokens
+    limit = second.shape.max_context_tokens
+    if limit is not None and context > limit:
+        raise InputError(f"the second profile's model ends at {limit} tokens, below {context}")
+    difference = second.budgets_for(context) - first.budgets
+    gained = int(difference[difference > 0].sum())
+    lost = int(-difference[difference < 0].sum())
+    named = {
+        "solver": (first.solver, second.solver),
+        "level": (first.level, second.level),
+        "scorer": (first.policy.scorer, second.policy.scorer),
+        "context": (str(context), str(second.context_tokens)),
+        "target": (_target(first), _target(second)),
+    }
+    return ProfileDifference(
+        difference=difference,
+        moved_entries=max(gained, lost),
+        retained_bytes=(first.retained_bytes_at(context), second.retained_bytes_at(context)),
+        retention=(first.retention, second.retention),
+        fields={name: pair for name, pair in named.items() if pair[0] != pair[1]},
+    )
+
+
+def _target(profile: BudgetProfile) -> str:
+    return f"{profile.requested.get('target', '?')} {profile.requested.get('value', '?')}"

@@ -1,0 +1,173 @@
+"""Check a budget profile against the score profile it was made from, trusting neither solver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.errors import InputError
+from kvalloc.formulate import Objective, Request, formulate
+from kvalloc.problem import AllocationProblem, IntArray, Sense
+from kvalloc.score_profile import ScoreProfile
+from kvalloc.shape import ModelShape
+
+TOLERANCE = 1e-9
+"""Recomputed and stated numbers this close, relative to the larger of 1 and them, agree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One statement of a budget profile and whether it is true.
+
+    Attributes
+    ----------
+    name : str
+        What was checked.
+    stated, found : str
+        What the profile says and what was recomputed.
+    passed : bool
+        Whether they agree.
+    """
+
+    name: str
+    stated: str
+    found: str
+    passed: bool
+
+
+def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
+    """Recompute everything a budget profile states from the score profile alone.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+        The decision.
+    scores : ScoreProfile
+        The measurement it names.
+
+    Returns
+    -------
+    list of Check
+        Model, digests, every budget being an option of the problem, target or capacity, cost,
+        objective, retention, and the bound recomputed by duality.
+
+    Raises
+    ------
+    InputError
+        If the profile does not say what was requested, so that nothing can be recomputed.
+    """
+    problem = _problem_of(profile, scores)
+    mean = _problem_of(profile, scores, objective="mean")
+    tokens, is_option, choice = _choice_of(profile, problem)
+    checks = [
+        _equal("model", profile.shape.model_id, scores.shape.model_id),
+        Check(
+            name="sizes",
+            stated=_sizes(profile.shape),
+            found=_sizes(scores.shape),
+            passed=profile.shape == scores.shape,
+        ),
+        _equal("score profile digest", profile.score_digest, scores.digest()),
+        _equal("problem digest", profile.problem_digest, problem.digest()),
+        Check(
+            name="budgets are options",
+            stated=f"{tokens.size} budgets",
+            found="all are" if is_option.all() else f"{int((~is_option).sum())} are not",
+            passed=bool(is_option.all()),
+        ),
+    ]
+    cost, value = problem.cost(choice), problem.objective_value(choice)
+    if problem.capacity_bytes is not None:
+        checks.append(
+            Check(
+                name="within capacity",
+                stated=f"{problem.capacity_bytes:,} bytes",
+                found=f"{cost:,} bytes",
+                passed=cost <= problem.capacity_bytes,
+            )
+        )
+    else:
+        checks.append(
+            Check(
+                name="target met",
+                stated=f"{problem.target:.9g}",
+                found=f"{value:.9g}",
+                passed=problem.meets_target(value),
+            )
+        )
+    checks.append(_close("objective", profile.objective, problem.objective(choice)))
+    checks.append(_close("retention", profile.retention, mean.objective_value(choice)))
+    checks.append(_bound_check(profile, problem, choice))
+    return checks
+
+
+def _problem_of(
+    profile: BudgetProfile, scores: ScoreProfile, objective: Objective | None = None
+) -> AllocationProblem:
+    asked = profile.requested
+    fields = {
+        "retention": "target_retention",
+        "budget": "budget",
+        "budget_tokens": "budget_tokens",
+        "memory": "memory",
+    }
+    if asked.get("target") not in fields:
+        raise InputError(
+            "the budget profile does not say what was requested, so it cannot be verified; make "
+            "it again with 'kvalloc solve'"
+        )
+    stated: Objective = asked.get("objective", "mean")
+    request = Request(
+        **{fields[asked["target"]]: asked["value"]},
+        level=profile.level,
+        context_tokens=profile.context_tokens,
+        batch=profile.batch,
+        min_tokens=asked.get("min_tokens"),
+        page_tokens=profile.page_tokens,
+        objective=objective or stated,
+    )
+    return formulate(scores, request)
+
+
+def _choice_of(
+    profile: BudgetProfile, problem: AllocationProblem
+) -> tuple[IntArray, np.ndarray[tuple[int, ...], np.dtype[np.bool_]], IntArray]:
+    heads = np.maximum(problem.heads, 0)  # at layer level all heads have the budget of the first
+    tokens: IntArray = profile.budgets[problem.layers, heads]
+    choice = problem.options_within(tokens)
+    return tokens, problem.chosen_tokens(choice) == tokens, choice
+
+
+def _sizes(shape: ModelShape) -> str:
+    sizes = (shape.n_layers, shape.n_kv_heads, shape.head_dim, shape.dtype_bytes)
+    return " x ".join(map(str, sizes))
+
+
+def _equal(name: str, stated: object, found: object) -> Check:
+    return Check(name=name, stated=_brief(stated), found=_brief(found), passed=stated == found)
+
+
+def _close(name: str, stated: float | None, found: float) -> Check:
+    passed = stated is not None and abs(stated - found) <= TOLERANCE * max(1.0, abs(found))
+    return Check(name=name, stated=f"{stated!r}", found=f"{found!r}", passed=passed)
+
+
+def _bound_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
+    """The stated bound must not be beaten, and must not claim more than duality allows."""
+    dual = problem.dual_bound().bound
+    objective, stated = problem.objective(choice), profile.bound
+    slack = TOLERANCE * max(1.0, abs(objective))
+    if stated is None:
+        return Check(name="bound", stated="none", found=f"{dual!r} by duality", passed=True)
+    if problem.sense is Sense.MAX_VALUE:
+        passed = objective - slack <= stated <= dual + slack
+    else:
+        passed = dual - slack <= stated <= objective + slack
+    return Check(name="bound", stated=f"{stated!r}", found=f"{dual!r} by duality", passed=passed)
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
