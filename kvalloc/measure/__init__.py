@@ -1,0 +1,16 @@
+"""Measuring: from a model and text to a score profile."""
+
+from __future__ import annotations
+
+from kvalloc.measure.profiling import profile, profile_to_file
+from kvalloc.measure.texts import Document, Prompt, default_texts, read_prompts, read_texts
+
+__all__ = [
+    "Document",
+    "Prompt",
+    "default_texts",
+    "profile",
+    "profile_to_file",
+    "read_prompts",
+    "read_texts",
+]

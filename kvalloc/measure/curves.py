@@ -1,0 +1,87 @@
+"""From scores to retention curves, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.score_profile import interpolate_curves
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
+    """Share of the score mass in the best entries, for every number of entries.
+
+    ``R(n) = sum of the n largest scores / sum of all scores``. A head without any mass loses
+    nothing whatever it keeps: its curve is 1 from no entry on.
+
+    Parameters
+    ----------
+    scores : ndarray, (..., n_evictable)
+        Finite scores >= 0 of the entries that can be evicted.
+
+    Returns
+    -------
+    curves : ndarray of float64, (..., n_evictable + 1)
+        Rising, concave, from 0 to 1.
+    masses : ndarray of float64, (...)
+        The sums of the scores.
+
+    References
+    ----------
+    XKV, Eq. 4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> curves, masses = retention_curves(np.array([1.0, 5.0, 2.0]))
+    >>> curves.tolist(), masses.tolist()
+    ([0.0, 0.625, 0.875, 1.0], 8.0)
+    """
+    best_first = np.sort(scores, axis=-1)[..., ::-1]
+    curves = np.zeros((*scores.shape[:-1], scores.shape[-1] + 1))
+    np.cumsum(best_first, axis=-1, dtype=np.float64, out=curves[..., 1:])
+    masses = curves[..., -1].copy()
+    empty = masses == 0.0
+    np.divide(curves, masses[..., None], out=curves, where=~empty[..., None])
+    curves[empty] = 1.0
+    return curves, masses
+
+
+def on_grid(curves: FloatArray, ranks: IntArray) -> tuple[FloatArray, float]:
+    """Exact curves at the ranks of a profile.
+
+    Parameters
+    ----------
+    curves : ndarray of float64, (..., n_own + 1)
+        Exact curves, one value for each number of entries.
+    ranks : ndarray of int64, (n_points,)
+        Ranks wanted, from 0 to the profile's evictable entries. When the sample has fewer, its
+        curve is stretched by the share kept, linear in between.
+
+    Returns
+    -------
+    values : ndarray of float64, (..., n_points)
+    error : float
+        The largest difference between a curve and the straight lines between its stored points;
+        0 when every rank is stored.
+    """
+    n_own, n_wanted = curves.shape[-1] - 1, int(ranks[-1])
+    every_rank = ranks.size == n_wanted + 1
+    if n_own == n_wanted and every_rank:
+        return curves, 0.0
+    at = ranks * (n_own / n_wanted)
+    at[-1] = n_own  # a product may miss the end by a rounding
+    values = interpolate_curves(curves, np.arange(n_own + 1, dtype=np.int64), at)
+    if every_rank:
+        return values, 0.0
+    everywhere = np.arange(n_own + 1)
+    rows = zip(values.reshape(-1, ranks.size), curves.reshape(-1, n_own + 1), strict=True)
+    error = max(
+        float(np.abs(np.interp(everywhere, at, stored) - exact).max()) for stored, exact in rows
+    )
+    return values, error

@@ -1,0 +1,102 @@
+"""Mini-prefill: a forward pass that exists only to be looked at.
+
+No KV cache is kept, the language-model head never runs, and the pass ends where the last layer's
+attention would begin (XKV, Section IV-A and Figure 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from kvalloc.attention_hook import AttentionStates, intercept_attention
+from kvalloc.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.attention_hook import Compute
+
+
+class _LastLayerSeen(Exception):
+    """Nothing that follows is needed. Never leaves this module."""
+
+
+def mini_prefill(
+    model: Any,
+    input_ids: Tensor,
+    look: Callable[[AttentionStates], None],
+    *,
+    layers: Collection[int],
+) -> None:
+    """Run a model's decoder up to the last layer that is wanted.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model. Its config, hooks and training flags are the same afterwards.
+    input_ids : Tensor of int64, (batch, n_tokens)
+        Prompts of equal length, without padding.
+    look : callable
+        Called with what each wanted layer's attention sees, in the order of the layers. It must
+        not keep the tensors.
+    layers : collection of int
+        The wanted layers. The last one's attention output, its MLP, all later layers, the final
+        norm and the head are never computed.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's attention cannot be seen.
+
+    References
+    ----------
+    XKV, Section IV-A.
+    """
+    import torch
+
+    last = max(layers)
+    seen: set[int] = set()
+
+    def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+        if states.layer in layers:
+            look(states)
+            seen.add(states.layer)
+        if states.layer == last:
+            raise _LastLayerSeen
+        return compute(states.mask)
+
+    decoder = _decoder(model)
+    with (
+        torch.inference_mode(),
+        _evaluating(decoder),
+        intercept_attention(model, handler),
+        suppress(_LastLayerSeen),
+    ):
+        decoder(input_ids=input_ids, use_cache=False)
+    missing = sorted(set(layers) - seen)
+    if missing:
+        raise UnsupportedModelError(
+            f"the attention of layer {missing[0]} of {type(model).__name__} never went through "
+            "transformers' attention interface, so kvalloc cannot see it"
+        )
+
+
+def _decoder(model: Any) -> Any:
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if get_decoder is not None else None
+    return model if decoder is None else decoder
+
+
+@contextmanager
+def _evaluating(module: Any) -> Iterator[None]:
+    """Dropout off, and each module's own flag back afterwards."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -1,0 +1,396 @@
+"""Profiling: retention curves of a model on some text (XKV's mini-prefill)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError
+from kvalloc.files import check_writable
+from kvalloc.measure.checkpoint import Checkpoint, MeasuredSample, checkpoint_folder
+from kvalloc.measure.curves import on_grid, retention_curves
+from kvalloc.measure.mini_prefill import mini_prefill
+from kvalloc.measure.sampling import SampleSet, choose_samples
+from kvalloc.measure.texts import Document, Prompt
+from kvalloc.models import require_run_packages, shape_of
+from kvalloc.score_profile import ScoreProfile, rank_grid
+from kvalloc.scorers import Scorer, get_scorer
+from kvalloc.shape import ModelShape
+
+if TYPE_CHECKING:
+    from kvalloc.attention_hook import AttentionStates
+
+IntArray = npt.NDArray[np.int64]
+Progress = Callable[[int, int], None]
+
+_FINGERPRINT_ELEMENTS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """One measurement, fully decided."""
+
+    model: Any
+    shape: ModelShape
+    scorer: Scorer
+    sinks: int
+    context_tokens: int
+    ranks: IntArray
+    samples: SampleSet
+    batch: int
+
+    @property
+    def curves_shape(self) -> tuple[int, int, int]:
+        return self.shape.n_layers, self.shape.n_kv_heads, self.ranks.size
+
+    def groups(self) -> Iterator[list[int]]:
+        """Samples that run together: neighbours of equal length, at most `batch`."""
+        group: list[int] = []
+        for index, ids in enumerate(self.samples.token_ids):
+            if group and (
+                len(group) == self.batch or ids.size != self.samples.token_ids[group[0]].size
+            ):
+                yield group
+                group = []
+            group.append(index)
+        if group:
+            yield group
+
+
+def profile(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str | Document | Prompt],
+    *,
+    samples: int | None = None,
+    sampling_ratio: float = 0.1,
+    context: int = 1024,
+    scorer: str | Scorer = "xkv",
+    window: int | None = None,
+    pool: int | None = None,
+    group_reduce: str | None = None,
+    sinks: int = 4,
+    count_sinks: bool = False,
+    seed: int = 0,
+    batch: int = 1,
+    progress: Progress | None = None,
+    checkpoint: str | Path | None = None,
+    resume: bool = False,
+    keep_checkpoint: bool = False,
+    model_id: str | None = None,
+) -> ScoreProfile:
+    """Measure how concentrated the attention of every layer and KV head is.
+
+    Each sample runs through the decoder once, without a KV cache and without the head. In each
+    full-attention layer the scorer's scores are turned into the head's retention curve at once
+    and dropped. Curves are exact up to 4096 tokens of context; above that they are stored on a
+    grid and the interpolation error is measured.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model; the same afterwards.
+    tokenizer : transformers.PreTrainedTokenizerBase
+        Its tokenizer.
+    texts : iterable of str, Document or Prompt
+        Running text (a string counts as such) is cut into samples of exactly `context` tokens;
+        a prompt is one sample, its middle dropped when it is longer, its curve stretched over
+        the reference ranks by the share kept when it is shorter.
+    samples : int, optional
+        How many samples; by default the share `sampling_ratio` of all there are, rounded up.
+    sampling_ratio : float
+        XKV's default is 10%.
+    context : int
+        Reference context, tokens.
+    scorer : str or Scorer
+        A registered name, or a scorer.
+    window, pool, group_reduce : optional
+        The scorer's parameters, where they are given; its own defaults otherwise.
+    sinks : int
+        First tokens of a prompt that are never evicted and left out of the curves.
+    count_sinks : bool
+        Count the sinks as evictable, as the paper does.
+    seed : int
+        Of the choice of samples.
+    batch : int
+        Samples of equal length that run together. Peak memory grows with it.
+    progress : callable, optional
+        Called with (layers done, layers in all).
+    checkpoint : str or Path, optional
+        A folder where each finished sample is kept; removed on success unless `keep_checkpoint`.
+    resume : bool
+        Go on with what `checkpoint` holds; the arrays are bit-identical to an unbroken run.
+    keep_checkpoint : bool
+        Leave the folder to the caller.
+    model_id : str, optional
+        Instead of what the model's config says.
+
+    Returns
+    -------
+    ScoreProfile
+        Sliding layers have the curve 1 and mass 0: nothing is decided there.
+
+    Raises
+    ------
+    InputError
+        If text, prompts or arguments cannot be used, the context is beyond the model's limit,
+        a score is not finite, or the checkpoint is of another job.
+    UnsupportedModelError
+        If the model has no attention that kvalloc can see.
+    MissingDependencyError
+        If torch or transformers is missing.
+
+    References
+    ----------
+    XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Section IV, Eq. 4.
+    """
+    require_run_packages()
+    shape = shape_of(model, model_id=model_id)
+    chosen_scorer = _scorer(scorer, window=window, pool=pool, group_reduce=group_reduce)
+    sinks = 0 if count_sinks else sinks
+    _check_sizes(shape, context, sinks, chosen_scorer.window, batch)
+    protected = sinks + chosen_scorer.window
+    chosen = choose_samples(
+        texts,
+        tokenizer,
+        context_tokens=context,
+        least_tokens=protected + 1,
+        samples=samples,
+        sampling_ratio=sampling_ratio,
+        seed=seed,
+    )
+    job = _Job(
+        model=model,
+        shape=shape,
+        scorer=chosen_scorer,
+        sinks=sinks,
+        context_tokens=context,
+        ranks=rank_grid(context - protected, context),
+        samples=chosen,
+        batch=batch,
+    )
+    kept = None
+    if checkpoint is not None:
+        kept = Checkpoint(checkpoint, _job_record(job), resume=resume)
+    result = _assemble(job, _measure_all(job, kept, progress))
+    if kept is not None and not keep_checkpoint:
+        kept.remove()
+    return result
+
+
+def profile_to_file(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str | Document | Prompt],
+    output: str | Path,
+    *,
+    resume: bool = False,
+    **options: Any,
+) -> ScoreProfile:
+    """Measure and save; what was finished survives until the file stands.
+
+    Parameters
+    ----------
+    model, tokenizer, texts
+        See `profile`.
+    output : str or Path
+        The score profile to write, atomically. Finished samples are kept in ``OUTPUT.partial``
+        until then.
+    resume : bool
+        Go on with what an earlier, killed call finished.
+    **options
+        The other options of `profile`.
+
+    Returns
+    -------
+    ScoreProfile
+
+    Raises
+    ------
+    KVAllocError
+        As `profile`, and if the output cannot be written, before anything is measured.
+    """
+    check_writable(output)
+    folder = checkpoint_folder(output)
+    result = profile(
+        model, tokenizer, texts, checkpoint=folder, resume=resume, keep_checkpoint=True, **options
+    )
+    result.save(output)
+    Checkpoint.remove_folder(folder)
+    return result
+
+
+def _measure_all(
+    job: _Job, kept: Checkpoint | None, progress: Progress | None
+) -> list[MeasuredSample]:
+    """All samples in order, those from the checkpoint without running them again."""
+    n_layers = len(job.shape.full_layers)
+    total = n_layers * len(job.samples.token_ids)
+    done = 0
+    results: list[MeasuredSample] = []
+    for group in job.groups():
+        finished = [kept.load(i, job.curves_shape) for i in group] if kept is not None else []
+        found = [sample for sample in finished if sample is not None]
+        if len(found) == len(group):
+            results += found
+        else:  # a part of a group runs again with its companions: the same sums, bit for bit
+            start = done
+
+            def layer_done(layers: int, start: int = start, size: int = len(group)) -> None:
+                if progress is not None:
+                    progress(start + layers * size, total)
+
+            measured = _measure_group(job, group, layer_done)
+            if kept is not None:
+                for index, sample in zip(group, measured, strict=True):
+                    kept.save(index, sample)
+            results += measured
+        done += n_layers * len(group)
+        if progress is not None:
+            progress(done, total)
+    return results
+
+
+def _measure_group(
+    job: _Job, group: list[int], layer_done: Callable[[int], None]
+) -> list[MeasuredSample]:
+    """One mini-prefill over samples of equal length."""
+    import torch
+
+    ids = np.stack([job.samples.token_ids[index] for index in group])
+    device = job.model.get_input_embeddings().weight.device
+    curves = np.ones((len(group), *job.curves_shape))
+    masses = np.zeros((len(group), *job.curves_shape[:2]))
+    errors = np.zeros(len(group))
+    layers = job.shape.full_layers
+    first, end = job.sinks, ids.shape[1] - job.scorer.window
+
+    def look(states: AttentionStates) -> None:
+        layer = states.layer
+        scores = job.scorer.score(states, sinks=job.sinks)[..., first:end].float().cpu().numpy()
+        for row, index in enumerate(group):
+            _check_finite(scores[row], layer, index, job.shape.model_id)
+            exact, masses[row, layer] = retention_curves(scores[row])
+            curves[row, layer], error = on_grid(exact, job.ranks)
+            errors[row] = max(errors[row], error)
+        layer_done(layers.index(layer) + 1)
+
+    mini_prefill(job.model, torch.from_numpy(ids).to(device), look, layers=layers)
+    return [
+        MeasuredSample(
+            curves=curves[row], masses=masses[row], interpolation_error=float(errors[row])
+        )
+        for row in range(len(group))
+    ]
+
+
+def _assemble(job: _Job, results: list[MeasuredSample]) -> ScoreProfile:
+    return ScoreProfile(
+        shape=job.shape,
+        scorer=job.scorer.name,
+        scorer_parameters=job.scorer.parameters(),
+        context_tokens=job.context_tokens,
+        sinks=job.sinks,
+        window=job.scorer.window,
+        ranks=job.ranks,
+        curves=np.stack([result.curves for result in results]),
+        masses=np.stack([result.masses for result in results]),
+        sample_tokens=np.array([ids.size for ids in job.samples.token_ids], dtype=np.int64),
+        interpolation_error=max(result.interpolation_error for result in results),
+        text_digest=job.samples.digest(),
+        text_description=job.samples.description,
+        versions=_versions(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _scorer(scorer: str | Scorer, **parameters: int | str | None) -> Scorer:
+    given = {name: value for name, value in parameters.items() if value is not None}
+    if not isinstance(scorer, Scorer):
+        return get_scorer(scorer, **given)
+    if given:
+        raise InputError(
+            f"{', '.join(given)} cannot be given together with a ready scorer; set it there"
+        )
+    return scorer
+
+
+def _check_sizes(shape: ModelShape, context: int, sinks: int, window: int, batch: int) -> None:
+    if sinks < 0:
+        raise InputError(f"sinks is {sinks}, expected a number of tokens >= 0")
+    if batch < 1:
+        raise InputError(f"batch is {batch}, expected a number of samples >= 1")
+    if context <= sinks + window:
+        raise InputError(
+            f"a context of {context} tokens leaves nothing to evict beside {sinks} sinks and a "
+            f"window of {window}; choose at least {sinks + window + 1} tokens"
+        )
+    limit = shape.max_context_tokens
+    if limit is not None and context > limit:
+        raise InputError(
+            f"a context of {context} tokens is beyond the {limit} tokens that {shape.model_id} "
+            f"was made for; choose at most {limit}"
+        )
+
+
+def _check_finite(scores: npt.NDArray[Any], layer: int, sample: int, model_id: str) -> None:
+    if not np.isfinite(scores).all() or scores.min() < 0:
+        raise InputError(
+            f"the scores of {model_id} in layer {layer}, sample {sample} are not finite numbers "
+            ">= 0; load the model in float32 or bfloat16, or check its weights"
+        )
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    import kvalloc
+
+    return {
+        "kvalloc": kvalloc.__version__,
+        "numpy": np.__version__,
+        "torch": str(torch.__version__),
+        "transformers": str(transformers.__version__),
+    }
+
+
+def _job_record(job: _Job) -> dict[str, Any]:
+    """Everything that decides the numbers, for the manifest of a checkpoint."""
+    from kvalloc.attention_hook import base_implementation
+
+    return {
+        "model": job.shape.to_dict(),
+        "weights": _fingerprint(job.model),
+        "dtype": str(job.model.dtype),
+        "attention": base_implementation(job.model.config),
+        "device": job.model.get_input_embeddings().weight.device.type,
+        "scorer": job.scorer.name,
+        "scorer_parameters": job.scorer.parameters(),
+        "context_tokens": job.context_tokens,
+        "sinks": job.sinks,
+        "samples": len(job.samples.token_ids),
+        "text_digest": job.samples.digest(),
+        "batch": job.batch,
+        "versions": _versions(),
+    }
+
+
+def _fingerprint(model: Any) -> str:
+    """A few elements of every weight: tells apart two models of one name, at no cost."""
+    import torch
+
+    hasher = hashlib.sha256()
+    with torch.inference_mode():
+        for name, weight in model.named_parameters():
+            hasher.update(f"{name} {tuple(weight.shape)}".encode())
+            few = weight.flatten()[:_FINGERPRINT_ELEMENTS].double().cpu()
+            hasher.update(few.numpy().tobytes())
+    return hasher.hexdigest()

@@ -1,0 +1,216 @@
+"""Text sources: files, folders, JSONL prompts, and the texts that ship with kvalloc."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvalloc.errors import InputError
+
+TEXT_SUFFIXES = (
+    *(".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".yaml", ".yml", ".toml", ".csv"),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts"),
+    *(".rb", ".sh", ".sql"),
+)
+"""What counts as text when a folder is read; a file that is named itself may end in anything."""
+
+PROMPT_FIELDS = "'prompt', 'text', 'messages', or 'context' with 'input'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """Running text that is cut into samples of equal length.
+
+    Attributes
+    ----------
+    text : str
+        The text.
+    name : str
+        For messages and provenance: a file's name without its folder.
+    """
+
+    text: str
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt, measured as one sample.
+
+    Attributes
+    ----------
+    text : str
+        The prompt; empty when `messages` is given.
+    messages : tuple of dict
+        A chat, brought into the model's own form by the tokenizer's chat template.
+    name : str
+        For messages: the file it came from.
+    line : int or None
+        Line in that file, counted from 1.
+    """
+
+    text: str = ""
+    messages: tuple[dict[str, Any], ...] = field(default=())
+    name: str = ""
+    line: int | None = None
+
+    @property
+    def where(self) -> str:
+        """How to call this prompt in a message."""
+        place = self.name or "the prompts"
+        return place if self.line is None else f"{place}, line {self.line}"
+
+
+def read_texts(paths: Iterable[str | Path]) -> list[Document]:
+    """Read text files, and folders with all text files below them.
+
+    Parameters
+    ----------
+    paths : iterable of str or Path
+        Files of any name, or folders; in a folder the files that end as text does (see
+        `TEXT_SUFFIXES`) are read in the order of their names, hidden and empty ones left out.
+
+    Returns
+    -------
+    list of Document
+
+    Raises
+    ------
+    InputError
+        If a path does not exist, a file is empty or not UTF-8 text, or a folder holds no text.
+    """
+    documents: list[Document] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            documents += _read_folder(path)
+            continue
+        if path.suffix.lower() == ".jsonl":
+            raise InputError(f"{path} holds JSONL prompts; give it with --prompts, not as text")
+        text = _read_utf8(path)
+        if not text.strip():
+            raise InputError(f"{path} is empty; give a file with text in it")
+        documents.append(Document(text=text, name=path.name))
+    return documents
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read prompts from a JSONL file, one object a line.
+
+    Parameters
+    ----------
+    path : str or Path
+        Each line an object with ``prompt`` or ``text`` (a string), ``messages`` (a chat), or
+        ``context`` and ``input`` (joined by an empty line, the question last). Other fields are
+        ignored, empty lines skipped.
+
+    Returns
+    -------
+    list of Prompt
+
+    Raises
+    ------
+    InputError
+        If the file does not exist, is empty or not UTF-8 text, or a line is not such an object;
+        names file and line.
+    """
+    file = Path(path)
+    prompts = [
+        _parse_prompt(line, file.name, number)
+        for number, line in enumerate(_read_utf8(file).split("\n"), start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise InputError(f"{path} is empty; give a JSONL file with one prompt a line")
+    return prompts
+
+
+def default_texts() -> list[Document]:
+    """The public-domain texts that ship with kvalloc for profiling, in the order of their names.
+
+    The shipped haystacks of the needle questions are not among them: what is measured on one
+    text is to hold on another.
+
+    Raises
+    ------
+    InputError
+        If the installation lacks them.
+    """
+    folder = resources.files("kvalloc") / "data" / "texts"
+    found = (
+        sorted(
+            (entry for entry in folder.iterdir() if _is_for_profiling(entry.name)),
+            key=lambda entry: entry.name,
+        )
+        if folder.is_dir()
+        else []
+    )
+    if not found:
+        raise InputError(
+            "the texts that ship with kvalloc are missing from this installation; reinstall "
+            "kvalloc, or name a text with --text"
+        )
+    return [Document(text=entry.read_text(encoding="utf-8"), name=entry.name) for entry in found]
+
+
+def _is_for_profiling(name: str) -> bool:
+    return name.startswith("profile_") and name.endswith(".txt")
+
+
+def _read_folder(folder: Path) -> list[Document]:
+    files = [
+        file
+        for file in sorted(folder.rglob("*"))
+        if file.suffix.lower() in TEXT_SUFFIXES
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+    documents = [Document(text=_read_utf8(file), name=file.name) for file in files]
+    documents = [document for document in documents if document.text.strip()]
+    if not documents:
+        raise InputError(
+            f"the folder {folder} holds no text files; files count as text when they end in "
+            ".txt, .md, .rst, .py and the like"
+        )
+    return documents
+
+
+def _read_utf8(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise InputError(f"there is no file or folder {path}; check the path") from error
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror})") from error
+    if b"\0" in data:
+        raise InputError(f"{path} is not text (it holds zero bytes); give a UTF-8 text file")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text (byte {error.start} cannot be read); convert it to UTF-8"
+        ) from error
+
+
+def _parse_prompt(line: str, name: str, number: int) -> Prompt:
+    where = f"{name}, line {number}"
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{where} is not JSON ({error.msg}); each line holds one object with {PROMPT_FIELDS}"
+        ) from error
+    if not isinstance(record, dict):
+        raise InputError(f"{where} is not an object; each line holds one with {PROMPT_FIELDS}")
+    messages = record.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
+        return Prompt(messages=tuple(messages), name=name, line=number)
+    parts = [record.get(key) for key in ("context", "input")]
+    joined = "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
+    for text in (record.get("prompt"), record.get("text"), joined):
+        if isinstance(text, str) and text.strip():
+            return Prompt(text=text, name=name, line=number)
+    raise InputError(f"{where} has no text to measure; each line holds one with {PROMPT_FIELDS}")

@@ -1,0 +1,66 @@
+"""Scorers: how much each entry of the cache matters for what comes next.
+
+One file a scorer. All of them, ours and those of other packages, are found through the
+entry-point group ``kvalloc.scorers``. Nothing here imports torch until a score is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvalloc.errors import SolverError
+from kvalloc.registry import SCORERS, build, load, names
+from kvalloc.scorers.base import Scorer
+
+__all__ = ["Scorer", "get_scorer", "scorer_class", "scorer_names"]
+
+
+def scorer_names() -> list[str]:
+    """Names of all registered scorers, sorted, without importing them."""
+    return names(SCORERS)
+
+
+def scorer_class(name: str) -> type[Scorer]:
+    """The class of a registered scorer, for its summary and reference.
+
+    Parameters
+    ----------
+    name : str
+        A registered name.
+
+    Raises
+    ------
+    InputError
+        If there is no such scorer; lists those there are.
+    SolverError
+        If the plug-in cannot be imported or is not a scorer.
+    """
+    loaded = load(SCORERS, name)
+    if not issubclass(loaded, Scorer):
+        raise SolverError(f"the scorer {name!r} is not a subclass of kvalloc.scorers.Scorer")
+    return loaded
+
+
+def get_scorer(name: str, **parameters: Any) -> Scorer:
+    """A scorer by name.
+
+    Parameters
+    ----------
+    name : str
+        A registered name.
+    **parameters
+        The scorer's own parameters, such as ``window`` and ``pool``.
+
+    Returns
+    -------
+    Scorer
+        ``get_scorer(scorer.name, **scorer.parameters())`` builds it again.
+
+    Raises
+    ------
+    InputError
+        If there is no such scorer or parameter, or a value is out of range; lists the choices.
+    SolverError
+        If the plug-in is broken.
+    """
+    return build(scorer_class(name), parameters, what=f"scorer {name}")

@@ -1,0 +1,59 @@
+"""StreamingLLM: the most recent tokens, whatever they say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from kvalloc.scorers.base import Scorer, check_at_least
+from kvalloc.scorers.window_rows import protected_columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.attention_hook import AttentionStates
+
+
+class Streaming(Scorer):
+    """The score grows with the position, so that sinks and the most recent tokens stay.
+
+    The score does not look at the text. Its retention curve is therefore the same in all layers
+    and heads, and every solver that fills curves gives equal budgets: use it as a policy, and
+    another scorer to decide budgets.
+
+    Parameters
+    ----------
+    window : int
+        Last tokens that are never evicted, tokens.
+
+    Raises
+    ------
+    InputError
+        If the window is out of range.
+
+    References
+    ----------
+    Efficient Streaming Language Models with Attention Sinks (Xiao et al., 2024): 4 sinks and the
+    most recent tokens.
+    """
+
+    name: ClassVar[str] = "streaming"
+    summary: ClassVar[str] = "the most recent tokens, blind to the text"
+    reference: ClassVar[str] = "StreamingLLM (Xiao et al., 2024)"
+
+    def __init__(self, *, window: int = 8) -> None:
+        self.window = check_at_least("window", window, 1, self.name)
+
+    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Scores of one layer's entries: ``(position + 1) / n_tokens``; see `Scorer.score`."""
+        import torch
+
+        batch, n_kv_heads, n_tokens, _ = states.keys.shape
+        recency = torch.arange(1, n_tokens + 1, dtype=torch.float32, device=states.keys.device)
+        recency /= n_tokens
+        recency[max(n_tokens - self.window, 0) :] = 0.0
+        scores = recency.expand(batch, n_kv_heads, n_tokens)
+        return scores.masked_fill(protected_columns(states, sinks=sinks), 0.0)
+
+    def parameters(self) -> dict[str, int | float | str | bool]:
+        """What builds this scorer again."""
+        return {"window": self.window}

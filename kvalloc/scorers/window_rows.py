@@ -1,0 +1,172 @@
+"""What scorers with an observation window share: a few attention rows, pooled, per KV head.
+
+Only the window's rows are computed again from queries and keys, so the cost is
+``window x n_tokens`` and the full attention matrix never exists.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvalloc.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.attention_hook import AttentionStates
+
+GROUP_REDUCTIONS = ("mean", "max")
+POOLINGS = ("avg", "max")
+
+_KEY_BLOCK_TOKENS = 4096
+
+
+def window_scores(
+    states: AttentionStates, *, window: int, sinks: int, pool: int, pooling: str, group_reduce: str
+) -> Tensor:
+    """Attention of the last tokens to each earlier one, pooled and reduced to KV heads.
+
+    Softmax over all keys with the causal mask, mean over the window's rows, the window's own
+    columns dropped, the sinks set to 0, pooling along the tokens, then the mean (or maximum) over
+    the query heads that share a KV head.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    window : int
+        Rows that vote and columns that are dropped, tokens.
+    sinks : int
+        First columns, set to 0 before pooling: a sink can hold most of a head's mass, and the
+        pooling would smear it over its neighbours.
+    pool : int
+        Odd pooling width, tokens; stride 1; 1 turns it off. Zeros beyond the ends count.
+    pooling : {"avg", "max"}
+        How neighbours are pooled.
+    group_reduce : {"mean", "max"}
+        How the query heads of one KV head are reduced.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, n_tokens)
+        0 in the columns of padding, sinks and window.
+    """
+    import torch
+    from torch.nn import functional
+
+    batch, n_kv_heads, n_tokens, _ = states.keys.shape
+    scores = torch.zeros(
+        (batch, n_kv_heads, n_tokens), dtype=torch.float32, device=states.keys.device
+    )
+    n_scored = n_tokens - window
+    if n_scored <= min(sinks, n_tokens):
+        return scores
+    protected = protected_columns(states, sinks=sinks)[..., :n_scored]
+    votes = window_attention(states, window)[..., :n_scored].mean(dim=3)
+    votes.masked_fill_(protected[:, :, None], 0.0)
+    if pool > 1:
+        pooled = functional.avg_pool1d if pooling == "avg" else functional.max_pool1d
+        flat = votes.reshape(batch, -1, n_scored)
+        votes = pooled(flat, pool, stride=1, padding=pool // 2).view(votes.shape)
+    reduced = votes.mean(dim=2) if group_reduce == "mean" else votes.amax(dim=2)
+    scores[..., :n_scored] = reduced.masked_fill_(protected, 0.0)
+    return scores
+
+
+def window_attention(states: AttentionStates, window: int) -> Tensor:
+    """Attention weights of the last tokens, in float32.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    window : int
+        Rows wanted; all new tokens when there are fewer.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, group, rows, n_tokens)
+        Query head ``h`` stands at ``[:, h // group, h % group]``. Rows of padding are 0.
+    """
+    import torch
+
+    batch, n_kv_heads, n_tokens, head_dim = states.keys.shape
+    rows = min(window, states.queries.shape[2])
+    queries = states.queries[:, :, -rows:].float() * states.scaling
+    queries = queries.reshape(batch, n_kv_heads, -1, head_dim)  # keys are never repeated
+    logits = _dot_keys(queries, states.keys).view(batch, n_kv_heads, -1, rows, n_tokens)
+    mask = _row_mask(states, rows)
+    if mask is None:
+        # only the window's own square needs the causal mask: it is the end of every row
+        later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
+        logits[..., -rows:].masked_fill_(later, float("-inf"))
+        return torch.softmax(logits, dim=-1)
+    if mask.dtype != torch.bool:
+        logits += mask.float()
+        mask = mask > torch.finfo(mask.dtype).min / 2
+    # a row of padding sees nothing: finite here and 0 afterwards, never NaN
+    logits.masked_fill_(~mask, torch.finfo(torch.float32).min)
+    return torch.softmax(logits, dim=-1).masked_fill_(~mask, 0.0)
+
+
+def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:
+    """Columns of padding and sinks: the first `sinks` tokens that the newest token sees.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    sinks : int
+        First tokens of the prompt that are never evicted.
+
+    Returns
+    -------
+    Tensor of bool, (batch or 1, 1, n_tokens)
+    """
+    import torch
+
+    n_tokens = states.keys.shape[2]
+    columns = torch.arange(n_tokens, device=states.keys.device)
+    mask = _row_mask(states, 1)
+    if mask is None:
+        return (columns < sinks).view(1, 1, n_tokens)
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    visible = visible[:, 0, 0]  # (batch, 1, n_tokens): padding is the same for all heads
+    return (visible.cumsum(dim=-1) <= sinks) | ~visible
+
+
+def _dot_keys(queries: Tensor, keys: Tensor) -> Tensor:
+    """Logits in float32 without a float32 copy of all keys of a half-precision model."""
+    import torch
+
+    if keys.dtype == torch.float32:
+        return queries @ keys.transpose(2, 3)
+    logits = queries.new_empty(*queries.shape[:3], keys.shape[2])
+    for start in range(0, keys.shape[2], _KEY_BLOCK_TOKENS):
+        block = keys[:, :, start : start + _KEY_BLOCK_TOKENS].float()
+        logits[..., start : start + block.shape[2]] = queries @ block.transpose(2, 3)
+    return logits
+
+
+def _row_mask(states: AttentionStates, rows: int) -> Tensor | None:
+    """The mask's last rows as (batch or 1, n_kv_heads or 1, group or 1, rows, n_tokens).
+
+    None stands for plain causal attention.
+    """
+    import torch
+
+    mask, n_tokens = states.mask, states.keys.shape[2]
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor):
+        raise UnsupportedModelError(
+            f"the scorers cannot read an attention mask of type {type(mask).__name__}; load the "
+            "model with attention 'sdpa' or 'eager'"
+        )
+    if mask.dim() == 2:  # flash attention gets the padding alone, 1 for a real token
+        own = torch.ones(rows, n_tokens, dtype=torch.bool, device=mask.device)
+        return own.tril_(n_tokens - rows) & mask[:, None, None, None, :n_tokens].bool()
+    mask = mask[:, :, -rows:, :n_tokens]
+    if mask.shape[1] == 1:
+        return mask[:, :, None]
+    return mask.reshape(mask.shape[0], states.keys.shape[1], -1, rows, n_tokens)

@@ -1,0 +1,101 @@
+"""What holds for every scorer and every curve."""
+
+import numpy as np
+import scorer_oracle
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from scorer_oracle import make_states
+
+from kvalloc.measure.curves import on_grid, retention_curves
+from kvalloc.score_profile import rank_grid
+from kvalloc.scorers.snapkv import SnapKV
+from kvalloc.scorers.streaming import Streaming
+from kvalloc.scorers.xkv import XKV
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    n_tokens=st.integers(1, 40),
+    n_new=st.integers(1, 40),
+    window=st.integers(1, 12),
+    sinks=st.integers(0, 6),
+    pool=st.sampled_from([1, 3, 5, 7]),
+    group=st.integers(1, 3),
+    kind=st.sampled_from(["xkv", "snapkv", "streaming"]),
+)
+def test_scores_keep_the_contract(seed, n_tokens, n_new, window, sinks, pool, group, kind):
+    states = make_states(
+        seed=seed, n_tokens=n_tokens, n_new_tokens=min(n_new, n_tokens), group=group, batch=2
+    )
+    scorer = {
+        "xkv": lambda: XKV(window=window, pool=pool),
+        "snapkv": lambda: SnapKV(window=window, pool=pool, pooling="max", group_reduce="max"),
+        "streaming": lambda: Streaming(window=window),
+    }[kind]()
+    scores = scorer.score(states, sinks=sinks)
+    assert scores.shape == (2, 2, n_tokens)
+    assert scores.dtype == torch.float32
+    assert torch.isfinite(scores).all()
+    assert (scores >= 0).all()
+    assert not scores[..., :sinks].any()
+    assert not scores[..., max(n_tokens - window, 0) :].any()
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    n_tokens=st.integers(2, 40),
+    window=st.integers(1, 12),
+    sinks=st.integers(0, 6),
+    pool=st.sampled_from([1, 3, 7]),
+    group_reduce=st.sampled_from(["mean", "max"]),
+)
+def test_xkv_equals_the_whole_matrix(seed, n_tokens, window, sinks, pool, group_reduce):
+    states = make_states(seed=seed, n_tokens=n_tokens)
+    found = XKV(window=window, pool=pool, group_reduce=group_reduce).score(states, sinks=sinks)
+    expected = scorer_oracle.window_scores(
+        states, window=window, sinks=sinks, pool=pool, group_reduce=group_reduce
+    )
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+
+
+finite_scores = arrays.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 3), st.integers(1, 30)),
+    elements=st.floats(0, 1, width=32),
+)
+
+
+@given(finite_scores)
+def test_curves_rise_are_concave_and_end_at_one(scores):
+    curves, masses = retention_curves(scores)
+    gains = np.diff(curves, axis=-1)
+    assert np.all(gains >= 0)
+    assert np.all(np.diff(gains, axis=-1) <= 1e-12)
+    assert np.all(curves[..., -1] == 1)
+    assert np.all((curves >= 0) & (curves <= 1))
+    np.testing.assert_allclose(masses, scores.astype(np.float64).sum(axis=-1), rtol=1e-12)
+
+
+@given(finite_scores, st.integers(1, 60))
+def test_a_stretched_curve_is_still_a_curve(scores, n_wanted):
+    exact, _ = retention_curves(scores)
+    values, error = on_grid(exact, np.arange(n_wanted + 1))
+    gains = np.diff(values, axis=-1)
+    assert error == 0
+    assert np.all(gains >= -1e-12)
+    assert np.all(np.diff(gains, axis=-1) <= 1e-9)
+    assert np.all(values[..., -1] == 1)
+
+
+@given(st.integers(0, 10**6), st.integers(4097, 20000))
+def test_the_grid_states_its_error(seed, n_own):
+    scores = np.random.default_rng(seed).random((1, n_own)) ** 8
+    exact, _ = retention_curves(scores)
+    ranks = rank_grid(n_own, n_own + 12)
+    values, error = on_grid(exact, ranks)
+    between = np.interp(np.arange(n_own + 1), ranks, values[0])
+    assert ranks.size <= 4097
+    assert 0 <= error < 1e-3
+    np.testing.assert_allclose(np.abs(between - exact[0]).max(), error, atol=1e-12)

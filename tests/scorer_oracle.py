@@ -1,0 +1,92 @@
+"""What the scorers compute, the slow way: numpy, float64, the whole attention matrix, loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvalloc.attention_hook import AttentionStates
+
+Array = npt.NDArray[np.float64]
+
+
+def make_states(
+    *,
+    batch: int = 1,
+    n_kv_heads: int = 2,
+    group: int = 3,
+    n_tokens: int = 40,
+    n_new_tokens: int | None = None,
+    head_dim: int = 4,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    mask: torch.Tensor | None = None,
+) -> AttentionStates:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(batch, heads, tokens, head_dim, generator=generator).to(dtype) * 2
+
+    new = n_tokens if n_new_tokens is None else n_new_tokens
+    return AttentionStates(
+        layer=0,
+        queries=normal(n_kv_heads * group, new),
+        keys=normal(n_kv_heads, n_tokens),
+        values=normal(n_kv_heads, n_tokens),
+        scaling=head_dim**-0.5,
+        mask=mask,
+    )
+
+
+def full_attention(states: AttentionStates, visible: npt.NDArray[np.bool_] | None = None) -> Array:
+    """(batch, n_query_heads, n_new_tokens, n_tokens)."""
+    queries = states.queries.double().numpy()
+    keys = states.keys.double().numpy()
+    keys = np.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)
+    logits = queries @ np.swapaxes(keys, 2, 3) * states.scaling
+    new, n_tokens = logits.shape[2:]
+    causal = np.tril(np.ones((new, n_tokens), dtype=bool), n_tokens - new)
+    allowed = np.broadcast_to(causal if visible is None else visible & causal, logits.shape)
+    weights = np.where(allowed, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    return np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+
+
+def window_scores(
+    states: AttentionStates,
+    *,
+    window: int,
+    sinks: int,
+    pool: int,
+    pooling: str = "avg",
+    group_reduce: str = "mean",
+    first: tuple[int, ...] | None = None,
+    visible: npt.NDArray[np.bool_] | None = None,
+) -> Array:
+    """(batch, n_kv_heads, n_tokens); `first` is the first real token of each row."""
+    attention = full_attention(states, visible)
+    batch, n_query_heads, _, n_tokens = attention.shape
+    n_kv_heads = states.keys.shape[1]
+    group = n_query_heads // n_kv_heads
+    scores = np.zeros((batch, n_kv_heads, n_tokens))
+    last = n_tokens - window
+    for row in range(batch):
+        start = (first[row] if first else 0) + sinks
+        for head in range(n_kv_heads):
+            votes = []
+            for member in range(head * group, (head + 1) * group):
+                vote = attention[row, member, -window:, :].mean(axis=0)
+                vote = [vote[i] if start <= i < last else 0.0 for i in range(max(last, 0))]
+                votes.append([_pool(vote, i, pool, pooling) for i in range(len(vote))])
+            reduced = np.mean(votes, axis=0) if group_reduce == "mean" else np.max(votes, axis=0)
+            scores[row, head, start : max(last, start)] = reduced[start:]
+    return scores
+
+
+def _pool(values: list[float], index: int, pool: int, pooling: str) -> Any:
+    half = pool // 2
+    near = values[max(index - half, 0) : index + half + 1]
+    return sum(near) / pool if pooling == "avg" else max(near)

@@ -1,0 +1,73 @@
+"""Random models and a tokenizer that fit into a test: same code paths, no weights to fetch."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCABULARY = 101
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.4,
+}
+
+
+def tiny_model(kind: str = "llama", *, attention: str = "sdpa", seed: int = 0, **sizes: Any) -> Any:
+    """A random causal model of 3 layers, 6 query heads and 2 KV heads."""
+    torch.manual_seed(seed)
+    values = {**_SIZES, **sizes, "attn_implementation": attention}
+    if kind == "llama":
+        model: Any = LlamaForCausalLM(LlamaConfig(**values))
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**values))
+    elif kind == "gemma3":
+        layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+        values |= {"layer_types": layer_types, "sliding_window": 16}
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**values))
+    else:
+        raise ValueError(kind)
+    return model.eval()
+
+
+class WordTokenizer:
+    """One token a word, by its checksum; with a start token if asked."""
+
+    def __init__(self, *, start: bool = False) -> None:
+        self.bos_token_id = 1 if start else None
+        self._start = start
+
+    def __call__(
+        self, text: str, add_special_tokens: bool = True, verbose: bool = True
+    ) -> dict[str, list[int]]:
+        ids = [2 + zlib.crc32(word.encode()) % (VOCABULARY - 2) for word in text.split()]
+        return {"input_ids": [1, *ids] if self._start and add_special_tokens else ids}
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        return " ".join(f"{message['role']} {message['content']}" for message in messages)
+
+
+def words(n_words: int, seed: int = 0) -> str:
+    """A text of that many words, hence tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 1000, (n_words,), generator=generator)
+    return " ".join(f"w{number}" for number in numbers.tolist())

@@ -1,0 +1,300 @@
+"""From a model and text to a score profile."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scorer_oracle
+import torch
+from tiny_models import WordTokenizer, tiny_model, words
+
+import kvalloc
+from kvalloc.attention_hook import intercept_attention
+from kvalloc.errors import InputError
+from kvalloc.measure import Prompt, profile, profile_to_file
+from kvalloc.measure.checkpoint import Checkpoint
+from kvalloc.score_profile import ScoreProfile
+from kvalloc.scorers.xkv import XKV
+
+TOKENIZER = WordTokenizer()
+ARRAYS = ("curves", "masses", "ranks", "sample_tokens")
+
+
+def measure(model=None, texts=None, **options):
+    texts = [words(300)] if texts is None else texts
+    values = {"context": 60, "samples": 3, "model_id": "tests/tiny", **options}
+    return profile(tiny_model() if model is None else model, TOKENIZER, texts, **values)
+
+
+def curves_of(scores):
+    best = -np.sort(-scores, axis=-1)
+    sums = np.concatenate([np.zeros((*best.shape[:-1], 1)), np.cumsum(best, axis=-1)], axis=-1)
+    return sums / sums[..., -1:]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_agrees_with_the_whole_attention_matrix(kind, attention):
+    model = tiny_model(kind, attention=attention)
+    found = measure(model, samples=2, sinks=3, window=5, pool=3)
+    seen = {}
+
+    def handler(states, compute):
+        seen[states.layer] = scorer_oracle.window_scores(states, window=5, sinks=3, pool=3)
+        return compute(states.mask)
+
+    ids = TOKENIZER(words(300))["input_ids"]
+    pieces = [torch.tensor([ids[start : start + 60]]) for start in range(0, 300, 60)]
+    matched = 0
+    for piece in pieces:
+        with torch.no_grad(), intercept_attention(model, handler):
+            model(piece)
+        scores = np.stack([seen[layer][0, :, 3:55] for layer in range(3)])
+        for sample in range(2):
+            if np.allclose(found.masses[sample], scores.sum(axis=-1), atol=1e-5):
+                np.testing.assert_allclose(found.curves[sample], curves_of(scores), atol=1e-5)
+                matched += 1
+    assert matched == 2
+
+
+def test_the_profile_says_how_it_was_made():
+    found = measure(scorer="snapkv", window=9, group_reduce="max")
+    assert found.shape.model_id == "tests/tiny"
+    assert found.curves.shape == (3, 3, 2, 60 - 4 - 9 + 1)
+    assert (found.sinks, found.window, found.context_tokens) == (4, 9, 60)
+    assert found.scorer == "snapkv"
+    assert found.scorer_parameters["group_reduce"] == "max"
+    assert found.is_exact
+    assert found.interpolation_error == 0
+    assert found.text_description == "3 of 5 pieces of 60 tokens"
+    assert found.versions["kvalloc"] == kvalloc.__version__
+    assert {"torch", "transformers", "numpy"} < set(found.versions)
+    assert found.created
+
+
+def test_counted_sinks_are_evictable():
+    found = measure(count_sinks=True, sinks=4)
+    assert found.sinks == 0
+    assert found.evictable_tokens == 52
+
+
+def test_a_ready_scorer_is_taken_as_it_is():
+    scorer = XKV(window=6, pool=1)
+    assert measure(scorer=scorer).scorer_parameters == scorer.parameters()
+    with pytest.raises(InputError, match="window cannot be given"):
+        measure(scorer=scorer, window=3)
+
+
+def test_sliding_layers_get_no_curve_of_their_own():
+    found = measure(tiny_model("gemma3"))
+    assert found.shape.layer_types == ("sliding", "full", "sliding")
+    assert np.all(found.curves[:, [0, 2]] == 1)
+    assert np.all(found.masses[:, [0, 2]] == 0)
+    assert np.all(found.masses[:, 1] > 0)
+    assert np.all(found.curves[:, 1, :, 0] == 0)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8])
+def test_a_batch_gives_the_same(batch):
+    one, many = measure(samples=5), measure(samples=5, batch=batch)
+    np.testing.assert_allclose(one.curves, many.curves, atol=1e-5)
+    np.testing.assert_allclose(one.masses, many.masses, atol=1e-5)
+
+
+def test_prompts_of_their_own_length():
+    prompts = [Prompt(text=words(length, seed=length)) for length in (60, 30, 90, 13)]
+    found = measure(texts=prompts, samples=4, batch=2)
+    assert found.sample_tokens.tolist() == [60, 30, 60, 13]
+    assert found.evictable_tokens == 48
+    # the third sample kept 1 evictable entry: its curve is the straight line
+    np.testing.assert_allclose(found.curves[3, 0, 0], np.arange(49) / 48, atol=1e-12)
+    alone = measure(texts=prompts[1:2], samples=1, context=30)
+    np.testing.assert_allclose(
+        np.interp(np.arange(19) / 18, np.arange(49) / 48, found.curves[1, 2, 1]),
+        alone.curves[0, 2, 1],
+        atol=0.02,
+    )
+
+
+def test_a_long_context_is_stored_on_a_grid():
+    model = tiny_model(max_position_embeddings=8192, num_hidden_layers=1)
+    found = measure(model, texts=[words(5000)], samples=1, context=5000)
+    assert found.ranks.size <= 4097
+    assert 0 < found.interpolation_error < 1e-3
+    assert not found.is_exact
+
+
+@contextlib.contextmanager
+def tensor_sizes():
+    sizes: list[int] = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for part in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(part, torch.Tensor):
+                    sizes.append(part.numel())
+            return result
+
+    with Spy():
+        yield sizes
+
+
+def test_no_tensor_grows_with_the_square_of_the_prompt():
+    with tensor_sizes() as sizes:
+        measure(texts=[words(400)], context=400, samples=1)
+    assert 0 < max(sizes) < 400 * 400
+
+
+def test_progress_counts_layers():
+    calls = []
+    measure(progress=lambda done, total: calls.append((done, total)))
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (9, 9)
+    assert len({done for done, _ in calls}) == 9
+
+
+def test_a_broken_model_is_named_with_layer_and_sample():
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    with pytest.raises(InputError, match="tests/tiny in layer 1, sample 0 are not finite"):
+        measure(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"context": 513}, "beyond the 512 tokens that tests/tiny was made for"),
+        ({"context": 12}, "choose at least 13 tokens"),
+        ({"sinks": -1}, "sinks is -1"),
+        ({"batch": 0}, "batch is 0"),
+        ({"scorer": "nope"}, "no scorer 'nope'"),
+        ({"scorer": "streaming", "pool": 3}, "no option 'pool'"),
+        ({"window": 0}, "window is 0"),
+        ({"texts": [Prompt(text="a b", name="p.jsonl", line=2)], "samples": 1}, "p.jsonl, line 2"),
+    ],
+)
+def test_arguments_that_cannot_be_used(options, said):
+    with pytest.raises(InputError, match=said):
+        measure(**options)
+
+
+class Killed(BaseException):
+    pass
+
+
+def stop_after(layers: int):
+    def progress(done: int, total: int) -> None:
+        if done == layers:
+            raise Killed
+
+    return progress
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_stopped_job_goes_on_and_gives_the_same_bits(tmp_path, batch):
+    folder = tmp_path / "s.safetensors.partial"
+    options = {"samples": 5, "batch": batch, "checkpoint": folder}
+    whole = measure(samples=5, batch=batch)
+    with pytest.raises(Killed):
+        measure(**options, progress=stop_after(8))  # in the middle of a sample
+    done = len(list(folder.glob("sample_*")))
+    assert done == 2
+    first = []
+    again = measure(**options, resume=True, progress=lambda done, total: first.append(done))
+    assert first[0] == 3 * batch  # what was finished did not run again
+    for name in ARRAYS:
+        assert np.array_equal(getattr(whole, name), getattr(again, name))
+    assert whole.text_digest == again.text_digest
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"window": 9}, "scorer_parameters"),
+        ({"context": 50}, "context_tokens"),
+        ({"seed": 1}, "text_digest"),
+        ({"model": tiny_model(seed=1)}, "weights"),
+    ],
+)
+def test_another_job_is_not_resumed(tmp_path, changes, said):
+    folder = tmp_path / "x"
+    with pytest.raises(Killed):
+        measure(checkpoint=folder, progress=stop_after(4))
+    with pytest.raises(InputError, match=f"begun with {said}"):
+        measure(**{"checkpoint": folder, "resume": True, **changes})
+
+
+def test_the_file_stands_before_the_samples_go(tmp_path, monkeypatch):
+    output = tmp_path / "s.safetensors"
+    removed = []
+    keep = Checkpoint.remove_folder
+
+    def spy(folder):
+        removed.append(ScoreProfile.load(output).n_samples)
+        keep(folder)
+
+    monkeypatch.setattr(Checkpoint, "remove_folder", staticmethod(spy))
+    options = {"context": 60, "samples": 3}
+    found = profile_to_file(tiny_model(), TOKENIZER, [words(300)], output, **options)
+    assert removed == [3]
+    assert list(tmp_path.iterdir()) == [output]
+    assert ScoreProfile.load(output).digest() == found.digest()
+
+
+def test_an_output_that_cannot_be_written_shows_at_once(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        profile_to_file(tiny_model(), TOKENIZER, [words(300)], tmp_path / "no" / "s.safetensors")
+
+
+def test_a_killed_process_is_resumed(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, signal, sys
+            from tiny_models import WordTokenizer, tiny_model, words
+            from kvalloc.measure import profile_to_file
+
+            def progress(done, total):
+                if sys.argv[2] == "die" and done == 7:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            profile_to_file(
+                tiny_model(), WordTokenizer(), [words(300)], sys.argv[1], context=60, samples=4,
+                resume=sys.argv[2] == "resume", progress=progress,
+            )
+            """
+        )
+    )
+    tests = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(tests)}
+
+    def run(output: Path, mode: str) -> int:
+        command = [sys.executable, str(script), str(output), mode]
+        return subprocess.run(command, env=environment, check=False).returncode
+
+    output, whole = tmp_path / "s.safetensors", tmp_path / "w.safetensors"
+    assert run(output, "die") == -signal.SIGKILL
+    assert not output.exists()
+    manifest = json.loads((tmp_path / "s.safetensors.partial" / "manifest.json").read_text())
+    assert manifest["job"]["samples"] == 4
+    assert run(output, "resume") == 0
+    assert run(whole, "whole") == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "job.py",
+        "s.safetensors",
+        "w.safetensors",
+    ]
+    for name in ARRAYS:
+        resumed, unbroken = ScoreProfile.load(output), ScoreProfile.load(whole)
+        assert np.array_equal(getattr(resumed, name), getattr(unbroken, name))

@@ -1,0 +1,109 @@
+"""Which tokens are measured."""
+
+import numpy as np
+import pytest
+from tiny_models import WordTokenizer, words
+
+from kvalloc.errors import InputError
+from kvalloc.measure.sampling import choose_samples
+from kvalloc.measure.texts import Document, Prompt
+
+TOKENIZER = WordTokenizer()
+
+
+def choose(texts, **options):
+    values = {"context_tokens": 10, "least_tokens": 4, **options}
+    return choose_samples(texts, values.pop("tokenizer", TOKENIZER), **values)
+
+
+def test_prose_is_cut_into_equal_pieces_without_overlap():
+    text = words(57)
+    ids = TOKENIZER(text)["input_ids"]
+    found = choose([text], sampling_ratio=1.0)
+    assert [piece.tolist() for piece in found.token_ids] == [
+        ids[start : start + 10] for start in range(0, 50, 10)
+    ]
+    assert found.description == "5 of 5 pieces of 10 tokens"
+
+
+def test_the_start_token_stands_before_every_piece():
+    text = words(57)
+    ids = TOKENIZER(text)["input_ids"]
+    found = choose([text], samples=6, tokenizer=WordTokenizer(start=True))
+    assert [piece.tolist() for piece in found.token_ids] == [
+        [1, *ids[start : start + 9]] for start in range(0, 54, 9)
+    ]
+
+
+def test_short_texts_are_joined():
+    found = choose([Document(text=words(6, seed), name=f"{seed}.txt") for seed in range(5)])
+    assert found.description == "1 of 3 pieces of 10 tokens of 0.txt, 1.txt, 2.txt, 3.txt, 4.txt"
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.1, 10), (0.101, 11), (1e-9, 1), (1, 100)])
+def test_the_sampling_ratio_rounds_up(ratio, expected):
+    assert len(choose([words(1000)], sampling_ratio=ratio).token_ids) == expected
+
+
+def test_samples_are_spread_evenly_and_repeatable():
+    prompts = [Prompt(text=words(9, seed=i)) for i in range(40)]
+    digests = set()
+    for seed in range(3):
+        one, again = (choose(prompts, samples=8, seed=seed) for _ in range(2))
+        assert one.digest() == again.digest()
+        digests.add(one.digest())
+        every = [TOKENIZER(prompt.text)["input_ids"] for prompt in prompts]
+        chosen = [every.index(ids.tolist()) for ids in one.token_ids]
+        assert [index // 5 for index in chosen] == list(range(8))
+    assert len(digests) == 3
+
+
+def test_a_prompt_is_one_sample():
+    long, short = words(31), words(7, seed=1)
+    ids = TOKENIZER(long)["input_ids"]
+    found = choose([Prompt(text=long), Prompt(text=short)], samples=2, context_tokens=9)
+    assert found.token_ids[0].tolist() == ids[:5] + ids[-4:]
+    assert found.token_ids[1].tolist() == TOKENIZER(short)["input_ids"]
+
+
+def test_a_chat_goes_through_the_template():
+    chat = ({"role": "user", "content": "one two three four"},)
+    found = choose([Prompt(messages=chat)])
+    assert found.token_ids[0].tolist() == TOKENIZER("user one two three four")["input_ids"]
+
+
+def test_the_digest_knows_where_a_sample_ends():
+    def digest(*lengths: int) -> str:
+        ids = iter(words(20).split())
+        texts = [" ".join(next(ids) for _ in range(length)) for length in lengths]
+        return choose([Prompt(text=text) for text in texts], samples=2).digest()
+
+    assert digest(5, 6) != digest(6, 5)
+    assert digest(5, 6) == digest(5, 6)
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "said"),
+    [
+        ([], {}, "no text to measure"),
+        ([" \n"], {}, "no text to measure"),
+        ([words(8)], {}, "has 8 tokens, fewer than one sample of 10"),
+        ([words(100)], {"samples": 11}, "gives only 10"),
+        ([words(100)], {"samples": 0}, "expected at least 1"),
+        ([words(100)], {"sampling_ratio": 0}, "sampling ratio is 0"),
+        ([words(100)], {"sampling_ratio": 1.5}, "sampling ratio is 1.5"),
+        ([3], {}, "a text is a int"),
+        (
+            [Prompt(text="a b c", name="q.jsonl", line=7)],
+            {},
+            "q.jsonl, line 7: the prompt has 3 tokens.*from 4 tokens on",
+        ),
+    ],
+)
+def test_what_cannot_be_measured(texts, options, said):
+    with pytest.raises(InputError, match=said):
+        choose(texts, **options)
+
+
+def test_ids_are_int64():
+    assert choose([words(20)]).token_ids[0].dtype == np.int64
