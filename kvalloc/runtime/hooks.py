@@ -1,0 +1,164 @@
+"""The one generic hook pair that lets ``model.generate(past_key_values=cache)`` work by itself.
+
+`generate` offers no place to open a ``with``, so making a cache puts one pre-hook and one
+post-hook on the model's decoder. They carry no budgets, no masks and no cache: they look for a
+`BudgetCache` among the arguments of the forward at hand, and do nothing when there is none. They
+are counted, and removed when the last cache made for the model is gone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Mapping
+from contextvars import Token
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from kvalloc.attention_hook import AttentionStates, AttentionSwitch, Compute
+
+__all__ = ["HookedCache", "hooked_models", "retain"]
+
+
+class HookedCache(Protocol):
+    """What the hooks ask of a cache."""
+
+    def begin_forward(self, decoder: nn.Module, arguments: Mapping[str, Any]) -> None:
+        """Check a forward before anything of it runs."""
+
+    def attend(self, states: AttentionStates, compute: Compute) -> Any:
+        """Answer one layer's attention."""
+
+    def end_forward(self, *, completed: bool) -> None:
+        """Clean up after a forward, also one that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenForward:
+    cache: HookedCache
+    token: Token[Any]
+
+
+@dataclass(slots=True)
+class _Installed:
+    """What one model carries, and the forwards that run on it now, by thread."""
+
+    switch: AttentionSwitch
+    handles: tuple[RemovableHandle, RemovableHandle]
+    caches: int = 0
+    open_forwards: dict[int, _OpenForward] = field(default_factory=dict)
+
+
+_installed: weakref.WeakKeyDictionary[nn.Module, _Installed] = weakref.WeakKeyDictionary()
+# Caches may be collected while the lock is held, by the very thread that holds it.
+_lock = threading.RLock()
+
+
+def hooked_models() -> int:
+    """Number of models that carry the hooks now."""
+    return len(_installed)
+
+
+def retain(cache: Any, decoder: nn.Module) -> None:
+    """Keep the hooks on `decoder` as long as `cache` lives.
+
+    Parameters
+    ----------
+    cache : BudgetCache
+        Not kept alive by this.
+    decoder : nn.Module
+        The model without its language-model head: every forward passes through it once.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's attention does not go through transformers' attention interface.
+    """
+    with _lock:
+        entry = _installed.get(decoder)
+        if entry is None:
+            entry = _installed[decoder] = _install(decoder)
+        entry.caches += 1
+    weakref.finalize(cache, _release, weakref.ref(decoder)).atexit = False
+
+
+def _install(decoder: nn.Module) -> _Installed:
+    switch = AttentionSwitch(decoder)
+    # A deep copy of a hooked model brings copies of the hooks along.
+    for hooks in (decoder._forward_pre_hooks, decoder._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in (_before, _after)]:
+            del hooks[key]
+    handles = (
+        decoder.register_forward_pre_hook(_before, with_kwargs=True),
+        decoder.register_forward_hook(_after, with_kwargs=True, always_call=True),
+    )
+    return _Installed(switch, handles)
+
+
+def _release(decoder: weakref.ref[nn.Module]) -> None:
+    module = decoder()
+    if module is None:
+        return
+    with _lock:
+        entry = _installed.get(module)
+        if entry is None:
+            return
+        entry.caches -= 1
+        if entry.caches == 0:
+            del _installed[module]
+            for handle in entry.handles:
+                handle.remove()
+
+
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    entry = _installed.get(module)
+    if entry is not None:
+        # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
+        _close(entry, completed=False)
+    cache = _cache_among(args, kwargs)
+    if cache is None:
+        return
+    cache.begin_forward(module, _named(module, args, kwargs))
+    # begin_forward has checked that this is the cache's own model, so it carries the hooks.
+    entry = _installed[module]
+    token = entry.switch.enter(cache.attend)
+    entry.open_forwards[threading.get_ident()] = _OpenForward(cache, token)
+
+
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    entry = _installed.get(module)
+    if entry is not None:
+        _close(entry, completed=output is not None)
+
+
+def _close(entry: _Installed, *, completed: bool) -> None:
+    forward = entry.open_forwards.pop(threading.get_ident(), None)
+    if forward is not None:
+        entry.switch.leave(forward.token)
+        forward.cache.end_forward(completed=completed)
+
+
+def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookedCache | None:
+    from kvalloc.runtime.cache import BudgetCache
+
+    candidate = kwargs.get("past_key_values")
+    if isinstance(candidate, BudgetCache):
+        return candidate
+    for candidate in args:
+        if isinstance(candidate, BudgetCache):
+            return candidate
+    return None
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+    if not args:
+        return kwargs
+    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return bound

@@ -1,0 +1,205 @@
+"""What the runtime cannot do right, refused in one clear line before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.errors import InputError, UnsupportedRequestError
+
+if TYPE_CHECKING:
+    from kvalloc.runtime.cache import BudgetCache
+
+__all__ = [
+    "ASSISTED",
+    "OFFLOADED",
+    "check_forward",
+    "check_generate",
+    "check_model",
+    "check_profile",
+    "new_tokens_shape",
+]
+
+ASSISTED = (
+    "assisted generation takes back tokens that were already cached, which a reduced cache cannot "
+    "do; call generate() without assistant_model and prompt_lookup_num_tokens"
+)
+OFFLOADED = "a reduced cache cannot be offloaded; it is small enough to stay on the device"
+COMPILED = (
+    "a compiled model sees fixed cache sizes, but here layers differ and grow; use the model "
+    "without torch.compile"
+)
+PADDED = (
+    "attention_mask hides tokens of the prompt: padded or ragged batches are not supported yet, "
+    "since padding would be scored and kept; run prompts of equal length together, others one "
+    "at a time"
+)
+
+
+def check_profile(profile: BudgetProfile) -> None:
+    """Refuse budgets that this runtime does not enforce.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        For head-level budgets.
+    InputError
+        For budgets below sinks and window.
+    """
+    if profile.level == "head":
+        raise UnsupportedRequestError(
+            "this profile has a budget for each head, and head-level enforcement is not there "
+            'yet; solve again with --level layer (level="layer")'
+        )
+    full = list(profile.shape.full_layers)
+    least = min(profile.policy.protected_tokens, profile.context_tokens)
+    if int(profile.budgets[full].min()) < least:
+        raise InputError(
+            f"the smallest budget is {int(profile.budgets[full].min())} entries, below the "
+            f"{least} tokens of sinks and window that are never evicted; solve again with "
+            f"--min-tokens {least}"
+        )
+
+
+def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
+    """Refuse a model that is set up in a way the cache cannot work with.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        For a compiled model, or one that prefills in chunks of unannounced length.
+    InputError
+        For a prompt length that is not positive.
+    """
+    if prompt_tokens is not None and prompt_tokens < 1:
+        raise InputError(f"prompt_tokens is {prompt_tokens}, expected >= 1")
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise UnsupportedRequestError(COMPILED)
+    chunk = getattr(getattr(model, "generation_config", None), "prefill_chunk_size", None)
+    if chunk is not None and prompt_tokens is None:
+        raise UnsupportedRequestError(
+            f"the model prefills in chunks of {chunk} tokens, and a second chunk cannot be told "
+            "from a follow-up; say how long the prompt is: "
+            "kvalloc.runtime.make_cache(profile, model, prompt_tokens=...)"
+        )
+
+
+def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse a ``generate()`` call that cannot work with a reduced cache.
+
+    Parameters
+    ----------
+    model : transformers.GenerationMixin
+        The model.
+    arguments : mapping
+        Keyword arguments of the call.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        For assisted generation, another cache implementation, or no cache at all.
+    """
+    configs = [arguments.get("generation_config"), getattr(model, "generation_config", None)]
+
+    def setting(name: str) -> Any:
+        if arguments.get(name) is not None:
+            return arguments[name]
+        values = (getattr(config, name, None) for config in configs if config is not None)
+        return next((value for value in values if value is not None), None)
+
+    if arguments.get("assistant_model") is not None or setting("prompt_lookup_num_tokens"):
+        raise UnsupportedRequestError(ASSISTED)
+    implementation = setting("cache_implementation")
+    if implementation is not None and "offloaded" in implementation:
+        raise UnsupportedRequestError(OFFLOADED)
+    if implementation not in (None, "dynamic"):
+        raise UnsupportedRequestError(
+            f"cache_implementation={implementation!r} asks for another cache; leave it out where "
+            "kvalloc supplies the cache"
+        )
+    if setting("use_cache") is False:
+        raise UnsupportedRequestError(
+            "use_cache=False asks for no cache, so there is nothing to reduce; leave it out"
+        )
+
+
+def check_forward(
+    cache: BudgetCache, decoder: nn.Module, arguments: Mapping[str, Any], base: str
+) -> None:
+    """Refuse a forward that the cache cannot serve.
+
+    Parameters
+    ----------
+    cache : BudgetCache
+        The cache, before the forward.
+    decoder : nn.Module
+        The model.
+    arguments : mapping
+        Arguments of the decoder's forward by name.
+    base : str
+        The attention implementation in use.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If the attention implementation, the arguments, the batch size or the mask do not fit.
+    """
+    if torch.compiler.is_compiling():
+        raise UnsupportedRequestError(COMPILED)
+    if base not in ("sdpa", "eager"):
+        raise UnsupportedRequestError(
+            f"a reduced cache runs on sdpa and eager attention, not on {base}; load the model with "
+            'attn_implementation="sdpa"'
+        )
+    wanted = arguments.get("output_attentions")
+    if wanted or (wanted is None and getattr(decoder.config, "output_attentions", False)):
+        raise UnsupportedRequestError(
+            "output_attentions=True is not supported: layers keep different entries, so the "
+            "weights' columns would not mean the same tokens"
+        )
+    batch, new_tokens = new_tokens_shape(arguments)
+    keys = cache.layers[0].keys
+    if keys is not None and keys.numel() and keys.shape[0] != batch:
+        raise UnsupportedRequestError(
+            f"the cache holds {keys.shape[0]} rows, but this input has {batch}; make a cache for "
+            "each batch, or repeat the rows with cache.batch_repeat_interleave(n)"
+        )
+    _check_mask(cache, arguments.get("attention_mask"), new_tokens)
+
+
+def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and new tokens of a forward, from its input ids or embeddings.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If there is neither.
+    """
+    for name in ("inputs_embeds", "input_ids"):
+        tensor = arguments.get(name)
+        if isinstance(tensor, Tensor):
+            return int(tensor.shape[0]), int(tensor.shape[1])
+    raise UnsupportedRequestError("this forward has neither input_ids nor inputs_embeds")
+
+
+def _check_mask(cache: BudgetCache, mask: object, new_tokens: int) -> None:
+    # After a prompt of which nothing was evicted, transformers' own mask is used as it is.
+    if mask is None or (cache.prompt_complete and not cache.reduced):
+        return
+    seen = cache.get_seq_length()
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        raise UnsupportedRequestError(
+            "a ready-made attention mask does not fit layers that keep different entries; pass "
+            "a 2-D attention_mask or none"
+        )
+    if int(mask.shape[1]) != seen + new_tokens:
+        raise UnsupportedRequestError(
+            f"attention_mask covers {mask.shape[1]} tokens, expected {seen + new_tokens}: all "
+            f"{seen} seen ones and the {new_tokens} new ones"
+        )
+    if not bool(mask.all()):
+        raise UnsupportedRequestError(PADDED)

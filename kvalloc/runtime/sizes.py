@@ -1,0 +1,62 @@
+"""The layers that transformers would cache for a model, with reducible ones in their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from kvalloc.errors import UnsupportedModelError
+from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.shape import ModelShape
+
+__all__ = ["decoder_of", "make_layers"]
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The model without its language-model head; every forward passes through it once."""
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if get_decoder is not None else None
+    return decoder if isinstance(decoder, nn.Module) else model
+
+
+def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:
+    """Cache layers for the model, its full-attention ones replaced by `BudgetLayer`.
+
+    Sliding layers are transformers' own: they hold a constant number of entries anyway.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A decoder-only model.
+    shape : ModelShape
+        Its sizes, which say which layers get budgets.
+
+    Returns
+    -------
+    list of CacheLayerMixin, one a model layer
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a layer caches anything but keys and values of full or sliding attention.
+    """
+    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    layers: list[Any] = DynamicCache(config=config).layers
+    expected = [
+        DynamicLayer if t == "full" else DynamicSlidingWindowLayer for t in shape.layer_types
+    ]
+    found = [type(layer) for layer in layers]
+    if found != expected:
+        kinds = ", ".join(sorted({kind.__name__ for kind in found}))
+        raise UnsupportedModelError(
+            f"transformers caches {type(model).__name__} in {len(found)} layers of {kinds}; "
+            "kvalloc reduces full attention next to sliding-window attention only"
+        )
+    return [BudgetLayer() if type(layer) is DynamicLayer else layer for layer in layers]

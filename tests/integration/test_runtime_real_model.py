@@ -1,0 +1,109 @@
+"""The runtime on SmolLM2: against the oracle, to the byte, and as the README shows it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import kvalloc  # noqa: E402
+from kvalloc.budget_profile import BudgetProfile, Policy  # noqa: E402
+from kvalloc.models import load_model, shape_of  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+CONTEXT, SINKS, WINDOW = 256, 4, 8
+TEXT = (
+    "The port lies on the northern shore, and its lighthouse was built by the keeper's own "
+    "hands. Every evening she climbs the stair, counts the ships that ride at anchor, and "
+    "writes their number into a book bound in green leather. "
+)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> ModuleType:
+    name = "kvalloc_runtime_oracle"
+    if name not in sys.modules:
+        path = Path(__file__).parents[1] / "unit" / "runtime" / "oracle.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return load_model("demo")
+
+
+@pytest.fixture(scope="module")
+def ids(loaded: Any) -> Any:
+    tokens = loaded.tokenizer(TEXT * 20, return_tensors="pt").input_ids
+    return tokens[:, :CONTEXT]
+
+
+def pyramid(model: Any, share: float) -> BudgetProfile:
+    """Budgets that differ from layer to layer, around a share of the context."""
+    shape = shape_of(model)
+    slope = np.linspace(1.4, 0.6, shape.n_layers) if share < 1 else np.ones(shape.n_layers)
+    tokens = np.clip((slope * share * CONTEXT).astype(np.int64), SINKS + WINDOW, CONTEXT)
+    return BudgetProfile(
+        shape=shape,
+        level="layer",
+        context_tokens=CONTEXT,
+        budgets=np.repeat(tokens[:, None], shape.n_kv_heads, axis=1),
+        policy=Policy(
+            scorer="xkv", scorer_parameters={"window": WINDOW}, sinks=SINKS, window=WINDOW
+        ),
+    )
+
+
+def test_half_the_entries_equal_the_oracle_and_the_profiles_bytes(
+    loaded: Any, ids: Any, oracle: ModuleType
+) -> None:
+    model, profile = loaded.model, pyramid(loaded.model, 0.5)
+    cache = profile.cache(model)
+    question = loaded.tokenizer(" How many ships ride at anchor tonight?", return_tensors="pt")
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+        assert cache.retained_bytes == profile.retained_bytes
+        assert cache.full_bytes == profile.full_bytes
+        reference = oracle.Oracle(model, ids, oracle.kept_of(cache))
+        for part in (question.input_ids, question.input_ids[:, :1]):
+            logits = model(part, past_key_values=cache).logits
+            assert (logits - reference.logits(part)).abs().max() < 1e-4
+
+
+def test_a_full_profile_is_bit_identical(loaded: Any, ids: Any) -> None:
+    model = loaded.model
+    cache = pyramid(model, 1.0).cache(model)
+    from transformers import DynamicCache
+
+    plain = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for part in (ids[:, :-6], ids[:, -6:-1], ids[:, -1:]):
+            expected = model(part, past_key_values=plain).logits
+            assert torch.equal(model(part, past_key_values=cache).logits, expected)
+
+
+def test_generate_with_a_cache_and_with_apply_agree(loaded: Any, ids: Any) -> None:
+    model, profile = loaded.model, pyramid(loaded.model, 0.25)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {"max_new_tokens": 8, "do_sample": False}
+    cache = profile.cache(model)
+    out = model.generate(**inputs, **options, past_key_values=cache)
+    with kvalloc.apply(model, profile) as applied:
+        assert torch.equal(model.generate(**inputs, **options), out)
+    assert applied.last_cache is not None
+    assert applied.last_cache.retained_bytes == cache.retained_bytes
+    assert cache.retained_bytes < 0.3 * cache.full_bytes

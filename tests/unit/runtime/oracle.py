@@ -1,0 +1,217 @@
+"""The oracle of the runtime, on a code path of its own, and tiny models to hold it against.
+
+Full cache plus a mask of minus infinity on exactly the evicted entries, in float32 on eager
+attention. Nothing of `kvalloc.runtime` is used here but the list of what was evicted.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from kvalloc.attention_hook import intercept_attention
+from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.shape import ModelShape
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"eos_token_id": 1, "bos_token_id": 1}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "sliding_window": 16,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+        },
+    ),
+}
+N_LAYERS, N_QUERY_HEADS, N_KV_HEADS, HEAD_DIM, VOCABULARY = 4, 4, 2, 16, 97
+SINKS, WINDOW = 2, 4
+
+
+def tiny_model(
+    family: str = "llama",
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Any:
+    """A random model with peaky attention, so that an eviction really changes its output."""
+    config_class, model_class, extra = FAMILIES[family]
+    config = config_class(
+        **{
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": N_LAYERS,
+            "num_attention_heads": N_QUERY_HEADS,
+            "num_key_value_heads": N_KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 1024,
+            "initializer_range": 0.2,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+            **extra,
+            **changes,
+        }
+    )
+    torch.manual_seed(11)
+    model = model_class._from_config(config, attn_implementation=attention)
+    model.config._name_or_path = "tiny"
+    return model.to(dtype).eval()
+
+
+def eager_twin(model: Any) -> Any:
+    """The same weights in float32 on eager attention."""
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("eager")
+    return twin.float().eval()
+
+
+def shape_of(model: Any, **changes: Any) -> ModelShape:
+    """The model's sizes, written down independently of the runtime."""
+    config = model.config
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    values: dict[str, Any] = {
+        "model_id": "tiny",
+        "n_layers": config.num_hidden_layers,
+        "n_query_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "head_dim": HEAD_DIM,
+        "dtype_bytes": next(model.parameters()).element_size(),
+        "layer_types": tuple("full" if kind == "full_attention" else "sliding" for kind in types),
+        "sliding_window": config.sliding_window if "sliding_attention" in types else None,
+    }
+    return ModelShape(**{**values, **changes})
+
+
+def make_profile(
+    model: Any,
+    context_tokens: int,
+    budgets: list[int] | float = 0.5,
+    *,
+    scorer: str = "xkv",
+    sinks: int = SINKS,
+    window: int = WINDOW,
+    parameters: dict[str, Any] | None = None,
+    level: str = "layer",
+    **changes: Any,
+) -> BudgetProfile:
+    """A layer-level profile; a share gives each full layer another budget around it."""
+    shape = changes.pop("shape", None) or shape_of(model)
+    full = shape.full_layers
+    if isinstance(budgets, float):
+        middle = budgets * context_tokens
+        budgets = [
+            round(min(max(middle + 3 * (i - len(full) // 2), sinks + window), context_tokens))
+            if budgets < 1
+            else context_tokens
+            for i in range(len(full))
+        ]
+    table = np.full((shape.n_layers, shape.n_kv_heads), 0, dtype=np.int64)
+    table[:] = shape.sliding_entries(context_tokens)
+    for layer, budget in zip(full, budgets, strict=True):
+        table[layer] = budget
+    return BudgetProfile(
+        shape=shape,
+        level=level,  # type: ignore[arg-type]
+        context_tokens=context_tokens,
+        budgets=table,
+        policy=Policy(
+            scorer=scorer,
+            scorer_parameters={"window": window, **(parameters or {})},
+            sinks=sinks,
+            window=window,
+        ),
+        **changes,
+    )
+
+
+def prompt(tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """Random token ids, (batch, tokens)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (batch, tokens), generator=generator)
+
+
+class Oracle:
+    """Answers what the model would say if the evicted entries were hidden, not gone.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model under test; a float32 eager twin of it answers.
+    prompt_ids : Tensor, (batch, n_tokens)
+        The prompt. It runs with nothing hidden.
+    kept : dict of int to Tensor, each (batch, n_kv_heads, n_kept)
+        For each reduced layer, the positions that stay visible afterwards.
+    """
+
+    def __init__(self, model: Any, prompt_ids: torch.Tensor, kept: dict[int, torch.Tensor]) -> None:
+        self.model = eager_twin(model)
+        self.cache = DynamicCache(config=self.model.config)
+        batch, tokens = prompt_ids.shape
+        self.hidden = {}
+        for layer, positions in kept.items():
+            hidden = torch.full((batch, positions.shape[1], tokens), float("-inf"))
+            for row in range(batch):
+                for head in range(positions.shape[1]):
+                    hidden[row, head, positions[row, head].long()] = 0.0
+            group = self.model.config.num_attention_heads // positions.shape[1]
+            self.hidden[layer] = hidden.repeat_interleave(group, dim=1)[:, :, None, :]
+        with torch.no_grad():
+            self.prompt_logits = self.model(prompt_ids, past_key_values=self.cache).logits
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of the next tokens, (batch, n_new_tokens, vocabulary)."""
+
+        def hide(states: Any, compute: Any) -> Any:
+            hidden = self.hidden.get(states.layer)
+            if hidden is None:
+                return compute(states.mask)
+            new, total = states.queries.shape[2], states.keys.shape[2]
+            causal = torch.zeros(1, 1, new, total)
+            causal.masked_fill_(torch.ones(new, total).triu(total - new + 1).bool(), float("-inf"))
+            mask = causal.expand(hidden.shape[0], hidden.shape[1], -1, -1).clone()
+            mask[..., : hidden.shape[-1]] += hidden
+            return compute(mask)
+
+        with torch.no_grad(), intercept_attention(self.model, hide):
+            return self.model(ids, past_key_values=self.cache).logits
+
+    def greedy(self, first: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Token ids of greedy decoding that starts with ``first``, (batch, tokens)."""
+        out = [first]
+        while len(out) < tokens:
+            out.append(self.logits(out[-1])[:, -1].argmax(-1, keepdim=True))
+        return torch.cat(out, dim=1)
+
+
+def kept_of(cache: Any) -> dict[int, torch.Tensor]:
+    """What each full-attention layer of a reduced cache kept of its prompt."""
+    full = cache.profile.shape.full_layers
+    return {layer: cache.kept_indices(layer) for layer in full}

@@ -1,0 +1,225 @@
+"""Bytes, lengths and positions; and that all of it belongs to the cache."""
+
+from __future__ import annotations
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvalloc.errors import InputError
+
+CONTEXT = 80
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache).logits
+    return logits
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_read_from_the_storages_and_equal_the_profiles(
+    tiny: ModuleType, family: str, batch: int, dtype: torch.dtype
+) -> None:
+    model = tiny.tiny_model(family, "sdpa", dtype)
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    cache = profile.cache(model)
+    assert (cache.retained_bytes, cache.full_bytes) == (0, 0)
+    run(model, tiny.prompt(CONTEXT, batch), cache)
+    assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, batch)
+    assert cache.full_bytes == profile.full_bytes_at(CONTEXT, batch)
+    assert np.array_equal(cache.kept_tokens, profile.budgets_for(CONTEXT))
+    # Storages, not views: nothing of the evicted entries is still allocated.
+    by_hand = sum(
+        tensor.untyped_storage().nbytes()
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values)
+    )
+    assert by_hand == cache.retained_bytes
+
+
+def test_following_tokens_are_added_to_every_layer(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    cache = profile.cache(model)
+    run(model, tiny.prompt(CONTEXT), cache)
+    run(model, tiny.prompt(9), cache)
+    run(model, tiny.prompt(1), cache)
+    assert np.array_equal(cache.kept_tokens, profile.budgets + 10)
+    added = 10 * tiny.N_LAYERS * tiny.N_KV_HEADS * profile.shape.bytes_per_entry
+    assert cache.retained_bytes == profile.retained_bytes + added
+    assert cache.full_bytes == profile.full_bytes_at(CONTEXT + 10)
+
+
+@pytest.mark.parametrize("tokens", [3, 6, 7, 40, 200])
+def test_prompts_of_other_lengths_get_scaled_budgets(tiny: ModuleType, tokens: int) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    cache = profile.cache(model)
+    run(model, tiny.prompt(tokens), cache)
+    assert np.array_equal(cache.kept_tokens, profile.budgets_for(tokens))
+    assert cache.retained_bytes == profile.retained_bytes_at(tokens)
+    assert cache.get_seq_length() == tokens
+
+
+def test_positions_and_masks_count_tokens_seen(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, [6, 10, 20, 80]).cache(model)
+    run(model, tiny.prompt(CONTEXT), cache)
+    positions = []
+    handle = model.model.rotary_emb.register_forward_hook(
+        lambda module, args, kwargs, output: positions.append(kwargs["position_ids"]),
+        with_kwargs=True,
+    )
+    run(model, tiny.prompt(4), cache)
+    handle.remove()
+    assert positions[0].tolist() == [[80, 81, 82, 83]]
+    assert [cache.get_seq_length(layer) for layer in range(4)] == [84] * 4
+    for new in (1, 5):
+        assert cache.layers[0].get_mask_sizes(new) == (84 + new, 0)
+        assert cache.layers[0].get_mask_sizes(torch.arange(84, 84 + new)) == (84 + new, 0)
+
+
+def test_interleaved_caches_are_independent(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profiles = [tiny.make_profile(model, CONTEXT, share) for share in (0.2, 0.6)]
+    prompts = [tiny.prompt(CONTEXT, seed=1), tiny.prompt(CONTEXT - 11, seed=2)]
+    question = [tiny.prompt(5, seed=3), tiny.prompt(3, seed=4)]
+    alone = []
+    for profile, ids, follow in zip(profiles, prompts, question, strict=True):
+        cache = profile.cache(model)
+        alone.append((run(model, ids, cache), run(model, follow, cache)))
+    caches = [profile.cache(model) for profile in profiles]
+    plain_before = run(model, prompts[0], None)
+    first = [run(model, ids, cache) for ids, cache in zip(prompts, caches, strict=True)]
+    plain_between = run(model, prompts[0], None)
+    then = [run(model, ids, cache) for ids, cache in zip(question, caches, strict=True)]
+    assert torch.equal(plain_before, plain_between)
+    for expected, one, two in zip(alone, first, then, strict=True):
+        assert torch.equal(expected[0], one)
+        assert torch.equal(expected[1], two)
+
+
+def test_constant_keys_keep_sinks_window_and_the_earliest(tiny: ModuleType) -> None:
+    """Every score is the same: the least informative prompt there is."""
+    model = tiny.tiny_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.zero_()
+    # The pooling counts zeros beyond the ends, so without it ties are complete.
+    profile = tiny.make_profile(model, CONTEXT, [20] * 4, parameters={"pool": 1})
+    cache = profile.cache(model)
+    run(model, tiny.prompt(CONTEXT), cache)
+    expected = [*range(CONTEXT - tiny.WINDOW)][: 20 - tiny.WINDOW]
+    expected += range(CONTEXT - tiny.WINDOW, CONTEXT)
+    for layer in range(4):
+        assert (cache.kept_indices(layer) == torch.tensor(expected)).all()
+
+
+def test_the_smallest_budget_is_sinks_and_window(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    least = tiny.SINKS + tiny.WINDOW
+    cache = tiny.make_profile(model, CONTEXT, [least] * 4).cache(model)
+    ids = tiny.prompt(CONTEXT)
+    run(model, ids, cache)
+    expected = [*range(tiny.SINKS), *range(CONTEXT - tiny.WINDOW, CONTEXT)]
+    for layer in range(4):
+        assert (cache.kept_indices(layer) == torch.tensor(expected)).all()
+    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+    question = tiny.prompt(5, seed=1)
+    assert (run(model, question, cache) - oracle.logits(question)).abs().max() < 1e-4
+
+
+def test_kept_indices_of_a_whole_layer_and_of_a_sliding_one(tiny: ModuleType) -> None:
+    model = tiny.tiny_model("gemma3")
+    cache = tiny.make_profile(model, CONTEXT, [CONTEXT, 20]).cache(model)
+    with pytest.raises(InputError, match="no prompt"):
+        cache.kept_indices(1)
+    run(model, tiny.prompt(CONTEXT, 2), cache)
+    assert cache.kept_indices(1).shape == (2, tiny.N_KV_HEADS, CONTEXT)
+    assert (cache.kept_indices(1) == torch.arange(CONTEXT)).all()
+    assert cache.kept_indices(3).shape == (2, tiny.N_KV_HEADS, 20)
+    with pytest.raises(InputError, match="sliding"):
+        cache.kept_indices(0)
+
+
+def test_rows_can_be_reordered_repeated_and_selected(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    ids, question = tiny.prompt(CONTEXT, 3), tiny.prompt(4, 3, seed=1)
+    order = torch.tensor([2, 0, 0])
+    cache, expected = profile.cache(model), profile.cache(model)
+    run(model, ids, cache)
+    before = cache.kept_indices(1)
+    cache.reorder_cache(order)
+    run(model, ids[order], expected)
+    assert torch.equal(cache.kept_indices(1), before[order])
+    logits = run(model, question, cache)
+    assert (logits - run(model, question, expected)).abs().max() < 1e-4
+    cache.batch_select_indices(torch.tensor([1]))
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.kept_indices(1), before[[0, 0]])
+    assert cache.layers[1].keys.shape[0] == 2
+
+
+def test_a_copy_goes_on_by_itself(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    run(model, tiny.prompt(CONTEXT), cache)
+    other = copy.deepcopy(cache)
+    question = tiny.prompt(6, seed=1)
+    expected = run(model, question, cache)
+    bytes_before = other.retained_bytes
+    del cache
+    assert torch.equal(run(model, question, other), expected)
+    assert other.retained_bytes > bytes_before
+    assert other.profile.policy.sinks == tiny.SINKS
+
+
+def test_cropping_back_to_the_prompt_asks_another_question(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    run(model, tiny.prompt(CONTEXT), cache)
+    bytes_before = cache.retained_bytes
+    question = tiny.prompt(6, seed=1)
+    first = run(model, question, cache)
+    cache.crop(-6)
+    assert cache.get_seq_length() == CONTEXT
+    assert cache.retained_bytes == bytes_before
+    assert torch.equal(run(model, question, cache), first)
+    cache.crop(0)
+    assert cache.get_seq_length() == CONTEXT + 6
+
+
+def test_reset_forgets_and_frees(tiny: ModuleType) -> None:
+    for family in ("llama", "gemma3"):
+        model = tiny.tiny_model(family)
+        cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+        ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=1)
+        expected = (run(model, ids, cache), run(model, question, cache))
+        cache.reset()
+        assert (cache.retained_bytes, cache.full_bytes, cache.get_seq_length()) == (0, 0, 0)
+        assert cache.kept_tokens.sum() == 0
+        run(model, tiny.prompt(33, 2, seed=5), cache)
+        cache.reset()
+        assert torch.equal(run(model, ids, cache), expected[0])
+        assert torch.equal(run(model, question, cache), expected[1])
+
+
+def test_the_prompt_is_freed_layer_by_layer(tiny: ModuleType) -> None:
+    """When a layer runs, the layers before it hold their budgets and no more."""
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    cache = profile.cache(model)
+    held = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: held.append(cache.retained_bytes))
+    run(model, tiny.prompt(CONTEXT), cache)
+    per_layer = profile.budgets.sum(axis=1) * profile.shape.bytes_per_entry
+    assert held == [0, *np.cumsum(per_layer)[:-1].tolist()]

@@ -1,0 +1,204 @@
+"""`generate()` with a reduced cache, and the context manager that supplies one."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.attention_hook import intercept_attention
+from kvalloc.errors import InputError, ModelMismatchError, UnsupportedModelError
+from kvalloc.runtime import BudgetCache
+from kvalloc.runtime.hooks import hooked_models
+
+CONTEXT, NEW = 90, 12
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    settings = {"max_new_tokens": NEW, "do_sample": False, **options}
+    with torch.no_grad():
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3"])
+def test_greedy_decoding_follows_the_oracle(tiny: ModuleType, family: str, attention: str) -> None:
+    model = tiny.tiny_model(family, attention)
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    ids = tiny.prompt(CONTEXT, 2)
+    out = generate(model, ids, past_key_values=cache)
+    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+    first = oracle.prompt_logits[:, -1].argmax(-1, keepdim=True)
+    assert torch.equal(out[:, CONTEXT:], oracle.greedy(first, NEW))
+    assert cache.get_seq_length() == CONTEXT + NEW - 1
+    assert not torch.equal(out, generate(model, ids))
+
+
+def test_all_entries_kept_generates_the_same_scores(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 1.0).cache(model)
+    ids = tiny.prompt(CONTEXT)
+    options = {"output_scores": True, "return_dict_in_generate": True}
+    plain = generate(model, ids, **options)
+    reduced = generate(model, ids, past_key_values=cache, **options)
+    assert torch.equal(plain.sequences, reduced.sequences)
+    for expected, found in zip(plain.scores, reduced.scores, strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_beam_search_reorders_what_was_kept(tiny: ModuleType, attention: str) -> None:
+    model = tiny.tiny_model("llama", attention)
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    ids = tiny.prompt(CONTEXT, 2)
+    options = {
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+    found = generate(model, ids, past_key_values=cache, **options)
+    twin = tiny.eager_twin(model)
+    hidden = tiny.Oracle(model, ids.repeat_interleave(3, dim=0), tiny.kept_of(cache)).hidden
+
+    def hide(states: Any, compute: Any) -> Any:
+        if states.queries.shape[2] > 1:
+            return compute(states.mask)
+        mask = torch.zeros(6, tiny.N_QUERY_HEADS, 1, states.keys.shape[2])
+        mask[..., :CONTEXT] += hidden[states.layer]
+        return compute(mask)
+
+    with intercept_attention(twin, hide):
+        expected = generate(twin, ids, past_key_values=DynamicCache(config=twin.config), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert (found.sequences_scores - expected.sequences_scores).abs().max() < 1e-4
+    # Beams of a row share their prompt, so a wrong order shows only in what followed it.
+    assert not torch.equal(found.sequences[0], found.sequences[1])
+
+
+def test_sampling_several_answers(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    torch.manual_seed(0)
+    out = generate(
+        model, tiny.prompt(CONTEXT), past_key_values=cache, num_return_sequences=3, do_sample=True
+    )
+    assert out.shape == (3, CONTEXT + NEW)
+    assert cache.full_bytes == cache.profile.full_bytes_at(CONTEXT + NEW - 1, 3)
+
+
+def test_a_conversation_goes_on_after_generate(tiny: ModuleType) -> None:
+    """The second call gets the whole text, as transformers has it; only the new part runs."""
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
+    first = generate(model, ids, past_key_values=cache)
+    second = generate(model, torch.cat([first, question], dim=1), past_key_values=cache)
+    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+    oracle.logits(first[:, CONTEXT:-1])
+    logits = oracle.logits(torch.cat([first[:, -1:], question], dim=1))
+    start = logits[:, -1].argmax(-1, keepdim=True)
+    assert torch.equal(second[:, -NEW:], oracle.greedy(start, NEW))
+
+
+@pytest.mark.parametrize("entry", ["model", "decoder", "decoder_positional", "embeddings"])
+def test_every_way_to_call_the_model_reduces_once(tiny: ModuleType, entry: str) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    cache = profile.cache(model)
+    ids = tiny.prompt(CONTEXT)
+    with torch.no_grad():
+        if entry == "model":
+            model(ids, past_key_values=cache)
+        elif entry == "decoder":
+            model.model(input_ids=ids, past_key_values=cache)
+        elif entry == "decoder_positional":
+            model.model(ids, torch.ones_like(ids), None, cache)
+        else:
+            model(inputs_embeds=model.model.embed_tokens(ids), past_key_values=cache)
+    assert cache.retained_bytes == profile.retained_bytes
+
+
+def test_apply_gives_each_call_a_fresh_cache(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    ids = [tiny.prompt(CONTEXT, seed=1), tiny.prompt(CONTEXT - 20, seed=2)]
+    expected = [generate(model, one, past_key_values=profile.cache(model)) for one in ids]
+    plain = generate(model, ids[0])
+    with kvalloc.apply(model, profile) as applied:
+        assert applied.last_cache is None
+        found = [generate(model, one) for one in ids]
+        assert isinstance(applied.last_cache, BudgetCache)
+        assert applied.last_cache.get_seq_length() == CONTEXT - 20 + NEW - 1
+        mine = DynamicCache(config=model.config)
+        assert torch.equal(generate(model, ids[0], past_key_values=mine), plain)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+    assert "generate" not in vars(model)
+    assert torch.equal(generate(model, ids[0]), plain)
+
+
+def test_apply_nests_and_survives_exceptions(tiny: ModuleType) -> None:
+    model, before = tiny.tiny_model(), hooked_models()
+    outer, inner = (tiny.make_profile(model, CONTEXT, share) for share in (0.5, 0.2))
+    ids = tiny.prompt(CONTEXT)
+    with pytest.raises(ZeroDivisionError), kvalloc.apply(model, outer) as first:
+        with pytest.raises(KeyError), kvalloc.apply(model, inner) as second:
+            generate(model, ids)
+            assert second.last_cache is not None
+            assert second.last_cache.profile is inner
+            assert first.last_cache is None
+            raise KeyError
+        generate(model, ids)
+        assert first.last_cache is not None
+        assert first.last_cache.profile is outer
+        raise ZeroDivisionError
+    assert "generate" not in vars(model)
+    del first, second
+    assert hooked_models() == before
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_apply_puts_back_somebody_elses_generate(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    model.generate = theirs = lambda *args, **kwargs: kwargs["past_key_values"]
+    with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3)) as applied:
+        assert model.generate(tiny.prompt(CONTEXT)) is applied.last_cache
+    assert model.generate is theirs
+
+
+def test_apply_knows_how_long_a_chunked_prompt_is(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    ids = tiny.prompt(CONTEXT)
+    with kvalloc.apply(model, profile) as applied:
+        expected = generate(model, ids)
+        found = generate(model, ids, prefill_chunk_size=32)
+        assert applied.last_cache is not None
+        added = NEW - 1
+        assert (applied.last_cache.kept_tokens == profile.budgets + added).all()
+    # transformers 5.2 itself answers otherwise when it prefills in chunks.
+    if torch.equal(generate(model, ids), generate(model, ids, prefill_chunk_size=32)):
+        assert torch.equal(expected, found)
+
+
+def test_apply_refuses_on_entering(tiny: ModuleType) -> None:
+    model, before = tiny.tiny_model(), hooked_models()
+    other = tiny.make_profile(model, CONTEXT, 0.3, shape=tiny.shape_of(model, model_id="giant"))
+    with pytest.raises(ModelMismatchError, match="giant"), kvalloc.apply(model, other):
+        pass
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    with (
+        pytest.raises(UnsupportedModelError, match="cannot generate"),
+        kvalloc.apply(model.model, profile),
+    ):
+        pass
+    wide = tiny.make_profile(model, CONTEXT, 0.3, parameters={"window": tiny.WINDOW + 1})
+    with pytest.raises(InputError, match="window"), kvalloc.apply(model, wide):
+        pass
+    assert "generate" not in vars(model)
+    assert hooked_models() == before

@@ -1,0 +1,237 @@
+"""One hook pair a model, as long as there are caches for it, and no longer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kvalloc.errors import ModelMismatchError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.runtime import hooks
+
+CONTEXT = 60
+
+
+def hook_counts(model: Any) -> tuple[int, int]:
+    return len(model.model._forward_pre_hooks), len(model.model._forward_hooks)
+
+
+def test_hooks_are_counted_and_removed_with_the_last_cache(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    before = hooks.hooked_models()
+    assert hook_counts(model) == (0, 0)
+    first, second = profile.cache(model), profile.cache(model)
+    assert hook_counts(model) == (1, 1)
+    del first
+    assert hook_counts(model) == (1, 1)
+    del second
+    assert hook_counts(model) == (0, 0)
+    assert hooks.hooked_models() == before
+
+
+def test_hooks_go_right_after_use_without_the_garbage_collector(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    gc.disable()
+    try:
+        cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+        with torch.no_grad():
+            model(tiny.prompt(CONTEXT), past_key_values=cache)
+            model(tiny.prompt(3), past_key_values=cache)
+        del cache
+        assert hook_counts(model) == (0, 0)
+    finally:
+        gc.enable()
+
+
+def test_a_cache_does_not_keep_its_model_alive(tiny: ModuleType) -> None:
+    import weakref
+
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert cache.retained_bytes == 0
+
+
+def test_nothing_but_the_hooks_is_on_the_model(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+
+    def everything() -> set[tuple[str, str]]:
+        return {(name, key) for name, module in model.named_modules() for key in vars(module)}
+
+    before = everything()
+    config = model.config.to_dict()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+    assert everything() == before
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_failing_forward_leaves_no_interception_and_can_be_repeated(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    ids = tiny.prompt(CONTEXT)
+    with torch.no_grad():
+        # Fails before any layer: nothing was stored, so the prompt can simply come again.
+        with pytest.raises(IndexError):
+            model(ids + tiny.VOCABULARY, past_key_values=cache)
+        assert model.config._attn_implementation == "sdpa"
+        model(ids[:, :50], past_key_values=cache)
+        assert cache.get_seq_length() == 50
+
+
+def test_a_half_done_forward_is_noticed(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    ids = tiny.prompt(CONTEXT)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with torch.no_grad():
+        expected = model(ids).logits
+        handle = model.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            model(ids, past_key_values=cache)
+        handle.remove()
+        assert model.config._attn_implementation == "sdpa"
+        assert torch.equal(model(ids).logits, expected)
+        with pytest.raises(UnsupportedRequestError, match="half-way"):
+            model(ids, past_key_values=cache)
+        cache.reset()
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+
+
+def test_an_interrupted_forward_does_not_leak_into_the_next(tiny: ModuleType) -> None:
+    """torch runs no post-hooks on KeyboardInterrupt."""
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    ids = tiny.prompt(CONTEXT)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        expected = model(ids).logits
+        handle = model.model.layers[2].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids, past_key_values=cache)
+        handle.remove()
+        assert torch.equal(model(ids).logits, expected)
+        assert model.config._attn_implementation == "sdpa"
+        with pytest.raises(UnsupportedRequestError, match="half-way"):
+            model(ids, past_key_values=cache)
+
+
+def test_an_interrupted_cache_that_is_dropped_is_tidied_up(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[2].register_forward_pre_hook(interrupt)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+    handle.remove()
+    del cache
+    with torch.no_grad():
+        model(tiny.prompt(5))
+    gc.collect()
+    assert hook_counts(model) == (0, 0)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_scorer_that_fails_is_cleaned_up_after(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    from kvalloc.errors import InputError
+
+    with torch.no_grad(), pytest.raises(InputError, match="not finite"):
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_another_model_cannot_use_the_cache(tiny: ModuleType) -> None:
+    model, other = tiny.tiny_model(), tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    cache = profile.cache(model)
+    ids = tiny.prompt(CONTEXT)
+    with torch.no_grad():
+        # Without hooks of its own, and with them.
+        with pytest.raises(ModelMismatchError, match=r"profile\.cache\(model\)"):
+            other(ids, past_key_values=cache)
+        others = profile.cache(other)
+        with pytest.raises(ModelMismatchError, match=r"profile\.cache\(model\)"):
+            other(ids, past_key_values=cache)
+        assert cache.retained_bytes == others.retained_bytes == 0
+        model(ids, past_key_values=cache)
+        other(ids, past_key_values=others)
+    assert cache.retained_bytes == others.retained_bytes == profile.retained_bytes
+
+
+def test_a_copied_model_works_on_its_own(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    cache = profile.cache(model)
+    twin = copy.deepcopy(model)
+    ids = tiny.prompt(CONTEXT)
+    with torch.no_grad():
+        with pytest.raises(ModelMismatchError):
+            twin(ids, past_key_values=cache)
+        twins = profile.cache(twin)
+        assert hook_counts(twin) == (1, 1)
+        twin(ids, past_key_values=twins)
+    assert twins.retained_bytes == profile.retained_bytes
+    del twins
+    assert hook_counts(twin) == (0, 0)
+    assert hook_counts(model) == (1, 1)
+
+
+def test_a_hooked_model_can_be_pickled(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    torch.save(model, io.BytesIO())
+    assert cache.get_seq_length() == 0
+
+
+def test_threads_can_share_a_model(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    prompts = [tiny.prompt(CONTEXT, seed=seed) for seed in range(4)]
+
+    def answer(ids: torch.Tensor) -> torch.Tensor:
+        cache = profile.cache(model)
+        out: torch.Tensor = model.generate(
+            ids, past_key_values=cache, max_new_tokens=15, do_sample=False
+        )
+        assert cache.retained_bytes < cache.full_bytes
+        return out
+
+    expected = [answer(ids) for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for found, wanted in zip(pool.map(answer, prompts), expected, strict=True):
+            assert torch.equal(found, wanted)
+    assert model.config._attn_implementation == "sdpa"
+    gc.collect()
+    assert hook_counts(model) == (0, 0)
+
+
+def test_unsupported_models_get_no_hooks(tiny: ModuleType) -> None:
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(UnsupportedModelError, match="Linear"):
+        hooks.retain(object(), module)
+    assert not module._forward_pre_hooks

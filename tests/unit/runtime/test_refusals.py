@@ -1,0 +1,211 @@
+"""What cannot work is refused before anything runs, in a line that says what to do."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import kvalloc
+from kvalloc.errors import (
+    InputError,
+    KVAllocError,
+    ModelMismatchError,
+    UnsupportedModelError,
+    UnsupportedRequestError,
+)
+from kvalloc.runtime import make_cache
+
+CONTEXT = 60
+
+
+@pytest.fixture
+def model(tiny: ModuleType) -> Any:
+    return tiny.tiny_model()
+
+
+def refused(model: Any, cache: Any, match: str, **arguments: Any) -> None:
+    """The forward is refused, and nothing was stored by it."""
+    stored = cache.retained_bytes
+    with torch.no_grad(), pytest.raises(UnsupportedRequestError, match=match) as caught:
+        model(past_key_values=cache, **arguments)
+    assert "\n" not in str(caught.value)
+    assert cache.retained_bytes == stored
+
+
+def test_head_level_profiles_name_the_way_out(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3, level="head")
+    with pytest.raises(UnsupportedRequestError, match="--level layer.*") as caught:
+        profile.cache(model)
+    assert "head-level enforcement is not there yet" in str(caught.value)
+
+
+def test_profiles_of_other_models_are_refused_by_name(tiny: ModuleType, model: Any) -> None:
+    named = tiny.make_profile(model, CONTEXT, 0.3, shape=tiny.shape_of(model, model_id="org/giant"))
+    with pytest.raises(ModelMismatchError, match="org/giant.*tiny"):
+        named.cache(model)
+    assert make_cache(named, model, allow_other_model=True).get_seq_length() == 0
+    other = tiny.make_profile(model, CONTEXT, 0.3, shape=tiny.shape_of(model, head_dim=64))
+    with pytest.raises(ModelMismatchError, match="head_dim 64"):
+        make_cache(other, model, allow_other_model=True)
+
+
+def test_sliding_layers_must_be_where_the_profile_has_them(tiny: ModuleType) -> None:
+    gemma = tiny.tiny_model("gemma3")
+    types = ("full",) * 4
+    shape = tiny.shape_of(gemma, layer_types=types, sliding_window=None)
+    with pytest.raises(ModelMismatchError, match="layer_types"):
+        tiny.make_profile(gemma, CONTEXT, 0.3, shape=shape).cache(gemma)
+
+
+def test_models_outside_the_attention_interface_are_refused_by_name(tiny: ModuleType) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
+    from kvalloc.models import shape_of
+
+    profile = tiny.make_profile(bloom, CONTEXT, [20, 20], shape=shape_of(bloom))
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM|BloomModel"):
+        profile.cache(bloom)
+
+
+def test_budgets_below_sinks_and_window_are_refused(tiny: ModuleType, model: Any) -> None:
+    with pytest.raises(InputError, match="sinks and window"):
+        tiny.make_profile(model, CONTEXT, [3] * 4).cache(model)
+
+
+def test_a_scorer_that_looks_beyond_the_window_is_refused(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3, parameters={"window": 9})
+    with pytest.raises(InputError, match="last 9 tokens.*window of 4"):
+        profile.cache(model)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_are_refused(tiny: ModuleType, model: Any, side: str, share: float) -> None:
+    cache = tiny.make_profile(model, CONTEXT, share).cache(model)
+    ids = tiny.prompt(CONTEXT, 2)
+    mask = torch.ones_like(ids)
+    hidden = slice(0, 3) if side == "left" else slice(-3, None)
+    mask[0, hidden] = 0
+    refused(model, cache, "padded or ragged", input_ids=ids, attention_mask=mask)
+
+
+def test_masks_that_hide_tokens_later_are_refused(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+    follow = tiny.prompt(2)
+    mask = torch.ones(1, CONTEXT + 2)
+    mask[0, 5] = 0
+    refused(model, cache, "hides tokens", input_ids=follow, attention_mask=mask)
+    refused(model, cache, "expected 62", input_ids=follow, attention_mask=torch.ones(1, 2))
+    four = torch.ones(1, 1, 2, CONTEXT + 2, dtype=torch.bool)
+    refused(model, cache, "ready-made", input_ids=follow, attention_mask=four)
+
+
+def test_attention_weights_are_refused(tiny: ModuleType) -> None:
+    model = tiny.tiny_model("llama", "eager")
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    ids = tiny.prompt(CONTEXT)
+    refused(model, cache, "output_attentions", input_ids=ids, output_attentions=True)
+    model.config.output_attentions = True
+    refused(model, cache, "output_attentions", input_ids=ids)
+
+
+def test_other_attention_implementations_are_refused(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    model.config._attn_implementation = "flex_attention"
+    refused(model, cache, "sdpa and eager", input_ids=tiny.prompt(CONTEXT))
+
+
+def test_another_batch_size_is_refused(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT, 2), past_key_values=cache)
+    refused(model, cache, "holds 2 rows.*has 3", input_ids=tiny.prompt(1, 3))
+
+
+def test_compiled_models_are_refused(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    with pytest.raises(UnsupportedRequestError, match=r"torch\.compile"):
+        profile.cache(torch.compile(model))
+    model.compile()
+    with pytest.raises(UnsupportedRequestError, match=r"torch\.compile"):
+        profile.cache(model)
+
+
+def test_cropping_into_a_reduced_prompt_is_refused(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, [CONTEXT, 20, 20, 20]).cache(model)
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+        model(tiny.prompt(2), past_key_values=cache)
+    stored = cache.kept_tokens
+    with pytest.raises(UnsupportedRequestError, match="only 2 tokens followed"):
+        cache.crop(-3)
+    assert (cache.kept_tokens == stored).all()
+
+
+def test_cropping_below_a_full_sliding_window_is_refused(tiny: ModuleType) -> None:
+    model = tiny.tiny_model("gemma3")
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+        model(tiny.prompt(2), past_key_values=cache)
+    with pytest.raises(UnsupportedRequestError, match="sliding-window"):
+        cache.crop(-1)
+
+
+def test_offloading_and_assisted_generation_are_refused(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    with pytest.raises(UnsupportedRequestError, match="offloaded"):
+        cache.offload(0)
+    with pytest.raises(UnsupportedRequestError, match="assisted"):
+        cache.activate_past_recording()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"prompt_lookup_num_tokens": 3}, "assisted"),
+        ({"assistant_model": "any"}, "assisted"),
+        ({"cache_implementation": "static"}, "static"),
+        ({"cache_implementation": "offloaded"}, "offloaded"),
+        ({"use_cache": False}, "use_cache=False"),
+    ],
+)
+def test_apply_refuses_what_generate_cannot_do(
+    tiny: ModuleType, model: Any, options: dict[str, Any], match: str
+) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    ran = []
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    with (
+        pytest.raises(UnsupportedRequestError, match=match),
+        kvalloc.apply(model, profile),
+    ):
+        model.generate(tiny.prompt(CONTEXT), max_new_tokens=3, **options)
+    assert not ran
+
+
+def test_more_tokens_than_the_announced_prompt_are_refused(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    cache = make_cache(profile, model, prompt_tokens=CONTEXT)
+    with torch.no_grad():
+        model(tiny.prompt(40), past_key_values=cache)
+    refused(model, cache, "prompt of 60 tokens", input_ids=tiny.prompt(21))
+    with pytest.raises(InputError, match="prompt_tokens is 0"):
+        make_cache(profile, model, prompt_tokens=0)
+
+
+def test_chunked_prefill_of_unknown_length_is_refused(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    model.generation_config.prefill_chunk_size = 16
+    with pytest.raises(UnsupportedRequestError, match="prompt_tokens="):
+        profile.cache(model)
+
+
+def test_every_refusal_is_a_user_error() -> None:
+    assert issubclass(UnsupportedRequestError, KVAllocError)
