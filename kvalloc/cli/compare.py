@@ -1,0 +1,186 @@
+"""``kvalloc compare``: every solver on the same problem, side by side."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvalloc.cli import targets
+from kvalloc.cli.output import (
+    Json,
+    Quiet,
+    gap_text,
+    hanging,
+    note,
+    print_json,
+    print_table,
+    size,
+)
+from kvalloc.cli.solve import RETENTION_NOTE, request_text, requested_bytes, row
+from kvalloc.errors import KVAllocError, SolverError
+
+if TYPE_CHECKING:
+    from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.score_profile import ScoreProfile
+
+EXAMPLES = """\
+  kvalloc compare s.safetensors --budget 20%
+  kvalloc compare s.safetensors --target-retention 0.9 --level head
+  kvalloc compare s.safetensors --memory 64MiB --solver greedy --solver ilp --json
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decided:
+    """A solver that decided, and whether within what was granted."""
+
+    profile: BudgetProfile
+    requested_bytes: int | None
+    row: dict[str, Any]
+
+    @property
+    def over_bytes(self) -> int:
+        """Bytes beyond the request: some published rules overspend."""
+        if self.requested_bytes is None:
+            return 0
+        return max(0, self.profile.retained_bytes - self.requested_bytes)
+
+    @property
+    def rank(self) -> tuple[bool, float, str]:
+        """Sorts the best objective within the request first."""
+        better = -1.0 if self.profile.sense == "max_value" else 1.0
+        return self.over_bytes > 0, better * self.profile.objective, self.profile.solver
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Refused:
+    """A solver that did not decide, and why."""
+
+    solver: str
+    reason: str
+
+
+def compare(
+    scores: targets.Scores,
+    target_retention: targets.TargetRetention = None,
+    budget: targets.Budget = None,
+    budget_tokens: targets.BudgetTokens = None,
+    memory: targets.Memory = None,
+    context: targets.Context = None,
+    batch: targets.Batch = 1,
+    solver: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this solver; can be repeated."),
+    ] = None,
+    level: targets.Level = "layer",
+    min_tokens: targets.MinTokens = None,
+    page: targets.Page = 1,
+    average: targets.Average = "curves",
+    time_limit: targets.TimeLimit = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show what every solver makes of one target, side by side.
+
+    Exactly one target: --target-retention, --budget, --budget-tokens or --memory. The best comes
+    first. A solver that cannot solve this problem is listed with its reason.
+    """
+    from kvalloc.formulate import Request, formulate
+    from kvalloc.registry import get_solver, solver_names
+
+    options: dict[str, Any] = {
+        "target_retention": target_retention,
+        "budget": budget,
+        "budget_tokens": budget_tokens,
+        "memory": memory,
+        "batch": batch,
+        "level": level,
+        "min_tokens": min_tokens,
+    }
+    request = Request(**options, context_tokens=context, page_tokens=page)
+    targets.check_time_limit(time_limit)
+    for name in solver or []:
+        get_solver(name)
+    profile = targets.load_scores(scores)
+    formulate(profile, request).check_feasible()  # what no solver can do is the user's to change
+    names = list(dict.fromkeys(solver)) if solver else solver_names()
+    if not names:
+        raise SolverError("no solver is registered: kvalloc is on the path but not installed")
+    settings = {**options, "context": context, "page": page, "average": average}
+    outcomes = [_try(profile, name, time_limit, settings, quiet=quiet) for name in names]
+    done = sorted((o for o in outcomes if isinstance(o, _Decided)), key=lambda o: o.rank)
+    refused = [o for o in outcomes if isinstance(o, _Refused)]
+    if not done:
+        raise SolverError("; ".join(o.reason for o in refused))
+    if json:
+        reasons = [{"solver": o.solver, "reason": o.reason} for o in refused]
+        print_json([*({**o.row, "reason": None} for o in done), *reasons])
+        return
+    _print_table(done, refused)
+    note(f"note: {RETENTION_NOTE}", quiet=quiet)
+
+
+def _try(
+    scores: ScoreProfile,
+    name: str,
+    time_limit: float | None,
+    settings: dict[str, Any],
+    *,
+    quiet: bool,
+) -> _Decided | _Refused:
+    from kvalloc.cli.progress import slow
+    from kvalloc.solving import solve
+
+    start = time.perf_counter()
+    try:
+        with slow(f"solving with {name}", quiet=quiet):
+            decided = solve(scores, solver=name, time_limit=time_limit, **settings)
+    except KVAllocError as error:
+        # The problem itself is sound, so this is about what this solver can do or reach.
+        return _Refused(solver=name, reason=str(error))
+    seconds = time.perf_counter() - start
+    return _Decided(
+        profile=decided,
+        requested_bytes=requested_bytes(decided),
+        row=row(decided, scores, seconds),
+    )
+
+
+def _print_table(done: list[_Decided], refused: list[_Refused]) -> None:
+    first = done[0]
+    print(f"{request_text(first.profile)}, {first.profile.level} level")
+    if first.requested_bytes is not None:
+        print(f"granted {size(first.requested_bytes)} of {size(first.profile.full_bytes)}")
+    print()
+    headings = ("solver", "retention", "tokens", "bytes", "share", "bound", "gap", "seconds")
+    print_table((*headings, "ended"), [_cells(outcome) for outcome in done])
+    if refused:
+        print()
+        indent = max(len(outcome.solver) for outcome in refused) + 2
+        for outcome in refused:
+            reason = outcome.reason.removeprefix(f"{outcome.solver} ")
+            print(f"{outcome.solver:<{indent}}{hanging(reason, indent)}")
+
+
+def _cells(outcome: _Decided) -> list[str]:
+    decided = outcome.profile
+    bound = "unknown"
+    if decided.bound is not None:
+        is_value = decided.sense == "max_value"
+        bound = f"{decided.bound:.4f}" if is_value else size(decided.bound)
+    return [
+        decided.solver,
+        f"{decided.retention:.4f}",
+        f"{decided.retained_tokens / decided.budgets.size:,.0f}",
+        size(decided.retained_bytes),
+        f"{decided.retained_bytes / decided.full_bytes:.1%}",
+        bound,
+        gap_text(decided.gap),
+        f"{outcome.row['seconds']:.3f}",
+        f"over by {size(outcome.over_bytes)}"
+        if outcome.over_bytes
+        else decided.termination.replace("_", " "),
+    ]

@@ -1,0 +1,289 @@
+"""``kvalloc demo``: profile, solve and apply on a real model, as measured."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvalloc.cli.output import Json, Quiet, duration, note, print_json, size, terminal_width
+from kvalloc.cli.picture import can_print_bars
+from kvalloc.errors import InputError, SolverError
+
+if TYPE_CHECKING:
+    from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.evaluate.showcase import Decision, Experiment
+    from kvalloc.models import LoadedModel
+    from kvalloc.score_profile import ScoreProfile
+
+EXAMPLES = """\
+  kvalloc demo
+  kvalloc demo --quick
+  kvalloc demo --questions 5 --seed 7 --output-dir seven
+"""
+
+TARGET_RETENTION = 0.9
+_COLUMNS = 4
+SCORES, RESULTS, PICTURE = "scores.safetensors", "results.json", "demo.png"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """How much is measured."""
+
+    samples: int
+    context_tokens: int
+    n_questions: int
+    shares: tuple[float, ...]
+
+
+_FULL = _Plan(
+    samples=4, context_tokens=1500, n_questions=3, shares=(0.125, 0.2, 0.3, 0.4, 0.6, 0.8)
+)
+_QUICK = _Plan(samples=1, context_tokens=400, n_questions=1, shares=(0.3, 0.8))
+
+
+def demo(
+    output_dir: Annotated[
+        Path, typer.Option(help="Folder for profiles, picture and results; made if missing.")
+    ] = Path("demo-output"),
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Needle questions; 3 by default, 1 with --quick.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Draws the questions; none is picked by hand.")] = 0,
+    time_limit: Annotated[
+        float,
+        typer.Option(help="Seconds for everything; what does not fit is skipped, and said."),
+    ] = 300.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One short sample and question, to try it out.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Profile a real model, solve with every solver, and ask through the smaller caches.
+
+    The model is SmolLM2-135M-Instruct. The questions are drawn by rule, and what is printed is
+    what was measured, whether it flatters kvalloc or not.
+    """
+    begun = time.monotonic()
+    if time_limit <= 0:
+        raise InputError(f"a time limit of {time_limit:g} s leaves no time; give more")
+    plan = _QUICK if quick else _FULL
+    asking = _Asking(
+        plan=plan,
+        n_questions=questions or plan.n_questions,
+        seed=seed,
+        deadline=begun + time_limit,
+        quiet=quiet,
+    )
+    _make_folder(output_dir)
+    show = _Show(silent=json)
+    loaded, scores = _measure(plan, output_dir, show, quiet=quiet)
+    decisions = _decide(scores, output_dir, show)
+    experiment = _ask(loaded, scores, decisions, asking, show)
+    record = _save(scores, decisions, experiment, output_dir, show)
+    show.text(f"All of it took {duration(time.monotonic() - begun)}.")
+    if json:
+        print_json(record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asking:
+    plan: _Plan
+    n_questions: int
+    seed: int
+    deadline: float
+    quiet: bool
+
+
+class _Show:
+    """Prints as soon as there is something to see; nothing at all where JSON is wanted."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._silent = silent
+        self.width = min(terminal_width(), 100)
+
+    def heading(self, number: int, text: str) -> None:
+        """An empty line and a line with a number."""
+        self.lines(["", f"{number}. {text}"])
+
+    def text(self, text: str) -> None:
+        """A paragraph."""
+        self.lines(textwrap.wrap(text, self.width))
+
+    def lines(self, lines: list[str]) -> None:
+        """Lines as they are."""
+        if not self._silent:
+            print("\n".join(lines), flush=True)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise InputError(f"{folder} is a file; name a folder with --output-dir") from None
+    except OSError as error:
+        raise InputError(f"cannot make the folder {folder}: {error.strerror}") from error
+
+
+def _measure(
+    plan: _Plan, folder: Path, show: _Show, *, quiet: bool
+) -> tuple[LoadedModel, ScoreProfile]:
+    from kvalloc.cli.progress import ProgressBar, slow
+    from kvalloc.measure import default_texts, profile
+    from kvalloc.models import load_model
+
+    with slow("loading the demo model", quiet=quiet):
+        loaded = load_model("demo", notify=lambda line: note(line, quiet=quiet))
+    show.heading(1, f"Measure: where {loaded.model_id} looks")
+    start = time.perf_counter()
+    with ProgressBar("profiling", unit="layers", quiet=quiet) as progress:
+        scores = profile(
+            loaded.model,
+            loaded.tokenizer,
+            default_texts(),
+            samples=plan.samples,
+            context=plan.context_tokens,
+            progress=progress,
+        )
+    seconds = time.perf_counter() - start
+    scores.save(folder / SCORES)
+    show.text(f"{scores.text_description}.")
+    show.text(
+        f"Scorer {scores.scorer}, {scores.sinks} sinks, window {scores.window}; "
+        f"{duration(seconds)}."
+    )
+    return loaded, scores
+
+
+def _decide(scores: ScoreProfile, folder: Path, show: _Show) -> list[Decision]:
+    from kvalloc.evaluate.showcase import decide
+    from kvalloc.report.showcase import decision_table
+    from kvalloc.report.terminal import budget_columns
+
+    show.heading(2, f"Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
+    decisions = decide(scores, {"target_retention": TARGET_RETENTION})
+    show.lines(decision_table(decisions))
+    decided = {d.solver: d.profile for d in decisions if d.profile is not None}
+    for name, profile in decided.items():
+        profile.save(folder / f"{name}.json")
+    drawn = _worth_drawing(decided)
+    show.lines(["", "Entries that each layer keeps, in % of the prompt:"])
+    show.lines(budget_columns(drawn, width=show.width, unicode=can_print_bars()))
+    if len(drawn) < len(decided):
+        show.text(f"{PICTURE} and the files of budgets have the others.")
+    return decisions
+
+
+def _worth_drawing(decided: dict[str, BudgetProfile]) -> dict[str, BudgetProfile]:
+    """The first few different budgets per layer: more columns would be too narrow to read."""
+    from kvalloc.report.terminal import merged_names
+
+    by_layer = {name: p for name, p in decided.items() if p.level == "layer"}
+    return dict(list(merged_names(by_layer).items())[:_COLUMNS])
+
+
+def _ask(
+    loaded: LoadedModel,
+    scores: ScoreProfile,
+    decisions: list[Decision],
+    asking: _Asking,
+    show: _Show,
+) -> Experiment:
+    from kvalloc.cli.progress import ProgressBar, slow
+    from kvalloc.evaluate.caches import measure_references
+    from kvalloc.evaluate.needle import make_needle_cases
+    from kvalloc.evaluate.showcase import Experiment, Questions, climb, decide
+    from kvalloc.report.showcase import ladder_table, question_tables, summary_table
+
+    plan, quiet = asking.plan, asking.quiet
+    cases = make_needle_cases(
+        loaded.tokenizer, asking.n_questions, plan.context_tokens, seed=asking.seed
+    )
+    with slow("asking the full cache", quiet=quiet):
+        references = measure_references(loaded.model, loaded.tokenizer, cases)
+    questions = Questions(loaded.model, loaded.tokenizer, references)
+
+    capacity = _greedy_bytes(decisions)
+    full = scores.shape.full_bytes(scores.context_tokens)
+    show.heading(3, f"Apply: the same {size(capacity)} of {size(full)} for every solver")
+    granted = decide(scores, {"memory": capacity})
+    able = [d for d in granted if d.enforceable and d.profile is not None]
+    asked = []
+    with ProgressBar("asking", unit="solvers", quiet=quiet) as progress:
+        for done, decision in enumerate(able):
+            progress(done, len(able))
+            assert decision.profile is not None  # enforceable
+            asked.append(questions.ask(decision.solver, capacity / full, decision.profile))
+    show.lines([*question_tables(references, asked), "", *summary_table(asked)])
+    for decision in granted:
+        if not decision.enforceable:
+            show.text(f"{decision.solver}: not asked, {decision.reason}")
+
+    show.heading(4, "Search: needles found and mean KL at other shares of the entries")
+    names = [decision.solver for decision in able]
+    with ProgressBar("searching", unit="seconds at most", quiet=quiet) as progress:
+        ladder = climb(
+            scores,
+            names,
+            questions,
+            shares=plan.shares,
+            deadline=asking.deadline,
+            progress=progress,
+        )
+    show.lines(ladder_table(ladder, names))
+    return Experiment(
+        references=tuple(references),
+        capacity_bytes=capacity,
+        decisions=tuple(granted),
+        asked=tuple(asked),
+        ladder=ladder,
+    )
+
+
+def _greedy_bytes(decisions: list[Decision]) -> int:
+    """What the optimum at layer level needs: every solver gets as much."""
+    for decision in decisions:
+        if decision.solver == "greedy" and decision.profile is not None:
+            return decision.profile.retained_bytes
+    reasons = "; ".join(d.reason for d in decisions if d.solver == "greedy")
+    raise SolverError(f"the demo needs the solver greedy: {reasons or 'it is not registered'}")
+
+
+def _save(
+    scores: ScoreProfile,
+    decisions: list[Decision],
+    experiment: Experiment,
+    folder: Path,
+    show: _Show,
+) -> dict[str, Any]:
+    import json
+
+    from kvalloc.evaluate.record import demo_record
+    from kvalloc.files import atomic_write
+    from kvalloc.report.figure import save_budget_figure
+    from kvalloc.report.showcase import harm_points, lessons
+
+    record = demo_record(decisions, experiment)
+    with atomic_write(folder / RESULTS) as temporary:
+        temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", "utf-8")
+    save_budget_figure(
+        folder / PICTURE,
+        scores,
+        {d.solver: d.profile for d in decisions if d.profile is not None},
+        harm=harm_points(experiment),
+        title=f"{scores.shape.model_id}: budgets for a retention of {TARGET_RETENTION:g}",
+    )
+    show.heading(5, "What this shows")
+    for lesson in lessons(experiment.references, experiment.asked):
+        show.text(lesson)
+    show.lines([""])
+    show.text(
+        f"In {folder}: {SCORES}, a budget profile for each solver (*.json), {RESULTS}, {PICTURE}"
+    )
+    return record

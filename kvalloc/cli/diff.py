@@ -1,0 +1,73 @@
+"""``kvalloc diff``: where two budget profiles differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvalloc.cli.output import Json, Quiet, print_fields, print_json, size
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+EXAMPLES = """\
+  kvalloc diff uniform.json greedy.json
+  kvalloc diff uniform.json greedy.json --json
+"""
+
+Profile = Annotated[
+    str, typer.Argument(metavar="PROFILE", help="A budget profile, or a shipped one's name.")
+]
+
+
+def diff(first: Profile, second: Profile, json: Json = False, quiet: Quiet = False) -> None:
+    """Show which layers keep more and which keep less in the second of two budget profiles."""
+    from kvalloc.comparing import compare_profiles
+    from kvalloc.library import load_profile
+
+    found = compare_profiles(load_profile(first), load_profile(second))
+    if json:
+        plain: dict[str, Any] = {
+            "same": found.same,
+            "moved_entries": found.moved_entries,
+            "retained_bytes": list(found.retained_bytes),
+            "retention": list(found.retention),
+            "fields": {name: list(pair) for name, pair in found.fields.items()},
+            "difference": found.difference.tolist(),
+        }
+        print_json(plain)
+        return
+    if quiet:
+        return
+    before, after = found.retained_bytes
+    print_fields(
+        {
+            "bytes": f"{size(before)} -> {size(after)} ({(after - before) / before:+.1%})",
+            "retention": " -> ".join(_retention(value) for value in found.retention),
+            "moved": f"{found.moved_entries:,} entries stand elsewhere",
+            **{name: f"{a} -> {b}" for name, (a, b) in found.fields.items()},
+        }
+    )
+    if found.difference.any():
+        _print_picture(found.difference.sum(axis=1))
+
+
+def _retention(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.6f}"
+
+
+def _print_picture(layers: npt.NDArray[np.int64]) -> None:
+    """One line a layer: entries gained or lost over its heads, as a bar to one side or other."""
+    from kvalloc.cli.picture import bar, can_print_bars, terminal_width
+
+    unicode = can_print_bars()
+    half = (terminal_width() - 18) // 2
+    largest = int(abs(layers).max())
+    print(f"layer  {'entries':>9}  fewer{'more':>{half + 1}}")
+    for layer, change in enumerate(layers.tolist()):
+        drawn = bar(abs(change) / largest, half, unicode=False)
+        drawn = drawn.replace("#", "█") if unicode else drawn
+        side = f"{drawn:>{half}}|" if change < 0 else f"{'':>{half}}|{drawn}"
+        print(f"{layer:>5}  {change:>+9,}  {side}".rstrip())

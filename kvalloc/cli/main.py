@@ -1,0 +1,175 @@
+"""The command ``kvalloc``: finds the command's module, and turns errors into one clear line."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvalloc import __version__
+from kvalloc.errors import KVAllocError
+
+COMMANDS = (
+    "demo",
+    "profile",
+    "solve",
+    "compare",
+    "frontier",
+    "inspect",
+    "verify",
+    "diff",
+    "generate",
+    "solvers",
+    "scorers",
+    "doctor",
+)
+"""Each is a function of that name in ``kvalloc.cli.<name>``, with its examples in ``EXAMPLES``."""
+
+USER_ERROR = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+_HELP = """Decide how many KV-cache entries each layer and head of a language model may keep.
+
+\b
+Measure once, decide in a moment, run with a smaller cache:
+  kvalloc profile demo -o s.safetensors
+  kvalloc solve s.safetensors --target-retention 0.9 -o p.json
+  kvalloc generate demo --profile p.json --prompt-file prompt.txt
+"""
+
+_USER_OS_ERRORS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG}
+)
+
+
+class _LazyGroup(TyperGroup):
+    """Imports a command's module when that command is asked for, and no other."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names in the order in which they are used."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name, or None."""
+        return _build(cmd_name) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of a command line, with the choices where there is none of that name."""
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"the nearest is {near[0]!r}" if near else f"choose from {', '.join(COMMANDS)}"
+            ctx.fail(f"there is no command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        ``sys.argv[1:]`` by default.
+
+    Returns
+    -------
+    int
+        Exit code: 0 if it went well, 2 for a user's mistake (one line on stderr), 130 after
+        Ctrl-C. An error of ours is not caught.
+    """
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt as interrupt:
+        _complain(str(interrupt) or "interrupted", prefix="")
+        return INTERRUPTED
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    application = typer.Typer(cls=_LazyGroup, add_completion=False, rich_markup_mode=None)
+    application.callback(
+        help=_HELP,
+        invoke_without_command=True,
+        context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
+    )(_top)
+    command: Any = typer.main.get_command(application)
+    try:
+        # Not `command.main`: it would print errors in its own way.
+        with command.make_context("kvalloc", arguments) as context:
+            command.invoke(context)
+    except typer.Exit as done:
+        return done.exit_code
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except KVAllocError as error:
+        _complain(str(error))
+        return USER_ERROR
+    except Exception as error:
+        message = _users_mistake(error)
+        if message is None:
+            raise
+        _complain(message)
+        return USER_ERROR
+    return 0
+
+
+def _top(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    if version:
+        print(f"kvalloc {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def _build(name: str) -> Any:
+    module: ModuleType = importlib.import_module(f"kvalloc.cli.{name}")
+    function: Callable[..., None] = getattr(module, name)
+    application = typer.Typer(add_completion=False, rich_markup_mode=None)
+    application.command(
+        name,
+        help=function.__doc__,
+        epilog=f"\b\nExamples:\n{module.EXAMPLES}",
+        context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
+    )(function)
+    return typer.main.get_command(application)
+
+
+def _users_mistake(error: Exception) -> str | None:
+    """One line for an error that is not a defect of ours, or None."""
+    # typer's usage errors; which package their class is in depends on typer's version
+    describe = getattr(error, "format_message", None)
+    if describe is not None:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "kvalloc"
+        return f"{describe().rstrip('.')}; see '{where} --help'"
+    if isinstance(error, OSError) and error.errno in _USER_OS_ERRORS:
+        return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+    text = str(error)
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "not enough memory" in text)
+    ):
+        return "out of memory; use a shorter context, a smaller dtype or a smaller model"
+    return None
+
+
+def _complain(message: str, *, prefix: str = "error: ") -> None:
+    print(f"{prefix}{' '.join(message.split())}", file=sys.stderr)

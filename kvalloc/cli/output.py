@@ -1,0 +1,132 @@
+"""What commands print: JSON and results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvalloc.shape import ModelShape
+
+_MAX_WIDTH = 120
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON on stdout; progress stays on stderr.")
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print only what was asked for, and errors.")
+]
+
+
+def print_json(data: Any) -> None:
+    """One JSON document on stdout; ``data`` holds plain values, without NaN."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def note(message: str, *, quiet: bool = False) -> None:
+    """One line on stderr."""
+    if not quiet:
+        print(message, file=sys.stderr, flush=True)
+
+
+def print_fields(fields: dict[str, str]) -> None:
+    """Names and texts, one a line, texts aligned; wrapped in a terminal, never in a pipe."""
+    indent = max(map(len, fields)) + 2
+    for name, text in fields.items():
+        print(f"{name:<{indent}}{hanging(text, indent)}")
+
+
+def hanging(text: str, indent: int) -> str:
+    """A text wrapped to the terminal's width behind ``indent`` columns; as it is in a pipe."""
+    if not sys.stdout.isatty():
+        return text
+    width = max(20, terminal_width() - indent)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return f"\n{'':<{indent}}".join(lines)
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they need; first and last one flush left, numbers flush right.
+
+    Columns are one space apart where two do not fit into the terminal.
+    """
+    lines = [headings, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    space = "  " if sum(widths) + 2 * (len(widths) - 1) <= terminal_width() else " "
+    last = len(widths) - 1
+    for line in lines:
+        cells = (
+            f"{cell:<{width}}" if column in (0, last) else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        print(space.join(cells).rstrip())
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, 80 where there is none, and no more than is readable."""
+    return min(shutil.get_terminal_size((80, 24)).columns, _MAX_WIDTH)
+
+
+def size(count_bytes: float) -> str:
+    """Bytes for people.
+
+    Examples
+    --------
+    >>> size(512), size(5_630_976), size(3 * 1024**3)
+    ('512 bytes', '5.37 MiB', '3.00 GiB')
+    """
+    if count_bytes < 1024:
+        return f"{count_bytes:.0f} bytes"
+    power = next((p for p in (1, 2) if count_bytes < 1024 ** (p + 1)), 3)
+    value = count_bytes / 1024**power
+    digits = 0 if value >= 100 else 2
+    return f"{value:.{digits}f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    Examples
+    --------
+    >>> duration(0.0123), duration(12.34), duration(125), duration(7322)
+    ('0.012 s', '12.3 s', '2 min 5 s', '2 h 2 min')
+    """
+    if seconds < 10:
+        return f"{seconds:.3f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def gap_text(gap: float | None) -> str:
+    """A relative gap for people; unknown is not zero.
+
+    Examples
+    --------
+    >>> gap_text(None), gap_text(0.0), gap_text(0.0123), gap_text(1e-9)
+    ('unknown', '0%', '1.23%', '<0.001%')
+    """
+    if gap is None:
+        return "unknown"
+    if gap == 0:
+        return "0%"
+    return "<0.001%" if gap < 1e-5 else f"{100 * gap:.3g}%"
+
+
+def model_text(shape: ModelShape) -> str:
+    """A model on one line."""
+    sliding = shape.n_layers - len(shape.full_layers)
+    kinds = f" ({sliding} of them sliding, window {shape.sliding_window})" if sliding else ""
+    return (
+        f"{shape.model_id}: {shape.n_layers} layers{kinds} x {shape.n_kv_heads} KV "
+        f"head{'s' if shape.n_kv_heads > 1 else ''}, {shape.bytes_per_entry:,} bytes an entry"
+    )

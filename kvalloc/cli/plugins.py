@@ -1,0 +1,92 @@
+"""What ``kvalloc solvers`` and ``kvalloc scorers`` share: a list of plug-ins."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import textwrap
+from typing import Any
+
+from kvalloc.cli.output import print_json, terminal_width
+from kvalloc.cli.targets import plugin_options
+from kvalloc.errors import KVAllocError
+from kvalloc.registry import load, names
+
+
+def describe_plugins(group: str, base: type[Any]) -> list[dict[str, Any]]:
+    """Every plug-in of a group: what it is, or why it cannot be used.
+
+    Parameters
+    ----------
+    group : str
+        `kvalloc.registry.SOLVERS` or `kvalloc.registry.SCORERS`.
+    base : type
+        What a plug-in must be a subclass of.
+
+    Returns
+    -------
+    list of dict
+        Each with ``name``, ``summary``, ``reference``, ``options`` and ``error``; one of
+        ``options`` and ``error`` is None.
+    """
+    return [_describe(group, name, base) for name in names(group)]
+
+
+def show_plugins(rows: list[dict[str, Any]], *, json: bool, hint: str) -> None:
+    """Print plug-ins as JSON, or one block each.
+
+    Parameters
+    ----------
+    rows : list of dict
+        What `describe_plugins` gave.
+    json : bool
+    hint : str
+        One line at the end; none if empty.
+    """
+    if json:
+        print_json(rows)
+        return
+    width = terminal_width()
+    indent = max([len(row["name"]) for row in rows], default=0) + 2
+    for row in rows:
+        lines = [f"cannot be used: {row['error']}"]
+        if row["error"] is None:
+            options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+            lines = [row["summary"], row["reference"], f"options: {options}" if options else ""]
+        wrapped = [part for line in lines for part in textwrap.wrap(line, width - indent)]
+        name = row["name"]
+        for line in wrapped or [""]:
+            print(f"{name:<{indent}}{line}".rstrip())
+            name = ""
+    if not rows:
+        print("none is registered: kvalloc is on the path, but not installed")
+    elif hint:
+        print(f"\n{hint}")
+
+
+def _describe(group: str, name: str, base: type[Any]) -> dict[str, Any]:
+    empty = {"name": name, "summary": "", "reference": "", "options": None}
+    try:
+        cls = load(group, name)
+    except KVAllocError as error:
+        return {**empty, "error": " ".join(str(error).split())}
+    if not issubclass(cls, base):
+        return {**empty, "error": f"{cls.__qualname__} is not a subclass of {base.__qualname__}"}
+    return {
+        "name": name,
+        "summary": str(getattr(cls, "summary", "")),
+        "reference": str(getattr(cls, "reference", "")),
+        "options": {key: _plain(option) for key, option in plugin_options(cls).items()},
+        "error": None,
+    }
+
+
+def _plain(option: inspect.Parameter) -> bool | int | float | str | None:
+    default = option.default
+    if default is inspect.Parameter.empty:
+        return "(required)"
+    if isinstance(default, float) and not math.isfinite(default):
+        return str(default)  # JSON has no infinity
+    if default is None or isinstance(default, bool | int | float | str):
+        return default
+    return repr(default)

