@@ -1,0 +1,79 @@
+"""Running commands in a test, and small model folders for them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvalloc.cli.main import main
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """All of stdout as one JSON document."""
+        return json.loads(self.out)
+
+
+def run(*arguments: object) -> Ran:
+    """A command line in this process: errors of ours raise, as they would end a process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def refused(folder: Path, *arguments: object) -> str:
+    """Run a command that must be refused in one line and leave the folder as it was."""
+    before = files_in(folder)
+    ran = run(*arguments)
+    assert ran.code == 2, ran
+    assert ran.out == ""
+    assert ran.err.startswith("error: ")
+    assert ran.err.endswith("\n")
+    assert ran.err.count("\n") == 1, ran.err
+    assert "Traceback" not in ran.err
+    assert files_in(folder) == before
+    return ran.err
+
+
+def save_tiny_model(folder: Path, model: Any, *, chat: bool = False) -> Path:
+    """A model folder with a tokenizer of one token a word, as `save_pretrained` writes them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"[unk]": 0, "[end]": 1, **{f"w{number}": number + 2 for number in range(90)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[unk]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[unk]", eos_token="[end]", pad_token="[end]"
+    )
+    if chat:
+        fast.chat_template = "{% for m in messages %}w1 {{ m['content'] }} w2{% endfor %}"
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def prose(n_words: int) -> str:
+    """A text of that many tokens of the tiny tokenizer."""
+    return " ".join(f"w{(7 * number + number // 13) % 90}" for number in range(n_words))
