@@ -1,0 +1,286 @@
+"""The contract of a solver as a pytest suite: subclass it and give one fixture."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
+from kvalloc.problem import AllocationProblem, Sense
+from kvalloc.registry import solver_names
+from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.solving import CheckedSolution, solve_problem
+from kvalloc.testing.oracle import Optimum, better, brute_force
+from kvalloc.testing.problems import KINDS, larger_problem, tiny_problem
+
+TOLERANCE = 1e-9
+"""Objectives this close, relative to the larger of 1 and the objective, are equal."""
+
+
+class SolverContract:
+    """What kvalloc and its users rely on, for any solver.
+
+    Every test runs on tiny problems of all kinds that the solver accepts; those that it refuses
+    must be refused with a reason. `kvalloc.solve_problem` checks every answer on the way.
+
+    Attributes
+    ----------
+    kinds : sequence of str
+        Kinds of tiny problems, as in `kvalloc.testing.KINDS`.
+    problems_per_kind : int
+        Problems of each kind for each test, half of them with a capacity, half with a target.
+    seed : int
+        Of the first problem.
+    exact : bool
+        Set it True for a solver that must always prove its answer optimal where it is given time.
+    may_give_up : bool
+        Set it True for a rule that may fail to meet a target, or to keep side constraints, where
+        another choice could. It must say so with a SolverError or an InfeasibleError.
+    monotone : bool
+        Set it False for a rule whose value may fall when there is more to spend. What claims to
+        be optimal must be monotone in any case.
+    time_limit_seconds : float
+        Limit for the larger problems.
+
+    Examples
+    --------
+    ::
+
+        class TestMySolver(SolverContract):
+            exact = True
+
+            @pytest.fixture
+            def solver(self):
+                return MySolver()
+    """
+
+    kinds: ClassVar[Sequence[str]] = KINDS
+    problems_per_kind: ClassVar[int] = 4
+    seed: ClassVar[int] = 0
+    exact: ClassVar[bool] = False
+    may_give_up: ClassVar[bool] = False
+    monotone: ClassVar[bool] = True
+    time_limit_seconds: ClassVar[float] = 0.5
+
+    @pytest.fixture
+    def solver(self) -> Solver:
+        """The solver under test: override this."""
+        raise NotImplementedError("override the fixture 'solver' to return yours")
+
+    def test_it_declares_itself(self, solver: Solver) -> None:
+        """A name and a line for people; names are what ``--solver`` takes."""
+        assert isinstance(solver, Solver)
+        assert isinstance(solver.name, str)
+        assert solver.name
+        assert solver.name == solver.name.strip().lower().replace(" ", "_")
+        assert isinstance(solver.summary, str)
+        assert solver.summary
+        assert "\n" not in solver.summary
+
+    def test_it_refuses_with_a_reason(self, solver: Solver) -> None:
+        """What it cannot solve it says early, in a sentence with the way out.
+
+        That is another solver, or an option of kvalloc such as ``--level head``.
+        """
+        for name, problem in self._all_problems():
+            answer = solver.can_solve(problem)
+            if answer is True:
+                continue
+            assert isinstance(answer, str), f"{name}: can_solve says {answer!r}, not why"
+            ways_out = ["--", *(other for other in solver_names() if other != solver.name)]
+            assert any(way in answer for way in ways_out), (
+                f"{name}: the refusal names no solver to use instead: {answer}"
+            )
+            with pytest.raises(SolverError):
+                solve_problem(problem, solver)
+
+    def test_it_accepts_something(self, solver: Solver) -> None:
+        """A suite that only ever skips proves nothing."""
+        assert any(solver.can_solve(problem) is True for _, problem in self._all_problems())
+
+    def test_its_choices_are_feasible(self, solver: Solver) -> None:
+        """Capacity, target and side constraints hold, and the problem stays as it was.
+
+        Budgets are options of their units, bytes those of the options: nothing is lost or added.
+        """
+        for name, problem in self._problems(solver):
+            before = problem.digest()
+            answer = self._solved(name, problem, solver)
+            assert problem.digest() == before, f"{name}: the problem was changed"
+            if answer is None:
+                continue
+            assert answer.choice.dtype.kind == "i", name
+            tokens = problem.chosen_tokens(answer.choice)
+            for unit, chosen in enumerate(tokens.tolist()):
+                assert chosen in problem.tokens[unit, : problem.option_counts[unit]], name
+            costs = [int(problem.costs[u, k]) for u, k in enumerate(answer.choice.tolist())]
+            assert answer.cost_bytes == sum(costs), name
+            if problem.capacity_bytes is not None and not solver.may_exceed_capacity:
+                assert sum(costs) <= problem.capacity_bytes, name
+
+    def test_its_claims_hold_against_brute_force(self, solver: Solver) -> None:
+        """Optimal is optimal, a bound is a bound, and nothing beats the oracle."""
+        for name, problem in self._problems(solver):
+            optimum = brute_force(problem)
+            answer = self._solved(name, problem, solver, optimum)
+            if answer is None or solver.may_exceed_capacity:
+                continue
+            assert optimum is not None, f"{name}: solved, and brute force finds no choice"
+            best = optimum.objective
+            assert not better(problem, answer.objective, best, TOLERANCE), f"{name}: beats brute"
+            if self.exact:
+                assert answer.termination is Termination.OPTIMAL, f"{name}: {answer.detail}"
+            if answer.termination is Termination.OPTIMAL:
+                assert not better(problem, best, answer.objective, TOLERANCE), (
+                    f"{name}: claims {answer.objective} is optimal, brute force finds {best}"
+                )
+            # The tighter of the solver's bound and kvalloc's own.
+            assert answer.bound is None or not better(problem, best, answer.bound, TOLERANCE), (
+                f"{name}: the bound {answer.bound} is beaten by {best}"
+            )
+
+    def test_more_is_never_worse(self, solver: Solver) -> None:
+        """More to spend gives at least as much value, a higher target costs at least as much.
+
+        A rule owes that only where an entry more is never worth less.
+        """
+        for name, problem in self._problems(solver):
+            goals = _goals(problem)
+            owed = self.monotone and bool(np.all(np.diff(problem.values, axis=1) >= 0))
+            answers = [self._solved(f"{name} at {goal!r}", goal, solver) for goal in goals]
+            found = [answer for answer in answers if answer is not None]
+            for first, second in zip(found, found[1:], strict=False):
+                both = (first.termination, second.termination)
+                if owed or both == (Termination.OPTIMAL, Termination.OPTIMAL):
+                    slack = TOLERANCE * max(1.0, abs(first.objective))
+                    assert second.objective >= first.objective - slack, (
+                        f"{name}: {first.objective} and with more {second.objective}"
+                    )
+
+    def test_it_answers_the_same_twice(self, solver: Solver) -> None:
+        """Deterministic, and without a memory of the problems before."""
+        first = {}
+        for name, problem in self._problems(solver):
+            answer = self._solved(name, problem, solver)
+            first[name] = None if answer is None else answer.choice.tolist()
+        for name, problem in reversed(list(self._problems(solver))):
+            answer = self._solved(name, problem, solver)
+            again = None if answer is None else answer.choice.tolist()
+            assert again == first[name], name
+
+    def test_it_ends_in_time(self, solver: Solver) -> None:
+        """A time limit is honoured, within twice the limit and two seconds, on larger problems."""
+        limit = self.time_limit_seconds
+        for kind in ("concave", "losses", "unequal_costs", "losses+max_distinct"):
+            problem = larger_problem(kind, seed=self.seed)
+            if solver.can_solve(problem) is not True:
+                continue
+            start = time.perf_counter()
+            try:
+                answer = solve_problem(problem, solver, time_limit_seconds=limit)
+            except (InfeasibleError, SolverError):
+                answer = None
+            seconds = time.perf_counter() - start
+            assert seconds <= 2 * limit + 2.0, f"{kind}: {seconds:.1f} s of {limit:g} s"
+            assert answer is None or answer.choice.shape == (problem.n_units,)
+
+    def test_it_says_why_it_stopped(self, solver: Solver) -> None:
+        """Out of time only where there was a limit; optimal only with a bound that meets it."""
+        for name, problem in self._problems(solver):
+            try:
+                solution = solver.solve(problem)
+            except KVAllocError:
+                continue
+            assert isinstance(solution, Solution), name
+            assert solution.termination is not Termination.TIME_LIMIT, f"{name}: had no limit"
+            assert isinstance(solution.detail, str), name
+            assert "\n" not in solution.detail, name
+            assert solution.bound is None or math.isfinite(solution.bound), name
+            if solution.termination is Termination.OPTIMAL:
+                assert solution.bound == pytest.approx(
+                    problem.objective(solution.choice), rel=TOLERANCE, abs=TOLERANCE
+                ), name
+
+    def test_it_is_right_at_the_edges(self, solver: Solver) -> None:
+        """No choice to make, no room at all, room for everything."""
+        for kind in dict.fromkeys(kind.partition("+")[0] for kind in self.kinds):
+            for goal, problem in _edges(tiny_problem(kind, seed=self.seed)):
+                if solver.can_solve(problem) is True:
+                    self._solved(f"{kind}, {goal}", problem, solver)
+
+    def _all_problems(self) -> Iterator[tuple[str, AllocationProblem]]:
+        for kind in self.kinds:
+            for number in range(self.problems_per_kind):
+                sense = (Sense.MAX_VALUE, Sense.MIN_COST)[number % 2]
+                level = ("head", "layer")[number // 2 % 2]
+                seed = self.seed + number
+                name = f"tiny_problem({kind!r}, seed={seed}, sense={sense}, level={level!r})"
+                yield name, tiny_problem(kind, seed=seed, sense=sense, level=level)
+
+    def _problems(self, solver: Solver) -> Iterator[tuple[str, AllocationProblem]]:
+        for name, problem in self._all_problems():
+            if solver.can_solve(problem) is True:
+                yield name, problem
+
+    def _solved(
+        self,
+        name: str,
+        problem: AllocationProblem,
+        solver: Solver,
+        optimum: Optimum | None = None,
+    ) -> CheckedSolution | None:
+        """The checked answer; None where the solver rightly says that there is none."""
+        try:
+            return solve_problem(problem, solver)
+        except (InfeasibleError, SolverError) as error:
+            crashed = isinstance(error, SolverError) and error.__cause__ is not None
+            if crashed or (isinstance(error, SolverError) and not self.may_give_up):
+                pytest.fail(f"{name}: {error}")
+            if not self.may_give_up and (optimum or brute_force(problem)) is not None:
+                pytest.fail(f"{name}: {error}, but brute force finds a choice")
+            return None
+
+
+def _goals(problem: AllocationProblem) -> list[AllocationProblem]:
+    """The problem with rising capacities, or rising targets."""
+    if problem.capacity_bytes is not None:
+        low, high = problem.min_cost_bytes, problem.max_cost_bytes
+        return [problem.with_capacity(low + (high - low) * part // 3) for part in range(4)]
+    assert problem.target is not None  # a problem has one of both
+    floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
+    top = problem.target
+    return [problem.with_target(floor + (top - floor) * part / 3) for part in range(4)]
+
+
+def _edges(problem: AllocationProblem) -> Iterator[tuple[str, AllocationProblem]]:
+    """The problem where there is nothing to decide, or almost."""
+    floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
+    yield "only the floors fit", problem.with_capacity(problem.min_cost_bytes)
+    yield (
+        "one byte short of one step",
+        problem.with_capacity(problem.min_cost_bytes + problem.lattice_bytes - 1),
+    )
+    yield "everything fits", problem.with_capacity(problem.max_cost_bytes)
+    yield "far more than everything fits", problem.with_capacity(2**62)
+    yield "a target that the floors meet", problem.with_target(min(floor, problem.max_value))
+    yield "a target that only the best meets", problem.with_target(problem.max_value)
+    single = AllocationProblem(
+        tokens=problem.tokens[:, :1].copy(),
+        values=problem.values[:, :1].copy(),
+        costs=problem.costs[:, :1].copy(),
+        option_counts=np.ones(problem.n_units, dtype=np.int64),
+        weights=problem.weights,
+        layers=problem.layers,
+        heads=problem.heads,
+        sense=Sense.MAX_VALUE,
+        aggregate=problem.aggregate,
+        capacity_bytes=problem.min_cost_bytes,
+        context_tokens=problem.context_tokens,
+        protected_tokens=problem.protected_tokens,
+    )
+    yield "one option for each unit", single

@@ -1,0 +1,296 @@
+"""Seeded problems of every kind: tiny ones for the oracle, and a larger one for the clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvalloc.errors import InputError
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    FloatArray,
+    GroupCap,
+    IntArray,
+    MaxDistinct,
+    RankBalance,
+    SameBudget,
+    Sense,
+    SideConstraint,
+)
+
+CURVES = {
+    "concave": "concave curves, one cost per entry",
+    "paged": "concave curves of whole pages",
+    "tied": "concave curves of few different gains, some zero",
+    "weighted": "concave curves with unequal weights, one of them zero",
+    "non_concave": "values of any shape, falling ones too",
+    "losses": "values below zero, of any shape",
+    "unequal_costs": "values and costs of any shape",
+    "unequal_options": "units with different numbers of options, some with one",
+}
+"""What the options can be like: name to description."""
+
+SIDES = {
+    "plain": "no side constraint",
+    "nested_caps": "caps on layers inside a cap on several layers",
+    "crossing_caps": "two caps that share units",
+    "same_budget": "units that share one budget",
+    "max_distinct": "few different budgets",
+    "rank_balance": "two tensor-parallel ranks",
+    "mixed": "caps, shared budgets and few different budgets at once",
+}
+"""What else can be asked: name to description."""
+
+KINDS: tuple[str, ...] = (
+    *CURVES,
+    *(f"{curves}+{side}" for side in SIDES if side != "plain" for curves in ("concave", "losses")),
+    *(f"unequal_costs+{side}" for side in ("nested_caps", "crossing_caps", "same_budget")),
+    "worst:concave",
+    "worst:non_concave",
+    "worst:unequal_costs",
+    "worst:unequal_options",
+    "worst:losses+nested_caps",
+    "worst:concave+same_budget",
+    "worst:concave+max_distinct",
+)
+"""Kinds of tiny problems: curves, curves+side, or worst:curves+side for the worst unit."""
+
+
+def tiny_problem(
+    kind: str, *, seed: int, sense: Sense = Sense.MAX_VALUE, level: str = "head"
+) -> AllocationProblem:
+    """A problem with so few choices that `kvalloc.testing.brute_force` can look at all.
+
+    Parameters
+    ----------
+    kind : str
+        One of `KINDS`, or any ``[worst:]curves[+side]`` of `CURVES` and `SIDES`.
+    seed : int
+        The same seed gives the same problem, on any machine.
+    sense : Sense
+        Most value within a capacity, or least cost for a target.
+    level : {"head", "layer"}
+        Whether units are KV heads (two or three to a layer) or layers.
+
+    Returns
+    -------
+    AllocationProblem
+        Its floors fit and its target can be reached, side constraints aside; with them it may
+        have no solution at all.
+
+    Raises
+    ------
+    InputError
+        If there is no such kind.
+
+    Examples
+    --------
+    >>> tiny_problem("non_concave", seed=3).digest() == tiny_problem("non_concave", seed=3).digest()
+    True
+    """
+    aggregate, curves, side = _parse(kind)
+    random = np.random.default_rng([seed, zlib.crc32(kind.encode()), int(sense is Sense.MIN_COST)])
+    per_layer = 1 if level == "layer" else int(random.integers(2, 4))
+    n_layers = int(random.integers(3, 6)) if level == "layer" else int(random.integers(1, 3))
+    n_units = n_layers * per_layer
+    n_options = int(random.integers(2, 5 if n_units > 4 else 6))
+    tokens, values, costs, counts = _options(random, curves, n_units, n_options)
+    weights = np.full(n_units, 1.0 / n_layers)
+    if curves == "weighted":
+        weights = random.uniform(0.1, 1.0, n_units)
+        weights[random.integers(n_units)] = 0.0
+    problem = AllocationProblem(
+        tokens=tokens,
+        values=values,
+        costs=costs,
+        option_counts=counts,
+        weights=weights,
+        layers=np.repeat(np.arange(n_layers), per_layer),
+        heads=np.full(n_units, -1) if level == "layer" else np.arange(n_units) % per_layer,
+        sense=Sense.MAX_VALUE,
+        aggregate=aggregate,
+        capacity_bytes=int(np.iinfo(np.int32).max),
+        context_tokens=int(tokens.max()),
+        protected_tokens=int(tokens.min()),
+    )
+    problem = dataclasses.replace(problem, constraints=_sides(random, side, problem))
+    return _with_goal(random, problem, sense)
+
+
+def tiny_problems(
+    count: int, *, seed: int = 0, kinds: Sequence[str] = KINDS, level: str | None = None
+) -> Iterator[tuple[str, AllocationProblem]]:
+    """Tiny problems of all kinds in turn, both senses, heads and layers.
+
+    Parameters
+    ----------
+    count : int
+        How many.
+    seed : int
+        Of the first one.
+    kinds : sequence of str
+        Kinds to take.
+    level : {"head", "layer"}, optional
+        Units of one level only.
+
+    Yields
+    ------
+    (str, AllocationProblem)
+        A name that says how to make it again, and the problem.
+    """
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        turn = number // len(kinds)
+        sense = (Sense.MAX_VALUE, Sense.MIN_COST)[turn % 2]
+        units = level or ("head", "layer")[turn // 2 % 2]
+        one = seed + number
+        name = f"tiny_problem({kind!r}, seed={one}, sense={sense}, level={units!r})"
+        yield name, tiny_problem(kind, seed=one, sense=sense, level=units)
+
+
+def larger_problem(
+    kind: str,
+    *,
+    seed: int = 0,
+    n_layers: int = 24,
+    n_heads: int = 4,
+    n_options: int = 64,
+    sense: Sense = Sense.MAX_VALUE,
+) -> AllocationProblem:
+    """A problem that takes time: what the clock of a solver is tested on.
+
+    Parameters
+    ----------
+    kind : str
+        As in `tiny_problem`.
+    seed : int
+    n_layers, n_heads : int
+        Layers, and KV heads in each; their product is the number of units.
+    n_options : int
+        Options of a unit.
+    sense : Sense
+
+    Returns
+    -------
+    AllocationProblem
+    """
+    aggregate, curves, side = _parse(kind)
+    random = np.random.default_rng([seed, zlib.crc32(kind.encode()), 2])
+    n_units = n_layers * n_heads
+    tokens, values, costs, counts = _options(random, curves, n_units, n_options)
+    problem = AllocationProblem(
+        tokens=tokens,
+        values=values,
+        costs=costs,
+        option_counts=counts,
+        weights=np.full(n_units, 1.0 / n_layers),
+        layers=np.repeat(np.arange(n_layers), n_heads),
+        heads=np.arange(n_units) % n_heads,
+        sense=Sense.MAX_VALUE,
+        aggregate=aggregate,
+        capacity_bytes=int(np.iinfo(np.int64).max),
+        context_tokens=int(tokens.max()),
+        protected_tokens=int(tokens.min()),
+    )
+    problem = dataclasses.replace(problem, constraints=_sides(random, side, problem))
+    return _with_goal(random, problem, sense)
+
+
+def _parse(kind: str) -> tuple[Aggregate, str, str]:
+    scope, _, rest = kind.rpartition(":")
+    curves, _, side = rest.partition("+")
+    if scope not in ("", "worst") or curves not in CURVES or (side or "plain") not in SIDES:
+        raise InputError(
+            f"there is no kind of problem {kind!r}; write [worst:]CURVES[+SIDE] with CURVES of "
+            f"{', '.join(CURVES)} and SIDE of {', '.join(SIDES)}"
+        )
+    return Aggregate.WORST if scope else Aggregate.SUM, curves, side or "plain"
+
+
+def _options(
+    random: np.random.Generator, curves: str, n_units: int, n_options: int
+) -> tuple[IntArray, FloatArray, IntArray, IntArray]:
+    """Tokens, values, costs and option counts."""
+    shape = (n_units, n_options)
+    page = 16 if curves == "paged" else 1
+    tokens = np.broadcast_to(4 * page + page * np.arange(n_options, dtype=np.int64), shape)
+    costs = tokens * 8
+    counts = np.full(n_units, n_options)
+    gains = np.sort(random.exponential(1.0, shape), axis=1)[:, ::-1]
+    if curves == "tied":
+        gains = np.sort(random.integers(0, 3, shape), axis=1)[:, ::-1] / 4.0
+    values = np.cumsum(gains, axis=1)
+    values = (values - values[:, :1]) / np.maximum(values[:, -1:] - values[:, :1], 1e-12)
+    if curves in ("non_concave", "unequal_costs"):
+        values = random.uniform(0.0, 1.0, shape)
+    elif curves == "losses":
+        values = -np.sort(random.exponential(1.0, shape), axis=1)[:, ::-1]
+        values[:, -1] = 0.0
+        values -= 0.1 * random.uniform(0.0, 1.0, shape)
+    if curves == "unequal_costs":
+        costs = np.cumsum(random.integers(1, 40, shape), axis=1)
+    if curves == "unequal_options":
+        counts = random.integers(1, n_options + 1, n_units)
+    return tokens, values, costs.astype(np.int64), counts.astype(np.int64)
+
+
+def _sides(
+    random: np.random.Generator, side: str, problem: AllocationProblem
+) -> tuple[SideConstraint, ...]:
+    units = list(range(problem.n_units))
+    if side == "plain":
+        return ()
+    if side == "nested_caps":
+        half = units[: max(2, len(units) // 2 + 1)]
+        inner = half[: max(1, len(half) // 2)]
+        return (_cap(random, problem, "device 0", half), _cap(random, problem, "layer 0", inner))
+    if side == "crossing_caps":
+        third = max(1, len(units) // 3)
+        return (
+            _cap(random, problem, "device 0", units[: 2 * third]),
+            _cap(random, problem, "device 1", units[third:]),
+        )
+    if side == "same_budget":
+        return (_shared(problem),)
+    if side == "max_distinct":
+        return (MaxDistinct(most=int(random.integers(1, 3))),)
+    if side == "rank_balance":
+        tolerance = float(random.choice([0.05, 0.2, 0.5]))
+        return (RankBalance(n_ranks=2, tolerance=tolerance),)
+    return (_cap(random, problem, "device 0", units[1:]), _shared(problem), MaxDistinct(most=2))
+
+
+def _shared(problem: AllocationProblem) -> SameBudget:
+    """The units of each layer share, or where a layer is one unit, the first two layers."""
+    groups = [np.flatnonzero(problem.layers == n).tolist() for n in np.unique(problem.layers)]
+    if len(groups[0]) == 1:
+        groups = [[0, 1]]
+    return SameBudget(groups=tuple(tuple(group) for group in groups))
+
+
+def _cap(
+    random: np.random.Generator, problem: AllocationProblem, name: str, units: list[int]
+) -> GroupCap:
+    """A cap somewhere between what the smallest and the largest options of the units take."""
+    low = int(problem.costs[units, 0].sum())
+    high = int(problem.costs[units, problem.last_options[units]].sum())
+    capacity = low + int(random.uniform(0.3, 0.9) * (high - low))
+    return GroupCap(name=name, units=tuple(units), capacity_bytes=capacity)
+
+
+def _with_goal(
+    random: np.random.Generator, problem: AllocationProblem, sense: Sense
+) -> AllocationProblem:
+    """A capacity or a target somewhere between the least and the most."""
+    share = float(random.choice([0.0, *random.uniform(0.1, 0.9, 8), 1.0]))
+    if sense is Sense.MAX_VALUE:
+        room = problem.max_cost_bytes - problem.min_cost_bytes
+        return problem.with_capacity(problem.min_cost_bytes + int(share * room))
+    floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
+    # Side constraints can put the best value out of reach: ask for less there.
+    most = problem.max_value if not problem.constraints else 0.7 * problem.max_value + 0.3 * floor
+    return problem.with_target(floor + share * (most - floor))

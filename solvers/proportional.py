@@ -1,0 +1,269 @@
+"""Budgets in proportion to a weight of each unit: CAKE, LAVa, ZigZagKV, CompressKV, HeadKV..."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from kvalloc.errors import InputError
+from kvalloc.problem import AllocationProblem, FloatArray, IntArray, apportion
+from kvalloc.solver import Solution, Solver
+from kvalloc.solvers._options import numbers
+from kvalloc.solvers._rules import mean_budget_tokens, needs_one_step, share_out, tokens_per_step
+
+RULES = ("entropy", "normalized_entropy", "threshold", "given", "two_groups")
+
+
+class Proportional(Solver):
+    r"""Each unit's share of the budget is its share of all weights.
+
+    Of a mean m of entries per unit above the smallest options, unit u gets
+    ``m * (1 - 1/beta) + m/beta * w_u / mean(w)``, ``w_u`` being its weight to some power; then
+    limits, then the one rounding rule, so that the sum is the budget exactly. A published rule is
+    a choice of the weight and of the limits:
+
+    ========================== =====================================================
+    rule                       options
+    ========================== =====================================================
+    CAKE, spatial part         ``weight="entropy", power=1/tau1``
+    LAVa, layer budgets        ``weight="normalized_entropy"``
+    ZigZagKV                   ``weight="threshold", threshold=0.9, beta=...``
+    CompressKV                 ``weights=errors, floor_tokens=32, most=3``
+    HeadKV                     ``weights=importance, beta=1.005...10, power=temperature``
+    SqueezeAttention           ``weight="two_groups", weights=similarity, small_share=p``
+    ========================== =====================================================
+
+    What the curves do not say: CAKE multiplies the entropy by a temporal variance to the power
+    1/tau2, which needs the attention rows themselves and is left out; pass the product as
+    ``weights`` to have it. CAKE and LAVa sum the entropy over all heads; a unit of a whole layer
+    has one curve here, the sum over its heads of their n best, and the entropy is that curve's.
+    ZigZagKV averages the counts of a layer's heads, in the same way not visible in a layer's
+    curve. SqueezeAttention finds its groups by k-means; in one dimension the best split into two
+    is found exactly.
+
+    Parameters
+    ----------
+    weight : {"entropy", "normalized_entropy", "threshold", "given", "two_groups"}, optional
+        Where the weights come from; ``"given"`` when ``weights`` are, else ``"entropy"``.
+
+        ``"entropy"``: ``-sum(p log p)`` of the gains of a unit's entries. All entries of a page
+        are taken to gain the same. ``"normalized_entropy"``: divided by the log of their number.
+        ``"threshold"``: entries that the unit needs to retain ``threshold`` of its best value.
+        ``"given"``: ``weights`` as they are. ``"two_groups"``: ``weights`` are similarities; the
+        group of the more similar (less important) units gets ``small_share`` of the mean budget
+        each, the others share the rest evenly.
+    weights : sequence of float or str, optional
+        One number for each unit, or for each layer (its heads get the same); a text such as
+        ``"0.5,0.2,0.3"`` on the command line.
+    power : float
+        Exponent of the weights, at least 0.
+    beta : float
+        Share 1/beta of the budget is given out by weight, the rest evenly; at least 1.
+    threshold : float
+        Retention that ``"threshold"`` counts entries for, 0..1.
+    small_share : float
+        Share of the mean budget of the less important group of ``"two_groups"``, 0..1.
+    floor_tokens : int
+        Least budget of a unit, tokens; given out before anything else.
+    most : float, optional
+        Largest budget of a unit, in multiples of the mean budget; no limit by default.
+
+    Raises
+    ------
+    InputError
+        If an option is out of range, or weights are missing or not wanted.
+
+    References
+    ----------
+    CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences. LAVa: Layer-wise KV
+    Cache Eviction with Dynamic Budget Allocation. ZigZagKV: Dynamic KV Cache Compression for
+    Long-context Modeling based on Layer Uncertainty. CompressKV: Semantic Retrieval Heads Know
+    What Tokens are Not Important Before Generation. HeadKV: Not All Heads Matter.
+    SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal Budget.
+    """
+
+    name: ClassVar[str] = "proportional"
+    summary: ClassVar[str] = "budgets in proportion to a weight: entropy, threshold, or your own"
+    reference: ClassVar[str] = (
+        "CAKE, LAVa, ZigZagKV, CompressKV, HeadKV, SqueezeAttention: budget allocation"
+    )
+
+    def __init__(
+        self,
+        weight: str = "",
+        weights: Sequence[float] | str | None = None,
+        power: float = 1.0,
+        beta: float = 1.0,
+        threshold: float = 0.9,
+        small_share: float = 0.35,
+        floor_tokens: int = 0,
+        most: float | None = None,
+    ) -> None:
+        self.weights = None if weights is None else numbers(weights, what="proportional: weights")
+        self.weight = weight or ("entropy" if weights is None else "given")
+        if self.weight not in RULES:
+            raise InputError(
+                f"proportional: weight is {weight!r}, expected one of {', '.join(RULES)}"
+            )
+        needs_weights = self.weight in ("given", "two_groups")
+        if needs_weights != (weights is not None):
+            what = "needs weights, and none are" if needs_weights else "takes no weights, and some"
+            raise InputError(f"proportional: weight {self.weight!r} {what} given")
+        # Without a default that is a number, a command line hands over a text.
+        limit = math.inf if most is None else float(most)
+        for name, number, low, high in (
+            ("power", power, 0.0, np.inf),
+            ("beta", beta, 1.0, np.inf),
+            ("threshold", threshold, 0.0, 1.0),
+            ("small_share", small_share, 0.0, 1.0),
+            ("floor_tokens", floor_tokens, 0, np.inf),
+            ("most", limit, 1.0, np.inf),
+        ):
+            if not low <= number <= high:
+                raise InputError(f"proportional: {name} is {number:g}, expected {low:g}..{high:g}")
+        self.power = power
+        self.beta = beta
+        self.threshold = threshold
+        self.small_share = small_share
+        self.floor_tokens = floor_tokens
+        self.most = limit
+
+    def can_solve(self, problem: AllocationProblem) -> bool | str:
+        """True where all entries cost the same and there is a weight for every unit."""
+        refusal = super().can_solve(problem)
+        if refusal is not True:
+            return refusal
+        n_layers = np.unique(problem.layers).size
+        if self.weights is not None and self.weights.size not in (problem.n_units, n_layers):
+            expected = " or ".join(
+                dict.fromkeys((f"{problem.n_units} (units)", f"{n_layers} (layers)"))
+            )
+            return (
+                f"proportional got {self.weights.size} weights, expected {expected}; give as many, "
+                "or use greedy, which needs none"
+            )
+        return needs_one_step(problem, self.name)
+
+    def solve(
+        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
+    ) -> Solution:
+        """Budgets for all the capacity, or the fewest that meet the target."""
+        shares = self._shares(problem)
+        return share_out(
+            problem,
+            lambda steps: self._share_steps(problem, shares, steps),
+            detail=self._describe(),
+        )
+
+    def _shares(self, problem: AllocationProblem) -> FloatArray:
+        """Weights with mean 1, ``(n_units,)``."""
+        if self.weight == "threshold":
+            raw = _tokens_needed(problem, self.threshold)
+        elif self.weights is None:
+            raw = np.array(
+                [
+                    _entropy(problem, unit, normalized=self.weight == "normalized_entropy")
+                    for unit in range(problem.n_units)
+                ]
+            )
+        else:
+            raw = self.weights
+            if raw.size != problem.n_units:
+                raw = raw[np.unique(problem.layers, return_inverse=True)[1]]
+            if self.weight == "two_groups":
+                raw = _two_groups(raw, self.small_share)
+        # The largest is 1 before the power is taken, so that nothing overflows.
+        raw = (raw / max(float(raw.max()), 1e-300)) ** self.power
+        mean = float(raw.mean())
+        return raw / mean if mean > 0 else np.ones(problem.n_units)
+
+    def _share_steps(self, problem: AllocationProblem, shares: FloatArray, steps: int) -> IntArray:
+        """Options of all units, adding up to ``steps``; limits give way where they cannot hold."""
+        size = tokens_per_step(problem)
+        first, last = problem.tokens[:, 0], problem.last_options
+        low = np.clip(-(-(self.floor_tokens - first) // size), 0, last)
+        if int(low.sum()) > steps:
+            low = apportion(low * (steps / int(low.sum())), steps, maximum=low)
+        high = last
+        if math.isfinite(self.most):
+            mean_tokens = mean_budget_tokens(problem, steps)
+            limit = np.floor((self.most * mean_tokens - first) / size).astype(np.int64)
+            high = np.clip(limit, low, last)
+            if int(high.sum()) < steps:
+                high = last
+        mean = (steps - int(low.sum())) / problem.n_units
+        wanted = low + mean * (1 - 1 / self.beta) + mean / self.beta * shares
+        return apportion(wanted, steps, minimum=low, maximum=high)
+
+    def _describe(self) -> str:
+        parts = [f"weight {self.weight}"]
+        if self.weight == "threshold":
+            parts.append(f"threshold {self.threshold:g}")
+        if self.weight == "two_groups":
+            parts.append(f"small share {self.small_share:g}")
+        if self.power != 1.0:
+            parts.append(f"power {self.power:g}")
+        if self.beta != 1.0:
+            parts.append(f"beta {self.beta:g}")
+        if self.floor_tokens:
+            parts.append(f"at least {self.floor_tokens} tokens")
+        if math.isfinite(self.most):
+            parts.append(f"at most {self.most:g} times the mean")
+        return ", ".join(parts)
+
+
+def _entropy(problem: AllocationProblem, unit: int, *, normalized: bool) -> float:
+    """Entropy of the gains of a unit's entries, nats, or as a share of the most possible."""
+    count = int(problem.option_counts[unit])
+    gains = np.maximum(np.diff(problem.values[unit, :count]), 0.0)
+    entries = np.diff(problem.tokens[unit, :count])
+    total = float(gains.sum())
+    if total <= 0.0:
+        return 0.0
+    kept = gains > 0.0
+    share = gains[kept] / total
+    # An option of several entries: each gains an equal part of it.
+    entropy = -float(np.sum(share * np.log(share / entries[kept])))
+    most = np.log(float(entries.sum()))
+    return entropy / most if normalized and most > 0 else entropy
+
+
+def _tokens_needed(problem: AllocationProblem, threshold: float) -> FloatArray:
+    """Entries above its smallest option that retain a share of a unit's best value, ``(n_units,)``.
+
+    A unit that has it from the start counts as one, so that no weight is zero.
+    """
+    needed = np.ones(problem.n_units)
+    for unit, count in enumerate(problem.option_counts.tolist()):
+        row = problem.values[unit, :count]
+        least = min(0.0, float(row.min()))
+        reaches = row - least >= threshold * (float(row.max()) - least) - 1e-12
+        first = int(np.argmax(reaches))
+        needed[unit] = max(1, int(problem.tokens[unit, first] - problem.tokens[unit, 0]))
+    return needed
+
+
+def _two_groups(similarity: FloatArray, small_share: float) -> FloatArray:
+    """Weights of two groups of units: ``small_share`` for the more similar ones.
+
+    The split is the one with the least squared distance to the group means (k-means with k = 2,
+    which in one dimension is a cut of the sorted numbers).
+    """
+    ordered = np.sort(similarity)
+    if ordered[0] == ordered[-1]:
+        return np.ones(similarity.size)
+    cuts = np.flatnonzero(np.diff(ordered) > 0) + 1
+    spread = [float(np.var(ordered[:cut]) * cut) for cut in cuts]
+    spread = [
+        left + float(np.var(ordered[cut:]) * (ordered.size - cut))
+        for left, cut in zip(spread, cuts, strict=True)
+    ]
+    cut = int(cuts[int(np.argmin(spread))])
+    similar = similarity >= ordered[cut]
+    n_similar = int(similar.sum())
+    large = (similarity.size - n_similar * small_share) / (similarity.size - n_similar)
+    weights: FloatArray = np.where(similar, small_share, large)
+    return weights

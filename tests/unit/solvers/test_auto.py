@@ -1,0 +1,130 @@
+"""Auto: which solver for which problem, why, and never worse than the others."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from factories import make_problem
+from test_anneal import OnlyEven
+
+from kvalloc import registry
+from kvalloc.errors import InfeasibleError, SolverError
+from kvalloc.problem import Sense
+from kvalloc.solver import Termination
+from kvalloc.solving import solve_problem
+from kvalloc.testing import larger_problem, tiny_problem, tiny_problems
+
+AUTO = registry.get_solver("auto")
+INSTALLED = set(registry.solver_names())
+
+
+@pytest.mark.parametrize(
+    ("kind", "picked"),
+    [
+        ("concave", "greedy"),
+        ("tied", "greedy"),
+        ("paged", "greedy"),
+        ("worst:non_concave", "max_min"),
+        ("worst:losses+nested_caps", "max_min"),
+        ("worst:concave+max_distinct", "ilp"),
+        ("concave+nested_caps", "flow"),
+        ("losses", "dp"),
+        ("unequal_costs", "dp"),
+        ("losses+nested_caps", "ilp"),
+        ("concave+max_distinct", "ilp"),
+        ("concave+rank_balance", "ilp"),
+    ],
+)
+def test_it_picks_the_cheapest_exact_solver(kind, picked):
+    if picked not in INSTALLED:
+        pytest.skip(f"{picked} is not there yet")
+    answer = solve_problem(tiny_problem(kind, seed=4), AUTO)
+    assert answer.detail.startswith(f"{picked}: ")
+    assert answer.termination is Termination.OPTIMAL
+
+
+def test_a_constraint_that_nobody_knows_is_searched():
+    values = [[0.0, 0.5, 0.75, 0.8, 0.81]] * 2
+    answer = solve_problem(make_problem(values, capacity=5, constraints=(OnlyEven(),)), AUTO)
+    assert answer.detail.startswith("anneal: no exact solver knows these constraints")
+    assert answer.choice.tolist() in ([2, 2], [0, 4], [4, 0])
+
+
+def test_it_is_never_worse_than_any_other():
+    others = [
+        registry.get_solver(name)
+        for name in registry.solver_names()
+        if name not in ("auto", "anneal") and not name.startswith("square")
+    ]
+    for name, problem in tiny_problems(60, seed=50):
+        try:
+            best = solve_problem(problem, AUTO).objective
+        except InfeasibleError:
+            continue
+        sign = 1.0 if problem.sense is Sense.MAX_VALUE else -1.0
+        for solver in others:
+            if solver.can_solve(problem) is True:
+                try:
+                    other = solve_problem(problem, solver).objective
+                except (InfeasibleError, SolverError):
+                    continue
+                assert sign * best >= sign * other - 1e-9, (name, solver.name)
+
+
+def test_its_choice_costs_next_to_nothing():
+    problem = larger_problem("concave", n_layers=64, n_heads=8, n_options=2000)
+    greedy = registry.get_solver("greedy")
+    fresh = dataclasses.replace(problem)  # nothing computed yet: reading it is part of the solve
+    start = time.perf_counter()
+    assert greedy.can_solve(fresh) is True
+    greedy.solve(fresh)
+    alone = time.perf_counter() - start
+    start = time.perf_counter()
+    for _ in range(20):
+        next(AUTO._able(fresh))
+    assert (time.perf_counter() - start) / 20 < 0.05 * alone + 1e-3
+
+
+def test_it_goes_on_where_one_gives_up(monkeypatch):
+    def gives_up(self, problem, *, time_limit_seconds=None):
+        raise SolverError("greedy gave up")
+
+    monkeypatch.setattr(type(registry.get_solver("greedy")), "solve", gives_up)
+    answer = solve_problem(make_problem([[0.0, 0.5, 0.75]] * 2, capacity=2), AUTO)
+    assert "greedy gave up" in answer.detail
+    assert not answer.detail.startswith("greedy")
+    assert answer.choice.tolist() in ([1, 1], [2, 0], [0, 2])
+
+
+def test_infeasible_is_passed_on():
+    with pytest.raises(InfeasibleError):
+        solve_problem(make_problem([[0.0, 0.5]] * 2, target=1.5), AUTO)
+
+
+def test_it_keeps_the_time_limit():
+    problem = larger_problem("losses+max_distinct")
+    start = time.perf_counter()
+    solve_problem(problem, AUTO, time_limit_seconds=0.5)
+    assert time.perf_counter() - start < 4.0
+
+
+def test_nothing_heavy_is_imported_for_an_easy_problem():
+    code = """
+import sys
+from kvalloc.registry import get_solver
+from kvalloc.testing import tiny_problem
+answer = get_solver("auto").solve(tiny_problem("concave", seed=0))
+heavy = [name for name in ("ortools", "scipy", "networkx", "torch") if name in sys.modules]
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_choices_do_not_depend_on_what_was_asked_before():
+    problems = [tiny_problem(kind, seed=2) for kind in ("concave", "losses", "concave")]
+    answers = [solve_problem(problem, AUTO).choice.tolist() for problem in problems]
+    assert answers[0] == answers[2]
+    assert np.all(np.array(answers[1]) >= 0)

@@ -1,0 +1,206 @@
+"""A solver in a package of its own: built, installed, found, run, and kept in check."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from factories import make_problem, make_scores
+
+from kvalloc.errors import SolverError
+from kvalloc.registry import get_solver
+from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.solving import GRACE_SECONDS, solve_problem
+from kvalloc.watchdog import NoAnswerError, call_in_time
+
+SOURCE = Path(__file__).parents[2] / "third_party" / "kvalloc_example_solver"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which the example is installed, offline and into a folder of its own."""
+    folder = tmp_path_factory.mktemp("third_party")
+    copy = shutil.copytree(SOURCE, folder / "source")  # a build writes into its source
+    target = folder / "installed"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    offline = ["--no-deps", "--no-index", "--no-build-isolation", "--target", str(target)]
+    subprocess.run([*pip, *offline, str(copy)], check=True, capture_output=True, text=True)
+    path = os.pathsep.join(filter(None, (str(target), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "160"}
+
+
+def kvalloc(
+    *arguments: str | Path, env: dict[str, str], code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-c", "import sys; from kvalloc.cli.main import main; sys.exit(main())"]
+    done = subprocess.run(
+        [*run, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_it_is_listed(installed: dict[str, str]) -> None:
+    rows = json.loads(kvalloc("solvers", "--json", env=installed).stdout)
+    row = next(row for row in rows if row["name"] == "square_root")
+    assert row["error"] is None
+    assert row["options"] == {"offset": 0.0}
+    assert "square root" in row["summary"]
+    names = [
+        row["name"] for row in json.loads(kvalloc("solvers", "--json", env={**os.environ}).stdout)
+    ]
+    assert "square_root" not in names
+
+
+def test_it_solves(installed: dict[str, str], tmp_path: Path) -> None:
+    scores, profile = tmp_path / "s.safetensors", tmp_path / "p.json"
+    make_scores(4).save(scores)
+    options = ["--budget", "50%", "--level", "head", "--solver", "square_root", "--json"]
+    answer = json.loads(kvalloc("solve", scores, *options, "-o", profile, env=installed).stdout)
+    assert answer["solver"] == "square_root"
+    assert answer["termination"] == "heuristic"
+    assert answer["bound"] >= answer["objective"]
+    assert json.loads(profile.read_text())["solver"] == "square_root"
+
+
+def test_its_options_are_checked(installed: dict[str, str], tmp_path: Path) -> None:
+    scores = tmp_path / "s.safetensors"
+    make_scores(4).save(scores)
+    common = ["solve", scores, "--budget", "50%", "--solver", "square_root", "--json"]
+    done = kvalloc(*common, "--solver-option", "offset=-1", env=installed, code=2)
+    assert "offset is -1, expected >= 0" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = kvalloc(*common, "--solver-option", "size=2", env=installed, code=2)
+    assert "square_root has no option 'size'; choose from: offset" in done.stderr
+
+
+def test_it_keeps_the_contract(installed: dict[str, str]) -> None:
+    test = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
+    done = subprocess.run(
+        [sys.executable, *test, str(SOURCE / "test_square_root.py")],
+        env=installed,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "10 passed" in done.stdout
+
+
+# --- what others may do wrong ----------------------------------------------------------------
+
+
+class Slow(Solver):
+    """Ignores its time limit."""
+
+    name: ClassVar[str] = "slow"
+    summary: ClassVar[str] = "sleeps"
+
+    def __init__(self, seconds: float = 0.0, where: str = "solve") -> None:
+        self.seconds = seconds
+        self.where = where
+        self.thread = ""
+
+    def can_solve(self, problem: Any) -> bool | str:
+        if self.where == "can_solve":
+            time.sleep(self.seconds)
+        return True
+
+    def solve(self, problem: Any, *, time_limit_seconds: float | None = None) -> Solution:
+        self.thread = threading.current_thread().name
+        if self.where == "solve":
+            time.sleep(self.seconds)
+        if self.where == "raise":
+            raise ZeroDivisionError("a plug-in's own mistake")
+        choice = problem.last_options * 0
+        return Solution(
+            choice=choice,
+            objective=problem.objective(choice),
+            bound=None,
+            termination=Termination.HEURISTIC,
+        )
+
+
+PROBLEM = make_problem([[0.0, 1.0]] * 2, capacity=1)
+
+
+@pytest.mark.parametrize("where", ["solve", "can_solve"])
+def test_one_that_hangs_is_given_up(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvalloc.solving.GRACE_SECONDS", 0.2)
+    start = time.perf_counter()
+    with pytest.raises(SolverError, match=r"slow ignores its time limit: no answer after 0\.4 s"):
+        solve_problem(PROBLEM, Slow(30.0, where), time_limit_seconds=0.1)
+    assert time.perf_counter() - start < 3.0
+
+
+def test_one_that_is_a_little_late_is_forgiven() -> None:
+    answer = solve_problem(PROBLEM, Slow(0.15), time_limit_seconds=0.05)
+    assert answer.choice.tolist() == [0, 0]
+    assert GRACE_SECONDS == 5.0
+
+
+def test_without_a_limit_it_runs_where_it_is_called() -> None:
+    slow = Slow()
+    solve_problem(PROBLEM, slow)
+    assert slow.thread == threading.current_thread().name
+    solve_problem(PROBLEM, slow, time_limit_seconds=10.0)
+    assert slow.thread == "kvalloc-call"
+
+
+def test_a_limit_without_end_is_no_trouble() -> None:
+    assert solve_problem(PROBLEM, Slow(), time_limit_seconds=float("inf")).cost_bytes == 0
+
+
+def test_its_exceptions_come_through_the_watchdog() -> None:
+    with pytest.raises(
+        SolverError, match="slow failed: ZeroDivisionError: a plug-in's own mistake"
+    ):
+        solve_problem(PROBLEM, Slow(where="raise"), time_limit_seconds=10.0)
+
+
+def test_ours_are_not_watched() -> None:
+    greedy = get_solver("greedy")
+    before = threading.active_count()
+    solve_problem(PROBLEM, greedy, time_limit_seconds=10.0)
+    assert threading.active_count() <= before
+
+
+def test_the_watchdog_hands_over_what_a_call_raises() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        call_in_time(leave, seconds=5.0)
+    with pytest.raises(NoAnswerError):
+        call_in_time(lambda: time.sleep(5.0), seconds=0.05)
+
+
+def test_the_process_ends_although_a_plug_in_hangs() -> None:
+    code = """
+import sys, time
+import kvalloc.solving
+from kvalloc.errors import SolverError
+from test_third_party import PROBLEM, Slow
+kvalloc.solving.GRACE_SECONDS = 0.1
+try:
+    kvalloc.solving.solve_problem(PROBLEM, Slow(600.0), time_limit_seconds=0.1)
+except SolverError:
+    print("given up")
+"""
+    path = os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[2])))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout.strip() == "given up", done.stderr
