@@ -58,7 +58,7 @@ def demo(
     time_limit: Annotated[
         float,
         typer.Option(help="Seconds for everything; what does not fit is skipped, and said."),
-    ] = 300.0,
+    ] = 320.0,
     quick: Annotated[
         bool, typer.Option("--quick", help="One short sample and question, to try it out.")
     ] = False,
@@ -272,12 +272,13 @@ def _save(
     record = demo_record(decisions, experiment)
     with atomic_write(folder / RESULTS) as temporary:
         temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", "utf-8")
+    model = scores.shape.model_id.rsplit("/", 1)[-1]
     save_budget_figure(
         folder / PICTURE,
         scores,
         {d.solver: d.profile for d in decisions if d.profile is not None},
         harm=harm_points(experiment),
-        title=f"{scores.shape.model_id}: budgets for a retention of {TARGET_RETENTION:g}",
+        title=f"{model}: budgets for a retention of {TARGET_RETENTION:g}",
     )
     show.heading(5, "What this shows")
     for lesson in lessons(experiment.references, experiment.asked):

@@ -1,0 +1,1 @@
+"""What a reduced cache does to a model's answers."""

@@ -1,0 +1,78 @@
+"""How far a reduced cache moves the model's next-token distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvalloc.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Teacher-forced distance of a reduced cache's predictions from the full cache's.
+
+    Attributes
+    ----------
+    kl : float
+        Mean of KL(full cache ‖ reduced cache) over the predictions, nats per token.
+    top1_agreement : float
+        Share of predictions whose most likely token is the same, 0..1.
+    n_predictions : int
+        Predictions compared.
+    """
+
+    kl: float
+    top1_agreement: float
+    n_predictions: int
+
+
+def divergence(full_logits: Tensor, reduced_logits: Tensor) -> Divergence:
+    """Compare two rows of next-token predictions for the same tokens.
+
+    ``KL(p ‖ q) = sum_v p(v) * (log p(v) - log q(v))`` with p from the full cache and q from the
+    reduced one, log-softmax in float32, summed in float64.
+
+    Parameters
+    ----------
+    full_logits, reduced_logits : Tensor, (n_predictions, vocabulary)
+        Logits of any float type.
+
+    Returns
+    -------
+    Divergence
+        Exactly 0 for equal logits.
+
+    Raises
+    ------
+    InputError
+        If the shapes differ or there is no prediction.
+
+    Examples
+    --------
+    >>> import math, torch
+    >>> full, reduced = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])
+    >>> round(divergence(full, reduced).kl, 6)  # 0.5 ln(0.5/0.75) + 0.5 ln(0.5/0.25)
+    0.143841
+    """
+    if full_logits.shape != reduced_logits.shape or full_logits.ndim != 2:
+        raise InputError(
+            f"logits shaped {tuple(full_logits.shape)} and {tuple(reduced_logits.shape)} cannot be "
+            "compared; give (n_predictions, vocabulary) for the same tokens"
+        )
+    if full_logits.shape[0] < 1:
+        raise InputError("there is no prediction to compare; give an answer of two tokens or more")
+    full = full_logits.float().log_softmax(dim=-1)
+    reduced = reduced_logits.float().log_softmax(dim=-1)
+    terms = full.exp() * (full - reduced)
+    # exp(-inf) * (-inf - x) is 0 * inf: a token that the full cache rules out adds nothing.
+    terms = terms.masked_fill(full == float("-inf"), 0.0)
+    agree = full_logits.argmax(dim=-1) == reduced_logits.argmax(dim=-1)
+    return Divergence(
+        kl=float(terms.double().sum(dim=-1).mean()),
+        top1_agreement=float(agree.double().mean()),
+        n_predictions=int(full_logits.shape[0]),
+    )

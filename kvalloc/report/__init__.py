@@ -1,0 +1,1 @@
+"""Budgets and measurements as tables and pictures."""

@@ -1,0 +1,171 @@
+"""``kvalloc demo --quick`` from end to end, with the real model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.evaluate.needle import NeedleCase, haystack_texts
+from kvalloc.score_profile import ScoreProfile
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+MIB = 1024**2
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import sys; from kvalloc.cli.main import main; sys.exit(main())"]
+        + ["demo", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("demo")
+    # a limit that no machine reaches: the whole ladder is asked
+    done = run("--quick", "--time-limit", "3600", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return folder / "demo-output", done.stdout
+
+
+@pytest.fixture(scope="module")
+def record(demo: tuple[Path, str]) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((demo[0] / "results.json").read_text("utf-8"))
+    return results
+
+
+def test_every_file_is_there_and_sound(demo, record):
+    folder, _ = demo
+    scores = ScoreProfile.load(folder / "scores.safetensors")
+    assert (folder / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    names = {d["solver"] for d in record["decisions"] if d["level"] is not None}
+    assert {"uniform", "greedy", "ilp", "pyramid", "adaptive_head"} <= names
+    for name in names:
+        profile = BudgetProfile.load(folder / f"{name}.json")
+        assert profile.score_digest == scores.digest()
+        assert profile.solver == name
+        assert profile.retention >= 0.9 - 1e-9
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_the_haystacks_were_not_measured_on(demo):
+    scores = ScoreProfile.load(demo[0] / "scores.safetensors")
+    assert not any(name in scores.text_description for name in haystack_texts())
+
+
+def test_output_fits_80_columns_without_a_terminal(demo):
+    _, output = demo
+    assert max(map(len, output.splitlines())) <= 80
+    assert "\x1b" not in output
+    for number in range(1, 6):
+        assert re.search(rf"^{number}\. ", output, re.MULTILINE)
+
+
+def test_found_is_what_the_answers_say(record):
+    for reference in record["full_cache"]:
+        assert reference["found"] is is_found(reference)
+    for asked in record["asked"] + record["ladder"]:
+        for row in asked["rows"]:
+            assert row["found"] is is_found(row)
+        assert asked["found"] == sum(map(is_found, asked["rows"]))
+
+
+def is_found(row: dict[str, Any]) -> bool:
+    case = NeedleCase(
+        input_ids=(0,), key=row["key"], number=row["number"], depth=0.5, source=row["source"]
+    )
+    return case.is_found(row["answer"])
+
+
+def test_what_is_printed_is_what_was_recorded(demo, record):
+    _, output = demo
+    apply_part = output.split("3. Apply")[1].split("4. Search")[0]
+    search_part = output.split("4. Search")[1].split("5. What")[0]
+    own = [asked for asked in record["asked"] if asked["same_as"] is None]
+    assert {"uniform", "greedy", "pyramid"} <= {asked["solver"] for asked in own}
+    for asked in own:
+        answer, summary = re.findall(rf"^{asked['solver']} .*$", apply_part, re.MULTILINE)
+        (row,) = asked["rows"]
+        assert (" yes " if row["found"] else " no ") in answer
+        assert f"{row['kl']:.3f}" in answer
+        assert f"{row['retained_bytes'] / MIB:.2f}" in answer
+        assert f"{asked['found']} of 1" in summary
+        assert f"{asked['retention']:.4f}" in summary
+        rungs = re.findall(rf"^{asked['solver']} .*$", search_part, re.MULTILINE)
+        for rung in record["ladder"]:
+            if rung["solver"] == asked["solver"] and rungs:
+                assert f"{rung['found']}/1 {rung['kl']:.2f}" in rungs[0]
+    for asked in record["asked"]:
+        if asked["same_as"] is not None:
+            assert re.search(rf"\b{asked['solver']}\b", apply_part)
+    assert "weak guide to harm" in output.replace("\n", " ")
+    assert "head-level budgets are not yet enforced" in output
+
+
+def test_bytes_are_equal_and_true(demo, record):
+    folder, _ = demo
+    greedy = BudgetProfile.load(folder / "greedy.json")
+    assert record["capacity_bytes"] == greedy.retained_bytes
+    layer_step = greedy.shape.n_layers * greedy.shape.n_kv_heads * greedy.shape.bytes_per_entry
+    for asked in record["asked"]:
+        for row in asked["rows"]:
+            # never above what was granted; below it by less than one entry a head, plus what a
+            # prompt that is a token or two shorter cannot fill
+            missing = record["capacity_bytes"] - row["retained_bytes"]
+            assert 0 <= missing <= 4 * layer_step
+            assert row["full_bytes"] == greedy.full_bytes_at(row["prompt_tokens"])
+    kinds = [d for d in record["at_capacity"] if d["level"] == "layer"]
+    assert {a["solver"] for a in record["asked"]} == {d["solver"] for d in kinds}
+
+
+def test_the_whole_ladder_was_asked(record):
+    assert record["ladder_skipped"] == []
+    solvers = {asked["solver"] for asked in record["asked"]}
+    shares = {rung["share"] for rung in record["ladder"]}
+    assert {(r["solver"], r["share"]) for r in record["ladder"]} == {
+        (solver, share) for solver in solvers for share in shares
+    }
+    for rung in record["ladder"]:
+        kept = np.mean([row["retained_bytes"] / row["full_bytes"] for row in rung["rows"]])
+        assert kept == pytest.approx(rung["share"], abs=0.01)
+
+
+def test_a_file_where_the_folder_should_be(tmp_path):
+    (tmp_path / "taken").write_text("x")
+    done = run("--quick", "--output-dir", "taken", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.strip().count("\n") == 0
+    assert "taken is a file" in done.stderr
+
+
+@pytest.mark.parametrize("limit", ["0", "-5"])
+def test_no_time_at_all_is_refused(tmp_path, limit):
+    done = run("--quick", "--time-limit", limit, folder=tmp_path)
+    assert done.returncode == 2
+    assert "leaves no time" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_stdout_to_itself(tmp_path):
+    done = run("--quick", "--json", "--time-limit", "1", "--output-dir", "o", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record == json.loads((tmp_path / "o" / "results.json").read_text("utf-8"))
+    assert record["ladder"] == []
+    assert len(record["ladder_skipped"]) == 2 * len(record["asked"])

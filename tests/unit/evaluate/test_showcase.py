@@ -1,0 +1,230 @@
+"""The demo's experiment, with cases instead of a model."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from factories import make_scores
+
+from kvalloc.errors import InputError, SolverError
+from kvalloc.evaluate import showcase
+from kvalloc.evaluate.caches import CacheRow, Reference
+from kvalloc.evaluate.needle import NeedleCase
+from kvalloc.evaluate.record import demo_record
+from kvalloc.evaluate.showcase import (
+    NOT_ENFORCED,
+    Asked,
+    Decision,
+    Experiment,
+    Questions,
+    climb,
+    decide,
+)
+from kvalloc.solving import solve
+
+CASE = NeedleCase(input_ids=(1, 2), key="anchor", number="1234567", depth=0.5, source="made up")
+SHARES = (0.2, 0.4, 0.6, 0.8)
+
+
+def make_reference(answer: str = "1234567.") -> Reference:
+    return Reference(
+        case=CASE,
+        answer=answer,
+        answer_ids=(1, 2),
+        logits=torch.zeros(1, 3),
+        stored_bytes=1000,
+        prefill_seconds=0.0,
+        decode_seconds=0.0,
+    )
+
+
+def make_row(
+    answer: str = "1234567", kl: float | None = 0.5, retained_bytes: int = 500
+) -> CacheRow:
+    return CacheRow(
+        case=CASE,
+        answer=answer,
+        found=CASE.is_found(answer),
+        kl=kl,
+        top1_agreement=None if kl is None else 0.5,
+        retained_bytes=retained_bytes,
+        full_bytes=1000,
+        prefill_seconds=0.1,
+        decode_seconds=0.2,
+    )
+
+
+@pytest.fixture
+def scores():
+    return make_scores()
+
+
+class FakeQuestions(Questions):
+    """Finds the needle from a certain share on, and counts."""
+
+    def __init__(self, finds_from: float, seconds: float = 0.0) -> None:
+        super().__init__(None, None, [])  # type: ignore[arg-type]
+        self.finds_from = finds_from
+        self.last_seconds = seconds
+        self.order: list[tuple[str, float]] = []
+
+    def ask(self, solver, share, profile):
+        self.order.append((solver, share))
+        answer = "1234567" if share >= self.finds_from else "7"
+        return Asked(
+            solver=solver, share=share, profile=profile, rows=(make_row(answer),), same_as=None
+        )
+
+
+def forever() -> float:
+    return time.monotonic() + 1000
+
+
+def test_every_registered_solver_is_in_the_table(scores):
+    decisions = {d.solver: d for d in decide(scores, {"target_retention": 0.8})}
+    assert {"uniform", "greedy", "ilp", "pyramid", "adaptive_head"} <= set(decisions)
+    assert next(iter(decisions)) == "uniform"
+    for name in ("uniform", "greedy", "ilp", "pyramid"):
+        profile = decisions[name].profile
+        assert profile is not None
+        assert profile.level == "layer"
+        assert profile.retention >= 0.8 - 1e-9
+        assert decisions[name].enforceable
+        assert decisions[name].reason == ""
+
+
+def test_a_solver_for_heads_is_shown_as_not_enforced(scores):
+    (by_heads,) = [d for d in decide(scores, {"budget": 0.5}) if d.solver == "adaptive_head"]
+    assert by_heads.profile is not None
+    assert by_heads.profile.level == "head"
+    assert by_heads.reason == NOT_ENFORCED
+    assert not by_heads.enforceable
+
+
+def test_a_solver_that_cannot_is_listed_with_its_reason(scores, monkeypatch):
+    def refuse(*args, **options):
+        raise SolverError("not today")
+
+    monkeypatch.setattr(showcase, "solve", refuse)
+    decisions = decide(scores, {"budget": 0.5})
+    assert decisions
+    for decision in decisions:
+        assert decision.profile is None
+        assert decision.reason == "not today"
+        assert not decision.enforceable
+
+
+def test_no_solver_at_all_is_one_clear_error(scores, monkeypatch):
+    monkeypatch.setattr(showcase, "solver_names", list)
+    with pytest.raises(SolverError, match="not installed"):
+        decide(scores, {"budget": 0.5})
+
+
+def test_equal_budgets_are_asked_once(scores, monkeypatch):
+    calls = []
+
+    def measured(model, tokenizer, references, make_cache):
+        calls.append(1)
+        return iter([make_row()])
+
+    monkeypatch.setattr(showcase, "evaluate_cache", measured)
+    questions = Questions(None, None, [make_reference()])  # type: ignore[arg-type]
+    profiles = {name: solve(scores, budget=0.5, solver=name) for name in ("greedy", "uniform")}
+    first = questions.ask("greedy", 0.5, profiles["greedy"])
+    again = questions.ask("ilp", 0.5, profiles["greedy"])
+    own = questions.ask("greedy", 0.5, profiles["greedy"])
+    other = questions.ask("uniform", 0.5, profiles["uniform"])
+    assert (first.same_as, again.same_as, own.same_as, other.same_as) == (
+        None,
+        "greedy",
+        None,
+        None,
+    )
+    assert again.rows is first.rows
+    assert len(calls) == 2
+
+
+def test_the_ladder_is_climbed_whole_where_there_is_time(scores):
+    questions = FakeQuestions(finds_from=0.6)
+    ladder = climb(scores, ["uniform", "greedy"], questions, shares=SHARES, deadline=forever())
+    assert set(ladder.asked) == {
+        (name, share) for name in ("uniform", "greedy") for share in SHARES
+    }
+    assert ladder.skipped == ()
+    assert ladder.first_share("uniform") == 0.6
+    assert len(questions.order) == len(set(questions.order)) == 8
+
+
+@pytest.mark.parametrize("finds_from", [0.1, 0.2, 0.4, 0.6, 0.8, 2.0])
+def test_bisection_comes_first(scores, finds_from):
+    questions = FakeQuestions(finds_from)
+    climb(scores, ["uniform"], questions, shares=SHARES, deadline=forever())
+    asked = [share for _, share in questions.order[:3]]
+    assert asked[0] == 0.6
+    below = [share for share in SHARES if share < finds_from]
+    above = [share for share in SHARES if share >= finds_from]
+    # after three of four rungs both neighbours of the answer are known
+    assert not below or below[-1] in asked
+    assert not above or above[0] in asked
+
+
+def test_what_there_is_no_time_for_is_said(scores):
+    questions = FakeQuestions(finds_from=0.6, seconds=10.0)
+    ladder = climb(scores, ["uniform"], questions, shares=SHARES, deadline=time.monotonic() + 5)
+    assert ladder.asked == {}
+    assert sorted(ladder.skipped) == [("uniform", share) for share in SHARES]
+    assert ladder.first_share("uniform") is None
+
+
+def test_progress_counts_seconds_up_to_the_deadline(scores):
+    seen = []
+    climb(
+        scores,
+        ["uniform"],
+        FakeQuestions(0.6),
+        shares=SHARES,
+        deadline=time.monotonic() + 100,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert {total for _, total in seen} == {100}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (100, 100)
+
+
+def test_found_and_kl_are_taken_from_the_rows(scores):
+    profile = solve(scores, budget=0.5)
+    rows = (make_row("1234567", kl=0.25), make_row("12", kl=0.75), make_row("1", kl=None))
+    asked = Asked(solver="greedy", share=0.5, profile=profile, rows=rows, same_as=None)
+    assert asked.n_found == 1
+    assert asked.kl == 0.5
+    unknown = Asked(solver="greedy", share=0.5, profile=profile, rows=rows[2:], same_as=None)
+    assert unknown.kl is None
+
+
+def test_the_record_is_plain_json(scores):
+    decisions = decide(scores, {"budget": 0.5})
+    refused = Decision(solver="never", profile=None, reason="no", seconds=0.0)
+    ladder = climb(scores, ["uniform"], FakeQuestions(0.6), shares=SHARES, deadline=forever())
+    profile = solve(scores, budget=0.5)
+    asked = Asked(solver="greedy", share=0.5, profile=profile, rows=(make_row(),), same_as=None)
+    experiment = Experiment(
+        references=(make_reference(),),
+        capacity_bytes=profile.retained_bytes,
+        decisions=tuple(decisions),
+        asked=(asked,),
+        ladder=ladder,
+    )
+    record = json.loads(json.dumps(demo_record([*decisions, refused], experiment), allow_nan=False))
+    assert [d["solver"] for d in record["decisions"]] == [*(d.solver for d in decisions), "never"]
+    assert record["decisions"][-1]["reason"] == "no"
+    assert record["asked"][0]["rows"][0]["number"] == "1234567"
+    assert len(record["ladder"]) == 4
+    assert record["full_cache"][0]["found"] is True
+
+
+def test_shares_out_of_range_are_the_solvers_error(scores):
+    with pytest.raises(InputError):
+        climb(scores, ["uniform"], FakeQuestions(0.5), shares=(1.5,), deadline=forever())

@@ -1,0 +1,218 @@
+"""The demo's tables say what was measured, in 80 columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from factories import make_scores
+
+from kvalloc.evaluate.caches import CacheRow, Reference
+from kvalloc.evaluate.needle import NeedleCase
+from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder, decide
+from kvalloc.report.showcase import (
+    decision_table,
+    harm_points,
+    ladder_table,
+    lessons,
+    question_tables,
+    summary_table,
+)
+from kvalloc.solving import solve
+
+CASE = NeedleCase(
+    input_ids=tuple(range(1500)), key="anchor", number="1234567", depth=0.42, source="polk_1845"
+)
+REFERENCE = Reference(
+    case=CASE,
+    answer="1234567.",
+    answer_ids=(1, 2),
+    logits=torch.zeros(1, 3),
+    stored_bytes=69_120_000,
+    prefill_seconds=3.1,
+    decode_seconds=0.9,
+)
+SHARES = (0.125, 0.2, 0.3, 0.4, 0.6, 0.8)
+
+
+def make_row(answer: str, kl: float | None) -> CacheRow:
+    return CacheRow(
+        case=CASE,
+        answer=answer,
+        found=CASE.is_found(answer),
+        kl=kl,
+        top1_agreement=None if kl is None else 0.75,
+        retained_bytes=20_582_400,
+        full_bytes=69_120_000,
+        prefill_seconds=3.2,
+        decode_seconds=0.8,
+    )
+
+
+@pytest.fixture(scope="module")
+def scores():
+    return make_scores()
+
+
+@pytest.fixture(scope="module")
+def ask(scores):
+    def make(solver: str, answer: str, kl: float | None, same_as=None, share=0.3) -> Asked:
+        # greedy retains most whatever the curves
+        rule = "greedy" if solver in ("greedy", "ilp") else "uniform"
+        profile = solve(scores, budget=0.5, solver=rule)
+        rows = (make_row(answer, kl),)
+        return Asked(solver=solver, share=share, profile=profile, rows=rows, same_as=same_as)
+
+    return make
+
+
+def test_decisions_of_all_kinds(scores):
+    decisions = decide(scores, {"target_retention": 0.9})
+    refused = Decision(solver="never", profile=None, reason="no such luck", seconds=0.0)
+    lines = decision_table([*decisions, refused])
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split()[:3] == ["solver", "level", "retention"]
+    text = "\n".join(lines)
+    assert "* adaptive_head: head-level budgets are not yet enforced" in text
+    assert "* never: no such luck" in text
+    greedy = next(line for line in lines if line.startswith("greedy "))
+    assert greedy.split()[-2] == "0.0%"
+
+
+def test_answers_are_shown_as_they_are(ask):
+    asked = [
+        ask("uniform", "1234567.", 0.1),
+        ask("greedy", "7\n\x1b[31m and then some more words", 0.2),
+        ask("pyramid", "", None),
+    ]
+    lines = question_tables([REFERENCE], asked)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+    assert "1,500 tokens of polk_1845, needle at 42%" in text
+    assert "\x1b" not in text
+    rows = {line.split()[0]: line for line in lines if line}
+    assert " yes " in rows["full"]
+    assert " yes " in rows["uniform"]
+    assert " no " in rows["greedy"]
+    assert "(nothing)" in rows["pyramid"]
+    assert "?" in rows["pyramid"]  # an unknown KL is not 0
+
+
+def test_solvers_with_the_same_budgets_share_a_row(ask):
+    twins = [ask(f"a_long_name_{i}", "7", 0.2, same_as="greedy") for i in range(9)]
+    asked = [ask("uniform", "1234567.", 0.1), ask("greedy", "7", 0.2), *twins]
+    assert "a_long_name" not in "\n".join(question_tables([REFERENCE], asked))
+    lines = summary_table(asked)
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines]
+    assert rows[2][0] == "uniform"
+    assert rows[2][2:6] == ["1", "of", "1", "0.100"]
+    assert rows[3][2:6] == ["0", "of", "1", "0.200"]
+    note = " ".join(lines[4:])
+    assert note.startswith("a_long_name_0, ")
+    assert note.endswith("the same budgets as greedy, measured once")
+
+
+def make_ladder(ask, cells: dict[tuple[str, float], str], skipped=()) -> Ladder:
+    asked = {(n, s): ask(n, answer, 0.5, share=s) for (n, s), answer in cells.items()}
+    return Ladder(shares=SHARES, asked=asked, skipped=tuple(skipped))
+
+
+def test_the_ladder_names_the_first_share(ask):
+    cells = {("uniform", s): "1234567" if s >= 0.4 else "7" for s in SHARES}
+    cells |= {("greedy", s): "7" for s in SHARES}
+    lines = ladder_table(make_ladder(ask, cells), ["uniform", "greedy"])
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["kept", "12.5%", "20%", "30%", "40%", "60%", "80%", "all", "from"]
+    assert lines[2].split()[-1] == "40%"
+    assert lines[3].split()[-1] == "none"
+    assert "1/1 0.50" in lines[2]
+    assert len(lines) == 4
+
+
+def test_the_ladder_says_what_was_not_asked(ask):
+    cells = {("uniform", 0.4): "1234567", ("greedy", 0.4): "7"}
+    skipped = [(name, s) for name in ("uniform", "greedy") for s in SHARES if s != 0.4]
+    lines = ladder_table(make_ladder(ask, cells, skipped), ["uniform", "greedy"])
+    assert lines[2].split()[-1] == "<=40%"
+    assert lines[3].split()[-1] == "?"
+    assert lines[-1].startswith("10 of 12 cells were not asked")
+
+
+def test_a_ladder_without_time_says_so(ask):
+    skipped = [("uniform", share) for share in SHARES]
+    (line,) = ladder_table(make_ladder(ask, {}, skipped), ["uniform"])
+    assert line.startswith("Nothing was asked")
+
+
+def test_a_share_is_certain_once_the_next_smaller_one_missed_some(ask):
+    cells = {("uniform", 0.4): "7", ("uniform", 0.6): "1234567", ("uniform", 0.8): "1234567"}
+    skipped = [("uniform", share) for share in (0.125, 0.2, 0.3)]
+    lines = ladder_table(make_ladder(ask, cells, skipped), ["uniform"])
+    assert lines[2].split()[-1] == "60%"
+
+
+def test_the_ladder_merges_solvers_that_always_agree(ask):
+    cells = {("greedy", s): "7" for s in SHARES}
+    ladder = make_ladder(ask, cells, [("ilp", 0.8), ("greedy", 0.8)])
+    asked = dict(ladder.asked)
+    del asked["greedy", 0.8]
+    for share in SHARES[:-1]:
+        asked["ilp", share] = replace(asked["greedy", share], solver="ilp", same_as="greedy")
+    lines = ladder_table(replace(ladder, asked=asked), ["greedy", "ilp"])
+    assert lines[3] == "ilp: the same budgets as greedy wherever asked"
+    assert lines[4].startswith("1 of 6 cells were not asked")
+
+
+def test_lessons_when_most_attention_is_not_least_harm(ask):
+    asked = [ask("uniform", "1234567", 0.1), ask("greedy", "7", 0.9)]
+    first, second = lessons([REFERENCE], asked)
+    assert (
+        first == "Of 1 needle the full cache found 1; with 30% of the entries: uniform 1, greedy 0."
+    )
+    assert second.startswith("greedy retains most of the attention")
+    assert "uniform does least harm" in second
+    assert "weak guide to harm" in second
+    assert "measured loss" in second
+
+
+def test_lessons_when_it_is(ask):
+    asked = [ask("uniform", "7", 0.9), ask("greedy", "1234567", 0.1)]
+    _, second = lessons([REFERENCE], asked)
+    assert "and here also does least harm" in second
+    assert "weak guide to harm" in second
+
+
+def test_lessons_without_kl(ask):
+    first, second = lessons([REFERENCE], [ask("greedy", "1234567", None)])
+    assert "greedy 1" in first
+    assert "KL ?" in second
+
+
+def test_harm_points_merge_solvers_that_always_agree(ask):
+    cells = {
+        (name, share): ask(name, "1234567" if share > 0.3 else "7", 1 - share, share=share)
+        for name in ("uniform", "greedy")
+        for share in (0.2, 0.4)
+    }
+    for share in (0.2, 0.4):
+        cells["ilp", share] = replace(cells["greedy", share], solver="ilp", same_as="greedy")
+    at_bytes = tuple(
+        ask(name, "7", 0.7, same_as=twin)
+        for name, twin in (("uniform", None), ("greedy", None), ("ilp", "greedy"))
+    )
+    experiment = Experiment(
+        references=(REFERENCE,),
+        capacity_bytes=1,
+        decisions=(),
+        asked=at_bytes,
+        ladder=Ladder(shares=(0.2, 0.4), asked=cells, skipped=()),
+    )
+    points = harm_points(experiment)
+    assert list(points) == ["uniform", "greedy = ilp"]
+    assert [(p.share, p.all_found) for p in points["uniform"]] == [
+        (0.3, False),
+        (0.2, False),
+        (0.4, True),
+    ]
