@@ -1,0 +1,91 @@
+"""Run benchmarks and write what they print into RESULTS.md: nothing there is typed by hand.
+
+python benchmarks/record.py              # all of them
+python benchmarks/record.py solvers ...  # bench_solvers.py only, the other sections stay
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from _common import describe_where, where_it_ran
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "RESULTS.md"
+PACKAGES = ("kvalloc", "torch", "transformers", "numpy", "scipy", "ortools")
+HEADING = """# Results
+
+Written by `python benchmarks/record.py`; do not edit. Each section is what one benchmark printed,
+with the command, the machine, the versions and the date. Compared things ran side by side in one
+process or in turns, so trust the ratios; the seconds are this machine's on that day.
+"""
+
+
+def main(arguments: list[str]) -> int:
+    known = {path.stem.removeprefix("bench_"): path for path in sorted(FOLDER.glob("bench_*.py"))}
+    wanted = arguments or list(known)
+    unknown = [name for name in wanted if name.split()[0] not in known]
+    if unknown:
+        print(f"no benchmark {unknown[0]!r}; choose from {', '.join(known)}", file=sys.stderr)
+        return 2
+    sections = read_sections()
+    missed = []
+    for name in wanted:
+        stem, *options = name.split()
+        print(f"== {name}", flush=True)
+        code, text = run(known[stem], options)
+        sections[stem] = text
+        write_sections(sections)
+        if code:
+            missed.append(name)
+    if missed:
+        print(f"missed a target or failed: {', '.join(missed)}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def run(path: Path, options: list[str]) -> tuple[int, str]:
+    """One benchmark's exit code, and its section of the results."""
+    command = ["python", f"benchmarks/{path.name}", *options]
+    where = describe_where(where_it_ran(*PACKAGES))
+    done = subprocess.run(
+        [sys.executable, str(path), *options],
+        capture_output=True,
+        text=True,
+        cwd=FOLDER.parent,
+        check=False,
+    )
+    print(done.stdout, flush=True)
+    if done.returncode:
+        print(done.stderr[-2000:], file=sys.stderr, flush=True)
+    docstring = re.search(r'"""(.*?)(?:\n|""")', path.read_text(encoding="utf-8"))
+    title = docstring.group(1) if docstring else path.stem
+    verdict = (
+        "" if done.returncode == 0 else f"\nExit code {done.returncode}: a target was missed.\n"
+    )
+    section = (
+        f"{title}\n\n`{shlex.join(command)}`\n\n{where}\n\n```text\n{done.stdout.rstrip()}\n```\n"
+        f"{verdict}"
+    )
+    return done.returncode, section
+
+
+def read_sections() -> dict[str, str]:
+    """Sections of the results so far, by benchmark."""
+    if not RESULTS.exists():
+        return {}
+    parts = re.split(r"^## (\w+)\n\n", RESULTS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], (part.rstrip() + "\n" for part in parts[2::2]), strict=True))
+
+
+def write_sections(sections: dict[str, str]) -> None:
+    """All sections, sorted."""
+    text = "\n".join(f"## {name}\n\n{sections[name]}" for name in sorted(sections))
+    RESULTS.write_text(f"{HEADING}\n{text}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
