@@ -50,7 +50,11 @@ def main() -> int:
         if not arguments.json:
             print(describe(row), flush=True)
     if arguments.json:
-        report = {"rows": rows, "memory_method": "VmHWM above VmRSS, MALLOC_MMAP_THRESHOLD_=65536", "load_average": os.getloadavg()[0]}
+        report = {
+            "rows": rows,
+            "memory_method": "VmHWM above VmRSS, MALLOC_MMAP_THRESHOLD_=65536",
+            "load_average": os.getloadavg()[0],
+        }
         print(json.dumps(report, indent=1))
     return 0 if all(row["met"] for row in rows) else 1
 

@@ -81,9 +81,7 @@ class AdaptiveHead(Solver):
                 choice[units] = self._share_layer(problem, units, int(share))
             return choice
 
-        return share_out(
-            problem, rule, detail=f"alpha {self.alpha:g}, {self.safeguard} safeguard"
-        )
+        return share_out(problem, rule, detail=f"alpha {self.alpha:g}, {self.safeguard} safeguard")
 
     def _share_layer(self, problem: AllocationProblem, units: IntArray, steps: int) -> IntArray:
         last = problem.last_options[units]

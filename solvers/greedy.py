@@ -129,9 +129,7 @@ def _bracket(
     # Gains that are exactly zero are common (entries without any score): look there first.
     middle = 0.0
     while cheap < middle < dear:
-        choice = concave_response(
-            problem, middle, strict=True, at_least=inside, at_most=outside
-        )
+        choice = concave_response(problem, middle, strict=True, at_least=inside, at_most=outside)
         if accepted(choice):
             dear, inside = middle, choice
         else:

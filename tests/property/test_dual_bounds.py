@@ -92,9 +92,7 @@ def test_limits_that_are_known_do_not_change_the_response() -> None:
     assert free.tolist() == held.tolist()
 
 
-@pytest.mark.parametrize(
-    "goal", [{"capacity": 3}, {"target": 3.5}], ids=["capacity", "target"]
-)
+@pytest.mark.parametrize("goal", [{"capacity": 3}, {"target": 3.5}], ids=["capacity", "target"])
 def test_an_infeasible_problem_has_no_bound(goal: dict[str, float]) -> None:
     problem = make_problem([[0, 1], [0, 1]], protected_tokens=2, **goal)  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError):

@@ -16,9 +16,7 @@ rows = st.lists(st.tuples(st.floats(-10, 60), limits), min_size=1, max_size=12)
 
 @settings(max_examples=300)
 @given(rows=rows, share=st.floats(0, 1))
-def test_exact_and_within_limits(
-    rows: list[tuple[float, tuple[int, int]]], share: float
-) -> None:
+def test_exact_and_within_limits(rows: list[tuple[float, tuple[int, int]]], share: float) -> None:
     wanted = np.array([number for number, _ in rows])
     low = np.array([limit[0] for _, limit in rows])
     high = np.array([limit[1] for _, limit in rows])

@@ -205,9 +205,7 @@ def test_ties_and_flat_curves_are_solved_exactly(
 @settings(max_examples=60)
 @given(
     units=st.lists(
-        st.lists(
-            st.tuples(st.floats(0, 1), st.integers(1, 50)), min_size=1, max_size=4
-        ),
+        st.lists(st.tuples(st.floats(0, 1), st.integers(1, 50)), min_size=1, max_size=4),
         min_size=1,
         max_size=4,
     ),

@@ -1,0 +1,372 @@
+"""A problem as rows of options: units that must share a budget are merged into one row first."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property, reduce
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InfeasibleError
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    FloatArray,
+    GroupCap,
+    IntArray,
+    SameBudget,
+    Sense,
+)
+
+BoolArray = npt.NDArray[np.bool_]
+
+CLOSED = 1e-11
+"""Objective and bound this close, relative to the larger of 1 and the objective, are equal."""
+
+CAP_DIGITS = np.iinfo(np.int64).max // 4
+"""Cost of an option that does not exist: above any capacity, far from overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cap:
+    """A capacity of some rows beside the main one.
+
+    Attributes
+    ----------
+    name : str
+        How messages call it.
+    rows : ndarray of int64, (n_members,)
+        Rows that draw on it.
+    costs : ndarray of int64, (n_members, n_columns)
+        Bytes that each of their options draws.
+    capacity_bytes : int
+        Most bytes in all.
+    """
+
+    name: str
+    rows: IntArray
+    costs: IntArray
+    capacity_bytes: int
+
+    def load(self, picked: IntArray) -> int:
+        """Bytes drawn by a pick of one column per row."""
+        return int(self.costs[np.arange(self.rows.size), picked[self.rows]].sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Rows of options, each a unit or units that share one budget.
+
+    Attributes
+    ----------
+    problem : AllocationProblem
+        Where they come from.
+    worth : ndarray of float64, (n_rows, n_columns)
+        Weighted value of each option; -inf where a row has no such option.
+    costs, tokens : ndarray of int64, (n_rows, n_columns)
+        Bytes and budget of each option, rising along a row.
+    row_of : ndarray of int64, (n_units,)
+        Row of each unit.
+    option_of : ndarray of int64, (n_units, n_columns), or None
+        Option of the unit that a column of its row stands for; None where they are the same.
+    caps : tuple of Cap
+        Side capacities.
+    minimise : bool
+        Minimise the cost for ``target``, or maximise the worth within ``capacity_bytes``.
+    capacity_bytes : int or None
+        Bytes that can be spent.
+    target : float or None
+        Least worth that is accepted.
+    grain : int
+        Every cost is the cheapest one plus a multiple of so many bytes.
+    """
+
+    problem: AllocationProblem
+    worth: FloatArray
+    costs: IntArray
+    tokens: IntArray
+    row_of: IntArray
+    option_of: IntArray | None
+    caps: tuple[Cap, ...]
+    minimise: bool
+    capacity_bytes: int | None
+    target: float | None
+    grain: int
+
+    @classmethod
+    def of(cls, problem: AllocationProblem) -> Choices:
+        """Rows of a problem, with `SameBudget` merged and `GroupCap` as caps.
+
+        Raises
+        ------
+        InfeasibleError
+            If units that must share a budget have none in common, or the floors of the rows are
+            beyond the capacity, a cap, or the target beyond their best.
+        """
+        members = _members(problem)
+        if all(len(units) == 1 for units in members):
+            choices = _unmerged(problem)
+        else:
+            choices = _merged(problem, members)
+        choices.check_feasible()
+        return choices
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return int(self.worth.shape[0])
+
+    @property
+    def n_columns(self) -> int:
+        """Number of option columns."""
+        return int(self.worth.shape[1])
+
+    @cached_property
+    def index(self) -> IntArray:
+        """``arange(n_rows)``."""
+        return np.arange(self.n_rows, dtype=np.int64)
+
+    @cached_property
+    def exists(self) -> BoolArray:
+        """Which options exist, ``(n_rows, n_columns)``."""
+        exists: BoolArray = np.isfinite(self.worth)
+        return exists
+
+    @cached_property
+    def floors(self) -> IntArray:
+        """Column of each row's cheapest option, ``(n_rows,)``."""
+        floors: IntArray = np.argmax(self.exists, axis=1).astype(np.int64)
+        return floors
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """Cost of the cheapest pick."""
+        return self.cost(self.floors)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The capacity, rounded down to what a pick can really cost."""
+        if self.capacity_bytes is None:
+            raise ValueError("these choices have a target, not a capacity")
+        most = int(np.where(self.exists, self.costs, 0).max(axis=1).sum())
+        room = min(self.capacity_bytes, most) - self.floor_bytes
+        return self.floor_bytes + room // self.grain * self.grain
+
+    @property
+    def target_value(self) -> float:
+        """The target, which has to be there."""
+        if self.target is None:
+            raise ValueError("these choices have a capacity, not a target")
+        return self.target
+
+    def cost(self, picked: IntArray) -> int:
+        """Bytes of a pick."""
+        return int(self.costs[self.index, picked].sum())
+
+    def value(self, picked: IntArray) -> float:
+        """Worth of a pick, summed without loss."""
+        return math.fsum(self.worth[self.index, picked])
+
+    def objective(self, picked: IntArray) -> float:
+        """What is optimised: the worth, or the cost in bytes."""
+        return float(self.cost(picked)) if self.minimise else self.value(picked)
+
+    def satisfies(self, picked: IntArray) -> bool:
+        """Whether a pick keeps the capacity, the target and the caps."""
+        if not bool(np.all(self.exists[self.index, picked])):
+            return False
+        if self.capacity_bytes is not None and self.cost(picked) > self.capacity_bytes:
+            return False
+        if self.target is not None and not self._meets_target(picked):
+            return False
+        return self.satisfies_caps(picked)
+
+    def satisfies_caps(self, picked: IntArray) -> bool:
+        """Whether a pick keeps the caps."""
+        return all(cap.load(picked) <= cap.capacity_bytes for cap in self.caps)
+
+    def _meets_target(self, picked: IntArray) -> bool:
+        value = self.value(picked)
+        if self.option_of is None or abs(value - self.target_value) > 1e-9:
+            return value >= self.target_value
+        # Sums over rows of several units may differ from the problem's own in the last digit.
+        return self.problem.meets_target(self.problem.objective_value(self.expand(picked)))
+
+    def better(self, first: float, second: float) -> bool:
+        """Whether the first objective beats the second."""
+        return first < second if self.minimise else first > second
+
+    def is_closed(self, objective: float, bound: float) -> bool:
+        """Whether a bound proves an objective."""
+        return abs(bound - objective) <= CLOSED * max(1.0, abs(objective))
+
+    def expand(self, picked: IntArray) -> IntArray:
+        """The option of every unit for a pick of one column per row, ``(n_units,)``."""
+        chosen = picked[self.row_of]
+        if self.option_of is None:
+            return chosen.astype(np.int64)
+        return self.option_of[np.arange(chosen.size), chosen]
+
+    def restricted(self, allowed: BoolArray) -> Choices:
+        """The same rows with only the allowed options.
+
+        Raises
+        ------
+        InfeasibleError
+            If nothing is left that can work.
+        """
+        less = dataclasses.replace(self, worth=np.where(allowed, self.worth, -np.inf))
+        less.check_feasible()
+        return less
+
+    def check_feasible(self) -> None:
+        """Raise when capacity, target or one cap alone cannot be met."""
+        if not np.all(self.exists.any(axis=1)):
+            row = int(np.argmin(self.exists.any(axis=1)))
+            units = np.flatnonzero(self.row_of == row).tolist()
+            raise InfeasibleError(
+                f"units {units} must share one budget and have no option in common; give them the "
+                "same pages and limits"
+            )
+        if self.capacity_bytes is not None and self.floor_bytes > self.capacity_bytes:
+            raise InfeasibleError(
+                f"a capacity of {self.capacity_bytes:,} bytes is below the {self.floor_bytes:,} "
+                "bytes of the smallest budgets that units which must share one can have; ask for "
+                "at least that",
+                nearest=self.floor_bytes,
+            )
+        bests = self.worth.max(axis=1)
+        worst = self.problem.aggregate is Aggregate.WORST
+        best = float(bests.min()) if worst else math.fsum(bests)
+        if self.target is not None and best < self.target:
+            raise InfeasibleError(
+                f"a target of {self.target:g} cannot be met with these options: the most is "
+                f"{best:g}; ask for at most that",
+                nearest=best,
+            )
+        for cap in self.caps:
+            floors = cap.load(self.floors)
+            if floors > cap.capacity_bytes:
+                raise InfeasibleError(
+                    f"no choice can work: the cap of {cap.name}, {cap.capacity_bytes:,} bytes, is "
+                    f"below its floors of {floors:,} bytes; raise it or lower the floors"
+                )
+
+
+def _members(problem: AllocationProblem) -> list[list[int]]:
+    """Units of each row: sharing a budget is transitive over all groups."""
+    parent = list(range(problem.n_units))
+
+    def root(unit: int) -> int:
+        while parent[unit] != unit:
+            parent[unit] = parent[parent[unit]]
+            unit = parent[unit]
+        return unit
+
+    for constraint in problem.constraints:
+        if isinstance(constraint, SameBudget):
+            for group in constraint.groups:
+                for unit in group[1:]:
+                    first, second = sorted((root(group[0]), root(unit)))
+                    parent[second] = first
+    rows: dict[int, list[int]] = {}
+    for unit in range(problem.n_units):
+        rows.setdefault(root(unit), []).append(unit)
+    return list(rows.values())
+
+
+def _unmerged(problem: AllocationProblem) -> Choices:
+    columns = np.arange(problem.n_options)
+    exists = columns[None, :] < problem.option_counts[:, None]
+    worth, costs = problem.weights[:, None] * problem.values, problem.costs
+    if not np.all(exists):
+        worth = np.where(exists, worth, -np.inf)
+        costs = np.where(exists, costs, CAP_DIGITS // problem.n_units)
+    caps = tuple(
+        Cap(
+            name=c.name,
+            rows=np.asarray(c.units, dtype=np.int64),
+            costs=costs[np.asarray(c.units, dtype=np.int64)],
+            capacity_bytes=c.capacity_bytes,
+        )
+        for c in problem.constraints
+        if isinstance(c, GroupCap)
+    )
+    return Choices(
+        problem=problem,
+        worth=worth,
+        costs=costs,
+        tokens=problem.tokens,
+        row_of=np.arange(problem.n_units),
+        option_of=None,
+        caps=caps,
+        minimise=problem.sense is Sense.MIN_COST,
+        capacity_bytes=problem.capacity_bytes,
+        target=None if problem.target is None else problem.lowest_accepted_value,
+        grain=problem.lattice_bytes,
+    )
+
+
+def _merged(problem: AllocationProblem, members: list[list[int]]) -> Choices:
+    common = [
+        reduce(np.intersect1d, (problem.tokens[u, : problem.option_counts[u]] for u in units))
+        for units in members
+    ]
+    n_rows, width = len(members), max(1, max(levels.size for levels in common))
+    worst = problem.aggregate is Aggregate.WORST
+    worth = np.full((n_rows, width), -np.inf)
+    costs = np.full((n_rows, width), CAP_DIGITS // problem.n_units, dtype=np.int64)
+    tokens = np.full((n_rows, width), np.iinfo(np.int64).max, dtype=np.int64)
+    option_of = np.zeros((problem.n_units, width), dtype=np.int64)
+    row_of = np.zeros(problem.n_units, dtype=np.int64)
+    for row, (units, levels) in enumerate(zip(members, common, strict=True)):
+        here = slice(0, levels.size)
+        options = np.array(
+            [np.searchsorted(problem.tokens[u, : problem.option_counts[u]], levels) for u in units]
+        ).reshape(len(units), levels.size)
+        which = np.asarray(units)
+        each = problem.weights[which, None] * problem.values[which[:, None], options]
+        worth[row, here] = each.min(axis=0) if worst else each.sum(axis=0)
+        costs[row, here] = problem.costs[which[:, None], options].sum(axis=0)
+        tokens[row, here] = levels
+        option_of[which, here] = options
+        row_of[which] = row
+    caps = tuple(
+        _merged_cap(problem, c, row_of, option_of, costs)
+        for c in problem.constraints
+        if isinstance(c, GroupCap)
+    )
+    rises = (costs - costs[:, :1])[np.isfinite(worth)]
+    return Choices(
+        problem=problem,
+        worth=worth,
+        costs=costs,
+        tokens=tokens,
+        row_of=row_of,
+        option_of=option_of,
+        caps=caps,
+        minimise=problem.sense is Sense.MIN_COST,
+        capacity_bytes=problem.capacity_bytes,
+        target=None if problem.target is None else problem.lowest_accepted_value,
+        grain=max(1, int(np.gcd.reduce(rises))) if rises.size else 1,
+    )
+
+
+def _merged_cap(
+    problem: AllocationProblem,
+    cap: GroupCap,
+    row_of: IntArray,
+    option_of: IntArray,
+    row_costs: IntArray,
+) -> Cap:
+    """A cap on units as one on rows: a row may lie in it with some of its units only."""
+    units = np.asarray(cap.units, dtype=np.int64)
+    rows, position = np.unique(row_of[units], return_inverse=True)
+    costs = np.zeros((rows.size, option_of.shape[1]), dtype=np.int64)
+    np.add.at(costs, position, problem.costs[units[:, None], option_of[units]])
+    missing = row_costs[rows] >= CAP_DIGITS // problem.n_units
+    costs[missing] = CAP_DIGITS // problem.n_units
+    return Cap(name=cap.name, rows=rows, costs=costs, capacity_bytes=cap.capacity_bytes)

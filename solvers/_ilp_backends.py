@@ -1,0 +1,214 @@
+"""Integer programming back ends behind one function each: CP-SAT, MathOpt, SciPy's HiGHS."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvalloc.errors import SolverError
+from kvalloc.problem import FloatArray, IntArray
+from kvalloc.solvers._ilp_program import Answer, Limits, Program
+
+FLOAT_RANGE = 1e6
+"""Rows and objectives in floating point are scaled to this size, so that the back ends' absolute
+tolerances of 1e-6 are 1e-12 of what they apply to."""
+
+
+def by_cp_sat(program: Program, limits: Limits) -> Answer:
+    """Solve with OR-Tools CP-SAT, exactly in whole numbers."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    variables = [model.new_bool_var("") for _ in range(program.n_variables)]
+    for group in program.one_of:
+        model.add_exactly_one([variables[v] for v in group.tolist()])
+    for causes, effect in program.implied:
+        for cause in causes.tolist():
+            model.add_implication(variables[cause], variables[effect])
+    for row in program.rows:
+        total = cp_model.LinearExpr.weighted_sum(
+            [variables[v] for v in row.variables.tolist()], row.coefficients.tolist()
+        )
+        if row.lower is not None:
+            model.add(total >= row.lower)
+        if row.upper is not None:
+            model.add(total <= row.upper)
+    used = np.flatnonzero(program.objective)
+    goal = cp_model.LinearExpr.weighted_sum(
+        [variables[v] for v in used.tolist()], program.objective[used].tolist()
+    )
+    if program.maximise:
+        model.maximize(goal)
+    else:
+        model.minimize(goal)
+    if program.hint is not None:
+        for variable, value in zip(variables, program.hint.tolist(), strict=True):
+            model.add_hint(variable, value)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = limits.workers
+    solver.parameters.absolute_gap_limit = max(limits.absolute_gap, 0.5)
+    solver.parameters.random_seed = 0
+    if math.isfinite(limits.seconds):
+        solver.parameters.max_time_in_seconds = limits.seconds
+    status = solver.solve(model)
+    if status == cp_model.MODEL_INVALID:
+        raise SolverError(f"ilp: CP-SAT calls the model invalid: {model.validate()}")
+    name = f"CP-SAT {str(solver.status_name(status)).lower()}"
+    if status == cp_model.INFEASIBLE:
+        return Answer(values=None, bound=None, status=name, infeasible=True)
+    values = None
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        values = np.array([solver.value(v) for v in variables], dtype=np.int64)
+    return Answer(values=values, bound=float(solver.best_objective_bound), status=name)
+
+
+def by_scipy(program: Program, limits: Limits) -> Answer:
+    """Solve with HiGHS through `scipy.optimize.milp`."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    matrix, lower, upper = _matrix(program)
+    goal, unit = _goal(program)
+    options: dict[str, Any] = {"mip_rel_gap": _relative_gap(program, limits)}
+    if math.isfinite(limits.seconds):
+        options["time_limit"] = limits.seconds
+    answer = milp(
+        c=goal,
+        integrality=np.ones(program.n_variables),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(matrix, lower, upper),
+        options=options,
+    )
+    words = {0: "optimal", 1: "stopped", 2: "infeasible"}
+    name = f"HiGHS {words.get(answer.status, answer.message)}"
+    if answer.status == 2:
+        return Answer(values=None, bound=None, status=name, infeasible=True)
+    if answer.status not in (0, 1):
+        raise SolverError(f"ilp: HiGHS cannot solve the program: {answer.message}")
+    values = None if answer.x is None else np.rint(answer.x).astype(np.int64)
+    bound = answer.mip_dual_bound
+    if bound is None or not math.isfinite(bound):
+        return Answer(values=values, bound=None, status=name)
+    signed = -float(bound) if program.maximise else float(bound)
+    return Answer(values=values, bound=signed * unit, status=name)
+
+
+def by_mathopt(program: Program, limits: Limits) -> Answer:
+    """Solve with SCIP through OR-Tools MathOpt."""
+    from ortools.math_opt.python import mathopt
+
+    matrix, lower, upper = _matrix(program)
+    goal, unit = _goal(program)
+    model = mathopt.Model()
+    variables = [model.add_binary_variable() for _ in range(program.n_variables)]
+    for row in range(matrix.shape[0]):
+        start, end = matrix.indptr[row], matrix.indptr[row + 1]
+        model.add_linear_constraint(
+            lb=float(lower[row]),
+            ub=float(upper[row]),
+            expr=mathopt.LinearSum(
+                float(c) * variables[v]
+                for v, c in zip(matrix.indices[start:end], matrix.data[start:end], strict=True)
+            ),
+        )
+    model.minimize(
+        mathopt.LinearSum(float(c) * v for c, v in zip(goal, variables, strict=True) if c)
+    )
+    parameters = mathopt.SolveParameters(
+        threads=limits.workers,
+        absolute_gap_tolerance=limits.absolute_gap / unit,
+        relative_gap_tolerance=0.0,
+    )
+    if math.isfinite(limits.seconds):
+        parameters.time_limit = datetime.timedelta(seconds=limits.seconds)
+    hints = mathopt.ModelSolveParameters()
+    if program.hint is not None:
+        values_of = dict(zip(variables, program.hint.astype(float).tolist(), strict=True))
+        hints.solution_hints.append(mathopt.SolutionHint(variable_values=values_of))
+    try:
+        answer = mathopt.solve(
+            model, mathopt.SolverType.GSCIP, params=parameters, model_params=hints
+        )
+    except Exception as error:  # OR-Tools 9.15 raises what it wraps, and hides some messages
+        raise SolverError(
+            f"ilp: MathOpt cannot solve the program: {error}; use backend=cp_sat"
+        ) from error
+    return _mathopt_answer(answer, variables, program.maximise, unit)
+
+
+def _mathopt_answer(answer: Any, variables: list[Any], maximise: bool, unit: float) -> Answer:
+    from ortools.math_opt.python import mathopt
+
+    reason = answer.termination.reason
+    name = f"SCIP {reason.name.lower()}"
+    if reason is mathopt.TerminationReason.INFEASIBLE:
+        return Answer(values=None, bound=None, status=name, infeasible=True)
+    found = None
+    if answer.has_primal_feasible_solution():
+        found = np.rint(answer.variable_values(variables)).astype(np.int64)
+    bound = float(answer.termination.objective_bounds.dual_bound)
+    if not math.isfinite(bound):
+        return Answer(values=found, bound=None, status=name)
+    return Answer(values=found, bound=(-bound if maximise else bound) * unit, status=name)
+
+
+BACKENDS: dict[str, Callable[[Program, Limits], Answer]] = {
+    "cp_sat": by_cp_sat,
+    "mathopt": by_mathopt,
+    "scipy": by_scipy,
+}
+"""Back ends by the name that ``backend=`` takes."""
+
+
+def _goal(program: Program) -> tuple[FloatArray, float]:
+    """The objective to minimise, scaled, and how much one unit of it is in whole numbers."""
+    largest = float(np.abs(program.objective).max()) if program.objective.size else 0.0
+    unit = largest / FLOAT_RANGE if largest > FLOAT_RANGE else 1.0
+    signed = -program.objective if program.maximise else program.objective
+    return signed / unit, unit
+
+
+def _relative_gap(program: Program, limits: Limits) -> float:
+    """The absolute gap as HiGHS counts it: relative to the objective of the start."""
+    if limits.absolute_gap <= 0 or program.hint is None:
+        return 0.0
+    return limits.absolute_gap / max(1.0, float(program.objective @ program.hint))
+
+
+def _matrix(program: Program) -> tuple[Any, FloatArray, FloatArray]:
+    """All rows as one sparse matrix with limits, scaled to `FLOAT_RANGE`."""
+    from scipy import sparse
+
+    data: list[FloatArray] = []
+    columns: list[IntArray] = []
+    lower: list[float] = []
+    upper: list[float] = []
+
+    def add(variables: IntArray, coefficients: FloatArray, low: float, high: float) -> None:
+        data.append(coefficients)
+        columns.append(variables)
+        lower.append(low)
+        upper.append(high)
+
+    for group in program.one_of:
+        add(group, np.ones(group.size), 1.0, 1.0)
+    for causes, effect in program.implied:
+        for cause in causes.tolist():
+            add(np.array([cause, effect]), np.array([1.0, -1.0]), -math.inf, 0.0)
+    for row in program.rows:
+        if row.variables.size == 0:
+            continue
+        largest = float(np.abs(row.coefficients).max())
+        unit = largest / FLOAT_RANGE if largest > FLOAT_RANGE else 1.0
+        low = -math.inf if row.lower is None else row.lower / unit
+        high = math.inf if row.upper is None else row.upper / unit
+        add(row.variables, row.coefficients / unit, low, high)
+    pointers = np.concatenate(([0], np.cumsum([part.size for part in data])))
+    matrix = sparse.csr_matrix(
+        (np.concatenate(data), np.concatenate(columns), pointers),
+        shape=(len(data), program.n_variables),
+    )
+    return matrix, np.array(lower), np.array(upper)

@@ -1,0 +1,375 @@
+"""The best price of a byte, and of a byte of each cap: what bounds and reductions rest on.
+
+At given prices every row picks its best option on its own; the sum bounds the whole, for any
+prices (Lagrangian relaxation). Without caps the best price is found exactly by a secant search on
+the breakpoints of the dual function; with caps it is read from the dual of the linear relaxation,
+which has the same optimum (Geoffrion, 1974: a multiple-choice row has the integrality property).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvalloc.errors import InfeasibleError, SolverError
+from kvalloc.problem import FloatArray, IntArray
+from kvalloc.solvers._choices import BoolArray, Choices
+
+ROUNDS = 100
+"""Secant steps; about ten are needed for 640 rows of 64 options, and any price gives a bound."""
+
+COLUMN_ROUNDS = 20
+"""Linear programs solved to find the prices of caps; three to six are common."""
+
+NEAR_COLUMNS = 2
+"""Options per row, on average, that one round adds."""
+
+NOISE = 1e-13
+"""What sums of a few thousand terms of size one may lose; losses below it count as none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Prices, the bound they prove, and what every option loses at them.
+
+    Attributes
+    ----------
+    bound : float
+        No pick is better: an upper bound on the worth, or a lower bound on the cost in bytes,
+        rounded up to the grain of the costs.
+    relaxed_bytes : float
+        The bound on the cost before it was rounded up and raised to the floors; 0 when the worth
+        is maximised.
+    per_byte : float
+        Worth of a byte, at least 0.
+    per_cap : tuple of float
+        Worth of a byte of each cap.
+    loss : ndarray of float64, (n_rows, n_columns)
+        How much less an option nets than its row's best; inf where there is none.
+    starts : tuple of ndarray of int64, (n_rows,)
+        Picks to repair: feasible ones where that was possible.
+    only_cost : bool
+        The target asks for nothing: worth has no part in the losses, which are bytes.
+    """
+
+    bound: float
+    relaxed_bytes: float
+    per_byte: float
+    per_cap: tuple[float, ...]
+    loss: FloatArray
+    starts: tuple[IntArray, ...]
+    only_cost: bool = False
+
+    def room(self, choices: Choices, known: float, gap: float = 0.0) -> float:
+        """Loss beyond which an option cannot be in a pick better than the known objective.
+
+        Parameters
+        ----------
+        choices : Choices
+        known : float
+            Objective of a pick that satisfies everything.
+        gap : float
+            Improvements of at most this share of the objective are not looked for.
+
+        Returns
+        -------
+        float
+            Negative when no better pick can exist.
+        """
+        asked = gap * abs(known)
+        if not choices.minimise:
+            return self.bound - known - asked + NOISE * max(1.0, abs(known))
+        better = known - max(choices.grain, asked)
+        return self.per_byte * (better - self.relaxed_bytes + 1e-6 * choices.grain)
+
+    def worth_keeping(self, room: float) -> BoolArray:
+        """Options whose loss is within the room, ``(n_rows, n_columns)``."""
+        kept: BoolArray = self.loss <= max(room, 0.0) + NOISE
+        return kept
+
+
+def best_prices(choices: Choices) -> Prices:
+    """The prices of the tightest Lagrangian bound.
+
+    Parameters
+    ----------
+    choices : Choices
+        With or without caps; few distinct budgets and ranks are left out, so the bound holds with
+        and without them.
+
+    Returns
+    -------
+    Prices
+
+    Raises
+    ------
+    InfeasibleError
+        If the caps leave no pick that meets the target.
+    """
+    if choices.minimise and (choices.target is None or _floors_suffice(choices)):
+        return _prices_of_floors(choices)
+    if not choices.minimise:
+        free = np.argmax(choices.worth, axis=1).astype(np.int64)
+        if choices.satisfies(free):
+            return prices_at(choices, 0.0, np.zeros(0), (free,))
+    if choices.caps:
+        return _by_linear_program(choices)
+    price, under, over = _secant(choices)
+    return prices_at(choices, price, np.zeros(0), (over if choices.minimise else under,))
+
+
+def _floors_suffice(choices: Choices) -> bool:
+    return choices.satisfies(choices.floors)
+
+
+def _prices_of_floors(choices: Choices) -> Prices:
+    """Only the cost counts: an option loses what it costs beyond its row's cheapest."""
+    floors = choices.costs[choices.index, choices.floors]
+    loss = np.where(choices.exists, choices.costs - floors[:, None], np.inf)
+    least = float(choices.floor_bytes)
+    return Prices(
+        bound=least,
+        relaxed_bytes=least,
+        per_byte=1.0,
+        per_cap=(0.0,) * len(choices.caps),
+        loss=loss,
+        starts=(choices.floors,),
+        only_cost=True,
+    )
+
+
+def _secant(choices: Choices) -> tuple[float, IntArray, IntArray]:
+    """Price where the best response crosses the capacity (target), with the picks on both sides.
+
+    The dual function is the upper envelope of one line per pick. The price where the lines of a
+    pick that spends too much and of one that does not cross is the next one tried; when no pick
+    is better there, it is the breakpoint. Rows whose two picks agree are settled and drop out.
+    """
+    over = np.argmax(choices.worth, axis=1).astype(np.int64)
+    under = choices.floors.copy()
+    index = choices.index
+    price = 0.0
+    for _ in range(ROUNDS):
+        active = np.flatnonzero(under != over)
+        if active.size == 0:
+            break
+        dear, cheap = over[active], under[active]
+        gained = float((choices.worth[active, dear] - choices.worth[active, cheap]).sum())
+        spent = int((choices.costs[active, dear] - choices.costs[active, cheap]).sum())
+        if spent <= 0:
+            break
+        price = max(0.0, gained / spent)
+        columns = slice(int(under[active].min()), int(over[active].max()) + 1)
+        net = choices.worth[active, columns] - price * choices.costs[active, columns]
+        best = np.argmax(net, axis=1)
+        rows = np.arange(active.size)
+        at_over = net[rows, over[active] - columns.start]
+        if float((net[rows, best] - at_over).sum()) <= NOISE * max(1.0, gained):
+            break
+        middle = under.copy()
+        middle[active] = best + columns.start
+        if _too_much(choices, middle, index):
+            over = middle
+        else:
+            under = middle
+    return price, under, over
+
+
+def _too_much(choices: Choices, picked: IntArray, index: IntArray) -> bool:
+    if choices.minimise:
+        return float(choices.worth[index, picked].sum()) >= choices.target_value
+    return choices.cost(picked) > choices.budget_bytes
+
+
+def prices_at(
+    choices: Choices, per_byte: float, per_cap: FloatArray, starts: tuple[IntArray, ...]
+) -> Prices:
+    """The Lagrangian bound and the losses at prices, whatever they are."""
+    # Costs above the floors, so that large costs at small prices do not eat the digits.
+    floors = choices.costs[choices.index, choices.floors]
+    net = choices.worth - per_byte * (choices.costs - floors[:, None])
+    paid = 0.0
+    for price, cap in zip(per_cap.tolist(), choices.caps, strict=False):
+        if price > 0.0:
+            net[cap.rows] -= price * cap.costs
+            paid += price * cap.capacity_bytes
+    net[~choices.exists] = -np.inf
+    best = net.max(axis=1)
+    loss = best[:, None] - net
+    most = math.fsum(best) + paid
+    if choices.minimise:
+        # Not clipped at the floors: losses add to it even where it lies below them.
+        relaxed = choices.floor_bytes + (choices.target_value - most) / per_byte
+        grains = math.ceil((relaxed - choices.floor_bytes) / choices.grain - 1e-6)
+        bound = float(choices.floor_bytes + max(0, grains) * choices.grain)
+    else:
+        relaxed = 0.0
+        bound = most + per_byte * (choices.budget_bytes - choices.floor_bytes)
+    return Prices(
+        bound=bound,
+        relaxed_bytes=relaxed,
+        per_byte=per_byte,
+        per_cap=tuple(per_cap.tolist()) or (0.0,) * len(choices.caps),
+        loss=loss,
+        starts=starts,
+    )
+
+
+def _by_linear_program(choices: Choices) -> Prices:
+    """Prices and a first pick from the linear relaxation, by column generation.
+
+    Only options near the best responses at the last prices are in the program; a bound over all
+    options that meets its value shows that no other one is needed (Dantzig and Wolfe, 1960).
+    """
+    hull = upper_hull(choices)
+    bare = dataclasses.replace(choices, caps=())
+    first = prices_at(bare, _secant(bare)[0], np.zeros(0), ())
+    columns = _near(hull, first.loss)
+    columns[choices.index, choices.floors] = True
+    if choices.minimise:  # within the caps, the options that are worth most may be needed
+        columns[choices.index, np.argmax(choices.worth, axis=1)] = True
+    best: Prices | None = None
+    for _ in range(COLUMN_ROUNDS):
+        value, prices = _relaxed(choices, columns)
+        if best is None or choices.better(best.bound, prices.bound):
+            best = prices
+        best = dataclasses.replace(best, starts=prices.starts)
+        proven = prices.relaxed_bytes if choices.minimise else prices.bound
+        more = _near(hull, prices.loss) & ~columns
+        if abs(proven - value) <= 1e-10 * max(1.0, abs(value)) or not more.any():
+            break
+        columns |= more
+    assert best is not None  # there is at least one round
+    return best
+
+
+def _near(hull: BoolArray, loss: FloatArray) -> BoolArray:
+    """Each row's best response and the hull's options that lose least."""
+    inside = loss[hull]
+    wanted = min(inside.size - 1, NEAR_COLUMNS * loss.shape[0])
+    near: BoolArray = hull & (loss <= np.partition(inside, wanted)[wanted])
+    near[np.arange(loss.shape[0]), np.argmin(loss, axis=1)] = True
+    return near
+
+
+def _relaxed(choices: Choices, among: BoolArray) -> tuple[float, Prices]:
+    """Value and prices of the linear relaxation over some options, rounded down for a start."""
+    from scipy import sparse
+    from scipy.optimize import linprog
+
+    rows, columns = np.nonzero(among)
+    n = rows.size
+    costs = choices.costs[rows, columns].astype(np.float64)
+    worth = choices.worth[rows, columns]
+    worth_scale = max(float(np.abs(worth).max()), 1e-300)
+    cost_scale = max(float(costs.max()), 1.0)
+    limit = (
+        -choices.target_value / worth_scale
+        if choices.minimise
+        else choices.budget_bytes / cost_scale
+    )
+    limits = np.array([limit, *(cap.capacity_bytes / cost_scale for cap in choices.caps)])
+    one = sparse.csr_matrix((np.ones(n), (rows, np.arange(n))), shape=(choices.n_rows, n))
+    goods = (-worth / worth_scale, costs / cost_scale)
+    answer = linprog(
+        goods[int(choices.minimise)],
+        A_ub=_limited(choices, among, goods[1 - int(choices.minimise)], cost_scale),
+        b_ub=limits,
+        A_eq=one,
+        b_eq=np.ones(choices.n_rows),
+        method="highs-ds",
+    )
+    if answer.status == 2 and not np.array_equal(among, choices.exists):
+        # Too few options to meet the target; with all of them it may be met.
+        return _relaxed(choices, choices.exists)
+    if answer.status == 2:
+        raise _beyond_caps(choices)
+    if answer.status != 0:
+        raise SolverError(f"the linear relaxation cannot be solved: {answer.message}")
+    duals = np.maximum(0.0, -answer.ineqlin.marginals)
+    if choices.minimise:  # duals are bytes per unit of worth: turn them round
+        per_byte = worth_scale / (max(float(duals[0]), 1e-12) * cost_scale)
+        per_cap = duals[1:] * per_byte
+    else:
+        per_byte = float(duals[0]) * worth_scale / cost_scale
+        per_cap = duals[1:] * worth_scale / cost_scale
+    shares = np.zeros(choices.worth.shape)
+    shares[rows, columns] = answer.x
+    # The cheapest option that a row takes a share of: all costs fall, so capacity and caps hold.
+    down = np.argmax(shares > 1e-7, axis=1).astype(np.int64)
+    value = answer.fun * cost_scale if choices.minimise else -answer.fun * worth_scale
+    return float(value), prices_at(choices, per_byte, per_cap, (down,))
+
+
+def _beyond_caps(choices: Choices) -> InfeasibleError:
+    """Which caps keep a target from being met, and what can be met within them."""
+    free = dataclasses.replace(
+        choices, minimise=False, capacity_bytes=int(choices.costs.sum()), target=None
+    )
+    prices = best_prices(free)
+    tight = [cap.name for cap, price in zip(free.caps, prices.per_cap, strict=True) if price > 0]
+    names = ", ".join(tight[:5]) + (f" and {len(tight) - 5} more" if len(tight) > 5 else "")
+    nearest = free.value(prices.starts[0])
+    return InfeasibleError(
+        f"a target of {choices.target_value:g} cannot be met within the caps of {names}; "
+        f"{nearest:g} can; raise the caps or ask for that",
+        nearest=nearest,
+    )
+
+
+def _limited(choices: Choices, among: BoolArray, main: FloatArray, cost_scale: float) -> Any:
+    """The rows for capacity (target) and caps, over the options among which is chosen."""
+    from scipy import sparse
+
+    position = np.full(choices.worth.shape, -1, dtype=np.int64)
+    position[among] = np.arange(main.size)
+    data, at_row, at_column = [main], [np.zeros(main.size, dtype=np.int64)], [np.arange(main.size)]
+    for number, cap in enumerate(choices.caps, start=1):
+        where = position[cap.rows]
+        data.append(cap.costs[where >= 0] / cost_scale)
+        at_column.append(where[where >= 0])
+        at_row.append(np.full(at_column[-1].size, number))
+    return sparse.csr_matrix(
+        (np.concatenate(data), (np.concatenate(at_row), np.concatenate(at_column))),
+        shape=(1 + len(choices.caps), main.size),
+    )
+
+
+def upper_hull(choices: Choices) -> BoolArray:
+    """Options on the upper convex hull of each row, from its cheapest to its best.
+
+    All rows at once: an option under the chord of its two neighbours is under the hull, so all
+    such options go in one sweep, until none is left.
+
+    Parameters
+    ----------
+    choices : Choices
+
+    Returns
+    -------
+    ndarray of bool, (n_rows, n_columns)
+    """
+    kept = choices.exists.copy()
+    # Beyond the first best option nothing is worth its cost.
+    best = np.argmax(choices.worth, axis=1)
+    kept &= np.arange(choices.n_columns)[None, :] <= best[:, None]
+    rows, columns = np.nonzero(kept)
+    worth, costs = choices.worth[rows, columns], choices.costs[rows, columns]
+    while True:
+        same = rows[1:] == rows[:-1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            slope = np.diff(worth) / np.diff(costs)
+        inner = np.flatnonzero(same[1:] & same[:-1]) + 1
+        under = inner[slope[inner - 1] <= slope[inner]]
+        if under.size == 0:
+            break
+        stay = np.ones(rows.size, dtype=np.bool_)
+        stay[under] = False
+        rows, columns, worth, costs = rows[stay], columns[stay], worth[stay], costs[stay]
+    hull = np.zeros_like(kept)
+    hull[rows, columns] = True
+    return hull

@@ -1,0 +1,265 @@
+"""Exact dynamic programming over the capacity in pages, pruned by the Lagrangian bound."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvalloc.errors import InputError
+from kvalloc.problem import (
+    AllocationProblem,
+    FloatArray,
+    IntArray,
+    SameBudget,
+    Sense,
+    SideConstraint,
+)
+from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._prices import NOISE, Prices, best_prices
+from kvalloc.solvers._repair import best_known
+
+
+class DP(Solver):
+    """Exact multiple-choice knapsack by dynamic programming, one stage a unit.
+
+    A state is what the units so far cost, in grains: pages, or whatever divides all differences
+    of costs. Its label is the least that they lose against their best responses at the best price
+    of a byte, which orders choices of one cost exactly as their value does. The stage of unit u is
+
+        f_u(s) = min over options k of  f_{u-1}(s - c_uk) + loss_uk,
+
+    for all states at once; the option of each state is stored, and the choice read back from the
+    best last state. What a choice loses in all, with the price of what it leaves unspent, is its
+    distance from the dual bound: a state beyond the distance of the choice already known cannot
+    lead to a better one and is dropped, which usually leaves a narrow band of states. Without
+    pruning it is the textbook recursion over the whole capacity.
+
+    To minimise cost for a target the same table is read at the cheapest state whose value meets
+    it.
+
+    Parameters
+    ----------
+    memory_bytes : int
+        Largest table of stored options; a problem that could need more is refused.
+    prune : bool
+        Drop states by the bound.
+
+    Raises
+    ------
+    InputError
+        If no memory is given.
+
+    References
+    ----------
+    Dudzinski, Walukiewicz: Exact methods for the knapsack problem and its generalizations (1987).
+    Kellerer, Pferschy, Pisinger: Knapsack Problems (2004), sections 11.5 and 11.6.
+    """
+
+    name: ClassVar[str] = "dp"
+    summary: ClassVar[str] = "dynamic programming over pages; exact for any values and costs"
+    reference: ClassVar[str] = "Kellerer et al. 2004, sec. 11.5; Dudzinski and Walukiewicz 1987"
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({SameBudget})
+
+    def __init__(self, memory_bytes: int = 2**30, prune: bool = True) -> None:
+        if memory_bytes < 1:
+            raise InputError(f"dp: a memory of {memory_bytes} bytes holds no table; give more")
+        self.memory_bytes = memory_bytes
+        self.prune = prune
+
+    def can_solve(self, problem: AllocationProblem) -> bool | str:
+        """True where the table of stored options is certain to fit in memory."""
+        refusal = super().can_solve(problem)
+        if refusal is not True:
+            return refusal
+        last = problem.max_cost_bytes
+        if problem.sense is Sense.MAX_VALUE and problem.capacity_bytes is not None:
+            last = min(problem.capacity_bytes, last)
+        states = max(0, last - problem.min_cost_bytes) // problem.lattice_bytes + 1
+        needed = problem.n_units * states * _option_type(problem.n_options).itemsize
+        if needed > self.memory_bytes:
+            return (
+                f"dp could need a table of {needed:,} bytes for {problem.n_units:,} units and "
+                f"{states:,} amounts of {problem.lattice_bytes:,} bytes, and may use "
+                f"{self.memory_bytes:,}; use larger pages, or lagrangian, or ilp"
+            )
+        return True
+
+    def solve(
+        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
+    ) -> Solution:
+        """The optimum; when time runs out, a choice repaired from the dual and its bound."""
+        limit = math.inf if time_limit_seconds is None else time_limit_seconds
+        deadline = time.monotonic() + limit
+        choices = Choices.of(problem)
+        prices = best_prices(choices)
+        known = best_known(choices, prices, deadline)
+        if known is None:
+            known = np.argmax(choices.worth, axis=1).astype(np.int64)
+        picked, states = _search(choices, prices, known, deadline, self.prune)
+        choice = choices.expand(known if picked is None else picked)
+        objective = problem.objective(choice)
+        closed = choices.is_closed(objective, prices.bound)
+        optimal = picked is not None or closed
+        return Solution(
+            choice=choice,
+            objective=objective,
+            bound=objective if optimal else prices.bound,
+            termination=Termination.OPTIMAL if optimal else Termination.TIME_LIMIT,
+            detail=f"{states:,} states of {choices.grain:,} bytes",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Options stored for the states after one row."""
+
+    row: int
+    first: int
+    options: np.ndarray[Any, np.dtype[Any]]
+
+
+def _option_type(n_options: int) -> np.dtype[Any]:
+    return np.dtype(np.min_scalar_type(max(1, n_options - 1)))
+
+
+def _search(
+    choices: Choices, prices: Prices, known: IntArray, deadline: float, prune: bool
+) -> tuple[IntArray | None, int]:
+    """The best pick, or None when time ran out, and how many states were visited."""
+    room = prices.room(choices, choices.objective(known))
+    if not prune:
+        room = math.inf
+    elif room < 0:
+        return known, 0
+    kept = prices.worth_keeping(room) & choices.exists
+    steps = (choices.costs - choices.costs[choices.index, choices.floors][:, None]) // choices.grain
+    decided = np.where(kept.sum(axis=1) == 1, np.argmax(kept, axis=1), -1)
+    fixed = np.flatnonzero(decided >= 0)
+    offset = int(steps[fixed, decided[fixed]].sum())
+    lost = float(prices.loss[fixed, decided[fixed]].sum())
+    last = _last_state(choices, known)
+    labels, first, stages, visited = np.array([lost]), offset, [], 1
+    for row in np.flatnonzero(decided < 0).tolist():
+        if time.monotonic() > deadline:
+            return None, visited
+        columns = np.flatnonzero(kept[row])
+        labels, options = _advance(labels, steps[row], prices.loss[row], columns)
+        first += int(steps[row, columns[0]])
+        labels, options, first = _trimmed(labels, options, first, last, room)
+        if labels.size == 0:
+            return known, visited  # nothing is left that could be better
+        stages.append(_Stage(row=row, first=first, options=options))
+        visited += labels.size
+    picked = np.where(decided >= 0, decided, 0).astype(np.int64)
+    best = _read(choices, prices, labels, first, stages, picked, steps)
+    if best is None or choices.better(choices.objective(known), choices.objective(best)):
+        return known, visited
+    return best, visited
+
+
+def _last_state(choices: Choices, known: IntArray) -> int:
+    """Grains above the floors that a pick worth looking at can cost."""
+    most = choices.cost(known) if choices.minimise else choices.budget_bytes
+    return (most - choices.floor_bytes) // choices.grain
+
+
+def _advance(
+    labels: FloatArray, steps: IntArray, loss: FloatArray, columns: IntArray
+) -> tuple[FloatArray, np.ndarray[Any, np.dtype[Any]]]:
+    """One stage: every option of a row added to every state, the better kept.
+
+    Parameters
+    ----------
+    labels : ndarray of float64, (n_states,)
+        Least loss of each state; inf where there is none.
+    steps : ndarray of int64, (n_columns,)
+        Grains of each option above the floor.
+    loss : ndarray of float64, (n_columns,)
+    columns : ndarray of int64
+        Options of the row, cheapest first.
+
+    Returns
+    -------
+    labels : ndarray of float64
+    options : ndarray of unsigned int
+        Column taken to reach each state.
+    """
+    shifts = (steps[columns] - steps[columns[0]]).tolist()
+    size = labels.size + shifts[-1]
+    after = np.full(size, np.inf)
+    taken = np.zeros(size, dtype=_option_type(steps.size))
+    for column, shift, cost in zip(columns.tolist(), shifts, loss[columns].tolist(), strict=True):
+        window = slice(shift, shift + labels.size)
+        reached = labels + cost
+        better = reached < after[window]
+        np.copyto(after[window], reached, where=better)
+        np.copyto(taken[window], column, where=better)
+    return after, taken
+
+
+def _trimmed(
+    labels: FloatArray,
+    options: np.ndarray[Any, np.dtype[Any]],
+    first: int,
+    last: int,
+    room: float,
+) -> tuple[FloatArray, np.ndarray[Any, np.dtype[Any]], int]:
+    """Drop states beyond the capacity or the room, and what is empty at both ends."""
+    end = max(0, min(labels.size, last - first + 1))
+    labels, options = labels[:end], options[:end]
+    labels = np.where(labels <= room + NOISE, labels, np.inf)
+    alive = np.flatnonzero(np.isfinite(labels))
+    if alive.size == 0:
+        return labels[:0], options[:0], first
+    window = slice(int(alive[0]), int(alive[-1]) + 1)
+    return labels[window], options[window], first + int(alive[0])
+
+
+def _read(
+    choices: Choices,
+    prices: Prices,
+    labels: FloatArray,
+    first: int,
+    stages: list[_Stage],
+    picked: IntArray,
+    steps: IntArray,
+) -> IntArray | None:
+    """The pick of the best last state: most worth, or the cheapest that meets the target."""
+    paid = prices.per_byte * choices.grain * (first + np.arange(labels.size, dtype=np.float64))
+    if not choices.minimise:
+        # Worth is a constant less the loss, plus the price of what is spent.
+        order = [int(np.argmax(paid - labels))]
+    else:
+        order = np.flatnonzero(np.isfinite(labels)).tolist()
+        if not prices.only_cost:
+            order = _meeting(choices, prices, labels, paid)
+    for state in order:
+        found = _traced(stages, picked, first + state, steps)
+        if choices.satisfies(found):
+            return found
+    return None
+
+
+def _meeting(choices: Choices, prices: Prices, labels: FloatArray, paid: FloatArray) -> list[int]:
+    """States, cheapest first, whose worth may meet the target; the pick itself decides."""
+    floors = choices.costs[choices.index, choices.floors]
+    net = choices.worth - prices.per_byte * (choices.costs - floors[:, None])
+    most = math.fsum(np.where(choices.exists, net, -np.inf).max(axis=1))
+    worth = most - labels + paid
+    slack = 1e-11 * max(1.0, abs(choices.target_value))
+    return np.flatnonzero(worth >= choices.target_value - slack).tolist()
+
+
+def _traced(stages: list[_Stage], picked: IntArray, state: int, steps: IntArray) -> IntArray:
+    """Read the stored options backwards from a last state."""
+    found = picked.copy()
+    for stage in reversed(stages):
+        column = int(stage.options[state - stage.first])
+        found[stage.row] = column
+        state -= int(steps[stage.row, column])
+    return found

@@ -1,0 +1,181 @@
+"""Convex hull and marginal greedy: LU-KV's rule, with the bound of its linear relaxation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvalloc.problem import AllocationProblem, FloatArray, IntArray, SameBudget, SideConstraint
+from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._prices import upper_hull
+
+
+class Hull(Solver):
+    """Upper convex hull of each unit's curve, then the steepest hull segment first.
+
+    Segments are taken whole, by falling gain per byte over all units, while the capacity lasts or
+    until the target is met. The first one that does not fit is left out and later ones that do
+    fit are still taken; for a target, what turned out not to be needed is given back. Taking the
+    first one in part would solve the linear relaxation exactly, and that is the bound. Optimal is
+    claimed only when the bound meets the objective.
+
+    References
+    ----------
+    LU-KV: convex hull of offline utility curves and marginal greedy (the nearest prior art).
+    Dyer: An O(n) algorithm for the multiple-choice knapsack linear program (1984); Zemel (1984);
+    Sinha, Zoltners: The multiple-choice knapsack problem (1979).
+    """
+
+    name: ClassVar[str] = "hull"
+    summary: ClassVar[str] = "convex hull of each curve and marginal greedy, with the LP bound"
+    reference: ClassVar[str] = "LU-KV; Dyer 1984; Zemel 1984"
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({SameBudget})
+
+    def solve(
+        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
+    ) -> Solution:
+        """The hull greedy's choice and the bound of the relaxation; takes milliseconds.
+
+        Raises
+        ------
+        InfeasibleError
+            If units that share a budget leave no choice.
+        """
+        choices = Choices.of(problem)
+        segments = _segments(choices)
+        picked = (
+            _least_cost(choices, segments) if choices.minimise else (_most_value(choices, segments))
+        )
+        choice = choices.expand(picked)
+        objective = problem.objective(choice)
+        bound = _relaxation(choices, segments)
+        closed = choices.is_closed(objective, bound)
+        return Solution(
+            choice=choice,
+            objective=objective,
+            bound=bound,
+            termination=Termination.OPTIMAL if closed else Termination.HEURISTIC,
+            detail=f"{segments.rows.size:,} hull segments",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Segments:
+    """Steps between neighbours on the hulls, steepest first; ties go to the lower row.
+
+    Attributes
+    ----------
+    rows : ndarray of int64, (n_segments,)
+    columns : ndarray of int64, (n_segments,)
+        Option that the segment leads to.
+    gains : ndarray of float64, (n_segments,)
+        Worth, above 0.
+    bytes : ndarray of int64, (n_segments,)
+        Cost, above 0.
+    """
+
+    rows: IntArray
+    columns: IntArray
+    gains: FloatArray
+    bytes: IntArray
+
+
+def _segments(choices: Choices) -> _Segments:
+    rows, columns = np.nonzero(upper_hull(choices))
+    worth, costs = choices.worth[rows, columns], choices.costs[rows, columns]
+    same = rows[1:] == rows[:-1]
+    gains, bytes_ = np.diff(worth)[same], np.diff(costs)[same]
+    rows, columns = rows[1:][same], columns[1:][same]
+    # Stable: the segments of a row stay in order, and their slopes fall.
+    order = np.argsort(-(gains / bytes_), kind="stable")
+    return _Segments(
+        rows=rows[order], columns=columns[order], gains=gains[order], bytes=bytes_[order]
+    )
+
+
+def _most_value(choices: Choices, segments: _Segments) -> IntArray:
+    """Whole segments while they fit; a row whose segment did not fit takes no later one."""
+    picked = choices.floors.copy()
+    left = choices.budget_bytes - choices.floor_bytes
+    fitting = int(np.searchsorted(np.cumsum(segments.bytes), left, side="right"))
+    picked[segments.rows[:fitting]] = segments.columns[:fitting]
+    left -= int(segments.bytes[:fitting].sum())
+    stuck: set[int] = set()
+    least = int(segments.bytes.min()) if segments.bytes.size else 1
+    for row, column, bytes_ in zip(
+        segments.rows[fitting:].tolist(),
+        segments.columns[fitting:].tolist(),
+        segments.bytes[fitting:].tolist(),
+        strict=True,
+    ):
+        if left < least:
+            break
+        if row in stuck:
+            continue
+        if bytes_ > left:
+            stuck.add(row)
+            continue
+        picked[row] = column
+        left -= bytes_
+    return picked
+
+
+def _least_cost(choices: Choices, segments: _Segments) -> IntArray:
+    """Whole segments until the target is met, then the dearest that is not needed goes back."""
+
+    def after(count: int) -> IntArray:
+        picked = choices.floors.copy()
+        picked[segments.rows[:count]] = segments.columns[:count]
+        return picked
+
+    low, high = 0, segments.rows.size
+    while low < high:
+        middle = (low + high) // 2
+        if choices.satisfies(after(middle)):
+            high = middle
+        else:
+            low = middle + 1
+    picked = after(low)
+    before: dict[int, int] = {}
+    earlier = choices.floors.copy()
+    for place in range(low):
+        row = int(segments.rows[place])
+        before[place] = int(earlier[row])
+        earlier[row] = segments.columns[place]
+    for place in sorted(range(low), key=lambda place: -int(segments.bytes[place])):
+        row = int(segments.rows[place])
+        if picked[row] != segments.columns[place]:
+            continue  # a later segment of the row stands on this one
+        picked[row] = before[place]
+        if not choices.satisfies(picked):
+            picked[row] = segments.columns[place]
+    return picked
+
+
+def _relaxation(choices: Choices, segments: _Segments) -> float:
+    """Optimum of the linear relaxation: all segments in order, the last one in part."""
+    spent = np.concatenate(([0], np.cumsum(segments.bytes)))
+    floors = choices.value(choices.floors)
+    if not choices.minimise:
+        left = choices.budget_bytes - choices.floor_bytes
+        whole = int(np.searchsorted(spent, left, side="right")) - 1
+        bound = floors + math.fsum(segments.gains[:whole])
+        if whole < segments.gains.size:
+            share = (left - int(spent[whole])) / int(segments.bytes[whole])
+            bound += share * float(segments.gains[whole])
+        return bound
+    missing = choices.target_value - floors
+    gained = np.concatenate(([0.0], np.cumsum(segments.gains)))
+    whole = int(np.searchsorted(gained, missing, side="left"))
+    if missing <= 0 or segments.gains.size == 0:
+        return float(choices.floor_bytes)
+    whole = min(whole, segments.gains.size) - 1
+    share = min(1.0, (missing - float(gained[whole])) / float(segments.gains[whole]))
+    relaxed = int(spent[whole]) + share * int(segments.bytes[whole])
+    # Costs are whole grains above the floors; a millionth of a grain is rounding.
+    grains = math.ceil(relaxed / choices.grain - 1e-6)
+    return float(choices.floor_bytes + grains * choices.grain)

@@ -1,0 +1,197 @@
+"""The general exact solver: an integer program, shrunk by duality before a back end sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import ClassVar
+
+from kvalloc.errors import InfeasibleError, InputError, SolverError
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    MaxDistinct,
+    RankBalance,
+    SameBudget,
+    SideConstraint,
+)
+from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.solvers._ilp_backends import BACKENDS
+from kvalloc.solvers._ilp_found import Options
+from kvalloc.solvers._ilp_search import Search
+
+BLAME_SECONDS = 5.0
+"""Longest search for a choice without one of the side constraints, to say which is too much."""
+
+
+class ILP(Solver):
+    """Multiple-choice integer program, solved to proven optimality.
+
+    One 0/1 variable for each option, one option for each unit, one row for the capacity (or the
+    target) and for each cap, one more variable for each budget where few different ones are
+    allowed, and one for each option and rank where units have to be placed.
+
+    Units that share a budget are merged first. The Lagrangian dual then says how much each option
+    loses at the best prices; the first program holds only options that lose little (a core), and
+    what it finds shows which others could still be part of something better. Those are few or
+    none, so the second program, if there is one, is small and its optimum is that of the whole.
+    Where few different budgets are allowed, the dual bound of every set of budgets is known from
+    a dynamic program over them, and only the sets that could be best are solved.
+    Curves need not be concave and costs need not be equal. Values are mapped to whole numbers,
+    rounded down by at most one part in 2^50 of their range, and the rounding is added to the
+    bound.
+
+    Ranks: the problem is solved without them; if the budgets found can be placed in balance, they
+    are optimal. Else a good placement is kept and the budgets are solved for it, and then both
+    are decided together.
+
+    Parameters
+    ----------
+    gap : float
+        Stop at this relative gap; 0 proves the optimum.
+    workers : int
+        Threads of the back end; with 1 the answer is reproducible.
+    backend : {"auto", "cp_sat", "mathopt", "scipy"}
+        OR-Tools CP-SAT, SCIP through OR-Tools MathOpt, or HiGHS through SciPy. CP-SAT counts in
+        whole numbers; the others in floating point, to about 1e-12 of the range of the values.
+        By default HiGHS where there are caps, whose rows its cuts are made for, else CP-SAT.
+    reduce : bool
+        Leave out options by their reduced costs; without, the back end gets every option.
+
+    Raises
+    ------
+    InputError
+        If the gap is negative, there is no worker, or no such back end.
+
+    References
+    ----------
+    Kellerer, Pferschy, Pisinger: Knapsack Problems (2004), chapter 11 (multiple-choice knapsack,
+    core, reduction by upper bounds). OR-Tools CP-SAT and MathOpt; HiGHS.
+    """
+
+    name: ClassVar[str] = "ilp"
+    summary: ClassVar[str] = "integer program (CP-SAT, SCIP or HiGHS) after dual reduction; exact"
+    reference: ClassVar[str] = "Kellerer et al. 2004, ch. 11; OR-Tools CP-SAT"
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
+        {GroupCap, MaxDistinct, RankBalance, SameBudget}
+    )
+    aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM, Aggregate.WORST})
+
+    def __init__(
+        self, gap: float = 0.0, workers: int = 1, backend: str = "auto", reduce: bool = True
+    ) -> None:
+        if not gap >= 0 or workers < 1:
+            raise InputError(f"ilp: gap {gap:g} must be >= 0 and workers {workers} >= 1")
+        if backend != "auto" and backend not in BACKENDS:
+            raise InputError(
+                f"ilp: there is no back end {backend!r}; use auto, {', '.join(BACKENDS)}"
+            )
+        self.gap = gap
+        self.workers = workers
+        self.backend = backend
+        self.reduce = reduce
+
+    def _options(self, problem: AllocationProblem) -> Options:
+        backend = self.backend
+        if backend == "auto":
+            caps = any(isinstance(c, GroupCap) for c in problem.constraints)
+            backend = "scipy" if caps else "cp_sat"
+        return Options(
+            gap=self.gap, workers=self.workers, backend=BACKENDS[backend], reduce=self.reduce
+        )
+
+    def can_solve(self, problem: AllocationProblem) -> bool | str:
+        """True, unless there are two different balances over ranks."""
+        if sum(isinstance(c, RankBalance) for c in problem.constraints) > 1:
+            return "ilp places units on one set of ranks, and two are asked for; give one balance"
+        return super().can_solve(problem)
+
+    def solve(
+        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
+    ) -> Solution:
+        """The optimum, or the best choice and bound when time runs out.
+
+        Raises
+        ------
+        InfeasibleError
+            If nothing satisfies the side constraints; names the one that is too much.
+        SolverError
+            If the back end fails, or time runs out before any choice is found.
+        """
+        limit = math.inf if time_limit_seconds is None else time_limit_seconds
+        search = Search(self._options(problem), problem, time.monotonic() + limit)
+        found = search.run()
+        if found.infeasible:
+            raise self._infeasible(problem, search.deadline)
+        if found.picked is None:
+            raise SolverError(
+                "ilp found no choice that satisfies the side constraints in the time it had, and "
+                "has not shown that there is none; give it more time"
+            )
+        choice = search.choices.expand(found.picked)
+        objective = problem.objective(choice)
+        return Solution(
+            choice=choice,
+            objective=objective,
+            bound=found.bound,
+            termination=self._termination(search, objective, found.bound),
+            detail=f"{found.status} on {found.n_options:,} of "
+            f"{int(problem.option_counts.sum()):,} options",
+            ranks=found.ranks,
+        )
+
+    def _termination(self, search: Search, objective: float, bound: float) -> Termination:
+        """Optimal with a bound to show for it; else the gap that was asked, or time."""
+        if search.choices.is_closed(objective, bound):
+            return Termination.OPTIMAL
+        if abs(bound - objective) <= self.gap * abs(objective) * (1 + 1e-9):
+            return Termination.HEURISTIC
+        return Termination.TIME_LIMIT
+
+    def _infeasible(self, problem: AllocationProblem, deadline: float) -> InfeasibleError:
+        """Which kind of side constraint, if left out, would leave a choice."""
+        kinds: list[tuple[str, tuple[SideConstraint, ...]]] = []
+        for kind in (RankBalance, MaxDistinct, SameBudget, GroupCap):
+            mine: tuple[SideConstraint, ...] = tuple(
+                c for c in problem.constraints if isinstance(c, kind)
+            )
+            if mine:
+                kinds.append((_describe(mine), mine))
+        culprits = []
+        for name, mine in kinds:
+            left = tuple(c for c in problem.constraints if c not in mine)
+            without = dataclasses.replace(problem, constraints=left)
+            until = min(deadline, time.monotonic() + BLAME_SECONDS)
+            try:
+                search = Search(self._options(without), without, until)
+                if search.run().picked is not None:
+                    culprits.append(name)
+            except InfeasibleError:
+                continue
+        goal = (
+            f"a capacity of {problem.capacity_bytes:,} bytes"
+            if problem.target is None
+            else f"a target of {problem.target:g}"
+        )
+        if not culprits:
+            names = " and ".join(name for name, _ in kinds)
+            return InfeasibleError(f"no choice can work: {goal} with {names}; relax one of them")
+        return InfeasibleError(
+            f"no choice can work: {goal} is not possible with {' or with '.join(culprits)}, and "
+            "is without; relax that or ask for less"
+        )
+
+
+def _describe(constraints: tuple[SideConstraint, ...]) -> str:
+    first = constraints[0]
+    if isinstance(first, RankBalance):
+        return f"balance over {first.n_ranks} ranks within {first.tolerance:.3g}"
+    if isinstance(first, MaxDistinct):
+        return f"at most {first.most} different budgets"
+    if isinstance(first, GroupCap):
+        names = [c.name for c in constraints if isinstance(c, GroupCap)]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"the caps of {', '.join(names[:3])}{more}"
+    return "units that share a budget"

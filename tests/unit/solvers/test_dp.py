@@ -1,0 +1,111 @@
+"""Dynamic programming over pages."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from exact_cases import (
+    check_all,
+    check_it_repeats,
+    check_more_is_never_worse,
+    hand_problem,
+    kinds,
+    medium_problem,
+    tiny_cases,
+)
+
+from kvalloc.errors import InputError, SolverError
+from kvalloc.problem import Aggregate, GroupCap, SameBudget
+from kvalloc.registry import get_solver
+from kvalloc.solver import Termination
+from kvalloc.solvers.dp import DP
+from kvalloc.solving import solve_problem
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_a_case_on_paper(prune: bool) -> None:
+    solution = DP(prune=prune).solve(hand_problem())
+    assert solution.choice.tolist() == [1, 2, 0]
+    assert solution.objective == solution.bound == 10.0
+    assert solution.termination is Termination.OPTIMAL
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_it_is_exact_against_brute_force(prune: bool) -> None:
+    cases = tiny_cases(320, kinds("plain", "same_budget"), seed=500)
+    ends = check_all(DP(prune=prune), cases, exact=True)
+    assert ends["optimal"] > 300
+    assert ends["refused"] == 0
+
+
+@pytest.mark.parametrize("target", [False, True])
+def test_pruning_changes_nothing(target: bool) -> None:
+    for seed in range(6):
+        problem = medium_problem(seed, target=target, share=0.1 + 0.1 * seed)
+        pruned, full = (solve_problem(problem, DP(prune=prune)) for prune in (True, False))
+        assert pruned.objective == pytest.approx(full.objective, abs=1e-13)
+
+
+@pytest.mark.parametrize("target", [False, True])
+def test_it_agrees_with_the_integer_program(target: bool) -> None:
+    for seed in range(4):
+        problem = medium_problem(seed, n_layers=20, n_heads=4, n_options=40, target=target)
+        found = solve_problem(problem, DP())
+        other = solve_problem(problem, get_solver("ilp"))
+        assert found.objective == pytest.approx(other.objective, rel=1e-12)
+        assert found.termination is other.termination is Termination.OPTIMAL
+
+
+def test_many_units_that_share_budgets() -> None:
+    groups = tuple(tuple(range(8 * layer, 8 * layer + 8)) for layer in range(80))
+    problem = medium_problem(
+        1,
+        n_layers=80,
+        n_heads=8,
+        n_options=64,
+        constraints=(SameBudget(groups=groups),),
+    )
+    answer = solve_problem(problem, DP())
+    assert answer.termination is Termination.OPTIMAL
+    shared = answer.choice.reshape(80, 8)
+    assert np.all(shared == shared[:, :1])
+
+
+def test_a_table_beyond_memory_is_refused_before_anything_is_done() -> None:
+    problem = medium_problem(0)
+    able = DP(memory_bytes=1000).can_solve(problem)
+    assert isinstance(able, str)
+    assert "18 units" in able
+    assert "use larger pages, or lagrangian, or ilp" in able
+    with pytest.raises(SolverError, match="could need a table"):
+        solve_problem(problem, DP(memory_bytes=1000))
+    costs = np.array([[1, 3, 5], [1, 3, 4], [1, 3, 10**12]])
+    odd = hand_problem(costs=costs, capacity_bytes=10**12)  # one byte is the grain
+    assert isinstance(DP().can_solve(odd), str)
+    with pytest.raises(InputError, match="holds no table"):
+        DP(memory_bytes=0)
+
+
+def test_it_refuses_caps_and_the_worst_unit() -> None:
+    cap = GroupCap(name="device", units=(0, 1), capacity_bytes=100)
+    with pytest.raises(SolverError, match="use ilp"):
+        solve_problem(hand_problem(constraints=(cap,)), DP())
+    with pytest.raises(SolverError, match="use max_min"):
+        solve_problem(hand_problem(aggregate=Aggregate.WORST), DP())
+
+
+def test_it_repeats_and_more_is_never_worse() -> None:
+    check_it_repeats(DP(), medium_problem(5))
+    check_more_is_never_worse(DP(), medium_problem(7, n_layers=4, n_options=12))
+
+
+def test_it_stops_in_time_with_an_honest_answer() -> None:
+    problem = medium_problem(6, n_layers=80, n_heads=8, n_options=64)
+    start = time.perf_counter()
+    answer = solve_problem(problem, DP(prune=False), time_limit_seconds=0.05)
+    assert time.perf_counter() - start < 3.0
+    assert answer.bound is not None
+    assert answer.objective <= answer.bound
+    assert answer.termination in (Termination.TIME_LIMIT, Termination.OPTIMAL)

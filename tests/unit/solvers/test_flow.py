@@ -1,0 +1,176 @@
+"""Nested caps on concave curves."""
+
+from __future__ import annotations
+
+import networkx as nx
+import numpy as np
+import pytest
+from exact_cases import (
+    check_all,
+    check_it_repeats,
+    check_more_is_never_worse,
+    hand_problem,
+    kinds,
+    medium_problem,
+    tiny_cases,
+)
+
+from kvalloc.errors import InfeasibleError, InputError, SolverError
+from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct
+from kvalloc.registry import get_solver
+from kvalloc.solver import Termination
+from kvalloc.solvers.flow import Flow
+from kvalloc.solving import solve_problem
+
+CONCAVE = ("concave", "paged", "tied", "weighted")
+
+
+def tree_problem(seed: int, *, tight: float = 0.5, target: bool = False) -> AllocationProblem:
+    """A model of 6 layers of 3 heads on 2 devices: a cap for each layer and each device."""
+    random = np.random.default_rng(seed)
+    base = medium_problem(seed, concave=True)
+    caps = []
+    for layer in range(6):
+        units = tuple(range(3 * layer, 3 * layer + 3))
+        most = int(base.costs[list(units), -1].sum())
+        caps.append(
+            GroupCap(
+                name=f"layer {layer}",
+                units=units,
+                capacity_bytes=int(most * random.uniform(0.2, 1.0)),
+            )
+        )
+    for device in range(2):
+        units = tuple(range(9 * device, 9 * device + 9))
+        most = int(base.costs[list(units), -1].sum())
+        caps.append(
+            GroupCap(name=f"device {device}", units=units, capacity_bytes=int(most * tight))
+        )
+    return medium_problem(seed, concave=True, constraints=tuple(caps), share=0.4, target=target)
+
+
+@pytest.mark.parametrize("method", ["tree", "network"])
+def test_it_is_exact_against_brute_force(method: str) -> None:
+    which = kinds("plain", "nested_caps", curves=CONCAVE)
+    ends = check_all(Flow(method=method), tiny_cases(320, which, seed=900), exact=True)
+    assert ends["optimal"] > 280
+    assert ends["refused"] < 20
+
+
+def test_a_cap_on_paper() -> None:
+    """Gains 5, 3 and 4, 2 and 3, 1; four steps in all, but one for the first two units."""
+    problem = hand_problem(
+        values=np.array([[0.0, 5.0, 8.0], [0.0, 4.0, 6.0], [0.0, 3.0, 4.0]]),
+        costs=np.array([[0, 1, 2]] * 3),
+        capacity_bytes=4,
+        constraints=(GroupCap(name="layer", units=(0, 1), capacity_bytes=1),),
+    )
+    solution = Flow().solve(problem)
+    assert solution.choice.tolist() == [1, 0, 2]
+    assert solution.objective == solution.bound == 9.0
+    assert solution.termination is Termination.OPTIMAL
+
+
+@pytest.mark.parametrize("target", [False, True])
+def test_tree_network_and_integer_program_agree(target: bool) -> None:
+    for seed in range(5):
+        problem = tree_problem(seed, target=False, tight=0.3 + 0.1 * seed)
+        if target:
+            most = solve_problem(problem, Flow()).value
+            problem = problem.with_target(0.9 * most)
+        tree = solve_problem(problem, Flow())
+        network = solve_problem(problem, Flow(method="network"))
+        program = solve_problem(problem, get_solver("ilp"))
+        assert tree.objective == pytest.approx(network.objective, rel=1e-11)
+        assert tree.objective == pytest.approx(program.objective, rel=1e-11)
+        assert tree.bound == tree.objective
+
+
+def test_networkx_finds_the_same() -> None:
+    problem = tree_problem(11, tight=0.35)
+    step = problem.step_bytes or 1
+    graph = nx.DiGraph()
+    steps = (problem.spendable_bytes - problem.min_cost_bytes) // step
+    scale = 10**9
+    graph.add_node("model", demand=-steps)
+    graph.add_node("sink", demand=steps)
+    graph.add_edge("model", "sink", capacity=steps, weight=0)
+    for cap in problem.constraints:
+        assert isinstance(cap, GroupCap)
+        room = (cap.capacity_bytes - int(problem.costs[list(cap.units), 0].sum())) // step
+        if cap.name.startswith("device"):
+            graph.add_edge("model", cap.name, capacity=room, weight=0)
+        else:
+            device = f"device {cap.units[0] // 9}"
+            graph.add_edge(device, cap.name, capacity=room, weight=0)
+            for unit in cap.units:
+                graph.add_edge(cap.name, unit, weight=0, capacity=steps)
+                for k in range(int(problem.last_options[unit])):
+                    gain = problem.values[unit, k + 1] - problem.values[unit, k]
+                    graph.add_edge(unit, (unit, k), capacity=1, weight=0)
+                    graph.add_edge((unit, k), "sink", capacity=1, weight=-round(gain * scale))
+    cost, _ = nx.network_simplex(graph)
+    floors = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
+    answer = solve_problem(problem, Flow())
+    assert answer.objective == pytest.approx(floors - cost / scale, abs=1e-6)
+
+
+def test_without_caps_it_is_greedy() -> None:
+    for target in (False, True):
+        problem = medium_problem(3, concave=True, target=target)
+        assert (
+            solve_problem(problem, Flow()).objective
+            == solve_problem(problem, get_solver("greedy")).objective
+        )
+
+
+def test_crossing_caps_are_refused_by_name() -> None:
+    caps = (
+        GroupCap(name="device 0", units=(0, 1), capacity_bytes=100),
+        GroupCap(name="layer 1", units=(1, 2), capacity_bytes=100),
+    )
+    problem = medium_problem(0, concave=True, constraints=caps)
+    with pytest.raises(SolverError, match=r"device 0 and layer 1 overlap; use lagrangian or ilp"):
+        solve_problem(problem, Flow())
+
+
+def test_it_refuses_curves_that_bend_up_unequal_steps_and_few_budgets() -> None:
+    with pytest.raises(SolverError, match="only exact on concave curves"):
+        solve_problem(medium_problem(0), Flow())
+    with pytest.raises(SolverError, match="steps of one size"):
+        solve_problem(hand_problem(), Flow())
+    few = medium_problem(0, concave=True, constraints=(MaxDistinct(most=2),))
+    with pytest.raises(SolverError, match="use ilp"):
+        solve_problem(few, Flow())
+    with pytest.raises(InputError, match="no method 'simplex'"):
+        Flow(method="simplex")
+
+
+def test_a_target_beyond_the_caps_says_what_can_be_met() -> None:
+    problem = tree_problem(4, tight=0.3, target=True)
+    most = solve_problem(problem.with_capacity(problem.max_cost_bytes), Flow()).value
+    with pytest.raises(InfeasibleError, match="within the caps") as raised:
+        solve_problem(problem.with_target(most + 1e-6), Flow())
+    assert raised.value.nearest == pytest.approx(most)
+    assert solve_problem(problem.with_target(most), Flow()).value == pytest.approx(most)
+
+
+def test_it_repeats_and_more_is_never_worse() -> None:
+    check_it_repeats(Flow(), tree_problem(5))
+    check_more_is_never_worse(Flow(), medium_problem(7, n_layers=4, n_options=12, concave=True))
+
+
+def test_long_curves_need_no_arc_per_option() -> None:
+    """4 layers x 2 heads x 50,000 ranks in a moment."""
+    units = (0, 1, 2)
+    problem = medium_problem(
+        1,
+        n_layers=4,
+        n_heads=2,
+        n_options=50_000,
+        concave=True,
+        constraints=(GroupCap(name="device", units=units, capacity_bytes=4096 * 20_000),),
+    )
+    answer = solve_problem(problem, Flow())
+    assert answer.termination is Termination.OPTIMAL
+    assert int(problem.costs[0][answer.choice[list(units)]].sum()) <= 4096 * 20_000

@@ -1,0 +1,131 @@
+"""Convex hull and marginal greedy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exact_cases import check_all, check_it_repeats, hand_problem, kinds, medium_problem, tiny_cases
+from scipy.optimize import linprog
+
+from kvalloc.errors import SolverError
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense
+from kvalloc.registry import get_solver
+from kvalloc.solver import Termination
+from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._prices import upper_hull
+from kvalloc.solvers.hull import Hull
+from kvalloc.solving import solve_problem
+
+
+def test_a_case_on_paper() -> None:
+    """Segments by slope: unit 1 (2.0), unit 0 (1.5), unit 1 (1.0), unit 2 whole (3 for 5 bytes).
+
+    6 bytes above the floors: 2 + 2 + 1 are taken, 1 is left and unit 2's segment of 5 is not
+    taken; in part it would add 0.6.
+    """
+    solution = Hull().solve(hand_problem())
+    assert solution.choice.tolist() == [1, 2, 0]
+    assert solution.objective == 10.0
+    assert solution.bound == pytest.approx(10.6)
+    assert solution.termination is Termination.HEURISTIC
+
+
+def test_a_target_on_paper() -> None:
+    """For 10 the first three segments are needed, and they reach it exactly: 8 bytes."""
+    solution = Hull().solve(hand_problem(capacity_bytes=None, target=10.0, sense=Sense.MIN_COST))
+    assert solution.choice.tolist() == [1, 2, 0]
+    assert solution.objective == solution.bound == 8.0
+    assert solution.termination is Termination.OPTIMAL
+
+
+def test_what_is_not_needed_for_a_target_goes_back() -> None:
+    """The last segment needed is large, and makes an earlier one of another unit superfluous."""
+    problem = hand_problem(
+        values=np.array([[0.0, 1.0, 1.0], [0.0, 9.0, 9.0], [0.0, 0.1, 0.2]]),
+        costs=np.array([[1, 2, 3], [1, 11, 12], [1, 21, 41]]),
+        capacity_bytes=None,
+        target=9.0,
+        sense=Sense.MIN_COST,
+    )
+    assert Hull().solve(problem).choice.tolist() == [0, 1, 0]
+
+
+def test_the_hull_is_that_of_a_definition() -> None:
+    """An option is on the hull when some price makes it the best of its row, cheapest first."""
+    random = np.random.default_rng(0)
+    for seed in range(60):
+        problem = medium_problem(seed, n_layers=2, n_heads=2, n_options=8)
+        found = upper_hull(Choices.of(problem))
+        values = problem.values + random.normal(0, 0.02, problem.values.shape)
+        for row, worth in zip(upper_hull(Choices.of(_with(problem, values))), values, strict=True):
+            costs = problem.costs[0]
+            best = int(np.argmax(worth))
+            slopes = [
+                (worth[j] - worth[i]) / (costs[j] - costs[i])
+                for i in range(8)
+                for j in range(i + 1, 8)
+            ]
+            prices = [p for s in slopes if s > 0 for p in (s * (1 - 1e-9), s * (1 + 1e-9))]
+            picks = {int(np.argmax(worth - p * costs)) for p in [*prices, 1e9, 1e-15]}
+            assert set(np.flatnonzero(row).tolist()) == picks
+            assert row[0]
+            assert row[best]
+        assert np.all(found[:, 0])
+
+
+def _with(problem: AllocationProblem, values: np.ndarray) -> AllocationProblem:
+    fields = {name: getattr(problem, name) for name in problem.__dataclass_fields__}
+    return AllocationProblem(**{**fields, "values": values})
+
+
+def relaxation(problem: AllocationProblem) -> float:
+    """The linear relaxation, solved by a library."""
+    n, k = problem.values.shape
+    worth, costs = problem.values.ravel(), problem.costs.ravel().astype(float)
+    one = np.kron(np.eye(n), np.ones(k))
+    if problem.target is None:
+        room = [problem.spendable_bytes]  # what whole pages can use of the capacity
+        answer = linprog(-worth, A_ub=costs[None], b_ub=room, A_eq=one, b_eq=np.ones(n))
+        return float(-answer.fun)
+    answer = linprog(costs, A_ub=-worth[None], b_ub=[-problem.target], A_eq=one, b_eq=np.ones(n))
+    return float(answer.fun)
+
+
+@pytest.mark.parametrize("target", [False, True])
+def test_the_bound_is_the_linear_relaxation(target: bool) -> None:
+    for seed in range(10):
+        problem = medium_problem(seed, n_layers=3, target=target, share=0.2 + 0.05 * seed)
+        solution = Hull().solve(problem)
+        assert solution.bound is not None
+        exact = relaxation(problem)
+        if target:  # rounded up to whole pages
+            assert 0 <= solution.bound - exact < problem.lattice_bytes + 1
+        else:
+            assert solution.bound == pytest.approx(exact, rel=1e-9)
+
+
+def test_what_it_claims_holds_against_brute_force() -> None:
+    ends = check_all(Hull(), tiny_cases(320, kinds("plain", "same_budget")), exact=False)
+    assert ends["optimal"] > 200
+    assert ends["refused"] == 0
+
+
+def test_on_concave_pages_it_is_greedy() -> None:
+    for seed in range(5):
+        problem = medium_problem(seed, concave=True)
+        answer = solve_problem(problem, Hull())
+        best = solve_problem(problem, get_solver("greedy"))
+        assert answer.objective == pytest.approx(best.objective, abs=1e-12)
+        assert answer.termination is Termination.OPTIMAL
+
+
+def test_it_refuses_caps_and_the_worst_unit() -> None:
+    cap = GroupCap(name="device", units=(0, 1), capacity_bytes=100)
+    with pytest.raises(SolverError, match="use ilp"):
+        solve_problem(hand_problem(constraints=(cap,)), Hull())
+    with pytest.raises(SolverError, match="use max_min"):
+        solve_problem(hand_problem(aggregate=Aggregate.WORST), Hull())
+
+
+def test_it_repeats() -> None:
+    check_it_repeats(Hull(), medium_problem(5))

@@ -1,0 +1,323 @@
+"""The integer program under every side constraint, both senses, the sum and the worst unit."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from exact_cases import (
+    ALL_KINDS,
+    answer_or_error,
+    check_all,
+    check_it_repeats,
+    check_more_is_never_worse,
+    hand_problem,
+    kinds,
+    medium_problem,
+    tiny_cases,
+)
+
+from kvalloc.errors import InfeasibleError, InputError, SolverError
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    MaxDistinct,
+    RankBalance,
+    SameBudget,
+    Sense,
+    SideConstraint,
+)
+from kvalloc.solver import Solver, Termination
+from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._levels import level_sets
+from kvalloc.solvers._prices import best_prices
+from kvalloc.solvers.dp import DP
+from kvalloc.solvers.flow import Flow
+from kvalloc.solvers.hull import Hull
+from kvalloc.solvers.ilp import ILP
+from kvalloc.solvers.lagrangian import Lagrangian
+from kvalloc.solving import solve_problem
+
+BACKENDS = ("cp_sat", "mathopt", "scipy")
+HEADS_SHARE = SameBudget(groups=tuple(tuple(range(3 * n, 3 * n + 3)) for n in range(6)))
+DEVICES = (
+    GroupCap(name="device 0", units=tuple(range(9)), capacity_bytes=4096 * 60),
+    GroupCap(name="device 1", units=tuple(range(6, 18)), capacity_bytes=4096 * 90),
+)
+
+
+def test_it_is_exact_under_every_side_constraint() -> None:
+    ends = check_all(ILP(), tiny_cases(448, ALL_KINDS, seed=1000), exact=True)
+    assert ends["optimal"] > 380
+    assert ends["infeasible"] > 5  # and each of those has no choice at all
+    assert ends["refused"] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduce", [True, False])
+def test_every_back_end_with_and_without_reduction(backend: str, reduce: bool) -> None:
+    solver = ILP(backend=backend, reduce=reduce)
+    ends = check_all(solver, tiny_cases(112, ALL_KINDS, seed=3000), exact=True)
+    assert ends["optimal"] > 90
+
+
+@pytest.mark.slow
+def test_no_misses_in_2240_problems_of_every_kind() -> None:
+    """Every exact solver on every kind of problem: not one claim that is not true."""
+    solvers: list[tuple[Solver, bool]] = [
+        (ILP(), True),
+        (DP(), True),
+        (Flow(), True),
+        (Lagrangian(), False),
+        (Hull(), False),
+    ]
+    for solver, exact in solvers:
+        ends: Counter[str] = check_all(
+            solver, tiny_cases(2240, ALL_KINDS, seed=20_000), exact=exact, may_give_up=not exact
+        )
+        assert ends["optimal"] > 150, solver.name
+
+
+@pytest.mark.parametrize("target", [False, True])
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        (MaxDistinct(most=2),),
+        (MaxDistinct(most=3), HEADS_SHARE),
+        (MaxDistinct(most=3), *DEVICES),
+        (HEADS_SHARE, *DEVICES),
+        (RankBalance(n_ranks=3, tolerance=0.05), MaxDistinct(most=3)),
+    ],
+    ids=["few", "few+shared", "few+caps", "shared+caps", "few+ranks"],
+)
+def test_cores_and_sets_of_budgets_lose_nothing(
+    constraints: tuple[SideConstraint, ...], target: bool
+) -> None:
+    """On problems beyond brute force: the same optimum as with every option in the program."""
+    for seed in range(2):
+        problem = medium_problem(seed, n_options=10, target=target, constraints=constraints)
+        if target and DEVICES[0] in constraints:
+            problem = problem.with_target(0.5)
+        short = solve_problem(problem, ILP())
+        whole = solve_problem(problem, ILP(reduce=False, workers=2), time_limit_seconds=60)
+        assert short.termination is Termination.OPTIMAL
+        assert whole.termination is Termination.OPTIMAL
+        assert short.objective == pytest.approx(whole.objective, rel=1e-10)
+
+
+def test_the_bound_over_sets_of_budgets_is_that_of_all_sets() -> None:
+    """The dynamic program over levels against every set there is, on curves of any shape."""
+    for seed in range(20):
+        problem = medium_problem(seed, n_layers=2, n_options=7, concave=seed % 2 == 0)
+        choices = Choices.of(problem)
+        for most in (1, 2, 3):
+            sets = level_sets(choices, best_prices(choices), most)
+            assert sets is not None
+            every = {
+                chosen: float(sets.loss[:, chosen].min(axis=1).sum())
+                for chosen in itertools.combinations(range(7), most)
+            }
+            least = min(every.values())
+            assert sets.least <= least + 1e-12
+            if seed % 2 == 0:  # exact where losses fall and rise
+                assert sets.least == pytest.approx(least, abs=1e-12)
+            room = float(np.median(list(every.values())))
+            listed = sets.within(room)
+            assert listed is not None
+            wanted = {chosen for chosen, lost in every.items() if lost <= room}
+            assert wanted == {chosen for _, chosen in listed if len(chosen) == most}
+            usable = sets.usable(room)
+            assert all(usable[list(chosen)].all() for chosen in wanted)
+
+
+def test_ranks_that_exchanges_cannot_balance_are_decided_with_the_budgets() -> None:
+    """Two layers of two heads: the best budgets are 3, 1, 1, 1, and no placement balances them."""
+    problem = hand_problem(
+        tokens=np.tile([1, 2, 3], (4, 1)),
+        values=np.array([[0, 4, 9.0], [0, 1, 2.0], [0, 1, 2.0], [0, 1, 2.0]]),
+        costs=np.tile([10, 20, 30], (4, 1)),
+        option_counts=np.full(4, 3),
+        weights=np.ones(4),
+        layers=np.array([0, 0, 1, 1]),
+        heads=np.array([0, 1, 0, 1]),
+        capacity_bytes=80,
+    )
+    free = solve_problem(problem, ILP())
+    assert free.objective == 11.0  # 3, and one more for any other
+    for tolerance, best in ((0.0, 11.0), (0.01, 11.0)):
+        balanced = hand_problem(
+            **{
+                name: getattr(problem, name)
+                for name in ("tokens", "values", "costs", "option_counts", "weights", "layers")
+            },
+            heads=problem.heads,
+            capacity_bytes=70,
+            constraints=(RankBalance(n_ranks=2, tolerance=tolerance),),
+        )
+        answer = solve_problem(balanced, ILP())
+        # 30 + 10 and 10 + 20 cannot be even: of 70 bytes only 60 can be used: 20 10 / 10 20.
+        assert answer.cost_bytes == 60
+        assert answer.objective == pytest.approx(5.0)
+        assert answer.objective < best
+
+
+def test_the_ranks_of_a_solution_are_checked_and_spread() -> None:
+    balance = RankBalance(n_ranks=4, tolerance=0.02)
+    problem = medium_problem(0, n_layers=12, n_heads=8, n_options=32, constraints=(balance,))
+    solution = ILP().solve(problem)
+    assert solution.ranks is not None
+    assert balance.fault(problem, solution.choice, solution.ranks) is None
+    assert solution.termination is Termination.OPTIMAL
+    free = solve_problem(medium_problem(0, n_layers=12, n_heads=8, n_options=32), ILP())
+    assert solution.objective == pytest.approx(free.objective, abs=1e-12)
+
+
+def test_two_balances_are_refused() -> None:
+    two = (RankBalance(n_ranks=2), RankBalance(n_ranks=3))
+    able = ILP().can_solve(medium_problem(0, constraints=two))
+    assert isinstance(able, str)
+    assert "give one balance" in able
+
+
+def test_the_worst_unit_under_side_constraints() -> None:
+    cases = tiny_cases(160, kinds("mixed", "rank_balance", "max_distinct", worst=True), seed=7)
+    ends = check_all(ILP(), cases, exact=True)
+    assert ends["optimal"] > 100
+
+
+class TestInfeasible:
+    """The error names the constraint that is too much."""
+
+    def test_a_cap_below_its_target(self) -> None:
+        cap = GroupCap(name="device 7", units=tuple(range(9)), capacity_bytes=40_000)
+        problem = medium_problem(1, target=True, share=0.05, constraints=(cap,))
+        with pytest.raises(InfeasibleError, match="device 7") as raised:
+            solve_problem(problem, ILP())
+        assert raised.value.nearest is not None
+
+    def test_ranks_that_cannot_be_even(self) -> None:
+        problem = medium_problem(0, constraints=(RankBalance(n_ranks=4, tolerance=0.0),))
+        odd = np.tile([1, 3, 5], (3, 1))  # two of them are even, and never as much as one
+        one = hand_problem(costs=odd, constraints=(RankBalance(n_ranks=2, tolerance=0.0),))
+        with pytest.raises(InfeasibleError, match="balance over 2 ranks within 0, and is without"):
+            solve_problem(one, ILP())
+        assert solve_problem(problem, ILP()).termination is Termination.OPTIMAL
+
+    def test_floors_that_are_too_different_for_few_budgets(self) -> None:
+        problem = hand_problem(
+            tokens=np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+            constraints=(MaxDistinct(most=2),),
+        )
+        with pytest.raises(InfeasibleError, match="at most 2 different budgets, and is without"):
+            solve_problem(problem, ILP())
+
+    def test_units_that_have_no_common_budget(self) -> None:
+        problem = hand_problem(
+            tokens=np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+            constraints=(SameBudget(groups=((0, 2),)),),
+        )
+        with pytest.raises(InfeasibleError, match=r"units \[0, 2\] must share one budget"):
+            solve_problem(problem, ILP())
+
+    def test_a_capacity_below_what_shared_budgets_start_at(self) -> None:
+        problem = hand_problem(
+            tokens=np.array([[1, 2, 3], [2, 3, 4], [1, 2, 3]]),
+            constraints=(SameBudget(groups=((0, 1),)),),
+            capacity_bytes=4,
+        )
+        with pytest.raises(InfeasibleError, match="capacity of 4 bytes") as raised:
+            solve_problem(problem, ILP())
+        assert raised.value.nearest == 5
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(InputError, match="no back end 'highs'; use auto, cp_sat"):
+        ILP(backend="highs")
+    with pytest.raises(InputError, match="gap"):
+        ILP(gap=-1.0)
+    with pytest.raises(InputError, match="workers"):
+        ILP(workers=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_time_limit_is_kept_and_said(backend: str) -> None:
+    """Without reduction this takes far longer than the limit on every back end."""
+    problem = medium_problem(
+        1, n_layers=40, n_heads=4, n_options=64, constraints=(MaxDistinct(most=5),)
+    )
+    start = time.perf_counter()
+    answer = solve_problem(problem, ILP(backend=backend, reduce=False), time_limit_seconds=2.0)
+    assert time.perf_counter() - start < 15.0
+    assert answer.termination is Termination.TIME_LIMIT
+    assert answer.bound is not None
+    assert answer.objective < answer.bound
+
+
+def test_no_time_for_a_first_choice_is_an_error_not_a_lie() -> None:
+    problem = medium_problem(1, target=True, constraints=(MaxDistinct(most=3),))
+    answer = answer_or_error(ILP(), problem, time_limit_seconds=1e-6)
+    if isinstance(answer, SolverError):
+        assert "give it more time" in str(answer)
+    else:
+        assert not isinstance(answer, InfeasibleError)
+        assert answer.bound is not None
+        assert answer.objective >= answer.bound
+
+
+def test_a_gap_that_was_asked_for_is_not_called_optimal_nor_out_of_time() -> None:
+    problem = medium_problem(1, n_layers=80, n_heads=8, n_options=64)
+    answer = solve_problem(problem, ILP(gap=1e-5))
+    assert answer.termination in (Termination.HEURISTIC, Termination.OPTIMAL)
+    assert answer.gap is not None
+    assert answer.gap <= 1e-5
+    exact = solve_problem(problem, ILP())
+    assert exact.termination is Termination.OPTIMAL
+    assert answer.objective <= exact.objective <= (answer.bound or 0.0) + 1e-12
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [(), (HEADS_SHARE,), (MaxDistinct(most=3),), DEVICES],
+    ids=["none", "shared", "few", "caps"],
+)
+def test_it_repeats_and_more_is_never_worse(constraints: tuple[SideConstraint, ...]) -> None:
+    problem = medium_problem(4, n_options=8, constraints=constraints)
+    check_it_repeats(ILP(), problem)
+    if constraints is not DEVICES:  # caps put high targets out of reach
+        check_more_is_never_worse(ILP(), problem, count=6)
+
+
+def test_page_four_budgets_four_ranks() -> None:
+    """What an engine asks for at once, of the size of a small model, solved to the end."""
+    sides = (MaxDistinct(most=4), RankBalance(n_ranks=4, tolerance=0.02))
+    problem = medium_problem(
+        0, n_layers=30, n_heads=3, n_options=64, concave=True, share=0.2, constraints=sides
+    )
+    answer = solve_problem(problem, ILP(), time_limit_seconds=60)
+    assert answer.termination is Termination.OPTIMAL
+    assert np.unique(problem.chosen_tokens(answer.choice)).size <= 4
+
+
+def test_weights_and_the_worst_unit_go_together() -> None:
+    values = np.array([[0.1, 0.5, 0.9], [0.2, 0.6, 1.0]])
+    problem = AllocationProblem(
+        tokens=np.array([[1, 2, 3]] * 2),
+        values=values,
+        costs=np.array([[1, 2, 3]] * 2),
+        option_counts=np.array([3, 3]),
+        weights=np.array([1.0, 0.5]),
+        layers=np.array([0, 1]),
+        heads=np.array([-1, -1]),
+        sense=Sense.MAX_VALUE,
+        aggregate=Aggregate.WORST,
+        capacity_bytes=5,
+        context_tokens=3,
+        protected_tokens=0,
+    )
+    answer = solve_problem(problem, ILP())
+    assert answer.objective == 0.5  # 0.5 of the first, half of 1.0 of the second
+    assert answer.choice.tolist() == [1, 2]

@@ -1,0 +1,143 @@
+"""The Lagrangian solver: its bound, its repair, caps, and what it claims."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from exact_cases import (
+    answer_or_error,
+    check_all,
+    check_it_repeats,
+    hand_problem,
+    kinds,
+    medium_problem,
+    tiny_cases,
+)
+
+from kvalloc.errors import InfeasibleError, SolverError
+from kvalloc.problem import Aggregate, GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.solver import Termination
+from kvalloc.solvers.lagrangian import Lagrangian
+from kvalloc.solving import solve_problem
+
+
+def test_a_case_on_paper() -> None:
+    answer = solve_problem(hand_problem(), Lagrangian())
+    assert answer.choice.tolist() == [1, 2, 0]
+    assert answer.objective == 10.0
+    # At 0.6 a byte, the slope of unit 2's way to its last option, the units net 2.8, 3.2 and 1.0
+    # (floors not paid), and the 6 bytes above the floors are worth 3.6.
+    assert answer.bound == pytest.approx(10.6)
+
+
+def test_what_it_claims_holds_against_brute_force() -> None:
+    which = kinds("plain", "nested_caps", "crossing_caps", "same_budget")
+    ends = check_all(Lagrangian(), tiny_cases(384, which), exact=False, may_give_up=True)
+    assert ends["optimal"] > 200
+    assert ends["gave up"] < 20
+    assert ends["refused"] == 0
+
+
+@pytest.mark.parametrize("concave", [False, True])
+@pytest.mark.parametrize("target", [False, True])
+def test_the_gap_is_tiny_on_many_units(concave: bool, target: bool) -> None:
+    problem = medium_problem(
+        0, n_layers=80, n_heads=8, n_options=64, concave=concave, target=target
+    )
+    answer = solve_problem(problem, Lagrangian())
+    assert answer.gap is not None
+    assert answer.gap <= 1e-5
+    assert answer.termination in (Termination.OPTIMAL, Termination.HEURISTIC)
+    # Its own bound is as tight as the one that is computed without it.
+    assert answer.bound == pytest.approx(problem.dual_bound().bound, rel=1e-9)
+
+
+def test_caps_each_get_a_price() -> None:
+    base = medium_problem(3)
+    half = int(0.4 * base.max_cost_bytes / 2)
+    caps = (
+        GroupCap(name="device 0", units=tuple(range(9)), capacity_bytes=half),
+        GroupCap(name="device 1", units=tuple(range(9, 18)), capacity_bytes=int(1.2 * half)),
+        GroupCap(name="both", units=tuple(range(4, 14)), capacity_bytes=half),
+    )
+    capped = medium_problem(3, constraints=caps, share=1.0)
+    answer = solve_problem(capped, Lagrangian())
+    assert answer.bound_source == "lagrangian"  # the core's bound knows no caps
+    assert answer.gap is not None
+    assert answer.gap < 0.01
+    wide = tuple(GroupCap(name=c.name, units=c.units, capacity_bytes=2**40) for c in caps)
+    free = solve_problem(medium_problem(3, constraints=wide), Lagrangian())
+    alone = solve_problem(base, Lagrangian())
+    assert free.choice.tolist() == alone.choice.tolist()
+
+
+def test_a_target_beyond_the_caps_names_them_and_what_can_be_met() -> None:
+    cap = GroupCap(name="device 7", units=tuple(range(9)), capacity_bytes=40_000)
+    problem = medium_problem(1, target=True, share=0.05, constraints=(cap,))
+    with pytest.raises(InfeasibleError, match=r"device 7.*can; raise the caps") as raised:
+        solve_problem(problem, Lagrangian())
+    nearest = float(raised.value.nearest or 0.0)
+    assert 0.0 < nearest < 0.95
+    assert solve_problem(problem.with_target(nearest), Lagrangian()).value >= nearest - 1e-12
+
+
+def test_it_says_when_it_finds_nothing_within_the_caps() -> None:
+    """Both units must be at their middle option, which no price ever picks."""
+    cap = GroupCap(name="device", units=(0, 1), capacity_bytes=7)
+    problem = hand_problem(
+        tokens=np.array([[1, 2, 3]] * 2),
+        values=np.array([[0.0, 1.0, 8.0], [0.0, 1.0, 8.0]]),
+        costs=np.array([[1, 3, 7], [1, 3, 7]]),
+        option_counts=np.array([3, 3]),
+        weights=np.ones(2),
+        layers=np.array([0, 1]),
+        heads=np.array([-1, -1]),
+        capacity_bytes=None,
+        target=2.0,
+        sense=medium_problem(0, target=True).sense,
+        constraints=(cap,),
+    )
+    answer = answer_or_error(Lagrangian(), problem)
+    if isinstance(answer, SolverError):
+        assert "cannot say that there is none; use ilp" in str(answer)
+    else:
+        assert not isinstance(answer, InfeasibleError)
+        assert answer.choice.tolist() == [1, 1]
+
+
+def test_units_that_share_a_budget_are_one() -> None:
+    groups = tuple(tuple(range(3 * layer, 3 * layer + 3)) for layer in range(6))
+    answer = solve_problem(
+        medium_problem(2, constraints=(SameBudget(groups=groups),)), Lagrangian()
+    )
+    assert np.all(answer.choice.reshape(6, 3) == answer.choice.reshape(6, 3)[:, :1])
+
+
+@pytest.mark.parametrize(
+    "constraint", [MaxDistinct(most=2), RankBalance(n_ranks=2)], ids=lambda c: type(c).__name__
+)
+def test_it_refuses_what_has_no_price(constraint: MaxDistinct | RankBalance) -> None:
+    with pytest.raises(SolverError, match="use ilp"):
+        solve_problem(hand_problem(constraints=(constraint,)), Lagrangian())
+
+
+def test_it_refuses_the_worst_unit() -> None:
+    with pytest.raises(SolverError, match="use max_min"):
+        solve_problem(hand_problem(aggregate=Aggregate.WORST), Lagrangian())
+
+
+def test_it_repeats() -> None:
+    check_it_repeats(Lagrangian(), medium_problem(5))
+    check_it_repeats(Lagrangian(), medium_problem(5, target=True))
+
+
+def test_it_stops_in_time_with_an_honest_answer() -> None:
+    problem = medium_problem(6, n_layers=80, n_heads=8, n_options=64)
+    start = time.perf_counter()
+    answer = solve_problem(problem, Lagrangian(), time_limit_seconds=1e-6)
+    assert time.perf_counter() - start < 2.0
+    assert answer.termination in (Termination.TIME_LIMIT, Termination.OPTIMAL)
+    assert answer.bound is not None
+    assert answer.objective <= answer.bound
