@@ -18,7 +18,7 @@ DATA = Path(__file__).parent / "data"
 SCORES = DATA / "scores.safetensors"
 DECISIONS = DATA / "decisions.json"
 PROFILE = DATA / "budget_profile.json"
-SCHEMA = DATA / "budget_profile.schema.json"
+SCHEMA = Path(__file__).parents[2] / "docs" / "budget_profile.schema.json"
 
 # name of the case: solver, options, arguments of solve
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -1,0 +1,30 @@
+"""The budget profiles that ship: they load by name, are whole, and say how they were made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kvalloc
+from kvalloc.errors import InputError
+
+README = Path(__file__).parents[3] / "profiles" / "README.md"
+
+
+def test_something_ships() -> None:
+    assert kvalloc.shipped_profiles()
+
+
+@pytest.mark.parametrize("name", kvalloc.shipped_profiles())
+def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
+    profile = kvalloc.load_profile(name)
+    assert profile.bound is not None
+    assert 0 < profile.retained_bytes < profile.full_bytes
+    assert profile.score_digest and profile.problem_digest
+    assert f"`{name}`" in README.read_text(encoding="utf-8")
+
+
+def test_an_unknown_name_lists_the_shipped_ones() -> None:
+    with pytest.raises(InputError, match=kvalloc.shipped_profiles()[0]):
+        kvalloc.load_profile("nobody-made-this")
