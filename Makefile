@@ -15,12 +15,12 @@ BIN := .venv/bin
 READY := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
-BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py))
+BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test lint types imports wheel-test notebooks bench clean
+.PHONY: help demo test lint types imports wheel-test notebooks bench bench-solvers bench-runtime clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 # One stamp for the environment: it is brought up to date whenever what it is made from changes.
 $(READY): pyproject.toml constraints.txt
@@ -68,8 +68,14 @@ else
 	@echo "there are no notebooks"
 endif
 
-bench: $(READY) ## run every benchmark and print its ratios
-	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+bench: $(READY) ## run every benchmark and write benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/record.py
+
+bench-solvers: $(READY) ## the same, solvers only
+	$(BIN)/python benchmarks/record.py $(filter exact solvers,$(BENCHMARKS))
+
+bench-runtime: $(READY) ## the same, profiling and the reduced cache only
+	$(BIN)/python benchmarks/record.py profile runtime
 
 clean: ## remove the environment, caches and build products
 	rm -rf .venv build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
