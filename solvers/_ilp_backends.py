@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -75,13 +78,14 @@ def by_scipy(program: Program, limits: Limits) -> Answer:
     options: dict[str, Any] = {"mip_rel_gap": _relative_gap(program, limits)}
     if math.isfinite(limits.seconds):
         options["time_limit"] = limits.seconds
-    answer = milp(
-        c=goal,
-        integrality=np.ones(program.n_variables),
-        bounds=Bounds(0, 1),
-        constraints=LinearConstraint(matrix, lower, upper),
-        options=options,
-    )
+    with _stdout_kept_clean():
+        answer = milp(
+            c=goal,
+            integrality=np.ones(program.n_variables),
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(matrix, lower, upper),
+            options=options,
+        )
     words = {0: "optimal", 1: "stopped", 2: "infeasible"}
     name = f"HiGHS {words.get(answer.status, answer.message)}"
     if answer.status == 2:
@@ -94,6 +98,27 @@ def by_scipy(program: Program, limits: Limits) -> Answer:
         return Answer(values=values, bound=None, status=name)
     signed = -float(bound) if program.maximise else float(bound)
     return Answer(values=values, bound=signed * unit, status=name)
+
+
+@contextlib.contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """Send what a library writes to file descriptor 1 to stderr.
+
+    HiGHS 1.12 prints a line of debugging there now and then, whatever is asked of it, and a
+    program's output may be read by another one.
+    """
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except (OSError, ValueError):  # closed, as in a service
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def by_mathopt(program: Program, limits: Limits) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -58,17 +59,22 @@ class Limits:
 
     Attributes
     ----------
-    seconds : float
-        Wall time.
+    deadline : float
+        ``time.monotonic()`` at which to stop.
     absolute_gap : float
         Distance between objective and bound, in the program's whole numbers.
     workers : int
         Threads.
     """
 
-    seconds: float
+    deadline: float
     absolute_gap: float
     workers: int
+
+    @property
+    def seconds(self) -> float:
+        """Wall time left: asked for after the model was built, which takes time too."""
+        return max(self.deadline - time.monotonic(), 0.01)
 
 
 @dataclass(frozen=True, kw_only=True)

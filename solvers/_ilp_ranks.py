@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from kvalloc.problem import AllocationProblem, IntArray, RankBalance
@@ -153,4 +155,5 @@ def placement_program(
 
 def limits_for_placement(seconds: float, workers: int) -> Limits:
     """Little time: where there is no placement, that is often hard to show and not needed."""
-    return Limits(seconds=min(0.2 * seconds, PLACEMENT_SECONDS), absolute_gap=0.0, workers=workers)
+    until = time.monotonic() + min(0.2 * seconds, PLACEMENT_SECONDS)
+    return Limits(deadline=until, absolute_gap=0.0, workers=workers)

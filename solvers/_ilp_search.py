@@ -71,6 +71,8 @@ class Search:
     def run(self) -> Found:
         """Solve for the problem's aggregate and sense."""
         if self.problem.aggregate is Aggregate.WORST:
+            # Whether a level fits has no almost.
+            self.options = dataclasses.replace(self.options, gap=0.0)
             if self.problem.sense is Sense.MAX_VALUE:
                 return self._most_for_worst()
             return self._cheapest_with(self.choices.worth >= self.problem.lowest_accepted_value)
@@ -249,6 +251,7 @@ class Search:
         # Too many sets, or each a hard problem of its own: one program, with fewer levels.
         if listed is None:
             usable = sets.levels[sets.usable(sets.prices.room(choices, choices.objective(known)))]
+            usable = np.union1d(usable, choices.tokens[choices.index, known])
             fewer = choices.restricted(np.isin(choices.tokens, usable))
             return self._core(fewer, best_prices(fewer), placement, known, self.most)
         loose: list[float] = []  # bounds of what was not decided
@@ -436,7 +439,7 @@ class Search:
         known = 0.0 if best is None else choices.objective(best)
         step = choices.grain if choices.minimise else 1.0 / encoding.scale
         limits = Limits(
-            seconds=max(self.seconds_left, 0.01),
+            deadline=self.deadline,
             absolute_gap=self.options.gap * abs(known) / step,
             workers=self.options.workers,
         )

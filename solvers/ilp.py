@@ -136,19 +136,23 @@ class ILP(Solver):
             choice=choice,
             objective=objective,
             bound=found.bound,
-            termination=self._termination(search, objective, found.bound),
+            termination=self._termination(search, objective, found.bound, limit),
             detail=f"{found.status} on {found.n_options:,} of "
             f"{int(problem.option_counts.sum()):,} options",
             ranks=found.ranks,
         )
 
-    def _termination(self, search: Search, objective: float, bound: float) -> Termination:
-        """Optimal with a bound to show for it; else the gap that was asked, or time."""
+    def _termination(
+        self, search: Search, objective: float, bound: float, limit: float
+    ) -> Termination:
+        """Optimal with a bound to show for it; else time, or the gap that was asked."""
         if search.choices.is_closed(objective, bound):
             return Termination.OPTIMAL
-        if abs(bound - objective) <= self.gap * abs(objective) * (1 + 1e-9):
-            return Termination.HEURISTIC
-        return Termination.TIME_LIMIT
+        within = abs(bound - objective) <= self.gap * abs(objective) * (1 + 1e-9)
+        # Back ends stop a little before they have to.
+        if not within and math.isfinite(limit) and search.seconds_left < 0.1 * limit:
+            return Termination.TIME_LIMIT
+        return Termination.HEURISTIC
 
     def _infeasible(self, problem: AllocationProblem, deadline: float) -> InfeasibleError:
         """Which kind of side constraint, if left out, would leave a choice."""

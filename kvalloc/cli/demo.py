@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 import time
 from dataclasses import dataclass
@@ -71,6 +72,9 @@ def demo(
     what was measured, whether it flatters kvalloc or not.
     """
     begun = time.monotonic()
+    # Before torch is loaded: threads that spin while they wait make everything several times
+    # slower on a machine that is not idle, and a demo seldom has a machine to itself.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if time_limit <= 0:
         raise InputError(f"a time limit of {time_limit:g} s leaves no time; give more")
     plan = _QUICK if quick else _FULL
@@ -198,7 +202,7 @@ def _ask(
     from kvalloc.cli.progress import ProgressBar, slow
     from kvalloc.evaluate.caches import measure_references
     from kvalloc.evaluate.needle import make_needle_cases
-    from kvalloc.evaluate.showcase import Experiment, Questions, climb, decide
+    from kvalloc.evaluate.showcase import Experiment, Questions, ask_each, climb, decide
     from kvalloc.report.showcase import ladder_table, question_tables, summary_table
 
     plan, quiet = asking.plan, asking.quiet
@@ -213,20 +217,16 @@ def _ask(
     full = scores.shape.full_bytes(scores.context_tokens)
     show.heading(3, f"Apply: the same {size(capacity)} of {size(full)} for every solver")
     granted = decide(scores, {"memory": capacity})
-    able = [d for d in granted if d.enforceable and d.profile is not None]
-    asked = []
     with ProgressBar("asking", unit="solvers", quiet=quiet) as progress:
-        for done, decision in enumerate(able):
-            progress(done, len(able))
-            assert decision.profile is not None  # enforceable
-            asked.append(questions.ask(decision.solver, capacity / full, decision.profile))
+        asked, missing = ask_each(
+            granted, capacity / full, questions, deadline=asking.deadline, progress=progress
+        )
     show.lines([*question_tables(references, asked), "", *summary_table(asked)])
-    for decision in granted:
-        if not decision.enforceable:
-            show.text(f"{decision.solver}: not asked, {decision.reason}")
+    for name, reason in missing.items():
+        show.text(f"{name}: not asked, {reason}")
 
     show.heading(4, "Search: needles found and mean KL at other shares of the entries")
-    names = [decision.solver for decision in able]
+    names = [entry.solver for entry in asked]
     with ProgressBar("searching", unit="seconds at most", quiet=quiet) as progress:
         ladder = climb(
             scores,

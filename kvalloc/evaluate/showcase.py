@@ -26,6 +26,7 @@ ORDER = ("uniform", "greedy", "ilp", "pyramid", "adaptive_head", "max_min", "pro
 """What is shown first, and asked first where time is short; then all others by name."""
 
 NOT_ENFORCED = "head-level budgets are not yet enforced"
+NO_TIME = "the time limit was near (--time-limit)"
 
 Target = dict[str, float | int]
 Notify = Callable[[str], None]
@@ -252,6 +253,50 @@ def decide(
     return [_decide_one(scores, name, target, time_limit) for name in names]
 
 
+def ask_each(
+    decisions: Sequence[Decision],
+    share: float,
+    questions: Questions,
+    *,
+    deadline: float,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[Asked], dict[str, str]]:
+    """Ask the questions with the budgets of every solver that can be applied.
+
+    Parameters
+    ----------
+    decisions : sequence of Decision
+        All for the same target. The first two that can be applied are always asked.
+    share : float
+        Share of the entries that was granted.
+    questions : Questions
+        What is asked.
+    deadline : float
+        Reading of ``time.monotonic()`` after which nothing is begun that may end later.
+    progress : callable, optional
+        Called with (solvers done, solvers in all).
+
+    Returns
+    -------
+    tuple of list of Asked and dict of str
+        The answers, and for the solvers without answers the reason.
+    """
+    asked: list[Asked] = []
+    missing: dict[str, str] = {}
+    for done, decision in enumerate(decisions):
+        if progress is not None:
+            progress(done, len(decisions))
+        if decision.profile is None or not decision.enforceable:
+            missing[decision.solver] = decision.reason
+            continue
+        late = len(asked) >= 2 and time.monotonic() + questions.last_seconds > deadline
+        if late and not questions.is_known(decision.profile):
+            missing[decision.solver] = NO_TIME
+            continue
+        asked.append(questions.ask(decision.solver, share, decision.profile))
+    return asked, missing
+
+
 def climb(
     scores: ScoreProfile,
     solvers: Sequence[str],
@@ -287,39 +332,58 @@ def climb(
     -------
     Ladder
     """
-    begun = time.monotonic()
-    asked: dict[tuple[str, float], Asked] = {}
-    skipped: dict[tuple[str, float], None] = {}
-    granted = max(1, round(deadline - begun))
-
-    def all_found(name: str, share: float) -> bool | None:
-        """Ask one cell; None where there is no time."""
-        if progress is not None:
-            progress(min(granted, round(time.monotonic() - begun)), granted)
-        profile = solve(scores, solver=name, budget=share)
-        late = time.monotonic() + questions.last_seconds > deadline
-        if late and not questions.is_known(profile):
-            skipped[name, share] = None
-            return None
-        cell = asked[name, share] = questions.ask(name, share, profile)
-        return cell.n_found == len(cell.rows)
-
+    climber = _Climber(scores, questions, deadline, progress)
     ranges = dict.fromkeys(solvers, (0, len(shares)))
     while any(low < high for low, high in ranges.values()):
         for name, (low, high) in ranges.items():
             if low < high:
                 middle = (low + high) // 2
-                found = all_found(name, shares[middle])
+                found = climber.finds_all(name, shares[middle])
                 ranges[name] = (
                     (low, low) if found is None else (low, middle) if found else (middle + 1, high)
                 )
     for share in shares:
         for name in solvers:
-            if (name, share) not in asked and (name, share) not in skipped:
-                all_found(name, share)
-    if progress is not None:
-        progress(granted, granted)
-    return Ladder(shares=tuple(shares), asked=asked, skipped=tuple(skipped))
+            if (name, share) not in climber.asked and (name, share) not in climber.skipped:
+                climber.finds_all(name, share)
+    climber.report_end()
+    return Ladder(shares=tuple(shares), asked=climber.asked, skipped=tuple(climber.skipped))
+
+
+class _Climber:
+    """Asks one cell after the other as long as there is time."""
+
+    def __init__(
+        self,
+        scores: ScoreProfile,
+        questions: Questions,
+        deadline: float,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._scores, self._questions = scores, questions
+        self._begun, self._deadline = time.monotonic(), deadline
+        self._progress = progress
+        self._granted_seconds = max(1, round(deadline - self._begun))
+        self.asked: dict[tuple[str, float], Asked] = {}
+        self.skipped: list[tuple[str, float]] = []
+
+    def finds_all(self, solver: str, share: float) -> bool | None:
+        """Ask one cell: whether all needles were found, None where there is no time."""
+        now = time.monotonic()
+        if self._progress is not None:
+            gone = min(self._granted_seconds, round(now - self._begun))
+            self._progress(gone, self._granted_seconds)
+        profile = solve(self._scores, solver=solver, budget=share)
+        late = now + self._questions.last_seconds > self._deadline
+        if late and not self._questions.is_known(profile):
+            self.skipped.append((solver, share))
+            return None
+        cell = self.asked[solver, share] = self._questions.ask(solver, share, profile)
+        return cell.n_found == len(cell.rows)
+
+    def report_end(self) -> None:
+        if self._progress is not None:
+            self._progress(self._granted_seconds, self._granted_seconds)
 
 
 def _decide_one(

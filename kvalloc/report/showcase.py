@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from kvalloc.evaluate.caches import CacheRow, Reference
-from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder
+from kvalloc.evaluate.showcase import NO_TIME, Asked, Decision, Experiment, Ladder
 from kvalloc.report.figure import HarmPoint
 from kvalloc.report.terminal import table_lines
 
@@ -144,7 +144,7 @@ def ladder_table(ladder: Ladder, solvers: Sequence[str]) -> list[str]:
         An empty cell was not asked for lack of time, and a line says how many there are.
     """
     if not ladder.asked:
-        return ["Nothing was asked: the time limit was near (--time-limit)."]
+        return [f"Nothing was asked: {NO_TIME}."]
     headings = ("kept", *map(_percent, ladder.shares), "all from")
     rows = []
     own = _own_rows(ladder, solvers)
@@ -161,8 +161,7 @@ def ladder_table(ladder: Ladder, solvers: Sequence[str]) -> list[str]:
     missing = sum(name in own for name, _ in ladder.skipped)
     if missing:
         lines.append(
-            f"{missing} of {len(own) * len(ladder.shares)} cells were not asked: the time limit "
-            "was near (--time-limit)"
+            f"{missing} of {len(own) * len(ladder.shares)} cells were not asked: {NO_TIME}"
         )
     return lines
 

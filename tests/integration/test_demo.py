@@ -168,4 +168,5 @@ def test_json_has_stdout_to_itself(tmp_path):
     record = json.loads(done.stdout)
     assert record == json.loads((tmp_path / "o" / "results.json").read_text("utf-8"))
     assert record["ladder"] == []
+    assert {a["solver"] for a in record["asked"]} >= {"uniform", "greedy"}
     assert len(record["ladder_skipped"]) == 2 * len(record["asked"])

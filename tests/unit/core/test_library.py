@@ -21,7 +21,8 @@ def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
     profile = kvalloc.load_profile(name)
     assert profile.bound is not None
     assert 0 < profile.retained_bytes < profile.full_bytes
-    assert profile.score_digest and profile.problem_digest
+    assert profile.score_digest
+    assert profile.problem_digest
     assert f"`{name}`" in README.read_text(encoding="utf-8")
 
 

@@ -15,11 +15,13 @@ from kvalloc.evaluate.caches import CacheRow, Reference
 from kvalloc.evaluate.needle import NeedleCase
 from kvalloc.evaluate.record import demo_record
 from kvalloc.evaluate.showcase import (
+    NO_TIME,
     NOT_ENFORCED,
     Asked,
     Decision,
     Experiment,
     Questions,
+    ask_each,
     climb,
     decide,
 )
@@ -145,6 +147,22 @@ def test_equal_budgets_are_asked_once(scores, monkeypatch):
     )
     assert again.rows is first.rows
     assert len(calls) == 2
+
+
+def test_every_solver_that_can_be_applied_is_asked(scores):
+    decisions = decide(scores, {"budget": 0.5})
+    asked, missing = ask_each(decisions, 0.5, FakeQuestions(0.4), deadline=forever())
+    assert {entry.solver for entry in asked} == {d.solver for d in decisions if d.enforceable}
+    assert missing["adaptive_head"] == NOT_ENFORCED
+    assert {entry.solver for entry in asked} | set(missing) == {d.solver for d in decisions}
+
+
+def test_without_time_the_first_two_are_asked_all_the_same(scores):
+    decisions = decide(scores, {"budget": 0.5})
+    questions = FakeQuestions(0.4, seconds=10.0)
+    asked, missing = ask_each(decisions, 0.5, questions, deadline=time.monotonic())
+    assert [entry.solver for entry in asked] == ["uniform", "greedy"]
+    assert missing["pyramid"] == NO_TIME
 
 
 def test_the_ladder_is_climbed_whole_where_there_is_time(scores):

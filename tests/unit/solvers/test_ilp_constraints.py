@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import Counter
 
@@ -33,6 +34,7 @@ from kvalloc.problem import (
 )
 from kvalloc.solver import Solver, Termination
 from kvalloc.solvers._choices import Choices
+from kvalloc.solvers._ilp_backends import _stdout_kept_clean
 from kvalloc.solvers._levels import level_sets
 from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers.dp import DP
@@ -300,6 +302,15 @@ def test_page_four_budgets_four_ranks() -> None:
     answer = solve_problem(problem, ILP(), time_limit_seconds=60)
     assert answer.termination is Termination.OPTIMAL
     assert np.unique(problem.chosen_tokens(answer.choice)).size <= 4
+
+
+def test_what_a_library_prints_does_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    with _stdout_kept_clean():
+        os.write(1, b"HighsMipSolverData::...")
+    print("after")
+    out, err = capfd.readouterr()
+    assert out == "after\n"
+    assert err == "HighsMipSolverData::..."
 
 
 def test_weights_and_the_worst_unit_go_together() -> None:
