@@ -78,7 +78,7 @@ def by_scipy(program: Program, limits: Limits) -> Answer:
     options: dict[str, Any] = {"mip_rel_gap": _relative_gap(program, limits)}
     if math.isfinite(limits.seconds):
         options["time_limit"] = limits.seconds
-    with _stdout_kept_clean():
+    with stdout_kept_clean():
         answer = milp(
             c=goal,
             integrality=np.ones(program.n_variables),
@@ -101,7 +101,7 @@ def by_scipy(program: Program, limits: Limits) -> Answer:
 
 
 @contextlib.contextmanager
-def _stdout_kept_clean() -> Iterator[None]:
+def stdout_kept_clean() -> Iterator[None]:
     """Send what a library writes to file descriptor 1 to stderr.
 
     HiGHS 1.12 prints a line of debugging there now and then, whatever is asked of it, and a

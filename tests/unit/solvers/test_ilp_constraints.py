@@ -34,7 +34,7 @@ from kvalloc.problem import (
 )
 from kvalloc.solver import Solver, Termination
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._ilp_backends import _stdout_kept_clean
+from kvalloc.solvers._ilp_backends import stdout_kept_clean
 from kvalloc.solvers._levels import level_sets
 from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers.dp import DP
@@ -305,7 +305,7 @@ def test_page_four_budgets_four_ranks() -> None:
 
 
 def test_what_a_library_prints_does_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
-    with _stdout_kept_clean():
+    with stdout_kept_clean():
         os.write(1, b"HighsMipSolverData::...")
     print("after")
     out, err = capfd.readouterr()
