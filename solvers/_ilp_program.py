@@ -198,14 +198,7 @@ def encode(
     cost = (choices.costs[rows, columns] - cheapest[rows]) // choices.grain
     base_value, base_bytes = math.fsum(least), int(cheapest.sum())
     variables = np.arange(rows.size)
-    limits = []
-    if choices.capacity_bytes is not None:
-        room = (min(choices.capacity_bytes, 2**62) - base_bytes) // choices.grain
-        limits.append(Row(variables=variables, coefficients=cost, upper=room))
-    if choices.target is not None:
-        wanted = (choices.target - base_value) * scale
-        lower = math.ceil(wanted) if tight_target else math.floor(wanted) - choices.n_rows
-        limits.append(Row(variables=variables, coefficients=value, lower=lower))
+    limits = _goal_rows(choices, cost, value, base_bytes, (base_value, scale), tight_target)
     limits += _cap_rows(choices, kept)
     parts = _Parts(n_variables=rows.size, rows=limits, implied=[], hints=[])
     if hint is not None:
@@ -251,6 +244,28 @@ class _Parts:
         """The whole hint, or None where a part is missing."""
         hint = np.concatenate(self.hints) if self.hints else np.zeros(0, dtype=np.int64)
         return hint if hint.size == self.n_variables else None
+
+
+def _goal_rows(
+    choices: Choices,
+    cost: IntArray,
+    value: IntArray,
+    base_bytes: int,
+    worth_of_steps: tuple[float, float],
+    tight_target: bool,
+) -> list[Row]:
+    """The rows for the capacity and for the target, as far as there are such."""
+    variables = np.arange(cost.size)
+    limits = []
+    if choices.capacity_bytes is not None:
+        room = (min(choices.capacity_bytes, 2**62) - base_bytes) // choices.grain
+        limits.append(Row(variables=variables, coefficients=cost, upper=room))
+    if choices.target is not None:
+        base_value, scale = worth_of_steps
+        wanted = (choices.target - base_value) * scale
+        lower = math.ceil(wanted) if tight_target else math.floor(wanted) - choices.n_rows
+        limits.append(Row(variables=variables, coefficients=value, lower=lower))
+    return limits
 
 
 def _cap_rows(choices: Choices, kept: BoolArray) -> list[Row]:
