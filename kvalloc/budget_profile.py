@@ -66,6 +66,9 @@ class BudgetProfile:
     budgets : ndarray of int64, (n_layers, n_kv_heads)
         Entries each KV head keeps of ``context_tokens``, sinks and window included. Rows of
         sliding layers hold what those layers store anyway.
+    ranks : ndarray of int64, (n_layers, n_kv_heads), or None
+        Tensor-parallel rank of each KV head, where a placement was asked for; -1 in sliding
+        layers, whose heads all store the same.
     length_rule : {"proportional", "fixed"}
         How budgets follow the prompt's length: the evictable part in proportion, or the same
         number of entries at any length.
@@ -74,9 +77,13 @@ class BudgetProfile:
     policy : Policy
         Which entries are kept.
     solver : str
-        Who decided.
+        Who was asked to decide.
     solver_options : dict
         With which options.
+    decided_by : str
+        Who really decided: the solver that ``auto`` picked, else the same.
+    detail : str
+        The solver's own line: why it was picked, its back end, its parameters.
     sense : {"max_value", "min_cost"}
         What was optimised.
     objective : float
@@ -116,6 +123,8 @@ class BudgetProfile:
     policy: Policy
     solver: str = ""
     solver_options: dict[str, Any] = field(default_factory=dict)
+    decided_by: str = ""
+    detail: str = ""
     sense: str = "max_value"
     objective: float = 0.0
     bound: float | None = None
@@ -128,6 +137,7 @@ class BudgetProfile:
     problem_digest: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     created: str = ""
+    ranks: IntArray | None = None
 
     def __post_init__(self) -> None:
         fault = _first_fault(self)
@@ -135,6 +145,8 @@ class BudgetProfile:
             name, found, expected = fault
             raise InputError(f"budget profile: {name} is {found}, expected {expected}")
         self.budgets.flags.writeable = False
+        if self.ranks is not None:
+            self.ranks.flags.writeable = False
 
     @property
     def gap(self) -> float | None:
@@ -329,4 +341,17 @@ def _first_fault(profile: BudgetProfile) -> tuple[str, object, str] | None:
         return "length_rule", profile.length_rule, "'proportional' or 'fixed'"
     if profile.page_tokens < 1 or profile.batch < 1:
         return "page_tokens, batch", (profile.page_tokens, profile.batch), "numbers >= 1"
+    return None if profile.ranks is None else _rank_fault(profile, profile.ranks)
+
+
+def _rank_fault(profile: BudgetProfile, ranks: IntArray) -> tuple[str, object, str] | None:
+    if ranks.shape != profile.budgets.shape or ranks.dtype != np.int64:
+        shape = profile.budgets.shape
+        return "ranks", f"{ranks.dtype} shaped {ranks.shape}", f"int64 shaped {shape}"
+    if profile.level != "head":
+        return "ranks", "given at layer level", "a placement of single heads, at head level"
+    decided = np.zeros(len(ranks), dtype=np.bool_)
+    decided[list(profile.shape.full_layers)] = True
+    if np.any(ranks[decided] < 0) or np.any(ranks[~decided] != -1):
+        return "ranks", "not right for each layer", "ranks >= 0, and -1 in sliding layers"
     return None

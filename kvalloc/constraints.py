@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,6 +41,14 @@ class SideConstraint(ABC):
         """What no choice can satisfy, because even the smallest options violate it."""
         return None
 
+    def stated(self) -> tuple[str, str]:
+        """What it is called and what it asks for, in a few words each."""
+        return type(self).__name__, str(self)
+
+    def members(self) -> tuple[int, ...]:
+        """The units that it names; none where it is about all of them."""
+        return ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCap(SideConstraint):
@@ -61,11 +70,23 @@ class GroupCap(SideConstraint):
     units: tuple[int, ...]
     capacity_bytes: int
 
+    def __post_init__(self) -> None:
+        if len(self.units) != len(set(self.units)):
+            raise InputError(f"the cap of {self.name} names a unit twice; name it once")
+
+    def stated(self) -> tuple[str, str]:
+        """See the base class."""
+        return f"cap of {self.name}", f"{self.capacity_bytes:,} bytes"
+
+    def members(self) -> tuple[int, ...]:
+        """See the base class."""
+        return self.units
+
     def fault(
         self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
     ) -> str | None:
         """See the base class."""
-        units = np.asarray(self.units)
+        units = np.asarray(self.units, dtype=np.int64)
         cost = int(problem.costs[units, choice[units]].sum())
         if cost > self.capacity_bytes:
             return f"{self.name} takes {cost:,} bytes of {self.capacity_bytes:,}"
@@ -73,7 +94,7 @@ class GroupCap(SideConstraint):
 
     def floor_fault(self, problem: AllocationProblem) -> str | None:
         """See the base class."""
-        floors = int(problem.costs[np.asarray(self.units), 0].sum())
+        floors = int(problem.costs[np.asarray(self.units, dtype=np.int64), 0].sum())
         if floors > self.capacity_bytes:
             return (
                 f"the cap of {self.name}, {self.capacity_bytes:,} bytes, is below its floors of "
@@ -96,9 +117,17 @@ class SameBudget(SideConstraint):
     groups: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        members = [unit for group in self.groups for unit in group]
+        members = self.members()
         if len(members) != len(set(members)):
             raise InputError("groups with the same budget must not share units")
+
+    def stated(self) -> tuple[str, str]:
+        """See the base class."""
+        return "same budgets", f"in each of {len(self.groups)} groups"
+
+    def members(self) -> tuple[int, ...]:
+        """See the base class."""
+        return tuple(unit for group in self.groups for unit in group)
 
     def fault(
         self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
@@ -127,6 +156,10 @@ class MaxDistinct(SideConstraint):
     def __post_init__(self) -> None:
         if self.most < 1:
             raise InputError(f"at most {self.most} different budgets is not possible; ask for 1")
+
+    def stated(self) -> tuple[str, str]:
+        """See the base class."""
+        return "different budgets", f"at most {self.most}"
 
     def fault(
         self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
@@ -157,11 +190,15 @@ class RankBalance(SideConstraint):
     tolerance: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.n_ranks < 1 or not self.tolerance >= 0:
+        if self.n_ranks < 1 or not 0 <= self.tolerance < math.inf:
             raise InputError(
                 f"balance over {self.n_ranks} ranks within {self.tolerance:g} is not possible; "
                 "give at least 1 rank and a tolerance >= 0"
             )
+
+    def stated(self) -> tuple[str, str]:
+        """See the base class."""
+        return "balance of ranks", f"{self.n_ranks} ranks within {self.tolerance:.3g}"
 
     def fault(
         self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,15 +10,13 @@ import numpy as np
 
 from kvalloc.budget_profile import LengthRule, Level
 from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.limits import Limits
 from kvalloc.problem import Aggregate, AllocationProblem, FloatArray, Sense
+from kvalloc.quantities import parse_bytes, parse_share
 from kvalloc.score_profile import ScoreProfile, interpolate_curves
+from kvalloc.shape import ModelShape
 
 Objective = Literal["mean", "worst"]
-
-_BYTE_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _BYTE_UNITS[f"{_letter}ib"] = 1024**_power
-    _BYTE_UNITS[f"{_letter}b"] = 1000**_power
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +41,14 @@ class Request:
         Rows that share the memory.
     min_tokens : int or None
         Least budget of any unit; sinks and window by default.
+    max_tokens : int or None
+        Largest budget of any unit; the whole context by default.
     page_tokens : int
         Budgets are whole pages of so many tokens.
     objective : {"mean", "worst"}
         Retention is the mean over layers, or that of the worst unit.
+    limits : Limits
+        Caps, ranks and what else must hold.
 
     Raises
     ------
@@ -63,8 +64,10 @@ class Request:
     context_tokens: int | None = None
     batch: int = 1
     min_tokens: int | None = None
+    max_tokens: int | None = None
     page_tokens: int = 1
     objective: Objective = "mean"
+    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         given = [name for name in _TARGETS if getattr(self, name) is not None]
@@ -82,6 +85,12 @@ class Request:
             raise InputError("batch and page must be at least 1")
         if self.min_tokens is not None and self.min_tokens < 0:
             raise InputError(f"the least budget is {self.min_tokens} tokens, expected >= 0")
+        if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens or 0):
+            raise InputError(
+                f"a largest budget of {self.max_tokens} tokens is below the least of "
+                f"{max(1, self.min_tokens or 0)}; raise --max-tokens or lower --min-tokens"
+            )
+        self.limits.check_level(self.level)
         if self.target_retention is not None and not 0 < self.target_retention <= 1:
             raise InputError(
                 f"a target retention of {self.target_retention:g} is not a share of the score "
@@ -117,52 +126,6 @@ _TARGETS = {
 }
 
 
-def parse_share(value: str | float) -> float:
-    """A share of entries from ``"20%"``, ``"0.2"`` or a number.
-
-    Raises
-    ------
-    InputError
-        If it is not a share above 0 and up to 1 (100%).
-
-    Examples
-    --------
-    >>> parse_share("20%"), parse_share(0.5)
-    (0.2, 0.5)
-    """
-    text = str(value).strip()
-    try:
-        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        raise InputError(f"{text!r} is not a share of entries; write 20% or 0.2") from None
-    if not 0 < share <= 1:
-        raise InputError(f"a budget of {text} is not a share of entries; write 20% or 0.2")
-    return share
-
-
-def parse_bytes(value: str | int) -> int:
-    """A number of bytes from ``"512MiB"``, ``"1.5GB"`` or a whole number.
-
-    Raises
-    ------
-    InputError
-        If it is not a positive size.
-
-    Examples
-    --------
-    >>> parse_bytes("512MiB"), parse_bytes("1kB")
-    (536870912, 1000)
-    """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", str(value))
-    unit = match.group(2).lower() if match else ""
-    if match is None or unit not in _BYTE_UNITS:
-        raise InputError(f"{value!r} is not a size; write 512MiB, 1.5GB or a number of bytes")
-    size = float(match.group(1)) * _BYTE_UNITS[unit]
-    if not 1 <= size < 2**63:
-        raise InputError(f"a memory of {value} is no size a cache can have; write 512MiB or 1.5GB")
-    return int(size)
-
-
 def formulate(
     scores: ScoreProfile, request: Request, *, sample: int | None = None
 ) -> AllocationProblem:
@@ -196,12 +159,16 @@ def formulate(
     context = scores.context_tokens if asked is None else asked
     _check_context(scores, context, request)
     tokens = _option_tokens(scores, request, context)
-    values = _option_values(scores, request, context, tokens, sample)
+    curves = _unit_curves(scores, request, sample)
+    values = _option_values(scores, curves, context, tokens)
     shape = scores.shape
     heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
     pages = -(-tokens // request.page_tokens) * request.page_tokens
-    row = pages * (heads_per_unit * shape.bytes_per_entry * request.batch)
-    layers = np.repeat(np.asarray(shape.full_layers), shape.n_kv_heads // heads_per_unit)
+    unit_entry_bytes = heads_per_unit * shape.bytes_per_entry * request.batch
+    _check_size(shape.full_bytes(int(pages[-1]), request.batch))
+    row = pages * unit_entry_bytes
+    full_layers = np.asarray(shape.full_layers, dtype=np.int64)
+    layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
     heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
     n_units = values.shape[0]
     target = request.target_retention
@@ -209,7 +176,7 @@ def formulate(
         capacity = _capacity(scores, request, context, floor_bytes=n_units * int(row[0]))
     worst = request.objective == "worst"
     if worst:  # a unit's own retention, not what it adds to its layer's
-        values = values / values[:, -1:]
+        values = values / curves[:, -1:]
     weight = 1.0 if worst else 1.0 / len(shape.full_layers)
     return AllocationProblem(
         tokens=np.broadcast_to(tokens, values.shape),
@@ -217,7 +184,7 @@ def formulate(
         costs=np.broadcast_to(row, values.shape),
         option_counts=np.full(n_units, tokens.size, dtype=np.int64),
         weights=np.full(n_units, weight),
-        layers=layers.astype(np.int64),
+        layers=layers,
         heads=heads.astype(np.int64) if request.level == "head" else np.full(n_units, -1),
         sense=Sense.MAX_VALUE if target is None else Sense.MIN_COST,
         aggregate=Aggregate.WORST if worst else Aggregate.SUM,
@@ -225,6 +192,11 @@ def formulate(
         target=target,
         context_tokens=context,
         protected_tokens=scores.protected_tokens,
+        constraints=request.limits.constraints(
+            shape=shape,
+            layers=layers,
+            sliding_layer_bytes=_sliding_layer_bytes(shape, context, request),
+        ),
     )
 
 
@@ -234,6 +206,19 @@ def fixed_bytes(scores: ScoreProfile, context_tokens: int, batch: int, page_toke
     n_sliding = shape.n_layers - len(shape.full_layers)
     entries = -(-shape.sliding_entries(context_tokens) // page_tokens) * page_tokens
     return n_sliding * shape.n_kv_heads * entries * shape.bytes_per_entry * batch
+
+
+def _sliding_layer_bytes(shape: ModelShape, context: int, request: Request) -> int:
+    entries = -(-shape.sliding_entries(context) // request.page_tokens) * request.page_tokens
+    return shape.n_kv_heads * entries * shape.bytes_per_entry * request.batch
+
+
+def _check_size(whole_bytes: int) -> None:
+    if whole_bytes >= 2**62:
+        raise InputError(
+            f"a cache of {whole_bytes:,} bytes is more than can be counted; ask for a "
+            "smaller batch, a shorter context or smaller pages"
+        )
 
 
 def _check_context(scores: ScoreProfile, context: int, request: Request) -> None:
@@ -252,36 +237,52 @@ def _check_context(scores: ScoreProfile, context: int, request: Request) -> None
         raise InputError(
             f"a least budget of {request.min_tokens} tokens is above the context of {context}"
         )
+    if request.max_tokens is not None and request.max_tokens < scores.protected_tokens:
+        raise InputError(
+            f"a largest budget of {request.max_tokens} tokens is below the "
+            f"{scores.protected_tokens} of sinks and window, which are never evicted; give "
+            f"--max-tokens {scores.protected_tokens} or more"
+        )
 
 
 def _option_tokens(
     scores: ScoreProfile, request: Request, context: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     floor = max(scores.protected_tokens, request.min_tokens or 0)
+    most = context if request.max_tokens is None else min(context, request.max_tokens)
     page = request.page_tokens
     if page == 1:
-        return np.arange(floor, context + 1, dtype=np.int64)
+        return np.arange(floor, most + 1, dtype=np.int64)
     # The last page may be a partial one: it costs a whole page but holds the rest of the context.
     first = -(-floor // page) * page
     pages = np.arange(first, context + page, page, dtype=np.int64)
-    return np.unique(np.minimum(pages, context))
+    options = np.unique(np.minimum(pages, context))
+    if int(options[0]) > most:
+        raise InputError(
+            f"no budget of whole pages of {page} tokens is between the least of {floor} and the "
+            f"largest of {most}; give --max-tokens {options[0]} or more, or smaller pages"
+        )
+    return options[options <= most]
 
 
-def _option_values(
-    scores: ScoreProfile,
-    request: Request,
-    context: int,
-    tokens: np.ndarray[Any, np.dtype[np.int64]],
-    sample: int | None,
-) -> FloatArray:
+def _unit_curves(scores: ScoreProfile, request: Request, sample: int | None) -> FloatArray:
+    """What each unit adds to the retention of its layer at every rank, `(n_units, n_points)`."""
     layers = list(scores.shape.full_layers)
     contributions = scores.contributions(sample)
     if len(layers) < scores.shape.n_layers:
         contributions = contributions[layers]
     if request.level == "layer":
-        curves = contributions.sum(axis=1)
-    else:
-        curves = contributions.reshape(-1, scores.ranks.size)
+        curves: FloatArray = contributions.sum(axis=1)
+        return curves
+    return contributions.reshape(-1, scores.ranks.size)
+
+
+def _option_values(
+    scores: ScoreProfile,
+    curves: FloatArray,
+    context: int,
+    tokens: np.ndarray[Any, np.dtype[np.int64]],
+) -> FloatArray:
     stretch = scores.evictable_tokens / (context - scores.protected_tokens)
     at = np.minimum((tokens - scores.protected_tokens) * stretch, scores.evictable_tokens)
     return interpolate_curves(curves, scores.ranks, at)
@@ -297,7 +298,8 @@ def _capacity(scores: ScoreProfile, request: Request, context: int, floor_bytes:
             sliding = f", and the sliding layers {constant:,}" if constant else ""
             raise InfeasibleError(
                 f"a memory of {asked:,} bytes is too little: sinks, window and minimum budgets "
-                f"take {floor_bytes:,} bytes{sliding}; ask for at least {constant + floor_bytes:,}",
+                f"take {floor_bytes:,} bytes{sliding}; ask for at least "
+                f"--memory {constant + floor_bytes}",
                 nearest=constant + floor_bytes,
             )
         return asked - constant
@@ -308,7 +310,7 @@ def _capacity(scores: ScoreProfile, request: Request, context: int, floor_bytes:
         capacity = request.budget_tokens * entry_bytes
         asked_text = f"a budget of {request.budget_tokens} tokens"
         nearest: float = math.ceil(floor_bytes / entry_bytes)
-        nearest_text = f"{nearest} tokens"
+        nearest_text = f"--budget-tokens {nearest}"
     else:
         assert request.budget is not None  # a request has exactly one target
         share = parse_share(request.budget)
@@ -316,7 +318,7 @@ def _capacity(scores: ScoreProfile, request: Request, context: int, floor_bytes:
         capacity *= shape.bytes_per_entry * request.batch
         asked_text = f"a budget of {100 * share:g}%"
         nearest = math.ceil(1e4 * floor_bytes / (whole * entry_bytes)) / 1e4
-        nearest_text = f"{100 * nearest:g}%"
+        nearest_text = f"--budget {100 * nearest:g}%"
     if capacity < floor_bytes:
         raise InfeasibleError(
             f"{asked_text} is below the floors: sinks, window and minimum budgets take "

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from kvalloc.budget_profile import Level
-from kvalloc.dual import bound_at
-from kvalloc.errors import InputError, SolverError
-from kvalloc.formulate import Request, formulate
+from kvalloc.checking import solve_unbounded
+from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.formulate import Objective, Request, formulate
+from kvalloc.limits import Limits
+from kvalloc.pricing import bound_at_choice, price_at
 from kvalloc.problem import AllocationProblem, IntArray
 from kvalloc.registry import get_solver
 from kvalloc.score_profile import ScoreProfile
-from kvalloc.solver import Solver
+from kvalloc.solver import Solution, Solver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,9 @@ class FrontierPoint:
         Retention reached.
     bound : float
         No choice of this capacity has more.
-    value_per_mib : float
-        Shadow price: retention that one more MiB would buy here.
+    value_per_mib : float or None
+        Shadow price: retention that one more MiB would buy here; None where side constraints
+        leave no price.
     choice : ndarray of int64, (n_units,)
         Chosen option of each unit.
     """
@@ -42,7 +45,7 @@ class FrontierPoint:
     cost_bytes: int
     value: float
     bound: float
-    value_per_mib: float
+    value_per_mib: float | None
     choice: IntArray
 
 
@@ -55,8 +58,15 @@ def frontier(
     batch: int = 1,
     level: Level = "layer",
     min_tokens: int | None = None,
+    max_tokens: int | None = None,
     page: int = 1,
-    solver: str = "greedy",
+    cap: str | Sequence[str] = (),
+    max_distinct: int | None = None,
+    ranks: int | None = None,
+    rank_tolerance: float | None = None,
+    equal_heads: bool = False,
+    objective: Objective = "mean",
+    solver: str = "auto",
     solver_options: dict[str, Any] | None = None,
 ) -> list[FrontierPoint]:
     """Best retention against bytes, from the floors to everything.
@@ -70,7 +80,9 @@ def frontier(
         ``shares``.
     shares : sequence of float, optional
         Sizes as shares of all entries instead.
-    context, batch, level, min_tokens, page
+    context, batch, level, min_tokens, max_tokens, page, objective
+        As in `kvalloc.solve`.
+    cap, max_distinct, ranks, rank_tolerance, equal_heads
         As in `kvalloc.solve`.
     solver : str
         Registered name.
@@ -95,15 +107,33 @@ def frontier(
         context_tokens=context,
         batch=batch,
         min_tokens=min_tokens,
+        max_tokens=max_tokens,
         page_tokens=page,
+        objective=objective,
+        limits=Limits(
+            cap=(cap,) if isinstance(cap, str) else tuple(cap),
+            max_distinct=max_distinct,
+            ranks=ranks,
+            rank_tolerance=rank_tolerance,
+            equal_heads=equal_heads,
+        ),
     )
     problem = formulate(scores, request)
     chosen = get_solver(solver, **(solver_options or {}))
-    return trace_frontier(problem, chosen, _capacities(problem, points, shares))
+    whole_bytes = problem.max_cost_bytes
+    if max_tokens is not None:
+        whole = replace(request, max_tokens=None, min_tokens=None, limits=Limits())
+        whole_bytes = formulate(scores, whole).max_cost_bytes
+    capacities = _capacities(problem, points, shares, whole_bytes)
+    return trace_frontier(problem, chosen, capacities, whole_bytes=whole_bytes)
 
 
 def trace_frontier(
-    problem: AllocationProblem, solver: Solver, capacities: Sequence[int]
+    problem: AllocationProblem,
+    solver: Solver,
+    capacities: Sequence[int],
+    *,
+    whole_bytes: int | None = None,
 ) -> list[FrontierPoint]:
     """Solve one problem at many capacities.
 
@@ -114,6 +144,8 @@ def trace_frontier(
     solver : Solver
     capacities : sequence of int
         Bytes, rising.
+    whole_bytes : int, optional
+        What shares are of; the cost of every unit's last option by default.
 
     Returns
     -------
@@ -121,53 +153,54 @@ def trace_frontier(
 
     Raises
     ------
+    InfeasibleError
+        If no capacity is enough for the side constraints.
     SolverError
-        If the solver cannot solve this problem.
+        If the solver cannot solve this problem, fails or misreports.
     """
-    able = solver.can_solve(problem.with_capacity(capacities[0]))
-    if able is not True:
-        raise SolverError(str(able))
     traced = []
+    nothing: InfeasibleError | None = None
     for capacity in capacities:
         point = problem.with_capacity(capacity)
-        point.check_feasible()
-        choice = solver.solve(point).choice
-        value, cost = point.objective_value(choice), point.cost(choice)
-        price = _price(point, choice)
-        traced.append(
-            FrontierPoint(
-                share=cost / point.max_cost_bytes,
-                cost_bytes=cost,
-                value=value,
-                bound=max(value, bound_at(point, price)),
-                value_per_mib=price * 2**20,
-                choice=choice,
-            )
-        )
+        try:
+            answer = solve_unbounded(point, solver)
+        except InfeasibleError as error:
+            nothing = error  # too small for the side constraints; a larger one may do
+            continue
+        traced.append(_point(point, answer, whole_bytes or problem.max_cost_bytes))
+    if not traced and nothing is not None:
+        raise nothing
     return traced
 
 
+def _point(problem: AllocationProblem, answer: Solution, whole_bytes: int) -> FrontierPoint:
+    choice = answer.choice
+    value, cost = problem.objective_value(choice), problem.cost(choice)
+    price = price_at(problem, choice)
+    bound = bound_at_choice(problem, choice)
+    if answer.bound is not None:
+        bound = min(bound, answer.bound)
+    return FrontierPoint(
+        share=cost / whole_bytes,
+        cost_bytes=cost,
+        value=value,
+        bound=max(value, bound),
+        value_per_mib=None if price is None else price.value_per_byte * 2**20,
+        choice=choice,
+    )
+
+
 def _capacities(
-    problem: AllocationProblem, points: int, shares: Sequence[float] | None
+    problem: AllocationProblem, points: int, shares: Sequence[float] | None, whole_bytes: int
 ) -> list[int]:
     least, most = problem.min_cost_bytes, problem.max_cost_bytes
     if shares is not None:
         if not shares or min(shares) <= 0 or max(shares) > 1:
             raise InputError("shares of the frontier must be above 0 and up to 1, at least one")
-        return [int(share * most) for share in sorted(shares)]
+        return [int(share * whole_bytes) for share in sorted(shares)]
     if points < 2:
         raise InputError(f"a frontier of {points} points is no line; ask for at least 2")
     grain = problem.lattice_bytes
     sizes = np.geomspace(max(least, grain), most, points)
     steps = np.unique(np.rint((sizes - least) / grain).astype(np.int64))
     return [min(most, least + int(step) * grain) for step in steps]
-
-
-def _price(problem: AllocationProblem, choice: IntArray) -> float:
-    """What the next byte would buy; for a concave problem, read off at the choice itself."""
-    if not problem.is_concave or problem.step_bytes is None:
-        return problem.dual_bound().multiplier
-    units = np.arange(problem.n_units)
-    after = np.minimum(choice + 1, problem.last_options)
-    gains = problem.weights * (problem.values[units, after] - problem.values[units, choice])
-    return max(0.0, float(gains.max())) / problem.step_bytes

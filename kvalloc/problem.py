@@ -137,6 +137,13 @@ class AllocationProblem:
             raise InputError("a problem that minimises cost needs a target and no capacity")
         if self.target is not None and not math.isfinite(self.target):
             raise InputError(f"the target is {self.target}, expected a finite number")
+        for constraint in self.constraints:
+            named = constraint.members()
+            if named and not 0 <= min(named) <= max(named) < self.n_units:
+                raise InputError(
+                    f"problem: {constraint.stated()[0]} names units {min(named)}..{max(named)} of "
+                    f"0..{self.n_units - 1}"
+                )
         for name in _ARRAYS:  # a solver must not change what its answer is checked against
             getattr(self, name).flags.writeable = False
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
+
+import numpy as np
 
 from kvalloc.errors import InputError, SolverError
 from kvalloc.solver import Solver
@@ -128,7 +131,44 @@ def get_solver(name: str, **options: Any) -> Solver:
     return build(loaded, options, what=f"solver {name}")
 
 
+def options_of(solver: Solver) -> dict[str, Any]:
+    """The options that a solver was made with, as plain values, where they are not the defaults.
+
+    Parameters
+    ----------
+    solver : Solver
+        Which keeps each option in an attribute of the same name, as ours do; others are left out.
+
+    Returns
+    -------
+    dict
+        Lists for arrays, and the `repr` of what JSON has no word for, such as a callable.
+    """
+    found: dict[str, Any] = {}
+    for name, parameter in _signature(type(solver)).items():
+        value = getattr(solver, name, parameter.default)
+        if value is parameter.default:
+            continue
+        plain = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+        if plain != parameter.default:
+            found[name] = plain if _is_plain(plain) else repr(plain)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | int | str)
+
+
 def _parameters(cls: type[Any]) -> Iterable[str]:
+    return list(_signature(cls))
+
+
+def _signature(cls: type[Any]) -> dict[str, inspect.Parameter]:
     if cls.__init__ is object.__init__:
-        return []
-    return [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+        return {}
+    found = inspect.signature(cls.__init__).parameters
+    return {name: parameter for name, parameter in found.items() if name != "self"}

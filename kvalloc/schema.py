@@ -54,17 +54,22 @@ class BudgetProfileModel(_Strict):
     level: Literal["layer", "head"]
     context_tokens: int = Field(ge=1)
     budgets: list[list[int]] = Field(description="entries kept, one row a layer, one column a head")
+    ranks: list[list[int]] | None = Field(
+        default=None, description="rank of each head, one row a layer; -1 in sliding layers"
+    )
     length_rule: Literal["proportional", "fixed"]
     page_tokens: int = Field(ge=1)
     policy: PolicyModel
     solver: str
     solver_options: dict[str, Any]
+    decided_by: str = ""
+    detail: str = ""
     sense: Literal["max_value", "min_cost"]
     objective: float
     bound: float | None
     bound_source: str
     gap: float | None
-    termination: Literal["", "optimal", "heuristic", "time_limit"]
+    termination: Literal["", "optimal", "heuristic", "gap_limit", "time_limit"]
     requested: dict[str, Any]
     retention: float | None = Field(ge=0, le=1 + 1e-9)
     batch: int = Field(ge=1)
@@ -94,6 +99,7 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
         "level": profile.level,
         "context_tokens": profile.context_tokens,
         "budgets": profile.budgets.tolist(),
+        "ranks": None if profile.ranks is None else profile.ranks.tolist(),
         "length_rule": profile.length_rule,
         "page_tokens": profile.page_tokens,
         "policy": {
@@ -104,6 +110,8 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
         },
         "solver": profile.solver,
         "solver_options": profile.solver_options,
+        "decided_by": profile.decided_by,
+        "detail": profile.detail,
         "sense": profile.sense,
         "objective": float(profile.objective),
         "bound": None if profile.bound is None else float(profile.bound),
@@ -129,10 +137,13 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
 def budget_profile_json(profile: BudgetProfile) -> str:
     """The file's text: one key a line, one row of budgets a line."""
     data = budget_profile_dict(profile)
-    rows = data.pop("budgets")
-    text = json.dumps({**data, "budgets": "ROWS"}, indent=2, sort_keys=True, allow_nan=False)
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-    return text.replace('"ROWS"', f"[\n{lines}\n  ]") + "\n"
+    tables = {name: data[name] for name in ("budgets", "ranks") if data[name] is not None}
+    marks = {name: f"ROWS OF {name}" for name in tables}
+    text = json.dumps({**data, **marks}, indent=2, sort_keys=True, allow_nan=False)
+    for name, rows in tables.items():
+        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+        text = text.replace(json.dumps(marks[name]), f"[\n{lines}\n  ]")
+    return text + "\n"
 
 
 def budget_profile_from_json(path: str | Path, data: Any) -> BudgetProfile:
@@ -179,7 +190,7 @@ def budget_profile_from_json(path: str | Path, data: Any) -> BudgetProfile:
 def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
     copied = model.model_dump(
         exclude={
-            *("schema_version", "kind", "digest", "gap", "shape", "policy", "budgets"),
+            *("schema_version", "kind", "digest", "gap", "shape", "policy", "budgets", "ranks"),
             *("retained_tokens", "full_tokens", "retained_bytes", "full_bytes"),
         }
     )
@@ -191,9 +202,10 @@ def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
             shape=ModelShape.from_dict(model.shape.model_dump()),
             policy=Policy(**model.policy.model_dump()),
             budgets=np.asarray(model.budgets, dtype=np.int64),
+            ranks=None if model.ranks is None else np.asarray(model.ranks, dtype=np.int64),
             **copied,
         )
-    except (InputError, OverflowError) as error:
+    except (InputError, OverflowError, ValueError) as error:
         raise ProfileFileError(
             path, field="content", found=str(error), expected="a sound profile", way_out=WAY_OUT
         ) from error
@@ -218,7 +230,9 @@ def _check_derived(path: str | Path, model: BudgetProfileModel, profile: BudgetP
             expected=f"{profile.gap}, which follows from objective and bound",
             way_out=WAY_OUT,
         )
-    digest = _digest(model.model_dump(mode="json", exclude={"digest"}))
+    # Over what the file holds: a field that is younger than the file is not in its digest.
+    stated = model.model_dump(mode="json", exclude={"digest"}, exclude_unset=True)
+    digest = _digest(stated)
     if model.digest != digest:
         raise ProfileFileError(
             path,

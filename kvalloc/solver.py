@@ -25,6 +25,9 @@ class Termination(Enum):
     HEURISTIC = "heuristic"
     """A rule was followed to its end; it claims nothing about the optimum."""
 
+    GAP_LIMIT = "gap_limit"
+    """The gap that was asked for is reached; the bound shows it."""
+
     TIME_LIMIT = "time_limit"
     """Time ran out; the choice is feasible, the bound is what was proven so far."""
 
@@ -47,11 +50,13 @@ class Solution:
         One line for people: the rule's parameters, the back end's status.
     ranks : ndarray of int64, (n_units,), or None
         Tensor-parallel rank of each unit, where the problem asks for a placement.
+    decided_by : str
+        Name of the solver that really decided, where this one handed the problem on.
 
     Raises
     ------
     SolverError
-        If optimal is claimed without a bound.
+        If optimal, or a gap that is reached, is claimed without a bound.
     """
 
     choice: IntArray
@@ -60,10 +65,13 @@ class Solution:
     termination: Termination
     detail: str = ""
     ranks: IntArray | None = None
+    decided_by: str = ""
 
     def __post_init__(self) -> None:
-        if self.termination is Termination.OPTIMAL and self.bound is None:
-            raise SolverError("a solution claims to be optimal without a bound that shows it")
+        proven = (Termination.OPTIMAL, Termination.GAP_LIMIT)
+        if self.termination in proven and self.bound is None:
+            claim = "be optimal" if self.termination is Termination.OPTIMAL else "reach its gap"
+            raise SolverError(f"a solution claims to {claim} without a bound that shows it")
 
 
 class Solver(ABC):

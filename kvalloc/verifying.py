@@ -9,6 +9,7 @@ import numpy as np
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError
 from kvalloc.formulate import Objective, Request, formulate
+from kvalloc.limits import Limits
 from kvalloc.problem import AllocationProblem, IntArray, Sense
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
@@ -97,6 +98,7 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
                 passed=problem.meets_target(value),
             )
         )
+    checks.extend(_side_checks(profile, problem, choice))
     checks.append(_close("objective", profile.objective, problem.objective(choice)))
     checks.append(_close("retention", profile.retention, mean.objective_value(choice)))
     checks.append(_bound_check(profile, problem, choice))
@@ -125,8 +127,10 @@ def _problem_of(
         context_tokens=profile.context_tokens,
         batch=profile.batch,
         min_tokens=asked.get("min_tokens"),
+        max_tokens=asked.get("max_tokens"),
         page_tokens=profile.page_tokens,
         objective=objective or stated,
+        limits=Limits.of(asked),
     )
     return formulate(scores, request)
 
@@ -138,6 +142,21 @@ def _choice_of(
     tokens: IntArray = profile.budgets[problem.layers, heads]
     choice = problem.options_within(tokens)
     return tokens, problem.chosen_tokens(choice) == tokens, choice
+
+
+def _side_checks(
+    profile: BudgetProfile, problem: AllocationProblem, choice: IntArray
+) -> list[Check]:
+    """One check for each cap and every other constraint that was asked for."""
+    ranks = None if profile.ranks is None else profile.ranks[problem.layers, problem.heads]
+    checks = []
+    for constraint in problem.constraints:
+        fault = constraint.fault(problem, choice, ranks)
+        name, stated = constraint.stated()
+        checks.append(
+            Check(name=name, stated=stated, found=fault or "it holds", passed=fault is None)
+        )
+    return checks
 
 
 def _sizes(shape: ModelShape) -> str:

@@ -142,7 +142,11 @@ class Auto(Solver):
                 gave_up.append(str(error))
                 continue
             notes = [f"{candidate.solver}: {candidate.why}", *gave_up, solution.detail]
-            return dataclasses.replace(solution, detail="; ".join(note for note in notes if note))
+            return dataclasses.replace(
+                solution,
+                detail="; ".join(note for note in notes if note),
+                decided_by=candidate.solver,
+            )
         raise SolverError("; ".join(gave_up) or "auto found no solver for this problem")
 
     def _able(self, problem: AllocationProblem) -> Iterator[tuple[Candidate, Solver]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from typing import ClassVar
@@ -21,9 +20,6 @@ from kvalloc.solver import Solution, Solver, Termination
 from kvalloc.solvers._ilp_backends import BACKENDS
 from kvalloc.solvers._ilp_found import Options
 from kvalloc.solvers._ilp_search import Search
-
-BLAME_SECONDS = 5.0
-"""Longest search for a choice without one of the side constraints, to say which is too much."""
 
 
 class ILP(Solver):
@@ -116,7 +112,7 @@ class ILP(Solver):
         Raises
         ------
         InfeasibleError
-            If nothing satisfies the side constraints; names the one that is too much.
+            If nothing satisfies the side constraints together.
         SolverError
             If the back end fails, or time runs out before any choice is found.
         """
@@ -124,7 +120,7 @@ class ILP(Solver):
         search = Search(self._options(problem), problem, time.monotonic() + limit)
         found = search.run()
         if found.infeasible:
-            raise self._infeasible(problem, search.deadline)
+            raise self._infeasible(problem)
         if found.picked is None:
             raise SolverError(
                 "ilp found no choice that satisfies the side constraints in the time it had, and "
@@ -145,46 +141,30 @@ class ILP(Solver):
     def _termination(
         self, search: Search, objective: float, bound: float, limit: float
     ) -> Termination:
-        """Optimal with a bound to show for it; else time, or the gap that was asked."""
+        """Optimal with a bound to show for it; else the gap that was asked, or time."""
         if search.choices.is_closed(objective, bound):
             return Termination.OPTIMAL
-        within = abs(bound - objective) <= self.gap * abs(objective) * (1 + 1e-9)
+        if self.gap and abs(bound - objective) <= self.gap * abs(objective) * (1 + 1e-9):
+            return Termination.GAP_LIMIT
         # Back ends stop a little before they have to.
-        if not within and math.isfinite(limit) and search.seconds_left < 0.1 * limit:
+        if math.isfinite(limit) and search.seconds_left < 0.1 * limit:
             return Termination.TIME_LIMIT
         return Termination.HEURISTIC
 
-    def _infeasible(self, problem: AllocationProblem, deadline: float) -> InfeasibleError:
-        """Which kind of side constraint, if left out, would leave a choice."""
-        kinds: list[tuple[str, tuple[SideConstraint, ...]]] = []
-        for kind in (RankBalance, MaxDistinct, SameBudget, GroupCap):
-            mine: tuple[SideConstraint, ...] = tuple(
-                c for c in problem.constraints if isinstance(c, kind)
-            )
-            if mine:
-                kinds.append((_describe(mine), mine))
-        culprits = []
-        for name, mine in kinds:
-            left = tuple(c for c in problem.constraints if c not in mine)
-            without = dataclasses.replace(problem, constraints=left)
-            until = min(deadline, time.monotonic() + BLAME_SECONDS)
-            try:
-                search = Search(self._options(without), without, until)
-                if search.run().picked is not None:
-                    culprits.append(name)
-            except InfeasibleError:
-                continue
+    def _infeasible(self, problem: AllocationProblem) -> InfeasibleError:
+        """What is too much together; `kvalloc.diagnosing` finds out which of it."""
         goal = (
             f"a capacity of {problem.capacity_bytes:,} bytes"
             if problem.target is None
             else f"a target of {problem.target:g}"
         )
-        if not culprits:
-            names = " and ".join(name for name, _ in kinds)
-            return InfeasibleError(f"no choice can work: {goal} with {names}; relax one of them")
+        kinds = []
+        for kind in (RankBalance, MaxDistinct, SameBudget, GroupCap):
+            mine = tuple(c for c in problem.constraints if isinstance(c, kind))
+            if mine:
+                kinds.append(_describe(mine))
         return InfeasibleError(
-            f"no choice can work: {goal} is not possible with {' or with '.join(culprits)}, and "
-            "is without; relax that or ask for less"
+            f"no choice can work: {goal} with {' and '.join(kinds)}; relax one of them"
         )
 
 

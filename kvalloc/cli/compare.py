@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -77,7 +77,13 @@ def compare(
     ] = None,
     level: targets.Level = "layer",
     min_tokens: targets.MinTokens = None,
+    max_tokens: targets.MaxTokens = None,
     page: targets.Page = 1,
+    cap: targets.Cap = None,
+    max_distinct: targets.MaxDistinct = None,
+    ranks: targets.Ranks = None,
+    rank_tolerance: targets.RankTolerance = None,
+    equal_heads: targets.EqualHeads = False,
     average: targets.Average = "curves",
     time_limit: targets.TimeLimit = None,
     json: Json = False,
@@ -99,8 +105,16 @@ def compare(
         "batch": batch,
         "level": level,
         "min_tokens": min_tokens,
+        "max_tokens": max_tokens,
     }
-    request = Request(**options, context_tokens=context, page_tokens=page)
+    limits = targets.limits(
+        cap=cap,
+        max_distinct=max_distinct,
+        ranks=ranks,
+        rank_tolerance=rank_tolerance,
+        equal_heads=equal_heads,
+    )
+    request = Request(**options, context_tokens=context, page_tokens=page, limits=limits)
     targets.check_time_limit(time_limit)
     for name in solver or []:
         get_solver(name)
@@ -109,7 +123,13 @@ def compare(
     names = list(dict.fromkeys(solver)) if solver else solver_names()
     if not names:
         raise SolverError("no solver is registered: kvalloc is on the path but not installed")
-    settings = {**options, "context": context, "page": page, "average": average}
+    settings = {
+        **options,
+        **asdict(limits),
+        "context": context,
+        "page": page,
+        "average": average,
+    }
     outcomes = [_try(profile, name, time_limit, settings, quiet=quiet) for name in names]
     done = sorted((o for o in outcomes if isinstance(o, _Decided)), key=lambda o: o.rank)
     refused = [o for o in outcomes if isinstance(o, _Refused)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,10 +31,16 @@ def frontier(
     batch: targets.Batch = 1,
     level: targets.Level = "layer",
     min_tokens: targets.MinTokens = None,
+    max_tokens: targets.MaxTokens = None,
     page: targets.Page = 1,
+    cap: targets.Cap = None,
+    max_distinct: targets.MaxDistinct = None,
+    ranks: targets.Ranks = None,
+    rank_tolerance: targets.RankTolerance = None,
+    equal_heads: targets.EqualHeads = False,
     solver: Annotated[
         str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")
-    ] = "greedy",
+    ] = "auto",
     solver_option: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An option of the solver; can be repeated."),
@@ -54,6 +61,13 @@ def frontier(
 
     if png is not None:
         check_writable(png)
+    limits = targets.limits(
+        cap=cap,
+        max_distinct=max_distinct,
+        ranks=ranks,
+        rank_tolerance=rank_tolerance,
+        equal_heads=equal_heads,
+    )
     chosen = targets.solver_options(solver, solver_option or [])
     profile = targets.load_scores(scores)
     start = time.perf_counter()
@@ -65,7 +79,9 @@ def frontier(
             batch=batch,
             level=level,  # type: ignore[arg-type]  # the request checks it
             min_tokens=min_tokens,
+            max_tokens=max_tokens,
             page=page,
+            **asdict(limits),
             solver=solver,
             solver_options=chosen,
         )
@@ -92,6 +108,10 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
     }
 
 
+def _price(value_per_mib: float | None) -> str:
+    return "unknown" if value_per_mib is None else f"{value_per_mib:+.4f}"
+
+
 def _print_table(traced: list[FrontierPoint]) -> None:
     from kvalloc.cli.picture import bar, can_print_bars
 
@@ -101,5 +121,5 @@ def _print_table(traced: list[FrontierPoint]) -> None:
         picture = bar(point.value, 24, unicode=unicode)
         print(
             f"{point.share:>7.2%}  {size(point.cost_bytes):>10}  {point.value:>9.4f}  "
-            f"{point.bound - point.value:>7.1e}  {point.value_per_mib:>+11.4f}  {picture}"
+            f"{point.bound - point.value:>7.1e}  {_price(point.value_per_mib):>11}  {picture}"
         )

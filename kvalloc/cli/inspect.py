@@ -131,7 +131,7 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
         print_json({"file": file, **budget_profile_dict(profile), **spread})
         return
     from kvalloc.cli.picture import budget_picture
-    from kvalloc.cli.solve import objective_text, request_text
+    from kvalloc.cli.solve import objective_text, request_text, solver_text
 
     least, mean, most = _spread(profile)
     kept, whole = profile.retained_bytes, profile.full_bytes
@@ -145,7 +145,7 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "budget profile": file,
             "model": model_text(profile.shape),
             "asked": request_text(profile) if "target" in profile.requested else "not recorded",
-            "solver": f"{profile.solver}{f' ({options})' if options else ''}, "
+            "solver": f"{solver_text(profile)}{f' with {options}' if options else ''}, "
             f"{profile.termination}, {profile.level} level, {profile.created}",
             "retention": "unknown" if profile.retention is None else f"{profile.retention:.6f}",
             "objective": f"{objective_text(profile.objective, profile.sense)}, bound "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,14 +44,20 @@ def solve(
     batch: targets.Batch = 1,
     solver: Annotated[
         str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")
-    ] = "greedy",
+    ] = "auto",
     solver_option: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An option of the solver; can be repeated."),
     ] = None,
     level: targets.Level = "layer",
     min_tokens: targets.MinTokens = None,
+    max_tokens: targets.MaxTokens = None,
     page: targets.Page = 1,
+    cap: targets.Cap = None,
+    max_distinct: targets.MaxDistinct = None,
+    ranks: targets.Ranks = None,
+    rank_tolerance: targets.RankTolerance = None,
+    equal_heads: targets.EqualHeads = False,
     average: targets.Average = "curves",
     time_limit: targets.TimeLimit = None,
     output: Annotated[
@@ -83,8 +90,17 @@ def solve(
         "batch": batch,
         "level": level,
         "min_tokens": min_tokens,
+        "max_tokens": max_tokens,
     }
-    Request(**options, context_tokens=context, page_tokens=page)  # refuses before anything is read
+    limits = targets.limits(
+        cap=cap,
+        max_distinct=max_distinct,
+        ranks=ranks,
+        rank_tolerance=rank_tolerance,
+        equal_heads=equal_heads,
+    )
+    # Refuses before anything is read.
+    Request(**options, context_tokens=context, page_tokens=page, limits=limits)
     targets.check_time_limit(time_limit)
     _check_output(output, scores, json=json)
     if output is not None:
@@ -96,6 +112,7 @@ def solve(
         decided = decide(
             profile,
             **options,
+            **asdict(limits),
             context=context,
             page=page,
             solver=solver,
@@ -125,7 +142,9 @@ def row(decided: BudgetProfile, scores: ScoreProfile, seconds: float) -> dict[st
     """
     return {
         "solver": decided.solver,
+        "decided_by": decided.decided_by,
         "solver_options": decided.solver_options,
+        "detail": decided.detail,
         "termination": decided.termination,
         "sense": decided.sense,
         "objective": decided.objective,
@@ -148,6 +167,23 @@ def requested_bytes(decided: BudgetProfile) -> int | None:
     return None if granted is None else int(granted)
 
 
+def solver_text(decided: BudgetProfile) -> str:
+    """Who was asked to decide, and who did where that is another one."""
+    if decided.decided_by in ("", decided.solver):
+        return decided.solver
+    return f"{decided.solver} ({decided.decided_by})"
+
+
+def ended_text(decided: BudgetProfile) -> str:
+    """Why the solver stopped, for people."""
+    return decided.termination.replace("_", " ")
+
+
+def why_text(decided: BudgetProfile) -> str:
+    """The solver's own line, without the name that stands in front of it."""
+    return decided.detail.removeprefix(f"{decided.decided_by}: ")
+
+
 def objective_text(value: float | None, sense: str) -> str:
     """An objective or bound with its unit."""
     if value is None:
@@ -166,7 +202,39 @@ def request_text(decided: BudgetProfile) -> str:
         "memory": f"most retention{worst} in {size(value)}",
     }[str(decided.requested["target"])]
     prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
-    return f"{text}, {prompts}{decided.context_tokens:,} tokens"
+    return "; ".join([f"{text}, {prompts}{decided.context_tokens:,} tokens", *limit_texts(decided)])
+
+
+def limit_texts(decided: BudgetProfile) -> list[str]:
+    """What else was asked for, one text each."""
+    asked = decided.requested
+    texts = [f"layers {which} within {size}" for which, _, size in _caps(asked)]
+    if asked.get("max_tokens") is not None:
+        texts.append(f"no budget above {asked['max_tokens']:,} tokens")
+    if asked.get("equal_heads"):
+        texts.append("equal heads")
+    if asked.get("max_distinct") is not None:
+        texts.append(f"at most {asked['max_distinct']} different budgets")
+    if asked.get("ranks") is not None:
+        texts.append(f"{asked['ranks']} ranks balanced within {asked['rank_tolerance']:.3g}")
+    return texts
+
+
+def _caps(asked: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [str(text).partition("=") for text in asked.get("cap", ())]
+
+
+def ranks_text(decided: BudgetProfile) -> str:
+    """Bytes on each tensor-parallel rank, decided layers only."""
+    import numpy as np
+
+    assert decided.ranks is not None  # the caller has looked
+    placed = decided.ranks >= 0
+    pages = -(-decided.budgets // decided.page_tokens) * decided.page_tokens
+    entries = np.bincount(decided.ranks[placed], weights=pages[placed])
+    each = entries * decided.shape.bytes_per_entry * decided.batch
+    over = float(each.max()) / float(each.mean()) - 1
+    return f"{', '.join(size(one) for one in each)} (largest {over:.2%} above the mean)"
 
 
 def _check_output(output: Path | None, scores: Path, *, json: bool) -> None:
@@ -188,6 +256,7 @@ def _decision(decided: BudgetProfile, output: Path | None) -> dict[str, Any]:
         "level": decided.level,
         "page_tokens": decided.page_tokens,
         "budgets": decided.budgets.tolist(),
+        "ranks": None if decided.ranks is None else decided.ranks.tolist(),
         "output": None if output is None else str(output),
     }
 
@@ -204,7 +273,8 @@ def _summary(
         of_granted = f" ({'MORE than the' if over else 'of'} {size(granted)} granted)"
     fields = {
         "asked": request_text(decided),
-        "solver": f"{decided.solver}, {decided.termination}, {duration(seconds)}",
+        "solver": f"{solver_text(decided)}, {ended_text(decided)}, {duration(seconds)}",
+        "why": why_text(decided),
         "retention": f"{decided.retention:.6f}",
         "tokens": f"{decided.retained_tokens / heads:,.1f} of {decided.full_tokens / heads:,.1f} "
         f"per KV head on average ({decided.retained_tokens:,} entries)",
@@ -214,6 +284,10 @@ def _summary(
         + (f" ({decided.bound_source}), gap {gap_text(decided.gap)}" if decided.bound else ""),
         "note": RETENTION_NOTE,
     }
+    if not fields["why"]:
+        del fields["why"]
+    if decided.ranks is not None:
+        fields["ranks"] = ranks_text(decided)
     if output is not None:
         fields["written"] = str(output)
     return fields

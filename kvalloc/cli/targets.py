@@ -12,6 +12,7 @@ import typer
 from kvalloc.errors import InputError, ProfileFileError
 
 if TYPE_CHECKING:
+    from kvalloc.limits import Limits
     from kvalloc.score_profile import ScoreProfile
 
 Scores = Annotated[
@@ -53,7 +54,36 @@ MinTokens = Annotated[
     int | None,
     typer.Option(metavar="N", help="Least budget, tokens; sinks and window are kept in any case."),
 ]
+MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Largest budget, tokens.")]
 Page = Annotated[int, typer.Option(metavar="N", min=1, help="Budgets are whole pages of N tokens.")]
+Cap = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="LAYERS=SIZE",
+        help="At most this much for some layers, such as 0-15=256MiB; can be repeated, may nest.",
+    ),
+]
+MaxDistinct = Annotated[
+    int | None, typer.Option(metavar="N", help="At most N different budgets in the whole model.")
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Place KV heads on N tensor-parallel ranks (--level head)."),
+]
+RankTolerance = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="How far the largest rank may be above the mean one; 0.02 by default.",
+    ),
+]
+EqualHeads = Annotated[
+    bool,
+    typer.Option(
+        "--equal-heads",
+        help="One budget for all heads of a layer, at --level head.",
+    ),
+]
 Average = Annotated[
     str,
     typer.Option(
@@ -65,6 +95,32 @@ TimeLimit = Annotated[
     float | None,
     typer.Option(metavar="SECONDS", help="Stop a solver after so long with the best it has."),
 ]
+
+
+def limits(
+    *,
+    cap: list[str] | None,
+    max_distinct: int | None,
+    ranks: int | None,
+    rank_tolerance: float | None,
+    equal_heads: bool,
+) -> Limits:
+    """What must hold beside the target; its fields are keywords of `kvalloc.solve`.
+
+    Raises
+    ------
+    InputError
+        If one of them cannot be.
+    """
+    from kvalloc.limits import Limits
+
+    return Limits(
+        cap=tuple(cap or ()),
+        max_distinct=max_distinct,
+        ranks=ranks,
+        rank_tolerance=rank_tolerance,
+        equal_heads=equal_heads,
+    )
 
 
 def load_scores(path: Path) -> ScoreProfile:

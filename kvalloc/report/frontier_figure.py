@@ -51,7 +51,7 @@ def draw_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) ->
     price = axes.twinx()
     price.plot(
         kept,
-        [max(point.value_per_mib, 1e-12) for point in points],
+        [max(point.value_per_mib or 0.0, 1e-12) for point in points],
         color="#D55E00",
         linestyle="--",
         linewidth=1,

@@ -141,7 +141,7 @@ def test_a_rule_that_overspends_is_shown_as_such(folder, tmp_path):
         (["--budget", "20%", "--time-limit", "0"], ["--time-limit"]),
         (["--budget", "20%", "--time-limit", "nan"], ["--time-limit"]),
         (["--budget", "20%", "--solver", "magic"], ["no solver 'magic'", "greedy"]),
-        (["--budget", "20%", "--solver-option", "beta=3"], ["greedy has no option 'beta'"]),
+        (["--budget", "20%", "--solver-option", "beta=3"], ["auto has no option 'beta'"]),
         (["--budget", "20%", "--solver", "pyramid", "--solver-option", "beta=1"], ["beta"]),
         (["--budget", "40%", "--solver", "adaptive_head"], ["--level head"]),
     ],
@@ -315,7 +315,7 @@ def test_inspect_tells_a_budget_profile_by_its_content(folder, scores):
     assert ran.json["kind"] == "kvalloc.budget_profile"
     assert ran.json["min_tokens"] <= ran.json["mean_tokens"] <= ran.json["max_tokens"]
     shown = run("inspect", folder / "no_suffix").out
-    assert "greedy, optimal" in shown
+    assert "auto (greedy), optimal" in shown
     assert len(shown.partition("\n\n")[2].splitlines()) == 1 + 3
 
 

@@ -215,7 +215,9 @@ def test_memory_is_never_exceeded_sliding_layers_and_pages_included(page: int, b
 @pytest.mark.parametrize("asked", [1, 100, 1216, 1217, 1535])
 def test_too_little_memory_names_what_would_do(asked: int) -> None:
     scores = make_scores(1, shape=SLIDING, context_tokens=100)
-    with pytest.raises(InfeasibleError, match=re.escape("ask for at least 1,536")) as caught:
+    with pytest.raises(
+        InfeasibleError, match=re.escape("ask for at least --memory 1536")
+    ) as caught:
         solve(scores, memory=asked)
     assert caught.value.nearest == 1536
     assert solve(scores, memory=int(caught.value.nearest)).retained_bytes == 1536

@@ -1,0 +1,174 @@
+"""What to ask for instead: a request that nothing can meet, answered with flags to copy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+
+from kvalloc.constraints import GroupCap, MaxDistinct, RankBalance, SideConstraint
+from kvalloc.diagnosing import (
+    PATIENCE_SECONDS,
+    Diagnosis,
+    Relaxation,
+    diagnose,
+    is_solvable,
+    least_that_works,
+)
+from kvalloc.errors import InfeasibleError
+from kvalloc.formulate import Request, fixed_bytes, formulate
+from kvalloc.problem import AllocationProblem, Sense
+from kvalloc.quantities import parse_bytes, parse_share
+from kvalloc.score_profile import ScoreProfile
+
+
+def advise(
+    scores: ScoreProfile,
+    request: Request,
+    error: InfeasibleError,
+    *,
+    time_limit_seconds: float | None = None,
+) -> InfeasibleError:
+    """Say which flag makes a request impossible, and the nearest values that are possible.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        What was measured.
+    request : Request
+        What was asked.
+    error : InfeasibleError
+        What a solver, or the problem itself, said.
+    time_limit_seconds : float, optional
+        For the search; `PATIENCE_SECONDS` by default.
+
+    Returns
+    -------
+    InfeasibleError
+        To raise; its ``nearest`` is in the unit of the target asked for. The error as it was,
+        where the request can be met after all and only one solver could not.
+    """
+    limit = PATIENCE_SECONDS if time_limit_seconds is None else time_limit_seconds
+    deadline = time.monotonic() + limit
+    try:
+        problem = formulate(scores, request)
+    except InfeasibleError as too_small:  # below the floors: there is no problem to look into
+        return too_small
+    found = diagnose(problem, time_limit_seconds=limit)
+    if found is None:
+        return error
+    nearest, nearest_flag = _nearest(scores, request, problem, found)
+    ways = [_way_out(request, problem, one) for one in found.relaxations]
+    blamed = [_flag(request, one.index, one.constraint) for one in found.relaxations]
+    left = deadline - time.monotonic()
+    if request.max_tokens is not None and (more := _more_tokens(scores, request, left)):
+        ways.append(more)
+        blamed.append(f"--max-tokens {request.max_tokens}")
+    text = f"{_asked(request)} is not possible"
+    if blamed:
+        text += f" with {' and '.join(blamed)}"
+    elif problem.constraints:
+        every = [_flag(request, i, c) for i, c in enumerate(problem.constraints)]
+        text += f" with {' and '.join(every)} together, and no single one of them is to blame"
+    if nearest_flag is not None:
+        reach = "the most is" if problem.sense is Sense.MIN_COST else "the least is"
+        text += f"; {reach} {nearest_flag}"
+        text += "" if found.exact else f" as far as {limit:g} s of search can tell"
+    else:
+        text += ", and neither is any other target"
+    if ways:
+        text += f"; or use {', or '.join(ways)}"
+    return InfeasibleError(text, nearest=nearest)
+
+
+def _asked(request: Request) -> str:
+    """The target as a flag."""
+    for name in ("target_retention", "budget_tokens", "memory"):
+        value = getattr(request, name)
+        if value is not None:
+            return f"--{name.replace('_', '-')} {value}"
+    assert request.budget is not None  # a request has exactly one target
+    return f"--budget {100 * parse_share(request.budget):g}%"
+
+
+def _nearest(
+    scores: ScoreProfile, request: Request, problem: AllocationProblem, found: Diagnosis
+) -> tuple[float | int | None, str | None]:
+    """The nearest goal in the unit of the one asked, and its flag, rounded to the safe side."""
+    if found.nearest is None:
+        return None, None
+    if problem.sense is Sense.MIN_COST:
+        value = float(found.nearest)
+        rounded = math.floor(value * 1e4) / 1e4
+        return value, f"--target-retention {rounded if rounded > 0 else value:g}"
+    needed = int(found.nearest)
+    if request.memory is not None:
+        constant = fixed_bytes(scores, problem.context_tokens, request.batch, request.page_tokens)
+        return needed + constant, f"--memory {needed + constant}"
+    heads = len(scores.shape.full_layers) * scores.shape.n_kv_heads
+    entry_bytes = heads * scores.shape.bytes_per_entry * request.batch
+    if request.budget_tokens is not None:
+        tokens = -(-needed // entry_bytes)
+        return tokens, f"--budget-tokens {tokens}"
+    whole = -(-problem.context_tokens // request.page_tokens) * request.page_tokens
+    share = math.ceil(1e4 * needed / (whole * entry_bytes)) / 1e4
+    return share, f"--budget {100 * share:g}%"
+
+
+def _flag(request: Request, index: int, constraint: SideConstraint) -> str:
+    """The flag that a constraint came from."""
+    if isinstance(constraint, GroupCap):
+        return f"--cap {request.limits.caps[index].text}"
+    if isinstance(constraint, MaxDistinct):
+        return f"--max-distinct {constraint.most}"
+    if isinstance(constraint, RankBalance):
+        return f"--ranks {constraint.n_ranks} --rank-tolerance {constraint.tolerance:g}"
+    return "--equal-heads"
+
+
+def _way_out(request: Request, problem: AllocationProblem, one: Relaxation) -> str:
+    """The flag with which it works, or without which."""
+    flag = _flag(request, one.index, one.constraint)
+    if isinstance(one.relaxed, GroupCap):
+        original = problem.constraints[one.index]
+        assert isinstance(original, GroupCap)  # a constraint is relaxed to one of its kind
+        cap = request.limits.caps[one.index]
+        sliding = cap.capacity_bytes - original.capacity_bytes
+        which = cap.text.partition("=")[0]
+        flag = f"--cap {which}={_size(one.relaxed.capacity_bytes + sliding)}"
+    elif isinstance(one.relaxed, MaxDistinct):
+        flag = f"--max-distinct {one.relaxed.most}"
+    elif isinstance(one.relaxed, RankBalance):
+        flag = f"--rank-tolerance {one.relaxed.tolerance:g}"
+    else:
+        return f"no {flag.split()[0]}"
+    return flag if one.exact else f"{flag} (a smaller change may do)"
+
+
+def _size(least_bytes: int) -> str:
+    """A size as people write it, rounded up by a hundredth at most; bytes where that is more."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        text = f"{math.ceil(100 * least_bytes / unit) / 100:.2f}{name}"
+        if least_bytes >= unit and parse_bytes(text) >= least_bytes:
+            return text
+    return f"{least_bytes}B"
+
+
+def _more_tokens(scores: ScoreProfile, request: Request, seconds: float) -> str | None:
+    """The smallest --max-tokens with which the request can be met, if any."""
+    whole = formulate(scores, dataclasses.replace(request, max_tokens=None))
+    deadline = time.monotonic() + seconds
+
+    def works(options: int) -> bool | None:
+        counts = np.minimum(whole.option_counts, options)
+        fewer = dataclasses.replace(whole, option_counts=counts)
+        return is_solvable(fewer, time_limit_seconds=deadline - time.monotonic())
+
+    most = int(whole.option_counts.max())
+    if works(most) is not True:
+        return None
+    least, exact = least_that_works(0, most, works)
+    tokens = int(whole.tokens[:, least - 1].max())
+    return f"--max-tokens {tokens}" + ("" if exact else " (fewer may do)")

@@ -1,0 +1,130 @@
+"""Caps, ranks, few budgets and equal heads on the command line: decided, shown and verified."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_tools import refused, run
+from factories import make_scores
+
+from kvalloc.budget_profile import BudgetProfile
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_scores(0).save(tmp_path / "s.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def scores(folder):
+    return folder / "s.safetensors"
+
+
+LIMITS = [
+    ["--cap", "0=300B", "--cap", "0-1=900B"],
+    ["--max-distinct", "2"],
+    ["--max-tokens", "15"],
+    ["--level", "head", "--ranks", "2"],
+    ["--level", "head", "--ranks", "2", "--rank-tolerance", "0.2", "--equal-heads"],
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=" ".join)
+@pytest.mark.parametrize("command", ["solve", "compare", "frontier"])
+def test_every_command_takes_them(folder, scores, command, limits):
+    goal = [] if command == "frontier" else ["--budget", "40%"]
+    more = ["--points", "4"] if command == "frontier" else []
+    ran = run(command, scores, *goal, *limits, *more, "--json", "-q")
+    assert ran.code == 0, ran.err
+    if command == "compare":
+        decided = [row for row in ran.json if row["reason"] is None]
+        assert {"auto", "ilp"} <= {row["solver"] for row in decided}
+        assert all(row["reason"] for row in ran.json if row not in decided)
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=" ".join)
+def test_what_is_written_can_be_verified(folder, scores, limits):
+    ran = run("solve", scores, "--budget", "40%", *limits, "-o", folder / "p.json")
+    assert (ran.code, ran.err) == (0, "")
+    checked = run("verify", folder / "p.json", scores)
+    assert checked.code == 0, checked.out
+    assert "WRONG" not in checked.out
+    if "--cap" in limits:
+        assert "cap of layers 0-1" in checked.out
+        assert "layers 0-1 within 900B" in ran.out
+    if "--ranks" in limits:
+        assert "balance of ranks" in checked.out
+        assert "above the mean" in ran.out
+
+
+def test_a_placement_that_was_edited_is_found(folder, scores):
+    """Even where somebody made the digest fit again: verify counts the bytes itself."""
+    from dataclasses import replace
+
+    run("solve", scores, "--budget", "40%", *LIMITS[3], "-o", folder / "p.json")
+    profile = BudgetProfile.load(folder / "p.json")
+    ranks = profile.ranks.copy()
+    ranks[:, 0], ranks[:, 1] = 0, 1  # balanced only by chance
+    replace(profile, ranks=ranks).save(folder / "q.json")
+    ran = run("verify", folder / "q.json", scores, "--json")
+    failed = {check["name"] for check in ran.json["checks"] if not check["passed"]}
+    assert (ran.code, failed) == (1, {"balance of ranks"})
+
+
+def test_auto_says_who_decided_and_why(folder, scores):
+    ran = run("solve", scores, "--budget", "40%", "--json", "-o", folder / "p.json")
+    assert (ran.json["solver"], ran.json["decided_by"]) == ("auto", "greedy")
+    assert "concave" in ran.json["detail"]
+    saved = json.loads((folder / "p.json").read_text())
+    assert (saved["solver"], saved["decided_by"]) == ("auto", "greedy")
+    assert saved["detail"] == ran.json["detail"]
+    shown = run("solve", scores, "--budget", "40%", "-o", folder / "p.json").out
+    assert "auto (greedy), optimal" in shown
+    (why,) = [line for line in shown.splitlines() if line.startswith("why ")]
+    assert why.split(maxsplit=1)[1].startswith("concave curves")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cap", "0-15"], ["LAYERS=SIZE", "0-15=256MiB"]),
+        (["--cap", "0-9=1MiB"], ["layer 3", "0-2"]),
+        (["--cap", "2-1=1MiB"], ["1-2"]),
+        (["--cap", "0=5 floppies"], ["5 floppies"]),
+        (["--max-distinct", "0"], ["--max-distinct 1"]),
+        (["--ranks", "2"], ["--level head"]),
+        (["--equal-heads"], ["--level head"]),
+        (["--level", "head", "--ranks", "0"], ["--ranks 1"]),
+        (["--rank-tolerance", "0.1"], ["--ranks"]),
+        (["--level", "head", "--ranks", "2", "--rank-tolerance", "nan"], ["nan"]),
+        (["--min-tokens", "20", "--max-tokens", "10"], ["10", "20", "--max-tokens"]),
+        (["--max-tokens", "3"], ["sinks and window", "--max-tokens 5"]),
+        (["--min-tokens", "9", "--max-tokens", "14", "--page", "15"], ["--max-tokens 15"]),
+        (["--max-distinct", "2", "--average", "allocations"], ["--average curves"]),
+        (["--max-distinct", "2", "--solver", "greedy"], ["greedy does not handle MaxDistinct"]),
+        (["--batch", "100000000000000000"], ["more than can be counted"]),
+    ],
+)
+def test_limits_that_cannot_be(folder, scores, arguments, words):
+    line = refused(folder, "solve", scores, "--budget", "40%", *arguments, "-o", folder / "p.json")
+    for word in words:
+        assert word in line
+
+
+def test_a_solver_object_leaves_its_options_in_the_profile():
+    from kvalloc.solvers.ilp import ILP
+    from kvalloc.solving import solve
+
+    scores = make_scores(0)
+    assert solve(scores, budget=0.4, solver=ILP(gap=0.5)).solver_options == {"gap": 0.5}
+    assert solve(scores, budget=0.4, solver=ILP()).solver_options == {}
+
+
+def test_bytes_beyond_32_bits_are_counted_exactly(folder, scores):
+    ran = run("solve", scores, "--budget", "40%", "--batch", "1000000000", "--json")
+    one = run("solve", scores, "--budget", "40%", "--json").json
+    assert ran.code == 0, ran.err
+    assert ran.json["retained_bytes"] == one["retained_bytes"] * 10**9 > 2**32
+    assert ran.json["budgets"] == one["budgets"]

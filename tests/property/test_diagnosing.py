@@ -1,0 +1,165 @@
+"""What stands in the way of tiny problems that have no solution, against every choice there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvalloc.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget, SideConstraint
+from kvalloc.diagnosing import TOLERANCE_GRID, Diagnosis, diagnose, is_solvable, least_that_works
+from kvalloc.problem import AllocationProblem, Sense
+from kvalloc.testing import brute_force, tiny_problem
+
+KINDS = (
+    *(f"{curves}+{side}" for curves in ("concave", "losses") for side in ("nested_caps", "mixed")),
+    *(f"concave+{side}" for side in ("crossing_caps", "same_budget", "max_distinct")),
+    "unequal_costs+nested_caps",
+    "unequal_costs+same_budget",
+    "losses+rank_balance",
+    "concave+rank_balance",
+    "worst:concave+max_distinct",
+    "worst:losses+nested_caps",
+)
+SEEDS = range(14)
+
+
+def tightened(problem: AllocationProblem, seed: int) -> AllocationProblem:
+    """The same problem with less of what it needs, so that many have no solution."""
+    random = np.random.default_rng(seed)
+
+    def tighter(one: SideConstraint) -> SideConstraint:
+        if isinstance(one, GroupCap):
+            floors = int(problem.costs[list(one.units), 0].sum())
+            share = float(random.choice([0.1, 0.6, 0.9]))
+            least = floors - int(random.integers(0, 2))  # sometimes below its own floors
+            return dataclasses.replace(
+                one, capacity_bytes=least + int(share * (one.capacity_bytes - floors))
+            )
+        if isinstance(one, MaxDistinct):
+            return MaxDistinct(most=1)
+        if isinstance(one, RankBalance):
+            return dataclasses.replace(one, tolerance=float(random.choice([0.0, 0.013])))
+        return one
+
+    changed = dataclasses.replace(
+        problem, constraints=tuple(tighter(one) for one in problem.constraints)
+    )
+    if problem.sense is Sense.MAX_VALUE:
+        assert problem.capacity_bytes is not None
+        room = problem.capacity_bytes - problem.min_cost_bytes
+        return changed.with_capacity(problem.min_cost_bytes + int(0.3 * room))
+    assert problem.target is not None
+    return changed.with_target(problem.target + 0.6 * (problem.max_value - problem.target))
+
+
+def infeasible_problems() -> Iterator[tuple[str, AllocationProblem]]:
+    for kind in KINDS:
+        for seed in SEEDS:
+            for sense in Sense:
+                level = ("head", "layer")[seed % 2]
+                if "rank" in kind:
+                    level = "head"
+                problem = tightened(tiny_problem(kind, seed=seed, sense=sense, level=level), seed)
+                if brute_force(problem) is None:
+                    yield f"{kind} {seed} {sense.value}", problem
+
+
+def with_goal(problem: AllocationProblem, goal: float) -> AllocationProblem:
+    if problem.sense is Sense.MIN_COST:
+        return problem.with_target(goal)
+    return problem.with_capacity(int(goal))
+
+
+def check_nearest(name: str, problem: AllocationProblem, found: Diagnosis) -> None:
+    minimises = problem.sense is Sense.MIN_COST
+    if found.nearest is None:
+        everything = (
+            problem.with_capacity(problem.max_cost_bytes)
+            if minimises
+            else problem.with_target(-1e6)
+        )
+        assert brute_force(everything) is None, f"{name}: there is a nearest goal"
+        return
+    assert found.exact, name
+    assert brute_force(with_goal(problem, found.nearest)) is not None, f"{name}: {found.nearest}"
+    beyond = found.nearest + 1e-9 if minimises else found.nearest - 1
+    assert brute_force(with_goal(problem, beyond)) is None, f"{name}: {found.nearest} is not best"
+
+
+def one_tighter(problem: AllocationProblem, one: SideConstraint) -> SideConstraint | None:
+    if isinstance(one, GroupCap):
+        return dataclasses.replace(one, capacity_bytes=one.capacity_bytes - 1)
+    if isinstance(one, MaxDistinct):
+        return MaxDistinct(most=one.most - 1) if one.most > 1 else None
+    assert isinstance(one, RankBalance)
+    steps = round(one.tolerance * TOLERANCE_GRID)
+    return dataclasses.replace(one, tolerance=(steps - 1) / TOLERANCE_GRID) if steps else None
+
+
+def check_relaxations(name: str, problem: AllocationProblem, found: Diagnosis) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    by_index = {one.index: one for one in found.relaxations}
+    for index, constraint in enumerate(problem.constraints):
+        before, after = problem.constraints[:index], problem.constraints[index + 1 :]
+        left_out = dataclasses.replace(problem, constraints=before + after)
+        helps = brute_force(left_out) is not None
+        assert helps == (index in by_index), f"{name}: {constraint}"
+        if not helps:
+            continue
+        one = by_index[index]
+        assert one.constraint == constraint
+        assert one.exact, name
+        seen[type(constraint).__name__] += 1
+        if one.relaxed is None:
+            assert isinstance(constraint, SameBudget), f"{name}: {constraint} only goes"
+            continue
+
+        def under(changed: SideConstraint) -> AllocationProblem:
+            return dataclasses.replace(problem, constraints=(*before, changed, *after))  # noqa: B023
+
+        assert brute_force(under(one.relaxed)) is not None, f"{name}: {one}"
+        tighter = one_tighter(problem, one.relaxed)
+        if tighter is not None:
+            assert brute_force(under(tighter)) is None, f"{name}: {one} gives way too far"
+    return seen
+
+
+def test_the_nearest_goal_and_every_relaxation_are_the_best_ones() -> None:
+    checked = 0
+    seen: Counter[str] = Counter()
+    for name, problem in infeasible_problems():
+        found = diagnose(problem)
+        assert found is not None, f"{name}: brute force finds no choice"
+        check_nearest(name, problem, found)
+        seen += check_relaxations(name, problem, found)
+        seen["no goal at all"] += found.nearest is None
+        checked += 1
+    assert checked > 80
+    for kind in ("GroupCap", "SameBudget", "MaxDistinct", "RankBalance", "no goal at all"):
+        assert seen[kind] > 2, (kind, seen)  # else this test tests nothing about it
+
+
+def test_what_has_a_solution_needs_no_diagnosis() -> None:
+    for kind in ("concave", "concave+nested_caps", "losses+mixed"):
+        problem = tiny_problem(kind, seed=4)
+        assert (diagnose(problem) is None) == (brute_force(problem) is not None)
+
+
+def test_nothing_is_claimed_without_time() -> None:
+    problem = tiny_problem("concave", seed=0).with_target(math.pi)
+    assert is_solvable(problem, time_limit_seconds=0.0) is None
+    assert is_solvable(problem, time_limit_seconds=9.0) is False
+    assert diagnose(problem, time_limit_seconds=0.0) is None
+
+
+@pytest.mark.parametrize("least", range(1, 20))
+def test_the_least_that_works(least: int) -> None:
+    assert least_that_works(0, 20, lambda n: n >= least) == (least, True)
+    assert least_that_works(0, 20, lambda n: least if n >= least else False) == (least, True)
+    found, exact = least_that_works(0, 20, lambda n: True if n >= 18 else None)
+    assert (found, exact) == (18, False)
