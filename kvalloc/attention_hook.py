@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from kvalloc.errors import UnsupportedModelError
 
@@ -28,6 +29,7 @@ __all__ = [
     "AttentionSwitch",
     "Compute",
     "Handler",
+    "Observed",
     "base_implementation",
     "intercept_attention",
 ]
@@ -54,6 +56,17 @@ class AttentionStates:
     mask : Tensor or None
         The mask that transformers passed. None means causal for several new tokens and "sees
         everything" for one.
+    softcap : float or None
+        The logits are ``softcap * tanh(logits / softcap)`` before the mask, as in Gemma 2.
+    sink_logits : Tensor or None, (n_query_heads,)
+        One more logit a query head that takes part in the softmax and has no value, as in gpt-oss.
+    output_projection : Tensor or None, (hidden_size, n_query_heads * head_dim)
+        Weight of the layer's output projection; None where the layer has none that can be read.
+    frequencies : Tensor or None, (n_rotated / 2,)
+        Angle a position of each rotated pair (i, i + n_rotated / 2) of a head's dimensions, in
+        radians; None where the model does not rotate its queries in this way.
+    observed : Observed or None
+        What the scorer's `observe` left of the earlier chunks of this prompt; None for the first.
     """
 
     layer: int
@@ -62,12 +75,69 @@ class AttentionStates:
     values: Tensor
     scaling: float
     mask: Tensor | None
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    output_projection: Tensor | None = None
+    frequencies: Tensor | None = None
+    observed: Observed | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """What a scorer has seen of the chunks of a prompt that came before, for one layer.
+
+    It belongs to the cache, so that scorers hold nothing between calls.
+
+    Attributes
+    ----------
+    n_tokens : int
+        Tokens of the prompt seen so far.
+    columns : Tensor or None, (batch, n_kv_heads, n_stored)
+        One number an entry: follows the entry where entries are evicted or rows reordered.
+    totals : dict of Tensor, each (batch, ...)
+        Sums over tokens, which no eviction changes.
+    """
+
+    n_tokens: int
+    columns: Tensor | None = None
+    totals: dict[str, Tensor] = field(default_factory=dict)
+
+    def kept(self, indices: Tensor) -> Observed:
+        """The same after an eviction.
+
+        Parameters
+        ----------
+        indices : Tensor of int64, (batch, n_kv_heads, n_kept)
+            Stored entries that stay.
+        """
+        columns = None if self.columns is None else self.columns.gather(-1, indices)
+        return replace(self, columns=columns)
+
+    def rows(self, indices: Tensor) -> Observed:
+        """The same for other rows of the batch, ``(n_rows,)``."""
+        columns = None if self.columns is None else self.columns[indices]
+        return replace(
+            self,
+            columns=columns,
+            totals={name: total[indices] for name, total in self.totals.items()},
+        )
 
 
 if TYPE_CHECKING:
     AttentionResult: TypeAlias = tuple[Tensor, Tensor | None]
-    #: ``compute(mask)`` runs the model's own attention of this layer with that mask.
-    Compute: TypeAlias = Callable[[Tensor | None], AttentionResult]
+
+    class Compute(Protocol):
+        """Runs the model's own attention of this layer with that mask.
+
+        Over all the keys and values of the states, or over others: those of some entries, each
+        (batch, n_kv_heads, n_read, head_dim).
+        """
+
+        def __call__(
+            self, mask: Tensor | None, keys: Tensor | None = None, values: Tensor | None = None
+        ) -> AttentionResult:
+            """Return the attention output, and the weights where the implementation gives them."""
+
     #: ``handler(states, compute)`` returns what the layer's attention returns.
     Handler: TypeAlias = Callable[[AttentionStates, Compute], AttentionResult]
 else:
@@ -84,6 +154,7 @@ class _Active:
 
     handler: Handler
     module_ids: frozenset[int]
+    rotary: nn.Module | None
     outer: _Active | None
 
 
@@ -147,7 +218,8 @@ class AttentionSwitch:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder-only model. The switch keeps its configs alive, not the model.
+        A decoder-only model. The switch keeps its configs and its table of angles alive, not the
+        model.
 
     Raises
     ------
@@ -165,10 +237,11 @@ class AttentionSwitch:
             if hasattr(getattr(module, "config", None), "_attn_implementation")
         }
         self._configs: tuple[Any, ...] = tuple(configs.values())
+        self._rotary: nn.Module | None = getattr(decoder, "rotary_emb", None)
 
     def enter(self, handler: Handler) -> Token[_Active | None]:
         """Switch interception on; returns what `leave` needs."""
-        token = _active.set(_Active(handler, self._module_ids, _active.get()))
+        token = _active.set(_Active(handler, self._module_ids, self._rotary, _active.get()))
         try:
             with _lock:
                 for config in self._configs:
@@ -279,10 +352,14 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
         if active is None:
             return function(module, query, key, value, attention_mask, **kwargs)
 
-        def compute(mask: Tensor | None) -> AttentionResult:
-            return function(module, query, key, value, mask, **kwargs)
+        def compute(
+            mask: Tensor | None, keys: Tensor | None = None, values: Tensor | None = None
+        ) -> AttentionResult:
+            keys = key if keys is None else keys
+            values = value if values is None else values
+            return function(module, query, keys, values, mask, **kwargs)
 
-        scaling = kwargs.get("scaling")
+        scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
         states = AttentionStates(
             layer=int(module.layer_idx),  # type: ignore[arg-type]
             queries=query,
@@ -290,10 +367,49 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
             values=value,
             scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             mask=attention_mask,
+            # sdpa knows neither, and says so: what it leaves out must not be scored either
+            softcap=None if softcap is None or base == "sdpa" else float(softcap),
+            sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
+            output_projection=getattr(getattr(module, "o_proj", None), "weight", None),
+            frequencies=_frequencies(module, active.rotary),
         )
         return active.handler(states, compute)
 
     return attention
+
+
+def _sink_logits(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
+    """gpt-oss hands them over for flash attention, and its eager function takes its module's."""
+    found = kwargs.get("s_aux")
+    if found is None:
+        found = getattr(module, "sinks", None)
+    return None if found is None else found.reshape(-1)
+
+
+def _frequencies(module: nn.Module, rotary: nn.Module | None) -> Tensor | None:
+    """Angles a position, also where kinds of layers have their own (Gemma 3)."""
+    if rotary is None or not getattr(module, "use_rope", True):
+        return None
+    if not _rotates_halves(type(module).__module__):
+        return None
+    kind = getattr(module, "layer_type", None)
+    found = getattr(rotary, f"{kind}_inv_freq", None)
+    return getattr(rotary, "inv_freq", None) if found is None else found
+
+
+@cache
+def _rotates_halves(modeling_file: str) -> bool:
+    """Whether dimension i turns with i + half of them, asked of the modeling file itself.
+
+    Others (GLM, Cohere) turn neighbours, and the same angles would mean other pairs.
+    """
+    import torch
+
+    rotate = getattr(sys.modules.get(modeling_file), "rotate_half", None)
+    if rotate is None:
+        return False
+    turned: list[float] = rotate(torch.arange(4.0)).tolist()
+    return turned == [-2.0, -3.0, 0.0, 1.0]
 
 
 def _base_function(module: nn.Module, base: str) -> Callable[..., AttentionResult]:

@@ -38,12 +38,18 @@ class Policy:
         What rebuilds it.
     sinks, window : int
         First and last tokens of the prompt, never evicted and part of every budget.
+    name : str
+        Name of the policy; ``"score"`` keeps the scorer's best entries.
+    parameters : dict
+        What rebuilds the policy, apart from the scorer.
     """
 
     scorer: str
     scorer_parameters: dict[str, Any]
     sinks: int
     window: int
+    name: str = "score"
+    parameters: dict[str, Any] = field(default_factory=dict)
 
     @property
     def protected_tokens(self) -> int:
@@ -217,7 +223,14 @@ class BudgetProfile:
         """Bytes that a plain cache stores for the same prompts."""
         return self.shape.full_bytes(context_tokens, batch)
 
-    def cache(self, model: PreTrainedModel, *, allow_other_model: bool = False) -> Cache:
+    def cache(
+        self,
+        model: PreTrainedModel,
+        *,
+        allow_other_model: bool = False,
+        policy: str | Policy | None = None,
+        policy_options: dict[str, Any] | None = None,
+    ) -> Cache:
         """A transformers cache that keeps these budgets.
 
         Parameters
@@ -226,6 +239,11 @@ class BudgetProfile:
             The model that will use it.
         allow_other_model : bool
             Accept a model of another name with the same sizes.
+        policy : str or Policy, optional
+            Another way to pick the entries within these budgets: the name of a policy, or that
+            of a scorer whose best entries stay; the profile's own by default.
+        policy_options : dict, optional
+            Parameters of the policy or scorer that is named.
 
         Returns
         -------
@@ -238,10 +256,18 @@ class BudgetProfile:
             If the profile was made for another model.
         UnsupportedRequestError
             If the profile asks for what the runtime cannot do.
+        InputError
+            If there is no such policy, or it has no such option.
         """
         # The core must not depend on torch: the runtime is looked up by name when it is wanted.
         runtime = importlib.import_module("kvalloc.runtime")
-        cache: Cache = runtime.make_cache(self, model, allow_other_model=allow_other_model)
+        cache: Cache = runtime.make_cache(
+            self,
+            model,
+            allow_other_model=allow_other_model,
+            policy=policy,
+            policy_options=policy_options,
+        )
         return cache
 
     def save(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Solvers and scorers by name, found through entry points: ours the same way as anybody's."""
+"""Solvers, scorers and policies by name, found through entry points: ours as anybody's."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ SOLVERS = "kvalloc.solvers"
 SCORERS = "kvalloc.scorers"
 """Entry-point group of scorers: each names a subclass of `kvalloc.scorers.Scorer`."""
 
+POLICIES = "kvalloc.policies"
+"""Entry-point group of policies: each names a subclass of `EvictionPolicy`."""
+
 T = TypeVar("T")
 
 
@@ -39,7 +42,7 @@ def load(group: str, name: str) -> type[Any]:
     Parameters
     ----------
     group : str
-        `SOLVERS` or `SCORERS`.
+        `SOLVERS`, `SCORERS` or `POLICIES`.
     name : str
         A registered name.
 
@@ -54,7 +57,7 @@ def load(group: str, name: str) -> type[Any]:
     SolverError
         If the plug-in cannot be imported.
     """
-    kind = group.rsplit(".", 1)[-1].removesuffix("s")
+    kind = {POLICIES: "policy"}.get(group, group.rsplit(".", 1)[-1].removesuffix("s"))
     found = _group(group)
     if name not in found:
         known = ", ".join(sorted(found)) or "none: is kvalloc installed, not only on the path?"

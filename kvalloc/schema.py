@@ -43,6 +43,8 @@ class PolicyModel(_Strict):
     scorer_parameters: dict[str, Any]
     sinks: int = Field(ge=0)
     window: int = Field(ge=0)
+    name: str = "score"
+    parameters: dict[str, Any] = Field(default_factory=dict)
 
 
 class BudgetProfileModel(_Strict):
@@ -107,6 +109,8 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
             "scorer_parameters": profile.policy.scorer_parameters,
             "sinks": profile.policy.sinks,
             "window": profile.policy.window,
+            "name": profile.policy.name,
+            "parameters": profile.policy.parameters,
         },
         "solver": profile.solver,
         "solver_options": profile.solver_options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ def make_states(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     mask: torch.Tensor | None = None,
+    hidden_size: int | None = None,
+    **more: Any,
 ) -> AttentionStates:
     generator = torch.Generator().manual_seed(seed)
 
@@ -38,7 +41,40 @@ def make_states(
         values=normal(n_kv_heads, n_tokens),
         scaling=head_dim**-0.5,
         mask=mask,
+        output_projection=None
+        if hidden_size is None
+        else torch.randn(hidden_size, n_kv_heads * group * head_dim, generator=generator),
+        **more,
     )
+
+
+def chunks_of(states: AttentionStates, sizes: list[int]) -> list[AttentionStates]:
+    """The same prompt as it would be seen in chunks of these sizes, without padding."""
+    assert sum(sizes) == states.queries.shape[2] == states.keys.shape[2]
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [
+        replace(
+            states,
+            queries=states.queries[:, :, end - size : end],
+            keys=states.keys[:, :, :end],
+            values=states.values[:, :, :end],
+        )
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+def score_in_chunks(scorer: Any, states: AttentionStates, sizes: list[int], sinks: int) -> Any:
+    """The scores when the prompt arrives in chunks, as a cache would go about it."""
+    observed, held = None, states.queries[:, :, :0]
+    wanted = scorer.query_rows(states.keys.shape[2])
+    *earlier, last = chunks_of(states, sizes)
+    for chunk in earlier:
+        observed = scorer.observe(replace(chunk, observed=observed), sinks=sinks)
+        rows = torch.cat([held, chunk.queries], dim=2)
+        held = rows[:, :, rows.shape[2] - min(wanted, rows.shape[2]) :]
+    rows = torch.cat([held, last.queries], dim=2)
+    rows = rows[:, :, -max(wanted, last.queries.shape[2]) :]
+    return scorer.score(replace(last, queries=rows, observed=observed), sinks=sinks)
 
 
 def full_attention(states: AttentionStates, visible: npt.NDArray[np.bool_] | None = None) -> Array:
@@ -47,11 +83,16 @@ def full_attention(states: AttentionStates, visible: npt.NDArray[np.bool_] | Non
     keys = states.keys.double().numpy()
     keys = np.repeat(keys, queries.shape[1] // keys.shape[1], axis=1)
     logits = queries @ np.swapaxes(keys, 2, 3) * states.scaling
+    if states.softcap is not None:
+        logits = states.softcap * np.tanh(logits / states.softcap)
     new, n_tokens = logits.shape[2:]
     causal = np.tril(np.ones((new, n_tokens), dtype=bool), n_tokens - new)
     allowed = np.broadcast_to(causal if visible is None else visible & causal, logits.shape)
     weights = np.where(allowed, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0.0)
     total = weights.sum(axis=-1, keepdims=True)
+    if states.sink_logits is not None:
+        sinks = states.sink_logits.double().numpy()[None, :, None, None]
+        total = total + np.exp(sinks - logits.max(axis=-1, keepdims=True))
     return np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
 
 
@@ -90,3 +131,28 @@ def _pool(values: list[float], index: int, pool: int, pooling: str) -> Any:
     half = pool // 2
     near = values[max(index - half, 0) : index + half + 1]
     return sum(near) / pool if pooling == "avg" else max(near)
+
+
+def column_sums(
+    states: AttentionStates,
+    *,
+    sinks: int,
+    window: int,
+    forgetting: float = 1.0,
+    first: tuple[int, ...] | None = None,
+    visible: npt.NDArray[np.bool_] | None = None,
+) -> Array:
+    """Every row's attention added up, one by one; `first` is the first real token of each row."""
+    attention = full_attention(states, visible)
+    batch, n_query_heads, n_rows, n_tokens = attention.shape
+    n_kv_heads = states.keys.shape[1]
+    group = n_query_heads // n_kv_heads
+    sums = np.zeros((batch, n_kv_heads, n_tokens))
+    for query_head in range(n_query_heads):
+        for row in range(n_rows):
+            share = forgetting ** (n_rows - 1 - row) / group
+            sums[:, query_head // group] += share * attention[:, query_head, row]
+    for row in range(batch):
+        sums[row, :, : (first[row] if first else 0) + sinks] = 0.0
+    sums[..., max(n_tokens - window, 0) :] = 0.0
+    return sums

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   kvalloc generate demo --profile p.json --prompt-file prompt.txt
   kvalloc generate demo --full --prompt "What is a KV cache?" --max-new-tokens 40
+  kvalloc generate demo --profile p.json --policy tova --prompt-file prompt.txt
   cat prompt.txt | kvalloc generate demo --profile p.json --json
 """
 
@@ -64,6 +65,18 @@ def generate(
     full: Annotated[
         bool, typer.Option("--full", help="Use the full cache, to compare with.")
     ] = False,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Pick the entries in another way within the same budgets: a policy, or a scorer "
+            "whose best stay; see 'kvalloc policies'.",
+        ),
+    ] = None,
+    policy_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A parameter of --policy; may be repeated."),
+    ] = None,
     allow_other_model: Annotated[
         bool,
         typer.Option("--allow-other-model", help="Accept a profile of a model of the same sizes."),
@@ -80,12 +93,18 @@ def generate(
     that answers can be compared.
     """
     budgets = _budgets(profile, full=full)
+    if policy_option and policy is None:
+        raise InputError("--policy-option belongs to a policy; name it with --policy")
+    if policy is not None and budgets is None:
+        raise InputError("--policy picks entries within budgets; it does not go with --full")
     text = _prompt(prompt, prompt_file)
     from kvalloc.models import load_model, require_run_packages
 
     require_run_packages()
     from kvalloc.cli.progress import slow
 
+    if budgets is not None and policy is not None:
+        budgets = _with_policy(budgets, policy, policy_option or [])
     with slow(f"loading {model}", quiet=quiet):
         loaded = load_model(
             model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
@@ -125,6 +144,24 @@ def _budgets(profile: str | None, *, full: bool) -> BudgetProfile | None:
             "solve again with --level layer"
         )
     return found
+
+
+def _with_policy(budgets: BudgetProfile, name: str, pairs: list[str]) -> BudgetProfile:
+    from kvalloc.cli.targets import plugin_options, typed_options
+    from kvalloc.registry import SCORERS
+    from kvalloc.registry import names as registered
+    from kvalloc.runtime.policies import changed_policy, policy_class, policy_names, policy_of
+    from kvalloc.scorers import scorer_class
+
+    options = {}
+    if pairs:
+        a_scorer = name not in policy_names() and name in registered(SCORERS)
+        known = dict(plugin_options(scorer_class(name) if a_scorer else policy_class(name)))
+        known.pop("scorer", None)
+        options = typed_options("policy", name, known, pairs, example="seed=1")
+    policy = changed_policy(budgets.policy, name, options)
+    policy_of(policy)  # refused before the model is loaded
+    return replace(budgets, policy=policy)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

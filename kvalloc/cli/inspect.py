@@ -155,7 +155,8 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "other lengths": "the same number of entries"
             if profile.length_rule == "fixed"
             else "the same share of the evictable entries",
-            "policy": f"{policy.scorer}{parameters}, {policy.sinks} sinks, window {policy.window}",
+            "policy": f"{policy.name}{_parameters(policy.parameters)} by {policy.scorer}"
+            f"{parameters}, {policy.sinks} sinks, window {policy.window}",
         }
     )
     print()

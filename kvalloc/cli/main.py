@@ -28,6 +28,7 @@ COMMANDS = (
     "generate",
     "solvers",
     "scorers",
+    "policies",
     "doctor",
 )
 """Each is a function of that name in ``kvalloc.cli.<name>``, with its examples in ``EXAMPLES``."""

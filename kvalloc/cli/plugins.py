@@ -1,4 +1,4 @@
-"""What ``kvalloc solvers`` and ``kvalloc scorers`` share: a list of plug-ins."""
+"""What ``kvalloc solvers``, ``scorers`` and ``policies`` share: a list of plug-ins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def describe_plugins(group: str, base: type[Any]) -> list[dict[str, Any]]:
     Parameters
     ----------
     group : str
-        `kvalloc.registry.SOLVERS` or `kvalloc.registry.SCORERS`.
+        `kvalloc.registry.SOLVERS`, `SCORERS` or `POLICIES`.
     base : type
         What a plug-in must be a subclass of.
 
@@ -76,7 +76,10 @@ def _describe(group: str, name: str, base: type[Any]) -> dict[str, Any]:
         "name": name,
         "summary": str(getattr(cls, "summary", "")),
         "reference": str(getattr(cls, "reference", "")),
-        "options": {key: _plain(option) for key, option in plugin_options(cls).items()},
+        # A policy is given the profile's scorer, which nobody types.
+        "options": {
+            key: _plain(option) for key, option in plugin_options(cls).items() if key != "scorer"
+        },
         "error": None,
     }
 

@@ -181,20 +181,49 @@ def solver_options(name: str, pairs: list[str]) -> dict[str, Any]:
     """
     from kvalloc.registry import SOLVERS, load
 
-    cls = load(SOLVERS, name)
-    known = plugin_options(cls)
+    known = plugin_options(load(SOLVERS, name))
+    return typed_options("solver", name, known, pairs, example="beta=10")
+
+
+def typed_options(
+    kind: str, name: str, known: dict[str, inspect.Parameter], pairs: list[str], *, example: str
+) -> dict[str, Any]:
+    """The options of a plug-in from ``KEY=VALUE`` texts, each of the type that it takes.
+
+    Parameters
+    ----------
+    kind, name : str
+        What the plug-in is and how it is called; ``--KIND-option`` is named in errors.
+    known : dict of inspect.Parameter
+        Its options, see `plugin_options`.
+    pairs : list of str
+        As typed.
+    example : str
+        Of a pair.
+
+    Returns
+    -------
+    dict
+
+    Raises
+    ------
+    InputError
+        If there is no such option, a text is not ``KEY=VALUE``, or its value is not of the
+        option's type.
+    """
+    flag = f"--{kind}-option"
     options: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key:
-            raise InputError(f"--solver-option {pair!r} is not KEY=VALUE, such as beta=10")
+            raise InputError(f"{flag} {pair!r} is not KEY=VALUE, such as {example}")
         if key not in known:
             choices = ", ".join(known) or "it has none"
-            raise InputError(f"solver {name} has no option {key!r}; choose from: {choices}")
+            raise InputError(f"{kind} {name} has no option {key!r}; choose from: {choices}")
         if key in options:
-            raise InputError(f"--solver-option {key} is given twice; give it once")
-        options[key] = _value(name, key, text.strip(), known[key])
+            raise InputError(f"{flag} {key} is given twice; give it once")
+        options[key] = _value(flag, name, key, text.strip(), known[key])
     return options
 
 
@@ -217,7 +246,7 @@ def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
     return {p.name: p.replace(annotation=hints.get(p.name, p.annotation)) for p in named}
 
 
-def _value(solver: str, key: str, text: str, option: inspect.Parameter) -> Any:
+def _value(flag: str, name: str, key: str, text: str, option: inspect.Parameter) -> Any:
     kind = option.annotation
     # "float | None" takes a number, too
     kind = next((part for part in get_args(kind) if part in (bool, int, float, str)), kind)
@@ -230,7 +259,5 @@ def _value(solver: str, key: str, text: str, option: inspect.Parameter) -> Any:
             return kind(text)
     except (KeyError, ValueError):
         expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise InputError(
-            f"--solver-option {key} of {solver} is {text!r}, expected {expected}"
-        ) from None
+        raise InputError(f"{flag} {key} of {name} is {text!r}, expected {expected}") from None
     return text

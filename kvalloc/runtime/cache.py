@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvalloc.attention_hook import AttentionStates, Compute, base_implementation
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import (
     InputError,
     ModelMismatchError,
@@ -24,13 +24,11 @@ from kvalloc.errors import (
 )
 from kvalloc.models import shape_of
 from kvalloc.runtime import hooks, refusals
-from kvalloc.runtime.layers import BudgetLayer
-from kvalloc.runtime.masks import stored_mask
-from kvalloc.runtime.selection import select_entries
+from kvalloc.runtime.layers import BudgetLayer, gathered
+from kvalloc.runtime.masks import biased_mask, stored_mask
+from kvalloc.runtime.policies import changed_policy, policy_of
+from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.sizes import decoder_of, make_layers
-
-if TYPE_CHECKING:
-    from kvalloc.scorers import Scorer
 
 __all__ = ["BudgetCache", "make_cache"]
 
@@ -41,6 +39,8 @@ def make_cache(
     *,
     allow_other_model: bool = False,
     prompt_tokens: int | None = None,
+    policy: str | Policy | None = None,
+    policy_options: Mapping[str, Any] | None = None,
 ) -> BudgetCache:
     """A cache for one conversation that keeps the profile's budgets of its prompt.
 
@@ -56,6 +56,11 @@ def make_cache(
         Length of a prompt that arrives in several forwards: the budgets hold for all of it, and
         entries are evicted when it is complete. By default the first forward is the whole
         prompt; a second chunk could not be told from a follow-up question.
+    policy : str or Policy, optional
+        How the entries are picked, instead of the profile's own policy; a name stands for a
+        policy or a scorer, see `kvalloc.runtime.policies.changed_policy`.
+    policy_options : mapping, optional
+        Parameters of the policy or scorer that is named.
 
     Returns
     -------
@@ -70,8 +75,9 @@ def make_cache(
     UnsupportedRequestError
         If the profile has head-level budgets, or the model is compiled.
     InputError
-        If the budgets or the scorer do not fit sinks and window.
+        If the budgets or the scorer do not fit sinks and window, or there is no such policy.
     """
+    profile = _with_policy(profile, policy, policy_options)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)
     shape = shape_of(model)
@@ -110,14 +116,17 @@ class BudgetCache(Cache):
     ) -> None:
         super().__init__(layers=layers)
         self.profile = profile
-        self._scorer = _scorer_of(profile)
+        self._policy = policy_of(profile.policy)
         self._decoder = weakref.ref(decoder_of(model))
         self._model_name = type(model).__name__
         self._announced_tokens = prompt_tokens
+        self._reader = self._policy.reader(sinks=profile.policy.sinks, window=profile.policy.window)
         self._forget()
         hooks.retain(self, decoder_of(model))
 
     def _forget(self) -> None:
+        if self._reader is not None:
+            self._reader.forget()
         self._prompt_tokens = self._announced_tokens
         self._budgets: npt.NDArray[np.int64] | None = None
         self._masks: dict[tuple[int, torch.device], Tensor | None] = {}
@@ -254,12 +263,14 @@ class BudgetCache(Cache):
             _free_slid_out(layer, states)
             return output
         if layer.evicted_tokens:
-            return compute(self._mask_for(states))
+            if layer.logit_bias is not None:
+                return compute(biased_mask(layer.logit_bias, states))
+            return self._read(layer, states, compute)
         output = compute(states.mask)
         if layer.awaits_eviction:
             self._evict(layer, states)
         elif self._budgets is None:
-            layer.keep_query_tail(states.queries, self._scorer.window)
+            self._observe(layer, states)
         return output
 
     def end_forward(self, *, completed: bool) -> None:
@@ -283,17 +294,46 @@ class BudgetCache(Cache):
         if self._seen_before == 0:
             self._prompt_tokens = self._announced_tokens
 
+    def _read(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
+        """Attend to what is stored, or to the part of it that the policy wants read."""
+        if self._reader is None or states.queries.shape[2] > 1:
+            return compute(self._mask_for(states))
+        assert layer.kept_indices is not None
+        indices = self._reader.read(
+            states,
+            place=self.profile.shape.full_layers.index(states.layer),
+            n_prompt=int(layer.kept_indices.shape[-1]),
+            positions=layer.kept_indices,
+        )
+        if indices is None:
+            return compute(None)
+        return compute(None, gathered(states.keys, indices), gathered(states.values, indices))
+
+    @torch.no_grad()
+    def _observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
+        """Note what the policy wants to know of a chunk that does not complete the prompt."""
+        assert self._prompt_tokens is not None
+        states = replace(states, observed=layer.observed)
+        layer.observed = self._policy.observe(states, sinks=self.profile.policy.sinks)
+        layer.keep_query_tail(states.queries, self._policy.query_rows(self._prompt_tokens))
+
     @torch.no_grad()
     def _evict(self, layer: BudgetLayer, states: AttentionStates) -> None:
         assert self._budgets is not None
-        policy = self.profile.policy
-        queries = layer.with_query_tail(states.queries, self._scorer.window)
+        assert self._prompt_tokens is not None
+        sinks, window = self.profile.policy.sinks, self.profile.policy.window
+        wanted = self._policy.query_rows(self._prompt_tokens)
+        queries = layer.with_query_tail(states.queries, wanted)
+        states = replace(states, observed=layer.observed)
         if queries is not states.queries:
             # The mask has no rows for the older queries; without padding it is plain causal.
             states = replace(states, queries=queries, mask=None)
-        scores = self._scorer.score(states, sinks=policy.sinks)
-        budget = int(self._budgets[states.layer])
-        layer.evict(select_entries(scores, budget, sinks=policy.sinks, window=policy.window))
+        budgets = torch.full(
+            states.keys.shape[:2], int(self._budgets[states.layer]), device=states.keys.device
+        )
+        kept = self._policy.keep(states, budgets, sinks=sinks, window=window)
+        check_kept(self._policy, kept, budgets)
+        layer.evict(kept, self._policy.combine(states, kept, sinks=sinks, window=window))
 
     def _mask_for(self, states: AttentionStates) -> Tensor | None:
         new_tokens, stored = int(states.queries.shape[2]), int(states.keys.shape[2])
@@ -361,6 +401,25 @@ class BudgetCache(Cache):
                 )
         super().crop(tokens_to_remove)
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
+        self._rows_change()
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times."""
+        self._rows_change()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows."""
+        self._rows_change()
+        super().batch_select_indices(indices)
+
+    def _rows_change(self) -> None:
+        if self._reader is not None:
+            self._reader.forget()
+
     def activate_past_recording(self) -> None:
         """Refuse: this is what assisted generation asks for.
 
@@ -385,7 +444,7 @@ class BudgetCache(Cache):
         """A cache that goes on from here on its own, e.g. one prompt for several questions."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
-        shared = {id(self.profile): self.profile, id(self._scorer): self._scorer}
+        shared = {id(self.profile): self.profile, id(self._policy): self._policy}
         memo.update(shared)
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         decoder = self._decoder()
@@ -394,17 +453,14 @@ class BudgetCache(Cache):
         return clone
 
 
-def _scorer_of(profile: BudgetProfile) -> Scorer:
-    from kvalloc.scorers import get_scorer
-
-    policy = profile.policy
-    scorer = get_scorer(policy.scorer, **policy.scorer_parameters)
-    if scorer.window > policy.window:
-        raise InputError(
-            f"the scorer {policy.scorer} looks at the last {scorer.window} tokens, but the "
-            f"profile's policy protects a window of {policy.window}; they must agree"
-        )
-    return scorer
+def _with_policy(
+    profile: BudgetProfile, policy: str | Policy | None, options: Mapping[str, Any] | None
+) -> BudgetProfile:
+    if isinstance(policy, str):
+        return replace(profile, policy=changed_policy(profile.policy, policy, options))
+    if options:
+        raise InputError("policy_options belong to a policy: name it with policy=")
+    return profile if policy is None else replace(profile, policy=policy)
 
 
 def _free_slid_out(layer: Any, states: AttentionStates) -> None:

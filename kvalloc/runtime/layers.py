@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from kvalloc.attention_hook import Observed
 from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime.policies.base import Combined
 
-__all__ = ["BudgetLayer"]
+__all__ = ["BudgetLayer", "gathered"]
 
 
 class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -28,6 +31,10 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Tokens seen and not stored any more.
     kept_indices : Tensor of int32 or None, (batch, n_kv_heads, n_kept)
         Original positions of the prompt's kept entries; None while nothing was evicted.
+    logit_bias : Tensor of float32 or None, (batch, n_kv_heads, n_kept)
+        Added to the logits of the prompt's kept entries; see `Combined`.
+    observed : Observed or None
+        What the policy noted of the chunks so far of a prompt that is not complete.
     """
 
     is_croppable = False  # evicted entries cannot come back
@@ -42,6 +49,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._evict_next = False
         self._prompt: tuple[Tensor, Tensor] | None = None
         self._query_tail: Tensor | None = None
+        self.observed: Observed | None = None
+        self.logit_bias: Tensor | None = None
 
     def expect_eviction(self) -> None:
         """The next update completes the prompt, and `evict` will follow it."""
@@ -86,20 +95,28 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._prompt = (key_states, value_states)
         return self._prompt
 
-    def evict(self, indices: Tensor) -> None:
+    def evict(self, kept: Tensor, combined: Combined | None = None) -> None:
         """Keep these entries of the prompt in fresh contiguous storage, and free the rest.
 
         Parameters
         ----------
-        indices : Tensor of int64, (batch, n_kv_heads, n_kept)
-            Positions to keep, increasing.
+        kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
+            What stays, the same number for each row and KV head.
+        combined : Combined, optional
+            Keys and values that hold something of the evicted entries, too.
         """
         assert self._prompt is not None, "evict() follows the update that completes a prompt"
         keys, values = self._prompt
-        self._prompt = self._query_tail = None
+        self._prompt = self._query_tail = self.observed = None
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        self.keys, self.values = _gathered(keys, indices), _gathered(values, indices)
+        if combined is not None:
+            keys, values = combined.keys, combined.values
+        # `nonzero` lists positions in increasing order, and each head has as many of them.
+        indices = kept.nonzero()[:, 2].view(*kept.shape[:2], -1)
+        self.keys, self.values = gathered(keys, indices), gathered(values, indices)
+        if combined is not None and combined.logit_bias is not None:
+            self.logit_bias = combined.logit_bias.gather(-1, indices)
         self.evicted_tokens = int(keys.shape[-2] - indices.shape[-1])
         self.kept_indices = indices.to(torch.int32)
 
@@ -126,7 +143,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def keep_query_tail(self, queries: Tensor, tokens: int) -> None:
         """Remember the last ``tokens`` queries until the prompt is complete."""
-        self._query_tail = self.with_query_tail(queries, tokens)[..., -tokens:, :].clone()
+        if tokens > 0:
+            self._query_tail = self.with_query_tail(queries, tokens)[..., -tokens:, :].clone()
 
     def get_seq_length(self) -> int:
         """Tokens seen, so that positions stay true after eviction."""
@@ -185,30 +203,41 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.is_initialized = False
         self.evicted_tokens = 0
         self.kept_indices = self._prompt = self._query_tail = None
+        self.observed = self.logit_bias = None
         self._evict_next = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        if self.kept_indices is not None:
-            self.kept_indices = self.kept_indices.index_select(
-                0, beam_idx.to(self.kept_indices.device)
-            )
+        self._change_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
         super().batch_repeat_interleave(repeats)
-        if self.kept_indices is not None:
-            self.kept_indices = self.kept_indices.repeat_interleave(repeats, dim=0)
+        self._change_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
         super().batch_select_indices(indices)
+        self._change_rows(lambda rows: rows[indices.to(rows.device)])
+
+    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Do with the book-keeping of the rows what was done with their keys and values."""
         if self.kept_indices is not None:
-            self.kept_indices = self.kept_indices[indices.to(self.kept_indices.device)]
+            self.kept_indices = change(self.kept_indices)
+        if self.logit_bias is not None:
+            self.logit_bias = change(self.logit_bias)
 
 
-def _gathered(states: Tensor, indices: Tensor) -> Tensor:
-    """A contiguous copy of the entries at ``indices``, each KV head its own."""
+def gathered(states: Tensor, indices: Tensor) -> Tensor:
+    """A contiguous copy of some entries, each KV head its own.
+
+    Parameters
+    ----------
+    states : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
+        Keys or values.
+    indices : Tensor of int64, (batch, n_kv_heads, n_wanted)
+        The entries.
+    """
     wanted = indices.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1])
     return states.gather(2, wanted)

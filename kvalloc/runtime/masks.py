@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["stored_mask"]
+from kvalloc.attention_hook import AttentionStates
+
+__all__ = ["biased_mask", "stored_mask"]
 
 
 def stored_mask(
@@ -40,3 +42,28 @@ def stored_mask(
         return visible
     mask = torch.zeros(visible.shape, dtype=additive_dtype, device=device)
     return mask.masked_fill(~visible, torch.finfo(additive_dtype).min)
+
+
+def biased_mask(logit_bias: Tensor, states: AttentionStates) -> Tensor:
+    """Additive mask where some stored entries stand for more than one.
+
+    Parameters
+    ----------
+    logit_bias : Tensor of float32, (batch, n_kv_heads, n_kept)
+        Of the first entries of each KV head; all that follow have none.
+    states : AttentionStates
+        Its keys are the stored ones, the new tokens last.
+
+    Returns
+    -------
+    Tensor of the queries' type, (batch, n_query_heads, new_tokens, stored_tokens)
+        sdpa and eager both take it.
+    """
+    new, stored = states.queries.shape[2], states.keys.shape[2]
+    group = states.queries.shape[1] // logit_bias.shape[1]
+    bias = torch.nn.functional.pad(logit_bias, (0, stored - logit_bias.shape[-1]))
+    bias = bias.to(states.queries.dtype).repeat_interleave(group, dim=1)[:, :, None]
+    causal = stored_mask(
+        new, stored, additive_dtype=states.queries.dtype, device=states.keys.device
+    )
+    return bias if causal is None else bias + causal

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from kvalloc.budget_profile import BudgetProfile
-from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
 
 if TYPE_CHECKING:
     from kvalloc.runtime.cache import BudgetCache
+    from kvalloc.runtime.policies import EvictionPolicy
 
 __all__ = [
     "ASSISTED",
     "OFFLOADED",
     "check_forward",
     "check_generate",
+    "check_kept",
     "check_model",
     "check_profile",
     "new_tokens_shape",
@@ -85,6 +87,23 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
             f"the model prefills in chunks of {chunk} tokens, and a second chunk cannot be told "
             "from a follow-up; say how long the prompt is: "
             "kvalloc.runtime.make_cache(profile, model, prompt_tokens=...)"
+        )
+
+
+def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
+    """Refuse what a policy of another package kept, where it does not meet the budgets.
+
+    Raises
+    ------
+    SolverError
+        If a head keeps more or fewer entries than its budget.
+    """
+    found = kept.sum(dim=-1)
+    if not torch.equal(found, budgets.to(found.device)):
+        row, head = (int(index) for index in (found != budgets).nonzero()[0])
+        raise SolverError(
+            f"the policy {policy.name} kept {int(found[row, head])} entries in KV head {head} of "
+            f"row {row}, whose budget is {int(budgets[row, head])}; a policy must meet it exactly"
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError
 
-__all__ = ["select_entries"]
+__all__ = ["Room", "best_entries", "keep_best", "select_entries"]
 
 
 def select_entries(scores: Tensor, budget: int, *, sinks: int, window: int) -> Tensor:
@@ -45,33 +47,162 @@ def select_entries(scores: Tensor, budget: int, *, sinks: int, window: int) -> T
     [[[0, 1, 2, 5]]]
     """
     batch, n_kv_heads, n_tokens = scores.shape
-    chosen = budget - sinks - window
-    if chosen < 0 or budget > n_tokens:
-        raise InputError(
-            f"a budget of {budget} entries does not fit a prompt of {n_tokens} tokens with "
-            f"{sinks} sinks and a window of {window}; solve again with larger budgets"
-        )
-    keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-    keep[..., sinks : n_tokens - window] = _best(scores[..., sinks : n_tokens - window], chosen)
+    if budget < sinks + window or budget > n_tokens:
+        raise _does_not_fit(budget, n_tokens, sinks, window)
+    budgets = torch.full((batch, n_kv_heads), budget, device=scores.device)
+    kept = keep_best(scores, budgets, sinks=sinks, window=window)
     # `nonzero` lists positions row by row in increasing order, and every row has `budget` of them.
-    return keep.nonzero()[:, 2].view(batch, n_kv_heads, budget)
+    return kept.nonzero()[:, 2].view(batch, n_kv_heads, budget)
 
 
-def _best(scores: Tensor, count: int) -> Tensor:
-    """Mask of the ``count`` highest scores along the last axis, ties to the lower index.
+def keep_best(
+    scores: Tensor, budgets: Tensor, *, sinks: int, window: int, valid: Tensor | None = None
+) -> Tensor:
+    """Mask of what each KV head keeps: sinks, window, and the best of the rest.
+
+    Parameters
+    ----------
+    scores : Tensor, (batch, n_kv_heads, n_tokens)
+        Importance of each entry, finite where it is evictable, any float type.
+    budgets : Tensor of int64, (batch, n_kv_heads)
+        Entries that each KV head keeps, sinks and window included.
+    sinks, window : int
+        First and last tokens of each row that are never evicted; padding does not count.
+    valid : Tensor of bool, (batch, n_tokens), optional
+        False marks padding, which is never kept; no padding by default.
+
+    Returns
+    -------
+    Tensor of bool, (batch, n_kv_heads, n_tokens)
+        Exactly ``budgets[row, head]`` True. Among equal scores the earlier position wins, on
+        every device.
+
+    Raises
+    ------
+    InputError
+        If a budget is below sinks and window or above the row's number of tokens, or a score is
+        not finite.
+    """
+    room = Room.of(scores, budgets, sinks=sinks, window=window, valid=valid)
+    return room.always | best_entries(scores, room.counts, among=room.evictable)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What a policy may decide: all but sinks, window and padding.
+
+    Attributes
+    ----------
+    always : Tensor of bool, (batch, 1, n_tokens)
+        Sinks and window: a row's first and last tokens, padding left out.
+    evictable : Tensor of bool, (batch, n_kv_heads, n_tokens)
+        What may be kept or not.
+    counts : Tensor of int64, (batch, n_kv_heads)
+        How many of those each KV head keeps.
+    rank : Tensor of int64, (batch, n_tokens)
+        Place of each token in its row, padding left out, from 0; -1 for padding.
+    n_tokens : Tensor of int64, (batch, 1)
+        Tokens of each row without padding.
+    """
+
+    always: Tensor
+    evictable: Tensor
+    counts: Tensor
+    rank: Tensor
+    n_tokens: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        entries: Tensor,
+        budgets: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        valid: Tensor | None = None,
+    ) -> Room:
+        """The room that budgets leave.
+
+        Parameters
+        ----------
+        entries : Tensor, (batch, n_kv_heads, n_tokens, ...)
+            Scores or keys: its sizes and its device count.
+        budgets : Tensor of int64, (batch, n_kv_heads)
+            Entries that each KV head keeps, sinks and window included.
+        sinks, window : int
+            First and last tokens of each row that always stay.
+        valid : Tensor of bool, (batch, n_tokens), optional
+            False marks padding.
+
+        Raises
+        ------
+        InputError
+            If a budget is below sinks and window or above the row's number of tokens.
+        """
+        batch, n_kv_heads, columns = entries.shape[:3]
+        if valid is None:
+            valid = torch.ones(batch, columns, dtype=torch.bool)
+        valid, budgets = valid.to(entries.device), budgets.to(entries.device)
+        upto = valid.cumsum(dim=-1)
+        n_tokens = upto[:, -1:]
+        always = valid & ((upto <= sinks) | (n_tokens - upto < window))
+        least = always.sum(dim=-1, keepdim=True)
+        wrong = (budgets < least) | (budgets > n_tokens)
+        if bool(wrong.any()):
+            row, head = (int(index) for index in wrong.nonzero()[0])
+            raise _does_not_fit(int(budgets[row, head]), int(n_tokens[row, 0]), sinks, window)
+        return cls(
+            always=always[:, None],
+            evictable=(valid & ~always)[:, None].expand(batch, n_kv_heads, columns),
+            counts=budgets - least,
+            rank=torch.where(valid, upto - 1, -1),
+            n_tokens=n_tokens,
+        )
+
+
+def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
+    """Mask of the highest scores along the last axis, ties to the lower index.
 
     A threshold instead of a sort: `topk` may pick any of several equal scores, but the value of
     the last one is certain. Everything above it is in, and the first of those equal to it.
+
+    Parameters
+    ----------
+    scores : Tensor, (batch, n_kv_heads, n_tokens)
+        Finite where `among` is True.
+    counts : Tensor of int64, (batch, n_kv_heads)
+        How many to take, at most as many as `among` offers.
+    among : Tensor of bool, (batch, n_kv_heads, n_tokens)
+        Entries that may be taken.
+
+    Returns
+    -------
+    Tensor of bool, (batch, n_kv_heads, n_tokens)
+
+    Raises
+    ------
+    InputError
+        If a score that counts is not finite.
     """
-    if not bool(torch.isfinite(scores).all()):
+    if not bool((torch.isfinite(scores) | ~among).all()):
         raise InputError(
             "the scorer gave a score that is not finite; the model's queries or keys overflow in "
             f"{scores.dtype}: load the model in bfloat16 or float32"
         )
-    if count == 0:
-        return torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-    threshold = scores.topk(count, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
-    above = scores > threshold
-    equal = scores == threshold
-    room = count - above.sum(dim=-1, keepdim=True)
+    most = int(counts.max()) if counts.numel() else 0
+    if most == 0:
+        return torch.zeros_like(among)
+    scores = scores.masked_fill(~among, float("-inf"))
+    ranked = scores.topk(most, dim=-1).values
+    threshold = ranked.gather(-1, (counts - 1).clamp(min=0)[..., None])
+    above = (scores > threshold) & (counts > 0)[..., None]
+    equal = (scores == threshold) & among
+    room = counts[..., None] - above.sum(dim=-1, keepdim=True)
     return above | (equal & (equal.cumsum(dim=-1) <= room))
+
+
+def _does_not_fit(budget: int, tokens: int, sinks: int, window: int) -> InputError:
+    return InputError(
+        f"a budget of {budget} entries does not fit a prompt of {tokens} tokens with "
+        f"{sinks} sinks and a window of {window}; solve again with larger budgets"
+    )

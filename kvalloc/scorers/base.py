@@ -10,7 +10,7 @@ from kvalloc.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.attention_hook import AttentionStates, Observed
 
 
 class Scorer(ABC):
@@ -50,6 +50,43 @@ class Scorer(ABC):
             Finite and >= 0; 0 in the columns of padding, of the sinks and of the last `window`
             tokens.
         """
+
+    def query_rows(self, n_tokens: int) -> int:
+        """How many of a prompt's last queries `score` wants to see.
+
+        Where a prompt arrives in chunks, the cache holds so many of them back for it.
+
+        Parameters
+        ----------
+        n_tokens : int
+            Length of the prompt.
+
+        Returns
+        -------
+        int
+            The window by default; 0 for a scorer that needs none, or takes them in `observe`.
+        """
+        return self.window
+
+    def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
+        """What to remember of a chunk of the prompt that is not the last one.
+
+        Scorers that look at all queries need it: `score` sees those of the last chunk, and finds
+        what this returned as ``states.observed``. The scorer itself holds nothing.
+
+        Parameters
+        ----------
+        states : AttentionStates
+            One layer, one chunk; its ``observed`` is what the chunk before left.
+        sinks : int
+            First tokens of the prompt that are never evicted.
+
+        Returns
+        -------
+        Observed or None
+            None, as by default, for a scorer that needs nothing of it.
+        """
+        return None
 
     @abstractmethod
     def parameters(self) -> dict[str, int | float | str | bool]:
@@ -96,3 +133,39 @@ def check_choice(name: str, value: object, choices: tuple[str, ...], scorer: str
         listed = ", ".join(choices)
         raise InputError(f"scorer {scorer}: {name} is {value!r}, choose from: {listed}")
     return value
+
+
+def check_number(name: str, value: object, owner: str, *, least: float) -> float:
+    """Return `value` as a float when it is a finite number of at least `least`.
+
+    Raises
+    ------
+    InputError
+        Otherwise; names owner and parameter.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not least <= float(value) < float("inf"):  # type: ignore[arg-type]
+        raise InputError(f"{owner}: {name} is {value!r}, expected a number >= {least:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_share(name: str, value: object, owner: str, *, least_above: bool = False) -> float:
+    """Return `value` as a float when it is a number from 0 to 1.
+
+    Parameters
+    ----------
+    name, value, owner
+        Named in the error.
+    least_above : bool
+        Refuse 0 itself.
+
+    Raises
+    ------
+    InputError
+        Otherwise; names owner and parameter.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= float(value) <= 1 or (least_above and value == 0):  # type: ignore[arg-type]
+        expected = "a number above 0 and at most 1" if least_above else "a number from 0 to 1"
+        raise InputError(f"{owner}: {name} is {value!r}, expected {expected}")
+    return float(value)  # type: ignore[arg-type]

@@ -22,7 +22,14 @@ _KEY_BLOCK_TOKENS = 4096
 
 
 def window_scores(
-    states: AttentionStates, *, window: int, sinks: int, pool: int, pooling: str, group_reduce: str
+    states: AttentionStates,
+    *,
+    window: int,
+    sinks: int,
+    pool: int,
+    pooling: str,
+    group_reduce: str,
+    variance_weight: float = 0.0,
 ) -> Tensor:
     """Attention of the last tokens to each earlier one, pooled and reduced to KV heads.
 
@@ -45,6 +52,8 @@ def window_scores(
         How neighbours are pooled.
     group_reduce : {"mean", "max"}
         How the query heads of one KV head are reduced.
+    variance_weight : float
+        Of the (unbiased) variance over the window's rows, which is added to their mean.
 
     Returns
     -------
@@ -62,7 +71,10 @@ def window_scores(
     if n_scored <= min(sinks, n_tokens):
         return scores
     protected = protected_columns(states, sinks=sinks)[..., :n_scored]
-    votes = window_attention(states, window)[..., :n_scored].mean(dim=3)
+    rows = window_attention(states, window)[..., :n_scored]
+    votes = rows.mean(dim=3)
+    if variance_weight and rows.shape[3] > 1:
+        votes = votes + variance_weight * rows.var(dim=3)
     votes.masked_fill_(protected[:, :, None], 0.0)
     if pool > 1:
         pooled = functional.avg_pool1d if pooling == "avg" else functional.max_pool1d
@@ -88,25 +100,62 @@ def window_attention(states: AttentionStates, window: int) -> Tensor:
     Tensor of float32, (batch, n_kv_heads, group, rows, n_tokens)
         Query head ``h`` stands at ``[:, h // group, h % group]``. Rows of padding are 0.
     """
+    n_new = states.queries.shape[2]
+    return attention_rows(states, max(n_new - window, 0), n_new)
+
+
+def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
+    """Attention weights of some of the new tokens, in float32.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    first, end : int
+        The rows, counted from the first of the states' queries.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, group, end - first, n_seen)
+        Over the first ``n_seen`` tokens: those that come later, which none of the rows sees, are
+        left out. Rows of padding are 0.
+    """
     import torch
 
     batch, n_kv_heads, n_tokens, head_dim = states.keys.shape
-    rows = min(window, states.queries.shape[2])
-    queries = states.queries[:, :, -rows:].float() * states.scaling
+    rows, later_rows = end - first, states.queries.shape[2] - end
+    n_seen = n_tokens - later_rows
+    queries = states.queries[:, :, first:end].float() * states.scaling
     queries = queries.reshape(batch, n_kv_heads, -1, head_dim)  # keys are never repeated
-    logits = _dot_keys(queries, states.keys).view(batch, n_kv_heads, -1, rows, n_tokens)
-    mask = _row_mask(states, rows)
+    logits = _dot_keys(queries, states.keys[:, :, :n_seen])
+    logits = logits.view(batch, n_kv_heads, -1, rows, n_seen)
+    if states.softcap is not None:
+        logits = (logits / states.softcap).tanh_().mul_(states.softcap)
+    mask = _row_mask(states, first, end)
     if mask is None:
-        # only the window's own square needs the causal mask: it is the end of every row
+        # only the rows' own square needs the causal mask: it is the end of every row
         later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
         logits[..., -rows:].masked_fill_(later, float("-inf"))
-        return torch.softmax(logits, dim=-1)
+        return _softmax(logits, states.sink_logits)
+    mask = mask[..., :n_seen]
     if mask.dtype != torch.bool:
         logits += mask.float()
         mask = mask > torch.finfo(mask.dtype).min / 2
     # a row of padding sees nothing: finite here and 0 afterwards, never NaN
     logits.masked_fill_(~mask, torch.finfo(torch.float32).min)
-    return torch.softmax(logits, dim=-1).masked_fill_(~mask, 0.0)
+    return _softmax(logits, states.sink_logits).masked_fill_(~mask, 0.0)
+
+
+def _softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Softmax over the tokens, next to one more logit a query head where there is one."""
+    import torch
+
+    if sink_logits is None:
+        return torch.softmax(logits, dim=-1)
+    sinks = sink_logits.float().view(1, *logits.shape[1:3], 1, 1)
+    most = torch.maximum(logits.amax(dim=-1, keepdim=True), sinks)
+    weights = (logits - most).exp_()
+    return weights.div_(weights.sum(dim=-1, keepdim=True) + (sinks - most).exp())
 
 
 def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:
@@ -127,7 +176,8 @@ def protected_columns(states: AttentionStates, *, sinks: int) -> Tensor:
 
     n_tokens = states.keys.shape[2]
     columns = torch.arange(n_tokens, device=states.keys.device)
-    mask = _row_mask(states, 1)
+    n_new = states.queries.shape[2]
+    mask = _row_mask(states, n_new - 1, n_new)
     if mask is None:
         return (columns < sinks).view(1, 1, n_tokens)
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -148,8 +198,8 @@ def _dot_keys(queries: Tensor, keys: Tensor) -> Tensor:
     return logits
 
 
-def _row_mask(states: AttentionStates, rows: int) -> Tensor | None:
-    """The mask's last rows as (batch or 1, n_kv_heads or 1, group or 1, rows, n_tokens).
+def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
+    """The mask's rows as (batch or 1, n_kv_heads or 1, group or 1, end - first, n_tokens).
 
     None stands for plain causal attention.
     """
@@ -163,10 +213,14 @@ def _row_mask(states: AttentionStates, rows: int) -> Tensor | None:
             f"the scorers cannot read an attention mask of type {type(mask).__name__}; load the "
             "model with attention 'sdpa' or 'eager'"
         )
+    rows, n_new = end - first, states.queries.shape[2]
     if mask.dim() == 2:  # flash attention gets the padding alone, 1 for a real token
         own = torch.ones(rows, n_tokens, dtype=torch.bool, device=mask.device)
-        return own.tril_(n_tokens - rows) & mask[:, None, None, None, :n_tokens].bool()
-    mask = mask[:, :, -rows:, :n_tokens]
+        own = own.tril_(n_tokens - n_new + first)
+        return own & mask[:, None, None, None, :n_tokens].bool()
+    if mask.shape[2] > 1:  # one row stands for all
+        mask = mask[:, :, first - n_new + mask.shape[2] : end - n_new + mask.shape[2]]
+    mask = mask[..., :n_tokens]
     if mask.shape[1] == 1:
         return mask[:, :, None]
-    return mask.reshape(mask.shape[0], states.keys.shape[1], -1, rows, n_tokens)
+    return mask.reshape(mask.shape[0], states.keys.shape[1], -1, mask.shape[2], n_tokens)

@@ -10,9 +10,36 @@ from scorer_oracle import make_states
 
 from kvalloc.measure.curves import on_grid, retention_curves
 from kvalloc.score_profile import rank_grid
+from kvalloc.scorers import scorer_names
+from kvalloc.scorers.a2sf import A2SF
+from kvalloc.scorers.cake import CAKE
+from kvalloc.scorers.expected_attention import ExpectedAttention
+from kvalloc.scorers.h2o import H2O
+from kvalloc.scorers.keydiff import KeyDiff
+from kvalloc.scorers.knorm import KNorm
 from kvalloc.scorers.snapkv import SnapKV
 from kvalloc.scorers.streaming import Streaming
+from kvalloc.scorers.tova import TOVA
 from kvalloc.scorers.xkv import XKV
+
+MAKE = {
+    "xkv": lambda window, pool: XKV(window=window, pool=pool),
+    "snapkv": lambda window, pool: SnapKV(
+        window=window, pool=pool, pooling="max", group_reduce="max"
+    ),
+    "streaming": lambda window, pool: Streaming(window=window),
+    "h2o": lambda window, pool: H2O(window=window),
+    "a2sf": lambda window, pool: A2SF(window=window, forgetting=0.5),
+    "tova": lambda window, pool: TOVA(window=window),
+    "knorm": lambda window, pool: KNorm(window=window),
+    "keydiff": lambda window, pool: KeyDiff(window=window),
+    "cake": lambda window, pool: CAKE(window=window, pool=pool),
+    "expected_attention": lambda window, pool: ExpectedAttention(window=window, future=pool),
+}
+
+
+def test_every_scorer_is_among_them():
+    assert sorted(MAKE) == scorer_names()
 
 
 @given(
@@ -23,17 +50,18 @@ from kvalloc.scorers.xkv import XKV
     sinks=st.integers(0, 6),
     pool=st.sampled_from([1, 3, 5, 7]),
     group=st.integers(1, 3),
-    kind=st.sampled_from(["xkv", "snapkv", "streaming"]),
+    kind=st.sampled_from(sorted(MAKE)),
 )
 def test_scores_keep_the_contract(seed, n_tokens, n_new, window, sinks, pool, group, kind):
     states = make_states(
-        seed=seed, n_tokens=n_tokens, n_new_tokens=min(n_new, n_tokens), group=group, batch=2
+        seed=seed,
+        n_tokens=n_tokens,
+        n_new_tokens=min(n_new, n_tokens),
+        group=group,
+        batch=2,
+        frequencies=torch.tensor([1.0, 0.1]),
     )
-    scorer = {
-        "xkv": lambda: XKV(window=window, pool=pool),
-        "snapkv": lambda: SnapKV(window=window, pool=pool, pooling="max", group_reduce="max"),
-        "streaming": lambda: Streaming(window=window),
-    }[kind]()
+    scorer = MAKE[kind](window, pool)
     scores = scorer.score(states, sinks=sinks)
     assert scores.shape == (2, 2, n_tokens)
     assert scores.dtype == torch.float32

@@ -78,7 +78,7 @@ def test_folder_refuses_another_name(name: str) -> None:
     assert f"import kvalloc.{name}" in done.stderr
 
 
-@pytest.mark.parametrize("group", ["kvalloc.solvers", "kvalloc.scorers"])
+@pytest.mark.parametrize("group", ["kvalloc.solvers", "kvalloc.scorers", "kvalloc.policies"])
 def test_entry_points_load_under_their_name(project: dict[str, Any], group: str) -> None:
     declared = project["project"]["entry-points"][group]
     installed = {point.name: point for point in entry_points(group=group)}

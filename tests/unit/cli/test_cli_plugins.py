@@ -73,7 +73,9 @@ def broken(monkeypatch):
     monkeypatch.setattr(registry, "_group", group)
 
 
-@pytest.mark.parametrize(("command", "one"), [("solvers", "greedy"), ("scorers", "xkv")])
+@pytest.mark.parametrize(
+    ("command", "one"), [("solvers", "greedy"), ("scorers", "xkv"), ("policies", "score")]
+)
 def test_a_broken_plugin_is_listed_with_its_reason(broken, command, one):
     rows = {row["name"]: row for row in run(command, "--json").json}
     assert rows[one]["error"] is None
@@ -93,7 +95,7 @@ def test_options_are_listed_with_their_defaults():
 
 
 @pytest.mark.parametrize("width", ["60", "80", "120"])
-@pytest.mark.parametrize("command", ["solvers", "scorers"])
+@pytest.mark.parametrize("command", ["solvers", "scorers", "policies"])
 def test_lists_fit_the_terminal(monkeypatch, command, width):
     monkeypatch.setenv("COLUMNS", width)
     lines = run(command, "--quiet").out.splitlines()

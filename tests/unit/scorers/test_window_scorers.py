@@ -135,6 +135,20 @@ def test_a_bias_of_each_query_head_counts():
     assert scores[0, 0, 10] < 0.33
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "more", [{"softcap": 1.5}, {"sink_logits": torch.linspace(0, 12, 6)}], ids=["softcap", "sinks"]
+)
+def test_logits_are_those_of_the_model(more, masked):
+    mask = torch.ones(1, 1, 40, 40).tril().bool() if masked else None
+    states = make_states(mask=mask, **more)
+    found = XKV(window=5, pool=3).score(states, sinks=2)
+    expected = scorer_oracle.window_scores(states, window=5, sinks=2, pool=3)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    plain = scorer_oracle.window_scores(make_states(), window=5, sinks=2, pool=3)
+    assert np.abs(plain - expected).max() > 0.01
+
+
 def test_a_mask_that_is_no_tensor_is_refused():
     states = make_states(mask=object())  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="sdpa"):

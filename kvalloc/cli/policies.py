@@ -1,0 +1,31 @@
+"""``kvalloc policies``: how entries can be picked within a budget."""
+
+from __future__ import annotations
+
+from kvalloc.cli.output import Json, Quiet
+
+EXAMPLES = """\
+  kvalloc policies
+  kvalloc policies --json
+"""
+
+
+def policies(json: Json = False, quiet: Quiet = False) -> None:
+    """List the policies that are installed, with their parameters.
+
+    Each goes with any budget profile. Those of other packages are found too, through the
+    entry-point group kvalloc.policies.
+    """
+    from kvalloc.models import require_run_packages
+
+    require_run_packages()
+    from kvalloc.cli.plugins import describe_plugins, show_plugins
+    from kvalloc.registry import POLICIES
+    from kvalloc.runtime.policies import EvictionPolicy
+
+    hint = (
+        "use one: kvalloc generate ... --policy NAME --policy-option KEY=VALUE; a scorer's name "
+        "stands for score with that scorer"
+    )
+    rows = describe_plugins(POLICIES, EvictionPolicy)
+    show_plugins(rows, json=json, hint="" if quiet else hint)

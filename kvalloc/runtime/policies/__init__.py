@@ -1,0 +1,133 @@
+"""Policies: which entries stay within the budgets.
+
+One file a policy. All of them, ours and those of other packages, are found through the
+entry-point group ``kvalloc.policies``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvalloc.budget_profile import Policy
+from kvalloc.errors import InputError, SolverError
+from kvalloc.registry import POLICIES, SCORERS, build, load, names
+from kvalloc.runtime.policies.base import Combined, EvictionPolicy
+from kvalloc.scorers import Scorer, get_scorer, scorer_class
+
+__all__ = [
+    "Combined",
+    "EvictionPolicy",
+    "changed_policy",
+    "get_policy",
+    "policy_class",
+    "policy_names",
+    "policy_of",
+]
+
+
+def policy_names() -> list[str]:
+    """Names of all registered policies, sorted, without importing them."""
+    return names(POLICIES)
+
+
+def policy_class(name: str) -> type[EvictionPolicy]:
+    """The class of a registered policy, for its summary and reference.
+
+    Raises
+    ------
+    InputError
+        If there is no such policy; lists those there are.
+    SolverError
+        If the plug-in cannot be imported or is not a policy.
+    """
+    loaded = load(POLICIES, name)
+    if not issubclass(loaded, EvictionPolicy):
+        raise SolverError(
+            f"the policy {name!r} is not a subclass of kvalloc.runtime.policies.EvictionPolicy"
+        )
+    return loaded
+
+
+def get_policy(name: str, *, scorer: Scorer, **parameters: Any) -> EvictionPolicy:
+    """A policy by name.
+
+    Parameters
+    ----------
+    name : str
+        A registered name.
+    scorer : Scorer
+        The profile's scorer.
+    **parameters
+        The policy's own parameters.
+
+    Raises
+    ------
+    InputError
+        If there is no such policy or parameter, or a value is out of range; lists the choices.
+    SolverError
+        If the plug-in is broken.
+    """
+    cls = policy_class(name)
+    return build(cls, {"scorer": scorer, **parameters}, what=f"policy {name}")
+
+
+def policy_of(policy: Policy) -> EvictionPolicy:
+    """The policy that a budget profile names, with its scorer.
+
+    Raises
+    ------
+    InputError
+        If there is no such policy, scorer or parameter, or the scorer looks at more of the last
+        tokens than the policy protects.
+    """
+    scorer = get_scorer(policy.scorer, **policy.scorer_parameters)
+    if scorer.window > policy.window:
+        raise InputError(
+            f"the scorer {policy.scorer} looks at the last {scorer.window} tokens, but the "
+            f"profile's policy protects a window of {policy.window}; they must agree"
+        )
+    return get_policy(policy.name, scorer=scorer, **policy.parameters)
+
+
+def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None = None) -> Policy:
+    """Another way to pick the entries, with the same sinks and window: budgets still fit.
+
+    Parameters
+    ----------
+    policy : Policy
+        The profile's own.
+    name : str
+        A registered policy, which goes on with the profile's scorer; or a registered scorer,
+        which stands for the policy ``score`` with that scorer.
+    options : mapping, optional
+        Parameters of the policy or scorer. A scorer looks at the profile's window unless told.
+
+    Returns
+    -------
+    Policy
+
+    Raises
+    ------
+    InputError
+        If there is neither a policy nor a scorer of that name; lists them.
+    """
+    given = dict(options or {})
+    if name in policy_names():
+        return replace(policy, name=name, parameters=given)
+    if name not in names(SCORERS):
+        raise InputError(
+            f"there is no policy or scorer {name!r}; choose from the policies "
+            f"{', '.join(policy_names())} or the scorers {', '.join(names(SCORERS))}"
+        )
+    scorer = build(
+        scorer_class(name), {"window": max(policy.window, 1), **given}, what=f"scorer {name}"
+    )
+    return replace(
+        policy,
+        scorer=name,
+        scorer_parameters=dict(scorer.parameters()),
+        name="score",
+        parameters={},
+    )

@@ -1,0 +1,182 @@
+"""The contract of a policy: which entries stay within the budgets, and what happens to the rest."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvalloc.attention_hook import AttentionStates, Observed
+from kvalloc.scorers.base import Scorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Combined", "EvictionPolicy", "Reader"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combined:
+    """Keys and values into which a policy has put something of what is evicted.
+
+    Attributes
+    ----------
+    keys, values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
+        As before, but for some of the kept columns. The other columns are not read.
+    logit_bias : Tensor of float32, (batch, n_kv_heads, n_tokens), or None
+        Added to the logits of a kept entry from now on: an entry that stands for n others has
+        ``log(n)``. None where every entry counts once.
+    """
+
+    keys: Tensor
+    values: Tensor
+    logit_bias: Tensor | None = None
+
+
+class Reader(ABC):
+    """Chooses what one decoded token reads of what is stored. It belongs to one cache."""
+
+    @abstractmethod
+    def read(
+        self, states: AttentionStates, *, place: int, n_prompt: int, positions: Tensor | None
+    ) -> Tensor | None:
+        """Choose the entries that the new token attends to in one layer.
+
+        Parameters
+        ----------
+        states : AttentionStates
+            One new token; its keys are the stored ones.
+        place : int
+            Place of the layer among those that can be reduced, from 0.
+        n_prompt : int
+            How many of the first entries are the prompt's.
+        positions : Tensor, (batch, n_kv_heads, n_prompt), or None
+            Original positions of those entries; None where they are 0, 1, 2, ...
+
+        Returns
+        -------
+        Tensor of int64, (batch, n_kv_heads, n_read), or None
+            Entries in increasing order; None for all.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop what was noted of the entries: they have changed."""
+
+
+class EvictionPolicy(ABC):
+    """Decides which entries of a layer stay. The budgets are given, and met exactly.
+
+    A policy holds settings only: what it has seen of a prompt belongs to the cache, so that one
+    policy serves any number of caches.
+
+    Parameters
+    ----------
+    scorer : Scorer
+        The profile's scorer, which policies may use or not.
+
+    Attributes
+    ----------
+    name : str
+        Name in the registry.
+    summary : str
+        One line for ``kvalloc policies``.
+    reference : str
+        Where the method comes from.
+    scorer : Scorer
+        As given.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    reference: ClassVar[str]
+
+    def __init__(self, *, scorer: Scorer) -> None:
+        self.scorer = scorer
+
+    @abstractmethod
+    def keep(
+        self,
+        states: AttentionStates,
+        budgets: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Choose the entries that stay.
+
+        Parameters
+        ----------
+        states : AttentionStates
+            What one layer's attention sees when the prompt is complete; ``states.observed`` is
+            what `observe` left of earlier chunks.
+        budgets : Tensor of int64, (batch, n_kv_heads)
+            Entries that each KV head keeps, sinks and window included.
+        sinks, window : int
+            First and last tokens of each row that always stay.
+        valid : Tensor of bool, (batch, n_tokens), optional
+            False marks padding, which never stays; no padding by default.
+
+        Returns
+        -------
+        Tensor of bool, (batch, n_kv_heads, n_tokens)
+            Exactly ``budgets[row, head]`` True. Ties go to the earlier position, on every device.
+
+        Raises
+        ------
+        InputError
+            If a budget does not fit the row, or a score is not finite.
+        """
+
+    def combine(
+        self,
+        states: AttentionStates,
+        kept: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        valid: Tensor | None = None,
+    ) -> Combined | None:
+        """Put something of the evicted entries into the kept ones, whose number stays the same.
+
+        Parameters
+        ----------
+        states, sinks, window, valid
+            As for `keep`.
+        kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
+            What `keep` returned for them.
+
+        Returns
+        -------
+        Combined or None
+            None, as by default, where evicted entries are simply dropped.
+        """
+        return None
+
+    def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
+        """What to remember of a chunk that does not complete the prompt; see `Scorer.observe`."""
+        return self.scorer.observe(states, sinks=sinks)
+
+    def query_rows(self, n_tokens: int) -> int:
+        """How many of a prompt's last queries `keep` wants to see; see `Scorer.query_rows`."""
+        return self.scorer.query_rows(n_tokens)
+
+    def reader(self, *, sinks: int, window: int) -> Reader | None:
+        """A filter for one cache that leaves entries unread while tokens are decoded.
+
+        Parameters
+        ----------
+        sinks, window : int
+            First and last tokens of the prompt, which are always read.
+
+        Returns
+        -------
+        Reader or None
+            None, as by default, where everything that is stored is read.
+        """
+        return None
+
+    def parameters(self) -> dict[str, Any]:
+        """What builds this policy again, apart from the scorer."""
+        return {}

@@ -1,0 +1,117 @@
+"""What scorers share that add up the attention of all rows: H2O and its descendants.
+
+The rows are computed again block by block and reduced at once, so that memory grows with the
+prompt and never with its square. A prompt in chunks gives the same sums: a chunk's rows see the
+chunk and what was before it, and what they add is kept by the cache until the prompt is complete.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvalloc.attention_hook import Observed
+from kvalloc.scorers.window_rows import attention_rows, protected_columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.attention_hook import AttentionStates
+
+_BLOCK_ELEMENTS = 1 << 24
+_LEAST_ROWS = 16
+
+
+def add_columns(states: AttentionStates, *, forgetting: float = 1.0) -> Observed:
+    """Attention that each entry has got from all rows so far, mean over the query heads.
+
+    ``sum over rows q of forgetting ** (last - q) * A[q, column]``
+
+    Parameters
+    ----------
+    states : AttentionStates
+        One layer, the prompt or a chunk of it; ``states.observed`` holds the sums before it.
+    forgetting : float
+        Factor a row on all that came before it; 1 forgets nothing.
+
+    Returns
+    -------
+    Observed
+        Its columns are float32.
+    """
+    import torch
+
+    n_new, n_tokens = states.queries.shape[2], states.keys.shape[2]
+    age = torch.arange(n_new - 1, -1, -1, dtype=torch.float32, device=states.keys.device)
+    columns = weighted_rows(states, (forgetting**age)[None])
+    before = states.observed
+    if before is not None and before.columns is not None:
+        columns[..., : n_tokens - n_new] += before.columns * forgetting**n_new
+    seen = n_new + (0 if before is None else before.n_tokens)
+    return Observed(n_tokens=seen, columns=columns)
+
+
+def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
+    """Attention that each entry gets, the rows added up by weight, mean over the query heads.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    weights : Tensor of float32, (batch or 1, n_new_tokens)
+        Of the rows; those of weight 0 in the whole batch are not computed where they can be
+        skipped block by block.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, n_tokens)
+    """
+    import torch
+
+    batch, n_kv_heads, n_tokens, _ = states.keys.shape
+    n_query_heads, n_new = states.queries.shape[1:3]
+    columns = torch.zeros(
+        (batch, n_kv_heads, n_tokens), dtype=torch.float32, device=states.keys.device
+    )
+    rows = max(_BLOCK_ELEMENTS // (batch * n_query_heads * n_tokens), _LEAST_ROWS)
+    wanted = weights.any(dim=0).nonzero()
+    if not wanted.numel():
+        return columns
+    for first in range(int(wanted[0]), int(wanted[-1]) + 1, rows):
+        end = min(first + rows, n_new)
+        found = attention_rows(states, first, end).mean(dim=2)
+        block = weights[:, None, first:end, None]
+        columns[..., : found.shape[-1]] += (found * block).sum(dim=2)
+    return columns
+
+
+def column_scores(
+    states: AttentionStates, *, sinks: int, window: int, forgetting: float = 1.0
+) -> Tensor:
+    """The sums of `add_columns` as scores: 0 for padding, sinks and window.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, n_tokens)
+    """
+    columns = add_columns(states, forgetting=forgetting).columns
+    assert columns is not None
+    return without_protected(columns, states, sinks=sinks, window=window)
+
+
+def without_protected(
+    scores: Tensor, states: AttentionStates, *, sinks: int, window: int
+) -> Tensor:
+    """Set the columns of padding, sinks and window to 0, in place.
+
+    Parameters
+    ----------
+    scores : Tensor, (batch, n_kv_heads, n_tokens)
+        Changed.
+    states : AttentionStates
+        What they were made from.
+    sinks, window : int
+        First and last tokens that get no score.
+    """
+    n_tokens = scores.shape[-1]
+    scores[..., max(n_tokens - window, 0) :] = 0.0
+    return scores.masked_fill_(protected_columns(states, sinks=sinks), 0.0)

@@ -1,0 +1,63 @@
+"""KeyDiff: keys that differ from the others matter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from kvalloc.scorers.base import Scorer, check_at_least
+from kvalloc.scorers.column_sums import without_protected
+from kvalloc.scorers.window_rows import protected_columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.attention_hook import AttentionStates
+
+
+class KeyDiff(Scorer):
+    """``1 - cos(k, anchor)``; the anchor is the mean of all the head's keys, each of length 1.
+
+    Needs no queries, and the keys are all there when a prompt that came in chunks is complete, so
+    chunks make no difference. Scores lie in 0..2.
+
+    Parameters
+    ----------
+    window : int
+        Last tokens that are never evicted, tokens.
+
+    Raises
+    ------
+    InputError
+        If the window is out of range.
+
+    References
+    ----------
+    KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+    Resource-Constrained Environments (Park et al., 2025).
+    """
+
+    name: ClassVar[str] = "keydiff"
+    summary: ClassVar[str] = "keys that point away from the mean key; needs no queries"
+    reference: ClassVar[str] = "KeyDiff (Park et al., 2025)"
+
+    def __init__(self, *, window: int = 8) -> None:
+        self.window = check_at_least("window", window, 1, self.name)
+
+    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Scores of one layer's entries; see `Scorer.score`."""
+        from torch.nn import functional
+
+        directions = functional.normalize(states.keys.float(), dim=-1)
+        pads = protected_columns(states, sinks=0)
+        anchor = directions.masked_fill(pads[..., None], 0.0).sum(dim=2, keepdim=True)
+        cosines = (directions * functional.normalize(anchor, dim=-1)).sum(dim=-1)
+        scores = (1.0 - cosines).clamp_(min=0.0)
+        return without_protected(scores, states, sinks=sinks, window=self.window)
+
+    def query_rows(self, n_tokens: int) -> int:
+        """None."""
+        return 0
+
+    def parameters(self) -> dict[str, int | float | str | bool]:
+        """What builds this scorer again."""
+        return {"window": self.window}

@@ -1,0 +1,69 @@
+"""How much of an entry's value reaches the layer's output: the norm of V W_O."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvalloc.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.attention_hook import AttentionStates
+
+_BLOCK_TOKENS = 1024
+
+
+def projected_value_norms(states: AttentionStates) -> Tensor:
+    """L1 norm of each entry's value behind the output projection.
+
+    ``mean over the group's query heads h of || v W_O[h] ||_1``, block by block of tokens, so that
+    the scratch is ``batch x 1024 x hidden_size``.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees, with its output projection.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, n_tokens)
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the layer has no output projection of plain numbers.
+
+    References
+    ----------
+    Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (Feng et
+    al., 2025), Algorithm 1, line 3; the mean over a group is that of its public code.
+    """
+    import torch
+
+    batch, n_kv_heads, n_tokens, head_dim = states.values.shape
+    n_query_heads = states.queries.shape[1]
+    weight = states.output_projection
+    if (
+        weight is None
+        or not weight.is_floating_point()
+        or weight.ndim != 2
+        or weight.shape[1] != n_query_heads * head_dim
+    ):
+        raise UnsupportedModelError(
+            "CriticalKV needs the layer's output projection as plain numbers, o_proj.weight of "
+            "(hidden_size, query heads x head_dim), which this model does not have; use another "
+            "policy"
+        )
+    group = n_query_heads // n_kv_heads
+    norms = torch.zeros(
+        (batch, n_kv_heads, n_tokens), dtype=torch.float32, device=states.values.device
+    )
+    for query_head in range(n_query_heads):
+        head = query_head // group
+        columns = weight[:, query_head * head_dim : (query_head + 1) * head_dim]
+        projection = columns.to(states.values.device).float().T
+        for first in range(0, n_tokens, _BLOCK_TOKENS):
+            block = states.values[:, head, first : first + _BLOCK_TOKENS].float() @ projection
+            norms[:, head, first : first + _BLOCK_TOKENS] += block.abs_().sum(dim=-1)
+    return norms.div_(group)

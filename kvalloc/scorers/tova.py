@@ -1,0 +1,60 @@
+"""TOVA: the attention of the last token, one ranking for all heads of a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from kvalloc.scorers.base import Scorer, check_at_least
+from kvalloc.scorers.column_sums import without_protected
+from kvalloc.scorers.window_rows import window_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.attention_hook import AttentionStates
+
+
+class TOVA(Scorer):
+    """Attention of the last token alone, mean over all query heads of the layer.
+
+    All KV heads of a layer share the score, so they keep the same tokens where their budgets are
+    equal. (The same row for each head by itself is ``xkv`` with window 1 and pool 1.)
+
+    Parameters
+    ----------
+    window : int
+        Last tokens that are never evicted, tokens. The method protects none beyond the last one,
+        whose row it is.
+
+    Raises
+    ------
+    InputError
+        If the window is out of range.
+
+    References
+    ----------
+    Transformers are Multi-State RNNs (Oren et al., 2024): TOVA, token omission via attention, with
+    the mean over the heads of a layer.
+    """
+
+    name: ClassVar[str] = "tova"
+    summary: ClassVar[str] = "attention of the last token, one ranking for a whole layer"
+    reference: ClassVar[str] = "TOVA, Transformers are Multi-State RNNs (Oren et al., 2024)"
+
+    def __init__(self, *, window: int = 1) -> None:
+        self.window = check_at_least("window", window, 1, self.name)
+
+    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Scores of one layer's entries; see `Scorer.score`."""
+        batch, n_kv_heads, n_tokens, _ = states.keys.shape
+        shared = window_attention(states, 1)[:, :, :, 0].mean(dim=(1, 2))
+        scores = shared[:, None].expand(batch, n_kv_heads, n_tokens).clone()
+        return without_protected(scores, states, sinks=sinks, window=self.window)
+
+    def query_rows(self, n_tokens: int) -> int:
+        """The last one."""
+        return 1
+
+    def parameters(self) -> dict[str, int | float | str | bool]:
+        """What builds this scorer again."""
+        return {"window": self.window}

@@ -1,0 +1,329 @@
+"""What every policy must do, what each one does, and that all go through the cache right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import scorer_oracle
+import torch
+from scorer_oracle import make_states
+
+from kvalloc.errors import InputError, SolverError
+from kvalloc.runtime.policies import (
+    EvictionPolicy,
+    changed_policy,
+    get_policy,
+    policy_names,
+    policy_of,
+)
+from kvalloc.scorers import get_scorer, scorer_names
+from kvalloc.scorers.projected_values import projected_value_norms
+
+N_TOKENS = 40
+COMBINING = {"merge", "compensate"}
+DROPPING = [name for name in policy_names() if name not in COMBINING]
+
+
+def states_of(**changes: Any) -> Any:
+    values = {"batch": 2, "n_tokens": N_TOKENS, "hidden_size": 9}
+    return make_states(**{**values, **changes})
+
+
+def policy(name: str, **parameters: Any) -> EvictionPolicy:
+    return get_policy(name, scorer=get_scorer("xkv", window=4, pool=3), **parameters)
+
+
+def padded(states: Any, pads: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
+    """The same states with the first tokens of each row being padding."""
+    valid = torch.ones(len(pads), N_TOKENS, dtype=torch.bool)
+    for row, count in enumerate(pads):
+        valid[row, :count] = False
+    causal = torch.ones(N_TOKENS, N_TOKENS).tril().bool()
+    return replace(states, mask=causal & valid[:, None, None]), valid
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", policy_names())
+def test_budgets_are_met_exactly_for_each_row_and_head(name: str, dtype: torch.dtype) -> None:
+    budgets = torch.tensor([[6, 13], [40, 7]])
+    states = states_of(dtype=dtype)
+    kept = policy(name).keep(states, budgets, sinks=2, window=4)
+    assert kept.dtype == torch.bool
+    assert torch.equal(kept.sum(dim=-1), budgets)
+    assert kept[..., :2].all()
+    assert kept[..., -4:].all()
+    again = policy(name).keep(states, budgets, sinks=2, window=4)
+    assert torch.equal(kept, again)
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_padding_is_never_kept_and_changes_nothing(name: str) -> None:
+    states, valid = padded(states_of(), (0, 11))
+    budgets = torch.tensor([[20, 13], [29, 9]])
+    kept = policy(name).keep(states, budgets, sinks=2, window=4, valid=valid)
+    assert torch.equal(kept.sum(dim=-1), budgets)
+    assert not kept[1, :, :11].any()
+    assert kept[1, :, 11:13].all()
+    assert kept[..., -4:].all()
+    alone = replace(
+        states,
+        queries=states.queries[1:, :, 11:],
+        keys=states.keys[1:, :, 11:],
+        values=states.values[1:, :, 11:],
+        mask=None,
+    )
+    assert torch.equal(policy(name).keep(alone, budgets[1:], sinks=2, window=4)[0], kept[1, :, 11:])
+
+
+@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("budget", [5, 41])
+def test_budgets_that_cannot_be_are_refused(name: str, budget: int) -> None:
+    budgets = torch.full((2, 2), 20)
+    budgets[1, 0] = budget
+    with pytest.raises(InputError, match=f"budget of {budget} entries"):
+        policy(name).keep(states_of(), budgets, sinks=2, window=4)
+
+
+def test_ties_go_to_the_earlier_position() -> None:
+    states = states_of()
+    states = replace(states, keys=states.keys * 0, values=torch.ones_like(states.values))
+    budgets = torch.full((2, 2), 12)
+    for name, own in (("score", {}), ("critical", {})):
+        kept = policy(name, **own).keep(states, budgets, sinks=2, window=4)
+        # pooling gives less to the first and the last of the evictable ones
+        first = [0, 1, 3, 4, 5, 6, 7, 8]
+        assert kept[0, 0].nonzero()[:, 0].tolist() == [*first, 36, 37, 38, 39]
+
+
+def test_critical_takes_its_two_stages() -> None:
+    states = states_of(batch=1)
+    made = policy("critical", alpha=0.4)
+    budget, sinks, window = 16, 2, 4
+    kept = made.keep(states, torch.full((1, 2), budget), sinks=sinks, window=window)
+    scores = made.scorer.score(states, sinks=sinks)
+    norms = projected_value_norms(states)
+    for head in range(2):
+        free = set(range(sinks, N_TOKENS - window))
+        room = budget - sinks - window
+        first = sorted(free, key=lambda t: (-scores[0, head, t].item(), t))[: int(0.4 * room)]
+        weighted = (scores[0, head] + 1e-4) * norms[0, head]
+        rest = sorted(free - set(first), key=lambda t: (-weighted[t].item(), t))
+        expected = {0, 1, *range(36, 40), *first, *rest[: room - len(first)]}
+        assert set(kept[0, head].nonzero()[:, 0].tolist()) == expected
+    assert not torch.equal(
+        kept, policy("score").keep(states, torch.full((1, 2), budget), sinks=sinks, window=window)
+    )
+
+
+def test_critical_with_all_of_the_first_stage_is_the_score() -> None:
+    states, budgets = states_of(), torch.full((2, 2), 20)
+    critical = policy("critical", alpha=1.0).keep(states, budgets, sinks=2, window=4)
+    assert torch.equal(critical, policy("score").keep(states, budgets, sinks=2, window=4))
+
+
+def naive_proxy_scores(states: Any, proxies: list[int]) -> np.ndarray:
+    attention = scorer_oracle.full_attention(states)[:, :, proxies].sum(axis=2)
+    batch, heads, tokens = attention.shape
+    found: np.ndarray = attention.reshape(batch, 2, heads // 2, tokens).mean(axis=2)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("named", "proxies"),
+    [({}, [36, 37, 38, 39]), ({"proxy_start": 20, "proxy_stop": 25}, list(range(20, 25)))],
+)
+def test_nacl_without_chance_keeps_proxies_and_their_best(
+    named: dict[str, int], proxies: list[int]
+) -> None:
+    states = states_of()
+    kept = policy("nacl", random_share=0.0, **named).keep(
+        states, torch.full((2, 2), 17), sinks=2, window=1
+    )
+    scores = naive_proxy_scores(states, proxies)
+    must = {0, 1, 39, *proxies}
+    for row in range(2):
+        for head in range(2):
+            free = sorted(set(range(40)) - must, key=lambda t: -scores[row, head, t])
+            expected = must | set(free[: 17 - len(must)])
+            assert set(kept[row, head].nonzero()[:, 0].tolist()) == expected
+
+
+def test_nacl_draws_by_seed_layer_and_head() -> None:
+    # All scores are equal, so only chance can tell heads, layers and seeds apart.
+    states = states_of(batch=1)
+    states = replace(states, keys=torch.zeros_like(states.keys))
+    budgets = torch.full((1, 2), 20)
+
+    def drawn(seed: int, layer: int) -> torch.Tensor:
+        made = policy("nacl", seed=seed, random_share=1.0)
+        return made.keep(replace(states, layer=layer), budgets, sinks=2, window=4)
+
+    first = drawn(0, 0)
+    assert torch.equal(first, drawn(0, 0))
+    assert not torch.equal(first, drawn(1, 0))
+    assert not torch.equal(first, drawn(0, 1))
+    assert not torch.equal(first[0, 0], first[0, 1])
+
+
+def test_nacl_draws_from_the_softmax_of_its_scores() -> None:
+    # One entry is drawn of two; its frequency over many seeds is its share of the softmax.
+    states = states_of(batch=1, n_kv_heads=1, group=1, n_tokens=4)
+    scores = naive_one_head(states)
+    counts = np.zeros(4)
+    n_seeds = 2000
+    for seed in range(n_seeds):
+        made = policy("nacl", seed=seed, random_share=1.0, proxy_share=0.25)
+        kept = made.keep(states, torch.tensor([[3]]), sinks=1, window=1)
+        counts += kept[0, 0].numpy()
+    expected = np.exp(scores[1]) / (np.exp(scores[1]) + np.exp(scores[2]))
+    # five standard deviations
+    assert abs(counts[1] / n_seeds - expected) < 5 * np.sqrt(0.25 / n_seeds)
+
+
+def naive_one_head(states: Any) -> np.ndarray:
+    found: np.ndarray = scorer_oracle.full_attention(states)[0, 0, -1]
+    return found
+
+
+def test_nacl_with_more_proxies_than_budget_keeps_the_last_ones() -> None:
+    kept = policy("nacl", proxy_share=0.5).keep(
+        states_of(), torch.full((2, 2), 10), sinks=2, window=4
+    )
+    expected = [0, 1, *range(32, 40)]
+    assert kept[1, 1].nonzero()[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"proxy_start": 3},
+        {"proxy_stop": 3},
+        {"proxy_start": 4, "proxy_stop": 4},
+        {"random_share": 1.2},
+        {"proxy_share": -0.1},
+        {"seed": -1},
+    ],
+)
+def test_nacl_parameters_out_of_range(parameters: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="policy nacl|scorer nacl"):
+        policy("nacl", **parameters)
+
+
+def test_nacl_proxies_beyond_the_prompt_are_refused() -> None:
+    with pytest.raises(InputError, match="proxy_stop is 50"):
+        policy("nacl", proxy_start=2, proxy_stop=50).keep(
+            states_of(), torch.full((2, 2), 20), sinks=2, window=4
+        )
+
+
+# through the cache
+
+CONTEXT = 120
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", [*DROPPING, *scorer_names()])
+def test_the_cache_answers_as_with_hidden_entries(tiny: ModuleType, name: str, family: str) -> None:
+    model = tiny.tiny_model(family)
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    cache = profile.cache(model, policy=name)
+    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(7, 2, seed=1)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        full = profile.shape.full_layers
+        assert (cache.kept_tokens[list(full)] == profile.budgets[list(full)]).all()
+        oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+        logits = model(question, past_key_values=cache).logits
+    assert (logits - oracle.logits(question)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", [*policy_names(), *scorer_names()])
+def test_chunks_keep_the_same_entries(tiny: ModuleType, name: str) -> None:
+    from kvalloc.runtime import make_cache
+
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    ids = tiny.prompt(CONTEXT, 2)
+    whole = profile.cache(model, policy=name)
+    in_chunks = make_cache(profile, model, policy=name, prompt_tokens=CONTEXT)
+    with torch.no_grad():
+        model(ids, past_key_values=whole)
+        for chunk in ids.split([50, 3, 60, 7], dim=1):
+            model(chunk, past_key_values=in_chunks)
+    for layer in range(tiny.N_LAYERS):
+        assert torch.equal(whole.kept_indices(layer), in_chunks.kept_indices(layer))
+
+
+def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None:
+    from kvalloc.budget_profile import BudgetProfile
+
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    changed = replace(profile, policy=changed_policy(profile.policy, "nacl", {"seed": 5}))
+    changed.save(tmp_path / "p.json")
+    loaded = BudgetProfile.load(tmp_path / "p.json")
+    assert loaded.policy == changed.policy
+    ids = tiny.prompt(CONTEXT)
+    caches = [loaded.cache(model), profile.cache(model, policy="nacl", policy_options={"seed": 5})]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, past_key_values=cache)
+    assert torch.equal(caches[0].kept_indices(1), caches[1].kept_indices(1))
+
+
+def test_parameters_build_the_policy_again() -> None:
+    for name in policy_names():
+        made = policy(name)
+        again = get_policy(name, scorer=made.scorer, **made.parameters())
+        assert again.parameters() == made.parameters()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("nothing", None, "no policy or scorer 'nothing'.*nacl.*tova"),
+        ("score", {"alpha": 1}, "no option 'alpha'"),
+        ("tova", {"pool": 3}, "no option 'pool'"),
+        ("critical", {"alpha": 2.0}, "alpha is 2.0"),
+        ("snapkv", {"window": 60}, "they must agree"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused_with_the_choices(
+    tiny: ModuleType, name: str, options: Any, said: str
+) -> None:
+    model = tiny.tiny_model()
+    with pytest.raises(InputError, match=said):
+        tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy=name, policy_options=options)
+
+
+def test_options_without_a_policy_are_refused(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    with pytest.raises(InputError, match="name it"):
+        tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy_options={"seed": 1})
+
+
+def test_a_policy_that_misses_its_budget_is_refused(tiny: ModuleType, monkeypatch: Any) -> None:
+    from kvalloc.runtime.policies.score import Score
+
+    keep = Score.keep
+
+    def one_too_many(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kept = keep(self, *args, **kwargs)
+        kept[0, 0, int((~kept[0, 0]).nonzero()[0])] = True
+        return kept
+
+    monkeypatch.setattr(Score, "keep", one_too_many)
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    with pytest.raises(SolverError, match="policy score kept .* KV head 0 of row 0"):
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+
+
+def test_the_policy_of_a_profile_has_its_scorer(tiny: ModuleType) -> None:
+    profile = tiny.make_profile(tiny.tiny_model(), CONTEXT, 0.3, scorer="snapkv")
+    assert policy_of(profile.policy).scorer.name == "snapkv"
+    assert policy_of(changed_policy(profile.policy, "critical")).scorer.name == "snapkv"
