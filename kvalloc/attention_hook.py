@@ -67,6 +67,8 @@ class AttentionStates:
         radians; None where the model does not rotate its queries in this way.
     observed : Observed or None
         What the scorer's `observe` left of the earlier chunks of this prompt; None for the first.
+    first_head : int
+        Which KV head of the layer is the first one here: not 0 where heads are shown one by one.
     """
 
     layer: int
@@ -80,6 +82,7 @@ class AttentionStates:
     output_projection: Tensor | None = None
     frequencies: Tensor | None = None
     observed: Observed | None = None
+    first_head: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

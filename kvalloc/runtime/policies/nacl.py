@@ -103,9 +103,7 @@ class NaCl(EvictionPolicy):
         n_random = (left * self.random_share).floor().long()
         others = room.evictable & ~own
         best = best_entries(scores, left - n_random, among=others)
-        drawn = best_entries(
-            scores + self._noise(states.layer, room), n_random, among=others & ~best
-        )
+        drawn = best_entries(scores + self._noise(states, room), n_random, among=others & ~best)
         return room.always | kept_proxies | best | drawn
 
     def _proxies(self, rank: Tensor, n_tokens: Tensor) -> Tensor:
@@ -121,12 +119,13 @@ class NaCl(EvictionPolicy):
         count = (n_tokens.double() * self.proxy_share).ceil().long().clamp(min=1)
         return (rank >= 0) & (rank >= (n_tokens - count))
 
-    def _noise(self, layer: int, room: Room) -> Tensor:
+    def _noise(self, states: AttentionStates, room: Room) -> Tensor:
         """Gumbel noise: the largest of ``F + noise`` are a draw from softmax(F)."""
         n_heads, n_columns = room.evictable.shape[1:]
         noise = np.empty((n_heads, n_columns))
         for head in range(n_heads):
-            generator = np.random.default_rng([self.seed, layer, head])
+            own = [self.seed, states.layer, states.first_head + head]
+            generator = np.random.default_rng(own)
             noise[head] = generator.gumbel(size=n_columns)
         # by a row's own tokens, so that padding in front of them draws nothing else
         places = room.rank.clamp(min=0)[:, None].expand(-1, n_heads, -1).cpu()

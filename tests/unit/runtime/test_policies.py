@@ -167,6 +167,17 @@ def test_nacl_draws_by_seed_layer_and_head() -> None:
     assert not torch.equal(first, drawn(1, 0))
     assert not torch.equal(first, drawn(0, 1))
     assert not torch.equal(first[0, 0], first[0, 1])
+    # a head that is shown alone draws what it draws next to the others
+    alone = replace(
+        states,
+        queries=states.queries[:, 3:],
+        keys=states.keys[:, 1:],
+        values=states.values[:, 1:],
+        first_head=1,
+    )
+    made = policy("nacl", seed=0, random_share=1.0)
+    second = made.keep(alone, budgets[:, 1:], sinks=2, window=4)
+    assert torch.equal(second[0, 0], first[0, 1])
 
 
 def test_nacl_draws_from_the_softmax_of_its_scores() -> None:

@@ -1,0 +1,275 @@
+"""MPCache: look once to evict, then let each decoded token read a few clusters of what is left."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from kvalloc.attention_hook import AttentionStates, Observed
+from kvalloc.errors import InputError
+from kvalloc.runtime.policies.base import EvictionPolicy, Reader
+from kvalloc.runtime.selection import Room, best_entries, keep_best
+from kvalloc.scorers.base import Scorer, check_at_least, check_share
+from kvalloc.scorers.column_sums import weighted_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FIRST_PAIR = 2
+
+
+class MPCache(EvictionPolicy):
+    """Static: the best by the attention of the prompt's last rows. Dynamic: see `ClusterReader`.
+
+    The dynamic half reduces what is read, not what is stored.
+
+    Parameters
+    ----------
+    scorer : Scorer
+        Picks the entries that stay where `rows_share` is 0.
+    rows_share : float
+        Share of the prompt's rows, at its end, whose attention is added up for the static choice.
+    alpha : float
+        Weight of a cluster's largest key against its smallest.
+    coarse_tokens, fine_tokens : int
+        Entries of a cluster at the two levels; the first a multiple of the second.
+    coarse_share, fine_share : float
+        Share of the clusters that goes on at each level.
+    share_layers : bool
+        Let the second of two adjacent layers read what the first does, but for the first two.
+
+    Raises
+    ------
+    InputError
+        If a parameter is out of range.
+
+    References
+    ----------
+    MPCache: MPC-Friendly KV Cache Eviction for Efficient Private LLM Inference, Sections 4.2 to
+    4.4, Algorithm 3: last 20% of the rows, alpha 0.6, clusters of 32 (keep 0.7) then 16 (keep
+    0.28), pairs of layers but for the first two.
+    """
+
+    name: ClassVar[str] = "mpcache"
+    summary: ClassVar[str] = "each decoded token reads the nearest clusters of what is stored"
+    reference: ClassVar[str] = "MPCache, Sections 4.2 to 4.4"
+
+    def __init__(
+        self,
+        *,
+        scorer: Scorer,
+        rows_share: float = 0.2,
+        alpha: float = 0.6,
+        coarse_tokens: int = 32,
+        coarse_share: float = 0.7,
+        fine_tokens: int = 16,
+        fine_share: float = 0.28,
+        share_layers: bool = True,
+    ) -> None:
+        super().__init__(scorer=scorer)
+        owner = "policy mpcache"
+        self.rows_share = check_share("rows_share", rows_share, owner)
+        self.alpha = check_share("alpha", alpha, owner)
+        self.coarse_share = check_share("coarse_share", coarse_share, owner, least_above=True)
+        self.fine_share = check_share("fine_share", fine_share, owner, least_above=True)
+        self.fine_tokens = check_at_least("fine_tokens", fine_tokens, 1, self.name)
+        self.coarse_tokens = check_at_least("coarse_tokens", coarse_tokens, fine_tokens, self.name)
+        if self.coarse_tokens % self.fine_tokens:
+            raise InputError(
+                f"policy mpcache: coarse_tokens {coarse_tokens} is no multiple of fine_tokens "
+                f"{fine_tokens}; choose sizes of which one divides the other"
+            )
+        self.share_layers = bool(share_layers)
+
+    def keep(
+        self,
+        states: AttentionStates,
+        budgets: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Choose the entries that stay; see `EvictionPolicy.keep`."""
+        if not self.rows_share:
+            scores = self.scorer.score(states, sinks=sinks)
+            return keep_best(scores, budgets, sinks=sinks, window=window, valid=valid)
+        room = Room.of(states.keys, budgets, sinks=sinks, window=window, valid=valid)
+        count = (room.n_tokens.double() * self.rows_share).ceil().long()
+        voters = (room.rank >= 0) & (room.rank >= room.n_tokens - count)
+        votes = weighted_rows(states, voters[:, -states.queries.shape[2] :].float())
+        return room.always | best_entries(votes, room.counts, among=room.evictable)
+
+    def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
+        """What the scorer wants; the last rows are held back by the cache."""
+        return None if self.rows_share else self.scorer.observe(states, sinks=sinks)
+
+    def query_rows(self, n_tokens: int) -> int:
+        """The last rows."""
+        if not self.rows_share:
+            return self.scorer.query_rows(n_tokens)
+        return math.ceil(n_tokens * self.rows_share)
+
+    def reader(self, *, sinks: int, window: int) -> ClusterReader:
+        """The dynamic half; see `EvictionPolicy.reader`."""
+        return ClusterReader(self, sinks=sinks, window=window)
+
+    def parameters(self) -> dict[str, Any]:
+        """What builds this policy again, apart from the scorer."""
+        names = ("rows_share", "alpha", "coarse_tokens", "coarse_share")
+        more = ("fine_tokens", "fine_share", "share_layers")
+        return {name: getattr(self, name) for name in names + more}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Clusters:
+    """``alpha * max + (1 - alpha) * min`` over each cluster's keys, (batch, heads, n, head_dim)."""
+
+    coarse: Tensor
+    fine: Tensor
+
+
+class ClusterReader(Reader):
+    """Reads sinks, window, all decoded tokens, and the nearest clusters of the prompt's rest.
+
+    Neighbours among the stored entries form clusters. A cluster is as near as
+    ``q . (alpha * r_max + (1 - alpha) * r_min)``, with the elementwise largest and smallest of its
+    keys and the mean query of the KV head's query heads: first the coarse ones, then the fine ones
+    within those that are left. What does not fill a coarse cluster is read, too. Ties go to the
+    earlier cluster.
+
+    Of a pair of adjacent layers the second does not compare: it reads those of its fine clusters
+    that hold most of the positions that the first one reads. Where both store the same entries
+    these are the same clusters, as in the paper.
+
+    Parameters
+    ----------
+    settings : MPCache
+        Sizes, shares and alpha.
+    sinks, window : int
+        First and last entries of the prompt that are always read.
+    """
+
+    def __init__(self, settings: MPCache, *, sinks: int, window: int) -> None:
+        self._settings = settings
+        self._sinks, self._window = sinks, window
+        self._clusters: dict[int, _Clusters] = {}
+        self._led: tuple[int, Tensor] | None = None
+
+    def read(
+        self, states: AttentionStates, *, place: int, n_prompt: int, positions: Tensor | None
+    ) -> Tensor | None:
+        """Choose the entries that the new token attends to; see `Reader.read`."""
+        settings = self._settings
+        n_coarse = (n_prompt - self._window - self._sinks) // settings.coarse_tokens
+        if n_coarse < 2:
+            return None
+        entries = slice(self._sinks, self._sinks + n_coarse * settings.coarse_tokens)
+        where = self._positions(states, positions, entries)
+        chosen = None
+        if settings.share_layers and place >= _FIRST_PAIR and place % 2:
+            chosen = self._follow(place, where, n_coarse)
+        if chosen is None:
+            chosen = self._compare(states, place, entries)
+            self._led = (place, self._marked(where, chosen))
+        return self._entries(states, chosen, entries)
+
+    def forget(self) -> None:
+        """Drop the clusters: the entries have changed."""
+        self._clusters.clear()
+        self._led = None
+
+    def _counts(self, n_coarse: int) -> tuple[int, int]:
+        """How many coarse and how many fine clusters are read."""
+        settings = self._settings
+        coarse = math.ceil(settings.coarse_share * n_coarse)
+        parts = settings.coarse_tokens // settings.fine_tokens
+        return coarse, math.ceil(settings.fine_share * coarse * parts)
+
+    def _compare(self, states: AttentionStates, place: int, entries: slice) -> Tensor:
+        """Fine clusters nearest to the query, (batch, n_kv_heads, n_fine)."""
+        settings = self._settings
+        clusters = self._clusters.get(place)
+        if clusters is None:
+            keys = states.keys[:, :, entries]
+            clusters = self._clusters[place] = _Clusters(
+                coarse=_summary(keys, settings.coarse_tokens, settings.alpha),
+                fine=_summary(keys, settings.fine_tokens, settings.alpha),
+            )
+        batch, n_kv_heads, n_coarse, head_dim = clusters.coarse.shape
+        query = states.queries.view(batch, n_kv_heads, -1, head_dim).float().mean(dim=2)
+        query = query[..., None]
+        n_kept, n_fine = self._counts(n_coarse)
+        coarse = (clusters.coarse.float() @ query).squeeze(-1)
+        open_coarse = _best(coarse, n_kept)
+        parts = settings.coarse_tokens // settings.fine_tokens
+        fine = (clusters.fine.float() @ query).squeeze(-1)
+        return _places(_best(fine, n_fine, among=open_coarse.repeat_interleave(parts, dim=-1)))
+
+    def _follow(self, place: int, where: Tensor, n_coarse: int) -> Tensor | None:
+        """Fine clusters with most of the positions that the layer before reads.
+
+        None where that layer read everything.
+        """
+        if self._led is None or self._led[0] != place - 1:
+            return None
+        marked = self._led[1].to(where.device)
+        last = marked.shape[-1] - 1
+        shared = marked.gather(-1, where.clamp(max=last)) & (where <= last)
+        held = _clustered(shared, self._settings.fine_tokens).sum(dim=-1)
+        return _places(_best(held.float(), self._counts(n_coarse)[1]))
+
+    def _marked(self, where: Tensor, chosen: Tensor) -> Tensor:
+        """Mask of the original positions in the chosen clusters, (batch, n_kv_heads, n)."""
+        size = self._settings.fine_tokens
+        inside = _clustered(torch.zeros_like(where, dtype=torch.bool), size)
+        inside.scatter_(2, chosen[..., None].expand(*chosen.shape, size), True)
+        last = int(where.max())
+        marked = torch.zeros(*where.shape[:2], last + 1, dtype=torch.bool, device=where.device)
+        return marked.scatter_(2, where, inside.flatten(2))
+
+    def _positions(
+        self, states: AttentionStates, positions: Tensor | None, entries: slice
+    ) -> Tensor:
+        if positions is not None:
+            return positions[..., entries].long()
+        batch, n_kv_heads = states.keys.shape[:2]
+        own = torch.arange(entries.start, entries.stop, device=states.keys.device)
+        return own.expand(batch, n_kv_heads, -1)
+
+    def _entries(self, states: AttentionStates, chosen: Tensor, entries: slice) -> Tensor:
+        """Entries of the chosen clusters between those that are always read."""
+        size = self._settings.fine_tokens
+        offsets = torch.arange(size, device=chosen.device)
+        inside = (chosen[..., None] * size + offsets + entries.start).flatten(2)
+
+        def run(first: int, end: int) -> Tensor:
+            own = torch.arange(first, end, device=chosen.device)
+            return own.expand(*chosen.shape[:2], -1)
+
+        return torch.cat(
+            [run(0, entries.start), inside, run(entries.stop, states.keys.shape[2])], dim=-1
+        )
+
+
+def _summary(keys: Tensor, size: int, alpha: float) -> Tensor:
+    clusters = keys.reshape(*keys.shape[:2], -1, size, keys.shape[-1])
+    return alpha * clusters.amax(dim=3) + (1 - alpha) * clusters.amin(dim=3)
+
+
+def _clustered(entries: Tensor, size: int) -> Tensor:
+    return entries.reshape(*entries.shape[:2], -1, size)
+
+
+def _best(scores: Tensor, count: int, among: Tensor | None = None) -> Tensor:
+    counts = torch.full(scores.shape[:2], count, device=scores.device)
+    among = torch.ones_like(scores, dtype=torch.bool) if among is None else among
+    return best_entries(scores, counts, among=among)
+
+
+def _places(mask: Tensor) -> Tensor:
+    """Where a mask is True, as many places in each row and head."""
+    return mask.nonzero()[:, 2].view(*mask.shape[:2], -1)

@@ -1,0 +1,259 @@
+"""Merging and compensation: entry by entry in loops, and as a full cache with hidden entries."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scorer_oracle import make_states
+
+from kvalloc.errors import InputError
+from kvalloc.runtime.policies import EvictionPolicy, get_policy
+from kvalloc.runtime.policies import merge as merge_file
+from kvalloc.scorers import get_scorer
+
+CONTEXT = 120
+Loops = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def policy(name: str, **parameters: Any) -> EvictionPolicy:
+    return get_policy(name, scorer=get_scorer("xkv", window=4, pool=3), **parameters)
+
+
+def merged_in_loops(
+    keys: np.ndarray,
+    values: np.ndarray,
+    kept: list[int],
+    protected: set[int],
+    *,
+    threshold: float | None = None,
+    weights: str = "exponential",
+) -> Loops:
+    """One head, (n_tokens, head_dim): each evicted entry into its nearest kept one."""
+    keys, values = keys.astype(np.float64), values.astype(np.float64)
+    targets = [t for t in kept if t not in protected]
+    sources = [t for t in range(len(keys)) if t not in set(kept)]
+    units = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+    nearest = {}
+    for i in sources if targets else []:
+        cosines = [float(units[i] @ units[j]) for j in targets]
+        nearest[i] = (targets[int(np.argmax(cosines))], max(cosines))
+    if threshold is None:
+        threshold = float(np.mean([u for _, u in nearest.values()])) if nearest else 0.0
+    pairs = {i: pair for i, pair in nearest.items() if pair[1] >= threshold - 1e-9}
+    distances = [np.linalg.norm(keys[i] - keys[j]) for i, (j, _) in pairs.items()]
+    spread = float(np.mean(distances)) if distances else 1.0
+    new_keys, new_values = keys.copy(), values.copy()
+    for target in targets:
+        shares = {target: math.e if weights == "exponential" else 1.0}
+        for i, (j, cosine) in pairs.items():
+            if j == target:
+                gap = float(np.linalg.norm(keys[i] - keys[j]))
+                gauss = math.exp(-(gap**2) / (2 * spread**2))
+                shares[i] = math.exp(cosine) if weights == "exponential" else gauss
+        total = sum(shares.values())
+        new_keys[target] = sum(share / total * keys[i] for i, share in shares.items())
+        new_values[target] = sum(share / total * values[i] for i, share in shares.items())
+    return new_keys, new_values, np.zeros(len(keys))
+
+
+def compensated_in_loops(
+    keys: np.ndarray, values: np.ndarray, kept: list[int], protected: set[int], **_: Any
+) -> Loops:
+    """One head: the first entry after the sinks becomes the mean of all that are gone."""
+    keys, values = keys.astype(np.float64), values.astype(np.float64)
+    bias = np.zeros(len(keys))
+    gone = [t for t in range(len(keys)) if t not in set(kept)]
+    place = min(t for t in range(len(keys)) if t not in protected)
+    if gone and place in kept:
+        gone = [place, *gone]
+        keys[place], values[place] = keys[gone].mean(axis=0), values[gone].mean(axis=0)
+        bias[place] = math.log(len(gone))
+    return keys, values, bias
+
+
+IN_LOOPS = {"merge": merged_in_loops, "compensate": compensated_in_loops}
+
+
+@pytest.mark.parametrize("block", [3, 1024])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("merge", {}),
+        ("merge", {"threshold": 0.75}),
+        ("merge", {"threshold": 0.0, "weights": "gaussian"}),
+        ("compensate", {}),
+    ],
+)
+def test_agrees_with_loops(
+    monkeypatch: Any, name: str, parameters: dict[str, Any], block: int
+) -> None:
+    monkeypatch.setattr(merge_file, "_BLOCK_ENTRIES", block)
+    states = make_states(batch=2)
+    made = policy(name, **parameters)
+    budgets = torch.tensor([[20, 13], [40, 6]])
+    kept = made.keep(states, budgets, sinks=2, window=4)
+    combined = made.combine(states, kept, sinks=2, window=4)
+    assert combined is not None
+    protected = {0, 1, 36, 37, 38, 39}
+    changed = 0
+    for row in range(2):
+        for head in range(2):
+            mine = kept[row, head].nonzero()[:, 0].tolist()
+            keys, values, bias = IN_LOOPS[name](
+                states.keys[row, head].numpy(),
+                states.values[row, head].numpy(),
+                mine,
+                protected,
+                **parameters,
+            )
+            np.testing.assert_allclose(combined.keys[row, head, mine], keys[mine], atol=1e-5)
+            np.testing.assert_allclose(combined.values[row, head, mine], values[mine], atol=1e-5)
+            if combined.logit_bias is not None:
+                np.testing.assert_allclose(combined.logit_bias[row, head], bias, atol=1e-6)
+            changed += int((combined.keys[row, head] != states.keys[row, head]).any())
+            still = sorted(protected)
+            assert torch.equal(combined.keys[row, head, still], states.keys[row, head, still])
+    # two heads have both something to lose and a place for it
+    assert changed == 2
+
+
+def test_merge_by_hand() -> None:
+    """Token 2 is gone; it points where token 1 does, and token 3 points elsewhere."""
+    keys = torch.tensor([[5.0, 5.0], [2.0, 0.0], [4.0, 0.0], [0.0, 1.0], [5.0, 5.0]])
+    states = make_states(n_kv_heads=1, group=1, n_tokens=5, head_dim=2)
+    states = type(states)(
+        layer=0,
+        queries=states.queries,
+        keys=keys.view(1, 1, 5, 2),
+        values=keys.view(1, 1, 5, 2) * 10,
+        scaling=1.0,
+        mask=None,
+    )
+    kept = torch.tensor([[[True, True, False, True, True]]])
+    combined = policy("merge").combine(states, kept, sinks=1, window=1)
+    assert combined is not None
+    # both weights are e, since the cosine is 1
+    assert combined.keys[0, 0, 1].tolist() == pytest.approx([3.0, 0.0])
+    assert combined.values[0, 0, 1].tolist() == pytest.approx([30.0, 0.0])
+    assert combined.keys[0, 0, 3].tolist() == [0.0, 1.0]
+    assert combined.logit_bias is None
+
+
+def test_padding_is_in_no_mean() -> None:
+    states = make_states()
+    budgets = torch.full((1, 2), 15)
+    for name in IN_LOOPS:
+        made = policy(name)
+        kept = made.keep(states, budgets, sinks=2, window=4)
+        alone = made.combine(states, kept, sinks=2, window=4)
+        wide = make_states(n_tokens=49)
+        valid = torch.ones(1, 49, dtype=torch.bool)
+        valid[:, :9] = False
+        huge = torch.full((1, 2, 9, 4), 1e4)
+        wide = type(states)(
+            layer=0,
+            queries=wide.queries,
+            keys=torch.cat([huge, states.keys], dim=2),
+            values=torch.cat([huge, states.values], dim=2),
+            scaling=0.5,
+            mask=None,
+        )
+        kept_wide = torch.nn.functional.pad(kept, (9, 0))
+        padded = made.combine(wide, kept_wide, sinks=2, window=4, valid=valid)
+        assert alone is not None
+        assert padded is not None
+        torch.testing.assert_close(padded.keys[:, :, 9:][kept], alone.keys[kept])
+        torch.testing.assert_close(padded.values[:, :, 9:][kept], alone.values[kept])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", sorted(IN_LOOPS))
+def test_the_cache_answers_as_over_the_combined_entries(
+    tiny: ModuleType, name: str, family: str, attention: str
+) -> None:
+    model = tiny.tiny_model(family, attention)
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    cache = profile.cache(model, policy=name)
+    ids = tiny.prompt(CONTEXT, 2)
+    sinks, window = profile.policy.sinks, profile.policy.window
+    protected = {*range(sinks), *range(CONTEXT - window, CONTEXT)}
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        kept = tiny.kept_of(cache)
+        oracle = tiny.Oracle(model, ids, kept)
+        for layer, positions in kept.items():
+            stored = oracle.cache.layers[layer]
+            for row in range(2):
+                for head in range(positions.shape[1]):
+                    keys, values, bias = IN_LOOPS[name](
+                        stored.keys[row, head].numpy(),
+                        stored.values[row, head].numpy(),
+                        positions[row, head].tolist(),
+                        protected,
+                    )
+                    stored.keys[row, head] = torch.from_numpy(keys).float()
+                    stored.values[row, head] = torch.from_numpy(values).float()
+                    group = oracle.hidden[layer].shape[1] // positions.shape[1]
+                    mine = slice(head * group, (head + 1) * group)
+                    oracle.hidden[layer][row, mine, 0] += torch.from_numpy(bias).float()
+        for tokens in (1, 5, 1):
+            question = tiny.prompt(tokens, 2, seed=tokens)
+            logits = model(question, past_key_values=cache).logits
+            assert (logits - oracle.logits(question)).abs().max() < 1e-4
+    full = list(profile.shape.full_layers)
+    assert (cache.kept_tokens[full] == profile.budgets[full] + 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(IN_LOOPS))
+def test_half_precision_is_combined_in_float32(
+    tiny: ModuleType, name: str, dtype: torch.dtype
+) -> None:
+    states = make_states(batch=2, dtype=dtype)
+    made = policy(name)
+    kept = made.keep(states, torch.full((2, 2), 15), sinks=2, window=4)
+    found = made.combine(states, kept, sinks=2, window=4)
+    whole = replace(states, keys=states.keys.float(), values=states.values.float())
+    expected = made.combine(whole, kept, sinks=2, window=4)
+    assert found is not None
+    assert expected is not None
+    # rounded once, at the end
+    assert torch.equal(found.keys[kept], expected.keys[kept].to(dtype))
+    assert torch.equal(found.values[kept], expected.values[kept].to(dtype))
+    model = tiny.tiny_model("llama", "sdpa", dtype)
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy=name)
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+        for tokens in (1, 5):
+            logits = model(tiny.prompt(tokens, seed=tokens), past_key_values=cache).logits
+            assert torch.isfinite(logits).all()
+
+
+def test_rows_move_with_their_bias(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy="compensate")
+    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(3, 2, seed=1)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        swapped = model(question, past_key_values=cache).logits
+        again = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy="compensate")
+        model(ids[[1, 0]], past_key_values=again)
+        expected = model(question, past_key_values=again).logits
+    torch.testing.assert_close(swapped, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [({"threshold": 1.5}, "threshold is 1.5"), ({"weights": "mean"}, "exponential, gaussian")],
+)
+def test_parameters_out_of_range(parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        policy("merge", **parameters)

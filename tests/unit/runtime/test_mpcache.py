@@ -1,0 +1,208 @@
+"""MPCache's clusters against loops, and what a decoded token really reads."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scorer_oracle import full_attention, make_states
+
+from kvalloc.errors import InputError
+from kvalloc.runtime.policies import get_policy
+from kvalloc.scorers import get_scorer
+
+SMALL = {"coarse_tokens": 8, "fine_tokens": 4, "coarse_share": 0.5, "fine_share": 0.5}
+
+
+def policy(**parameters: Any) -> Any:
+    scorer = get_scorer("xkv", window=4, pool=3)
+    return get_policy("mpcache", scorer=scorer, **{**SMALL, **parameters})
+
+
+def read_in_loops(states: Any, row: int, head: int, *, start: int, n_coarse: int) -> list[int]:
+    """Entries that one head reads, between the sinks and what fills no cluster."""
+    group = states.queries.shape[1] // states.keys.shape[1]
+    query = states.queries[row, head * group : (head + 1) * group, 0].double().numpy().mean(axis=0)
+    keys = states.keys[row, head].double().numpy()
+
+    def near(first: int, size: int) -> float:
+        cluster = keys[first : first + size]
+        return float(query @ (0.6 * cluster.max(axis=0) + 0.4 * cluster.min(axis=0)))
+
+    coarse = [start + 8 * c for c in range(n_coarse)]
+    coarse = sorted(coarse, key=lambda c: -near(c, 8))[: math.ceil(0.5 * n_coarse)]
+    fine = [first for c in coarse for first in (c, c + 4)]
+    fine = sorted(fine, key=lambda f: -near(f, 4))[: math.ceil(0.5 * len(fine))]
+    return sorted(entry for first in fine for entry in range(first, first + 4))
+
+
+def test_clusters_agree_with_loops() -> None:
+    states = make_states(batch=2, n_tokens=53, n_new_tokens=1)
+    reader = policy().reader(sinks=2, window=4)
+    # 50 entries of the prompt: 2 sinks, five clusters of 8, 4 that fill none, 4 of the window
+    found = reader.read(states, place=0, n_prompt=50, positions=None)
+    assert found is not None
+    for row in range(2):
+        for head in range(2):
+            inside = read_in_loops(states, row, head, start=2, n_coarse=5)
+            assert found[row, head].tolist() == [0, 1, *inside, *range(42, 53)]
+
+
+def test_the_static_half_sums_the_last_rows() -> None:
+    states = make_states(batch=2)
+    budgets = torch.full((2, 2), 17)
+    kept = policy(rows_share=0.2).keep(states, budgets, sinks=2, window=4)
+    attention = full_attention(states)[:, :, -8:].sum(axis=2).reshape(2, 2, 3, 40).mean(axis=2)
+    must = {0, 1, 36, 37, 38, 39}
+    for row in range(2):
+        for head in range(2):
+            free = sorted(set(range(40)) - must, key=lambda t: -attention[row, head, t])
+            assert set(kept[row, head].nonzero()[:, 0].tolist()) == must | set(free[:11])
+
+
+def test_short_prompts_are_read_whole() -> None:
+    states = make_states(n_tokens=20, n_new_tokens=1)
+    reader = policy().reader(sinks=2, window=4)
+    assert reader.read(states, place=0, n_prompt=19, positions=None) is None
+
+
+def test_the_second_of_a_pair_reads_what_the_first_does() -> None:
+    """With the same entries stored the clusters are the same; the first two layers never share."""
+    first = make_states(n_tokens=53, n_new_tokens=1)
+    second = make_states(n_tokens=53, n_new_tokens=1, seed=1)
+    for share, places, same in [
+        (True, (2, 3), True),
+        (True, (0, 1), False),
+        (False, (2, 3), False),
+    ]:
+        reader = policy(share_layers=share).reader(sinks=2, window=4)
+        led = reader.read(first, place=places[0], n_prompt=50, positions=None)
+        follows = reader.read(second, place=places[1], n_prompt=50, positions=None)
+        assert torch.equal(led, follows) is same
+
+
+def test_a_follower_with_other_entries_reads_its_nearest_positions() -> None:
+    first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
+    positions = torch.arange(50).expand(1, 2, -1)
+    reader = policy().reader(sinks=2, window=4)
+    led = reader.read(first, place=2, n_prompt=50, positions=positions)
+    # the follower's entry i is position 2 i: its cluster c covers positions 8 c .. 8 c + 7
+    spread = positions * 2
+    follows = reader.read(second, place=3, n_prompt=50, positions=spread)
+    assert follows.shape == led.shape
+    for head in range(2):
+        read = set(led[0, head].tolist()) & set(range(2, 42))
+        held = [sum(2 * i in read for i in range(f, f + 4)) for f in range(2, 42, 4)]
+        best = sorted(range(10), key=lambda c: (-held[c], c))[: (len(follows[0, head]) - 13) // 4]
+        inside = sorted(2 + 4 * c + i for c in best for i in range(4))
+        assert follows[0, head].tolist() == [0, 1, *inside, *range(42, 53)]
+
+
+CONTEXT = 400
+
+
+class Spy:
+    """How many entries the layers' attention was given."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.read: list[int] = []
+        function = torch.nn.functional.scaled_dot_product_attention
+
+        def noted(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+            self.read.append(int(key.shape[2]))
+            return function(query, key, *args, **kwargs)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+
+
+def test_decoding_reads_less_and_stores_the_same(tiny: ModuleType, monkeypatch: Any) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.5)
+    cache = profile.cache(model, policy="mpcache")
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+        before = cache.retained_bytes
+        spy = Spy(monkeypatch)
+        model(tiny.prompt(1, seed=1), past_key_values=cache)
+    budgets = profile.budgets[:, 0].tolist()
+    expected = []
+    for budget in budgets:
+        n_coarse = (budget - tiny.SINKS - tiny.WINDOW) // 32
+        fine = math.ceil(0.28 * 2 * math.ceil(0.7 * n_coarse))
+        expected.append(budget - 32 * n_coarse + 16 * fine + 1)
+    assert spy.read == expected
+    assert max(spy.read) < 0.5 * min(budgets)
+    assert cache.retained_bytes == before + profile.shape.bytes_per_entry * 2 * tiny.N_LAYERS
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_cache_answers_as_if_the_unread_were_hidden(
+    tiny: ModuleType, monkeypatch: Any, attention: str
+) -> None:
+    from kvalloc.runtime.policies.mpcache import ClusterReader
+
+    model = tiny.tiny_model("llama", attention)
+    profile = tiny.make_profile(model, CONTEXT, 0.5)
+    cache = profile.cache(model, policy="mpcache")
+    ids, token = tiny.prompt(CONTEXT, 2), tiny.prompt(1, 2, seed=1)
+    read: dict[int, torch.Tensor] = {}
+    function = ClusterReader.read
+
+    def noted(self: Any, states: Any, **kwargs: Any) -> Any:
+        indices = function(self, states, **kwargs)
+        stored = kwargs["positions"].long()
+        inside = [row[row < stored.shape[-1]] for row in indices.flatten(0, 1)]
+        flat = zip(stored.flatten(0, 1), inside, strict=True)
+        read[states.layer] = torch.stack([own[i] for own, i in flat]).view(2, 2, -1)
+        return indices
+
+    monkeypatch.setattr(ClusterReader, "read", noted)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        logits = model(token, past_key_values=cache).logits
+        everything = tiny.Oracle(model, ids, tiny.kept_of(cache)).logits(token)
+        oracle = tiny.Oracle(model, ids, read)
+        assert (logits - oracle.logits(token)).abs().max() < 1e-4
+    assert (logits - everything).abs().max() > 1e-3
+
+
+def test_rows_copies_and_new_prompts_have_clusters_of_their_own(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.5)
+    cache = profile.cache(model, policy="mpcache")
+    ids, tokens = tiny.prompt(CONTEXT, 2), tiny.prompt(2, 2, seed=1)
+
+    def answers(cache: Any, rows: list[int]) -> torch.Tensor:
+        parts = [model(tokens[rows, i : i + 1], past_key_values=cache).logits for i in range(2)]
+        return torch.cat(parts, dim=1)
+
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        expected = answers(cache, [0, 1])
+        assert torch.equal(answers(twin, [0, 1]), expected)
+        cache.reset()
+        model(ids, past_key_values=cache)
+        model(tokens[:, :1], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        swapped = model(tokens[[1, 0], 1:], past_key_values=cache).logits
+    np.testing.assert_allclose(swapped[[1, 0]], expected[:, 1:], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"coarse_tokens": 6}, "no multiple"),
+        ({"coarse_tokens": 2}, "coarse_tokens is 2"),
+        ({"alpha": 2.0}, "alpha is 2.0"),
+        ({"fine_share": 0.0}, "fine_share is 0.0"),
+    ],
+)
+def test_parameters_out_of_range(parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        policy(**parameters)
