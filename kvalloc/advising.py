@@ -73,7 +73,7 @@ def advise(
         every = [_flag(request, i, c) for i, c in enumerate(problem.constraints)]
         text += f" with {' and '.join(every)} together, and no single one of them is to blame"
     if nearest_flag is not None:
-        reach = "the most is" if problem.sense is Sense.MIN_COST else "the least is"
+        reach = "the most is" if request.target_retention is not None else "the least is"
         text += f"; {reach} {nearest_flag}"
         text += "" if found.exact else f" as far as {limit:g} s of search can tell"
     else:
@@ -85,7 +85,7 @@ def advise(
 
 def _asked(request: Request) -> str:
     """The target as a flag."""
-    for name in ("target_retention", "budget_tokens", "memory"):
+    for name in ("target_retention", "target_loss", "budget_tokens", "memory"):
         value = getattr(request, name)
         if value is not None:
             return f"--{name.replace('_', '-')} {value}"
@@ -101,6 +101,8 @@ def _nearest(
         return None, None
     if problem.sense is Sense.MIN_COST:
         value = float(found.nearest)
+        if request.target_loss is not None:
+            return -value, f"--target-loss {math.ceil(-value * 1e6) / 1e6:g}"
         rounded = math.floor(value * 1e4) / 1e4
         return value, f"--target-retention {rounded if rounded > 0 else value:g}"
     needed = int(found.nearest)

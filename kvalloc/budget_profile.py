@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -104,6 +105,9 @@ class BudgetProfile:
         The target as asked: its name and value, and the bytes or the value it stands for.
     retention : float or None
         Predicted retention at these budgets: mean over layers of the kept share of score mass.
+    predicted_loss : float or None
+        Predicted loss at these budgets, nats per token: the sum of the losses that were measured
+        with each unit reduced alone. None where no loss curves were measured.
     batch : int
         Rows that bytes were accounted for.
     score_digest, problem_digest : str
@@ -138,6 +142,7 @@ class BudgetProfile:
     termination: str = ""
     requested: dict[str, Any] = field(default_factory=dict)
     retention: float | None = None
+    predicted_loss: float | None = None
     batch: int = 1
     score_digest: str = ""
     problem_digest: str = ""
@@ -157,9 +162,7 @@ class BudgetProfile:
     @property
     def gap(self) -> float | None:
         """Relative distance between objective and bound; None without a bound."""
-        if self.bound is None:
-            return None
-        return abs(self.bound - self.objective) / max(abs(self.bound), 1e-300)
+        return relative_gap(self.objective, self.bound)
 
     @property
     def retained_tokens(self) -> int:
@@ -343,6 +346,21 @@ class BudgetProfile:
         return np.broadcast_to(scaled, budgets.shape).copy()
 
 
+def relative_gap(objective: float, bound: float | None) -> float | None:
+    """Distance between objective and bound over the larger of the two, 0..1 if of one sign.
+
+    A loss can come with a bound of 0, of which no distance is a share; of the loss itself it is.
+
+    Examples
+    --------
+    >>> relative_gap(0.75, 1.0), relative_gap(-0.02, 0.0), relative_gap(0.5, None)
+    (0.25, 1.0, None)
+    """
+    if bound is None:
+        return None
+    return abs(bound - objective) / max(abs(bound), abs(objective), 1e-300)
+
+
 def _first_fault(profile: BudgetProfile) -> tuple[str, object, str] | None:
     shape, budgets = profile.shape, profile.budgets
     expected = (shape.n_layers, shape.n_kv_heads)
@@ -365,6 +383,8 @@ def _first_fault(profile: BudgetProfile) -> tuple[str, object, str] | None:
         return "budgets", "different within a layer", "one budget for all KV heads of a layer"
     if profile.length_rule not in ("proportional", "fixed"):
         return "length_rule", profile.length_rule, "'proportional' or 'fixed'"
+    if profile.predicted_loss is not None and not math.isfinite(profile.predicted_loss):
+        return "predicted_loss", profile.predicted_loss, "finite nats per token, or None"
     if profile.page_tokens < 1 or profile.batch < 1:
         return "page_tokens, batch", (profile.page_tokens, profile.batch), "numbers >= 1"
     return None if profile.ranks is None else _rank_fault(profile, profile.ranks)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvalloc.budget_profile import relative_gap
 from kvalloc.errors import InputError, KVAllocError, SolverError
 from kvalloc.problem import AllocationProblem, IntArray, Sense
 from kvalloc.solver import Solution, Solver, Termination
@@ -69,9 +70,7 @@ class CheckedSolution:
     @property
     def gap(self) -> float | None:
         """Relative distance between objective and bound."""
-        if self.bound is None:
-            return None
-        return abs(self.bound - self.objective) / max(abs(self.bound), 1e-300)
+        return relative_gap(self.objective, self.bound)
 
 
 def solve_problem(

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from kvalloc.budget_profile import LengthRule, Level
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.limits import Limits
+from kvalloc.predicting import (
+    evictable_rank,
+    least_loss_tokens,
+    loss_at,
+    loss_curves,
+    loss_options,
+)
 from kvalloc.problem import Aggregate, AllocationProblem, FloatArray, Sense
 from kvalloc.quantities import parse_bytes, parse_share
 from kvalloc.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.shape import ModelShape
+from kvalloc.weighting import Weights, checked_weights, head_weights
 
-Objective = Literal["mean", "worst"]
+Objective = Literal["mean", "worst", "loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +35,8 @@ class Request:
     ----------
     target_retention : float or None
         Least mean retention over layers, 0..1.
+    target_loss : float or None
+        Most predicted loss, nats per token; the objective is then ``"loss"``.
     budget : str or float or None
         Share of all entries, such as ``"20%"`` or ``0.2``.
     budget_tokens : int or None
@@ -45,8 +55,12 @@ class Request:
         Largest budget of any unit; the whole context by default.
     page_tokens : int
         Budgets are whole pages of so many tokens.
-    objective : {"mean", "worst"}
-        Retention is the mean over layers, or that of the worst unit.
+    objective : {"mean", "worst", "loss"}
+        Retention as the mean over layers, or that of the worst unit; or the least predicted loss,
+        summed over units.
+    weights : sequence of float or of sequences of float, or None
+        How much each layer, or each KV head of each layer, counts in the objective; all the same
+        by default. Only their ratios matter.
     limits : Limits
         Caps, ranks and what else must hold.
 
@@ -57,6 +71,7 @@ class Request:
     """
 
     target_retention: float | None = None
+    target_loss: float | None = None
     budget: str | float | None = None
     budget_tokens: int | None = None
     memory: str | int | None = None
@@ -67,6 +82,7 @@ class Request:
     max_tokens: int | None = None
     page_tokens: int = 1
     objective: Objective = "mean"
+    weights: Weights | None = None
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
@@ -79,8 +95,7 @@ class Request:
             raise InputError(f"{both} are two targets at once; give one of {options}")
         if self.level not in ("layer", "head"):
             raise InputError(f"the level is {self.level!r}, expected 'layer' or 'head'")
-        if self.objective not in ("mean", "worst"):
-            raise InputError(f"the objective is {self.objective!r}, expected 'mean' or 'worst'")
+        self._check_objective()
         if self.batch < 1 or self.page_tokens < 1:
             raise InputError("batch and page must be at least 1")
         if self.min_tokens is not None and self.min_tokens < 0:
@@ -100,6 +115,49 @@ class Request:
             raise InputError(f"a budget of {self.budget_tokens} tokens keeps nothing; give >= 1")
         self.describe()  # parses, so that a bad share or size is refused here
 
+    def _check_objective(self) -> None:
+        if self.objective not in get_args(Objective):
+            known = ", ".join(map(repr, get_args(Objective)))
+            raise InputError(f"the objective is {self.objective!r}, expected one of {known}")
+        if self.target_loss is not None:
+            if not 0 <= self.target_loss < math.inf:
+                raise InputError(
+                    f"a target loss of {self.target_loss:g} nats per token cannot be asked for; "
+                    "give a number from 0 up, such as 0.02"
+                )
+            if self.objective == "worst":
+                raise InputError(
+                    "a target loss is about the loss summed over all units, not the worst one; "
+                    "leave the objective out"
+                )
+            object.__setattr__(self, "objective", "loss")
+        if self.weights is not None:
+            self._check_weights()
+        if self.objective == "loss" and self.target_retention is not None:
+            raise InputError(
+                "a target retention does not go with the objective 'loss'; give --target-loss, or "
+                "leave the objective out"
+            )
+
+    def _check_weights(self) -> None:
+        assert self.weights is not None  # only called then
+        object.__setattr__(self, "weights", checked_weights(self.weights))
+        if self.objective == "worst":
+            raise InputError(
+                "weights are for a sum over units; the worst unit is the worst whatever it weighs: "
+                "leave the weights out, or take the objective 'mean'"
+            )
+        if self.target_loss is not None:
+            raise InputError(
+                "a target loss is in nats per token, and a weighted sum of losses is not: leave "
+                "the weights out, or give a size and the objective 'loss'"
+            )
+
+    @property
+    def target_value(self) -> float | None:
+        """What the problem's value has to reach: a retention, or a loss below 0; else None."""
+        return self.target_retention if self.target_loss is None else -self.target_loss
+
     @property
     def length_rule(self) -> LengthRule:
         """Relative targets scale with the prompt, absolute ones do not."""
@@ -110,6 +168,8 @@ class Request:
         """The target as asked, for the budget profile."""
         if self.target_retention is not None:
             return {"target": "retention", "value": self.target_retention}
+        if self.target_loss is not None:
+            return {"target": "loss", "value": self.target_loss}
         if self.budget is not None:
             return {"target": "budget", "value": parse_share(self.budget)}
         if self.budget_tokens is not None:
@@ -120,6 +180,7 @@ class Request:
 
 _TARGETS = {
     "target_retention": "--target-retention",
+    "target_loss": "--target-loss",
     "budget": "--budget",
     "budget_tokens": "--budget-tokens",
     "memory": "--memory",
@@ -134,6 +195,14 @@ def formulate(
     Every number of tokens from the floor to the context is an option (every page with
     ``page_tokens``); its value is the retention it adds, its cost the bytes it stores. At layer
     level an option keeps that many entries in each KV head of the layer, each head its own best.
+
+    With weights the retention is the weighted mean, scaled so that keeping everything is 1.
+
+    With the objective ``"loss"`` an option's value is less the loss that was measured there, linear
+    between the measured levels, and the value of a choice the sum over units. Options are the
+    pages down from the context, every n-th one where there are more than
+    `kvalloc.predicting.LOSS_OPTIONS`, down to the floor or the lowest measured level, whichever is
+    higher.
 
     Parameters
     ----------
@@ -151,7 +220,8 @@ def formulate(
     Raises
     ------
     InputError
-        If the context is beyond the model's limit or too short for sinks and window.
+        If the context is beyond the model's limit or too short for sinks and window, or loss is
+        asked for and was not measured for such units.
     InfeasibleError
         If memory is below what floors and sliding layers alone store.
     """
@@ -159,9 +229,16 @@ def formulate(
     context = scores.context_tokens if asked is None else asked
     _check_context(scores, context, request)
     tokens = _option_tokens(scores, request, context)
-    curves = _unit_curves(scores, request, sample)
-    values = _option_values(scores, curves, context, tokens)
     shape = scores.shape
+    if request.objective == "loss":
+        values = -_unit_losses(scores, request, sample, context, tokens)
+        weights = np.ones(values.shape[0])
+    elif request.weights is not None:
+        values, weights = _weighted(scores, request, context, tokens, sample)
+    else:
+        curves = _unit_curves(scores, request, sample)
+        values = _option_values(scores, curves, context, tokens)
+        weights = np.full(values.shape[0], 1.0 / len(shape.full_layers))
     heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
     pages = -(-tokens // request.page_tokens) * request.page_tokens
     unit_entry_bytes = heads_per_unit * shape.bytes_per_entry * request.batch
@@ -171,19 +248,19 @@ def formulate(
     layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
     heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
     n_units = values.shape[0]
-    target = request.target_retention
+    target = request.target_value
     if target is None:
         capacity = _capacity(scores, request, context, floor_bytes=n_units * int(row[0]))
     worst = request.objective == "worst"
-    if worst:  # a unit's own retention, not what it adds to its layer's
+    if worst:  # without weights: a unit's own retention, not what it adds to its layer's
         values = values / curves[:, -1:]
-    weight = 1.0 if worst else 1.0 / len(shape.full_layers)
+        weights = np.ones(n_units)
     return AllocationProblem(
         tokens=np.broadcast_to(tokens, values.shape),
         values=values,
         costs=np.broadcast_to(row, values.shape),
         option_counts=np.full(n_units, tokens.size, dtype=np.int64),
-        weights=np.full(n_units, weight),
+        weights=weights,
         layers=layers,
         heads=heads.astype(np.int64) if request.level == "head" else np.full(n_units, -1),
         sense=Sense.MAX_VALUE if target is None else Sense.MIN_COST,
@@ -251,6 +328,9 @@ def _option_tokens(
     floor = max(scores.protected_tokens, request.min_tokens or 0)
     most = context if request.max_tokens is None else min(context, request.max_tokens)
     page = request.page_tokens
+    if request.objective == "loss":
+        loss_curves(scores)  # refuses where there are none
+        return loss_options(max(floor, least_loss_tokens(scores, context)), most, context, page)
     if page == 1:
         return np.arange(floor, most + 1, dtype=np.int64)
     # The last page may be a partial one: it costs a whole page but holds the rest of the context.
@@ -283,9 +363,60 @@ def _option_values(
     context: int,
     tokens: np.ndarray[Any, np.dtype[np.int64]],
 ) -> FloatArray:
-    stretch = scores.evictable_tokens / (context - scores.protected_tokens)
-    at = np.minimum((tokens - scores.protected_tokens) * stretch, scores.evictable_tokens)
-    return interpolate_curves(curves, scores.ranks, at)
+    return interpolate_curves(curves, scores.ranks, evictable_rank(scores, tokens, context))
+
+
+def _unit_losses(
+    scores: ScoreProfile,
+    request: Request,
+    sample: int | None,
+    context: int,
+    tokens: np.ndarray[Any, np.dtype[np.int64]],
+) -> FloatArray:
+    """Loss of each unit at each option, ``(n_units, n_options)``, nats per token."""
+    curves = loss_curves(scores, sample=sample)[list(scores.shape.full_layers)]
+    if request.weights is not None:
+        weights = head_weights(scores.shape, request.weights)
+        if curves.shape[1] == 1 and np.any(weights != weights[:, :1]):
+            raise InputError(
+                "the loss curves of this score profile were measured on whole layers, so heads of "
+                "a layer cannot weigh differently; give one weight a layer"
+            )
+        curves = curves * weights[:, : curves.shape[1], None]
+    if request.level == "layer":
+        curves = curves.sum(axis=1)
+    elif curves.shape[1] == scores.shape.n_kv_heads:
+        curves = curves.reshape(-1, curves.shape[-1])
+    else:
+        raise InputError(
+            "the loss curves of this score profile were measured on whole layers, so they cannot "
+            "tell KV heads apart; ask for --level layer, or measure every head"
+        )
+    return loss_at(scores, curves, tokens, context)
+
+
+def _weighted(
+    scores: ScoreProfile,
+    request: Request,
+    context: int,
+    tokens: np.ndarray[Any, np.dtype[np.int64]],
+    sample: int | None,
+) -> tuple[FloatArray, FloatArray]:
+    """Values and weights of units, such that keeping everything is worth 1."""
+    assert request.weights is not None  # only called then
+    weights = head_weights(scores.shape, request.weights)
+    curves = scores.contributions(sample)[list(scores.shape.full_layers)]
+    worth = weights * curves[..., -1]
+    at = evictable_rank(scores, tokens, context)
+    if request.level == "head":
+        values = interpolate_curves(curves.reshape(-1, curves.shape[2]), scores.ranks, at)
+        return values, weights.ravel() / worth.sum()
+    # A layer's curve, its heads as they weigh; one that weighs nothing keeps its plain one.
+    total = worth.sum(axis=1)
+    shares = np.where(total[:, None] > 0, weights, 1.0)
+    layers = (shares[..., None] * curves).sum(axis=1)
+    values = interpolate_curves(layers / layers[:, -1:], scores.ranks, at)
+    return values, total / total.sum()
 
 
 def _capacity(scores: ScoreProfile, request: Request, context: int, floor_bytes: int) -> int:

@@ -74,6 +74,10 @@ class BudgetProfileModel(_Strict):
     termination: Literal["", "optimal", "heuristic", "gap_limit", "time_limit"]
     requested: dict[str, Any]
     retention: float | None = Field(ge=0, le=1 + 1e-9)
+    predicted_loss: float | None = Field(
+        default=None,
+        description="nats per token, a sum of single-unit measurements; left out where unknown",
+    )
     batch: int = Field(ge=1)
     retained_tokens: int
     full_tokens: int
@@ -134,6 +138,8 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
         "versions": profile.versions,
         "created": profile.created,
     }
+    if profile.predicted_loss is not None:
+        data["predicted_loss"] = float(profile.predicted_loss)
     data["digest"] = _digest(data)
     return data
 

@@ -14,19 +14,20 @@ import numpy.typing as npt
 
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write
+from kvalloc.score_checks import first_fault
 from kvalloc.shape import ModelShape
 
 SCHEMA_VERSION = 1
 EXACT_CONTEXT_TOKENS = 4096
 """Up to this context the curves hold every rank; above it, a grid."""
 
-CURVE_TOLERANCE = 1e-9
-"""How far float64 rounding may take a curve from monotone or concave."""
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _ARRAYS = ("ranks", "curves", "masses", "sample_tokens")
+_OPTIONAL_ARRAYS = ("loss_tokens", "losses", "loss_stderr")
+"""Left out of file and digest where they are None."""
+
 _HEADER_TYPES: dict[str, type] = {
     "shape": dict,
     **dict.fromkeys(("context_tokens", "sinks", "window"), int),
@@ -63,6 +64,16 @@ class ScoreProfile:
     sample_tokens : ndarray of int64, (n_samples,)
         Tokens of each sample. A sample shorter than the reference context has had its curve
         stretched over the reference ranks by the share kept.
+    loss_tokens : ndarray of int64, (n_levels,), or None
+        Budgets in tokens at the reference context, everything included, that the loss curves were
+        measured at; rising, the last one is the context.
+    losses : ndarray of float64, (n_samples, n_layers, n_kv_heads or 1, n_levels), or None
+        Loss curves C(n): KL(full cache || reduced cache) of the next-token distribution, nats per
+        token, with this unit alone reduced to ``loss_tokens``; one row a layer where whole layers
+        were reduced. 0 at the last level. What was measured, noise included: a curve need not
+        fall, be convex, or stay above 0 everywhere.
+    loss_stderr : ndarray of float64, shaped as ``losses``, or None
+        Standard error of each loss.
     interpolation_error : float
         Largest measured difference between a curve and its interpolation on the grid; 0 when
         ``ranks`` holds every rank.
@@ -78,8 +89,8 @@ class ScoreProfile:
     Raises
     ------
     InputError
-        If arrays do not fit each other, are not finite, or curves are not rising, concave and
-        within 0..1.
+        If arrays do not fit each other, are not finite, curves are not rising, concave and
+        within 0..1, or loss curves are no losses.
 
     References
     ----------
@@ -96,6 +107,9 @@ class ScoreProfile:
     curves: FloatArray
     masses: FloatArray
     sample_tokens: IntArray
+    loss_tokens: IntArray | None = None
+    losses: FloatArray | None = None
+    loss_stderr: FloatArray | None = None
     interpolation_error: float = 0.0
     text_digest: str = ""
     text_description: str = ""
@@ -103,12 +117,12 @@ class ScoreProfile:
     created: str = ""
 
     def __post_init__(self) -> None:
-        problem = _first_fault(self)
+        problem = first_fault(self)
         if problem is not None:
             name, found, expected = problem
             raise InputError(f"score profile: {name} is {found}, expected {expected}")
-        for name in _ARRAYS:
-            getattr(self, name).flags.writeable = False
+        for array in self._arrays().values():
+            array.flags.writeable = False
 
     @property
     def n_samples(self) -> int:
@@ -124,6 +138,11 @@ class ScoreProfile:
     def evictable_tokens(self) -> int:
         """Entries of one head that can be evicted at the reference context."""
         return self.context_tokens - self.protected_tokens
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether loss curves were measured."""
+        return self.losses is not None
 
     @property
     def is_exact(self) -> bool:
@@ -171,9 +190,9 @@ class ScoreProfile:
     def digest(self) -> str:
         """SHA-256 over header and arrays: the identity of this measurement."""
         hasher = hashlib.sha256(json.dumps(self._header(), sort_keys=True).encode())
-        for name in _ARRAYS:
+        for name, array in self._arrays().items():
             hasher.update(name.encode())
-            hasher.update(np.ascontiguousarray(getattr(self, name)).data)
+            hasher.update(np.ascontiguousarray(array).data)
         return hasher.hexdigest()
 
     def save(self, path: str | Path) -> None:
@@ -193,7 +212,7 @@ class ScoreProfile:
         from safetensors.numpy import save_file
 
         header = {**self._header(), "digest": self.digest()}
-        arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS}
+        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
         metadata = {"kvalloc": json.dumps(header, sort_keys=True)}
         with atomic_write(path) as temporary:
             try:
@@ -254,6 +273,12 @@ class ScoreProfile:
                 way_out=again,
             )
         return profile
+
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that are there, in the order of the file's digest."""
+        optional = {name: getattr(self, name) for name in _OPTIONAL_ARRAYS}
+        present = {name: array for name, array in optional.items() if array is not None}
+        return {name: getattr(self, name) for name in _ARRAYS} | present
 
     def _header(self) -> dict[str, Any]:
         return {
@@ -322,52 +347,6 @@ def interpolate_curves(curves: FloatArray, ranks: IntArray, at: FloatArray) -> F
     return values
 
 
-def _first_fault(profile: ScoreProfile) -> tuple[str, object, str] | None:
-    """The first thing that cannot be, as (field, found, expected)."""
-    shape, curves, ranks = profile.shape, profile.curves, profile.ranks
-    if profile.sinks < 0 or profile.window < 0:
-        return "sinks, window", (profile.sinks, profile.window), "numbers of tokens >= 0"
-    if profile.evictable_tokens < 1:
-        return (
-            "context_tokens",
-            profile.context_tokens,
-            f"more than the {profile.protected_tokens} tokens of sinks and window",
-        )
-    if ranks.ndim != 1 or ranks.size < 2:
-        return "ranks", f"shaped {ranks.shape}", "a list of at least two ranks"
-    if ranks[0] != 0 or ranks[-1] != profile.evictable_tokens or np.any(np.diff(ranks) <= 0):
-        return "ranks", f"{ranks[0]}..{ranks[-1]}", f"rising from 0 to {profile.evictable_tokens}"
-    expected = (shape.n_layers, shape.n_kv_heads)
-    if curves.ndim != 4 or curves.shape[0] < 1 or curves.shape[1:] != (*expected, ranks.size):
-        return "curves", f"shaped {curves.shape}", f"(n_samples >= 1, {expected}, {ranks.size})"
-    if profile.masses.shape != curves.shape[:3]:
-        return "masses", f"shaped {profile.masses.shape}", str(curves.shape[:3])
-    if profile.sample_tokens.shape != curves.shape[:1]:
-        return "sample_tokens", f"shaped {profile.sample_tokens.shape}", str(curves.shape[:1])
-    if not np.all(np.isfinite(profile.masses)) or np.any(profile.masses < 0):
-        return "masses", "negative or not finite", "finite masses >= 0"
-    if not 0 <= profile.interpolation_error < 1:
-        return "interpolation_error", profile.interpolation_error, "a share within 0..1"
-    return _curve_fault(curves[:, list(shape.full_layers)], ranks)
-
-
-def _curve_fault(curves: FloatArray, ranks: IntArray) -> tuple[str, object, str] | None:
-    if not np.all(np.isfinite(curves)):
-        where = np.argwhere(~np.isfinite(curves))[0]
-        return "curves", f"not finite at {where.tolist()}", "finite values"
-    if curves.min() < -CURVE_TOLERANCE or curves.max() > 1 + CURVE_TOLERANCE:
-        return "curves", f"{curves.min():.6g}..{curves.max():.6g}", "shares of mass within 0..1"
-    if np.any(np.abs(curves[..., -1] - 1) > CURVE_TOLERANCE):
-        return "curves", "not 1 when everything is kept", "R(all evictable entries) = 1"
-    for sample, rows in enumerate(curves):  # one sample at a time: a difference is a full copy
-        gains = np.diff(rows, axis=-1) / np.diff(ranks)
-        if np.any(gains < -CURVE_TOLERANCE):
-            return "curves", f"falling in sample {sample}", "curves that rise with every entry"
-        if np.any(np.diff(gains, axis=-1) > CURVE_TOLERANCE):
-            return "curves", f"not concave in sample {sample}", "best entries first (concave)"
-    return None
-
-
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
@@ -380,7 +359,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         with safe_open(str(path), framework="numpy") as handle:
             metadata = handle.metadata() or {}
             names = set(handle.keys())
-            arrays = {name: handle.get_tensor(name) for name in _ARRAYS if name in names}
+            known = (*_ARRAYS, *_OPTIONAL_ARRAYS)
+            arrays = {name: handle.get_tensor(name) for name in known if name in names}
     except (SafetensorError, OSError, TypeError, ValueError) as error:
         raise ProfileFileError(
             path,

@@ -7,7 +7,6 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,10 +17,12 @@ from kvalloc.checking import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formulate import Objective, Request, fixed_bytes, formulate
 from kvalloc.limits import Limits
+from kvalloc.predicting import mean_retention, predicted_loss
 from kvalloc.problem import AllocationProblem, IntArray, apportion
 from kvalloc.registry import get_solver, options_of
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.solver import Solver, Termination
+from kvalloc.weighting import Weights
 
 __all__ = ["Average", "CheckedSolution", "solve", "solve_problem", "to_budget_profile"]
 
@@ -32,6 +33,7 @@ def solve(
     scores: ScoreProfile,
     *,
     target_retention: float | None = None,
+    target_loss: float | None = None,
     budget: str | float | None = None,
     budget_tokens: int | None = None,
     memory: str | int | None = None,
@@ -51,6 +53,7 @@ def solve(
     time_limit: float | None = None,
     average: Average = "curves",
     objective: Objective = "mean",
+    weights: Weights | None = None,
 ) -> BudgetProfile:
     """Decide how many entries each layer and KV head keeps.
 
@@ -60,6 +63,9 @@ def solve(
         Measured retention curves.
     target_retention : float, optional
         Fewest bytes whose mean retention over layers reaches this (XKV, Eq. 18).
+    target_loss : float, optional
+        Fewest bytes whose predicted loss is at most this, nats per token. The prediction is the
+        sum of losses measured with each unit reduced alone; the score profile must hold them.
     budget : str or float, optional
         Most retention within this share of all entries, ``"20%"`` or ``0.2`` (XKV, Eq. 17).
     budget_tokens : int, optional
@@ -97,8 +103,12 @@ def solve(
     average : {"curves", "allocations"}
         Solve once on the mean curves (the sample-average problem), or solve each sample and
         average the budgets (XKV, Sec. IV-C).
-    objective : {"mean", "worst"}
-        Retention is the mean over layers, or that of the worst unit (PrefixKV).
+    objective : {"mean", "worst", "loss"}
+        Retention as the mean over layers, or that of the worst unit (PrefixKV); or the least
+        predicted loss, which ``target_loss`` implies.
+    weights : sequence of float or of sequences of float, optional
+        How much each layer, or each KV head of each layer, counts in what is optimised. The
+        retention that the profile states is the plain mean all the same.
 
     Returns
     -------
@@ -120,6 +130,7 @@ def solve(
     """
     request = Request(
         target_retention=target_retention,
+        target_loss=target_loss,
         budget=budget,
         budget_tokens=budget_tokens,
         memory=memory,
@@ -137,6 +148,7 @@ def solve(
             rank_tolerance=rank_tolerance,
             equal_heads=equal_heads,
         ),
+        weights=weights,
     )
     if isinstance(solver, Solver) and solver_options:
         raise InputError("solver_options go with a solver's name; this solver has its options set")
@@ -220,6 +232,8 @@ def to_budget_profile(
         "max_tokens": request.max_tokens,
         **request.limits.describe(),
     }
+    if request.weights is not None:
+        requested["weights"] = np.asarray(request.weights).tolist()
     if problem.capacity_bytes is not None:
         constant = fixed_bytes(scores, problem.context_tokens, request.batch, request.page_tokens)
         requested["bytes"] = problem.capacity_bytes + constant
@@ -247,7 +261,8 @@ def to_budget_profile(
         bound_source=checked.bound_source,
         termination=checked.termination.value,
         requested=requested,
-        retention=_mean_retention(scores, request, problem, checked),
+        retention=_retention(scores, request, problem, checked, budgets),
+        predicted_loss=predicted_loss(scores, budgets, problem.context_tokens),
         batch=request.batch,
         score_digest=scores.digest(),
         problem_digest=problem.digest(),
@@ -267,16 +282,17 @@ def _rank_table(
     return table
 
 
-def _mean_retention(
+def _retention(
     scores: ScoreProfile,
     request: Request,
     problem: AllocationProblem,
     checked: CheckedSolution,
+    budgets: IntArray,
 ) -> float:
     """Mean over layers of the kept share of score mass, whatever was optimised."""
-    if request.objective == "mean":
+    if request.objective == "mean" and request.weights is None:
         return checked.value
-    return formulate(scores, replace(request, objective="mean")).objective_value(checked.choice)
+    return mean_retention(scores, budgets, problem.context_tokens)
 
 
 def _average_allocations(

@@ -8,8 +8,9 @@ import numpy as np
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError
-from kvalloc.formulate import Objective, Request, formulate
+from kvalloc.formulate import Request, formulate
 from kvalloc.limits import Limits
+from kvalloc.predicting import mean_retention, predicted_loss
 from kvalloc.problem import AllocationProblem, IntArray, Sense
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
@@ -52,7 +53,7 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
     -------
     list of Check
         Model, digests, every budget being an option of the problem, target or capacity, cost,
-        objective, retention, and the bound recomputed by duality.
+        objective, retention, predicted loss, and the bound recomputed by duality.
 
     Raises
     ------
@@ -60,7 +61,6 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         If the profile does not say what was requested, so that nothing can be recomputed.
     """
     problem = _problem_of(profile, scores)
-    mean = _problem_of(profile, scores, objective="mean")
     tokens, is_option, choice = _choice_of(profile, problem)
     checks = [
         _equal("model", profile.shape.model_id, scores.shape.model_id),
@@ -100,17 +100,22 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         )
     checks.extend(_side_checks(profile, problem, choice))
     checks.append(_close("objective", profile.objective, problem.objective(choice)))
-    checks.append(_close("retention", profile.retention, mean.objective_value(choice)))
+    retention = mean_retention(scores, profile.budgets, profile.context_tokens)
+    checks.append(_close("retention", profile.retention, retention))
+    loss = predicted_loss(scores, profile.budgets, profile.context_tokens)
+    if loss is None:
+        checks.append(_equal("predicted loss", profile.predicted_loss, None))
+    else:
+        checks.append(_close("predicted loss", profile.predicted_loss, loss))
     checks.append(_bound_check(profile, problem, choice))
     return checks
 
 
-def _problem_of(
-    profile: BudgetProfile, scores: ScoreProfile, objective: Objective | None = None
-) -> AllocationProblem:
+def _problem_of(profile: BudgetProfile, scores: ScoreProfile) -> AllocationProblem:
     asked = profile.requested
     fields = {
         "retention": "target_retention",
+        "loss": "target_loss",
         "budget": "budget",
         "budget_tokens": "budget_tokens",
         "memory": "memory",
@@ -120,7 +125,6 @@ def _problem_of(
             "the budget profile does not say what was requested, so it cannot be verified; make "
             "it again with 'kvalloc solve'"
         )
-    stated: Objective = asked.get("objective", "mean")
     request = Request(
         **{fields[asked["target"]]: asked["value"]},
         level=profile.level,
@@ -129,8 +133,9 @@ def _problem_of(
         min_tokens=asked.get("min_tokens"),
         max_tokens=asked.get("max_tokens"),
         page_tokens=profile.page_tokens,
-        objective=objective or stated,
+        objective=asked.get("objective", "mean"),
         limits=Limits.of(asked),
+        weights=asked.get("weights"),
     )
     return formulate(scores, request)
 

@@ -103,6 +103,30 @@ def make_scores(
     return ScoreProfile(**{**values, **changes})
 
 
+def make_losses(
+    seed: int = 0,
+    *,
+    levels: list[int] | None = None,
+    per: str = "head",
+    noise: float = 0.002,
+    **changes: Any,
+) -> ScoreProfile:
+    """A score profile with measured-looking loss curves: falling, with steps, and noise on top."""
+    scores = make_scores(seed, **changes)
+    rng = np.random.default_rng([seed, 1])
+    shape, least = scores.shape, max(1, scores.protected_tokens)
+    if levels is None:
+        levels = sorted({least, least + 2, least + 7, least + 15, scores.context_tokens})
+    columns = shape.n_kv_heads if per == "head" else 1
+    size = (scores.n_samples, shape.n_layers, columns, len(levels))
+    losses = -np.sort(-rng.exponential(0.05, size) * rng.random((*size[:3], 1)), axis=-1)
+    losses += noise * rng.standard_normal(size)
+    losses[..., -1] = 0.0
+    fields = {name: getattr(scores, name) for name in scores.__dataclass_fields__}
+    measured = {"loss_tokens": np.array(levels, dtype=np.int64), "losses": losses}
+    return ScoreProfile(**{**fields, **measured, "loss_stderr": np.full(size, noise)})
+
+
 def make_budget_profile(budgets: Array, **changes: Any) -> BudgetProfile:
     budgets = np.asarray(budgets, dtype=np.int64)
     values: dict[str, Any] = {

@@ -19,7 +19,7 @@ from kvalloc.cli.output import (
     print_table,
     size,
 )
-from kvalloc.cli.solve import RETENTION_NOTE, request_text, requested_bytes, row
+from kvalloc.cli.solve import LOSS_NOTE, RETENTION_NOTE, request_text, requested_bytes, row
 from kvalloc.errors import KVAllocError, SolverError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class _Refused:
 def compare(
     scores: targets.Scores,
     target_retention: targets.TargetRetention = None,
+    target_loss: targets.TargetLoss = None,
     budget: targets.Budget = None,
     budget_tokens: targets.BudgetTokens = None,
     memory: targets.Memory = None,
@@ -85,20 +86,24 @@ def compare(
     rank_tolerance: targets.RankTolerance = None,
     equal_heads: targets.EqualHeads = False,
     average: targets.Average = "curves",
+    objective: targets.Objective = "mean",
+    weights: targets.Weights = None,
     time_limit: targets.TimeLimit = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Show what every solver makes of one target, side by side.
 
-    Exactly one target: --target-retention, --budget, --budget-tokens or --memory. The best comes
-    first. A solver that cannot solve this problem is listed with its reason.
+    Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
+    The best comes first. A solver that cannot solve this problem is listed with its reason.
     """
     from kvalloc.formulate import Request, formulate
     from kvalloc.registry import get_solver, solver_names
+    from kvalloc.weighting import read_weights
 
     options: dict[str, Any] = {
         "target_retention": target_retention,
+        "target_loss": target_loss,
         "budget": budget,
         "budget_tokens": budget_tokens,
         "memory": memory,
@@ -106,6 +111,8 @@ def compare(
         "level": level,
         "min_tokens": min_tokens,
         "max_tokens": max_tokens,
+        "objective": objective,
+        "weights": None if weights is None else read_weights(weights),
     }
     limits = targets.limits(
         cap=cap,
@@ -141,6 +148,8 @@ def compare(
         return
     _print_table(done, refused)
     note(f"note: {RETENTION_NOTE}", quiet=quiet)
+    if any(outcome.profile.predicted_loss is not None for outcome in done):
+        note(f"note: {LOSS_NOTE}", quiet=quiet)
 
 
 def _try(
@@ -175,7 +184,17 @@ def _print_table(done: list[_Decided], refused: list[_Refused]) -> None:
     if first.requested_bytes is not None:
         print(f"granted {size(first.requested_bytes)} of {size(first.profile.full_bytes)}")
     print()
-    headings = ("solver", "retention", "tokens", "bytes", "share", "bound", "gap", "seconds")
+    headings = (
+        "solver",
+        "retention",
+        "loss",
+        "tokens",
+        "bytes",
+        "share",
+        "bound",
+        "gap",
+        "seconds",
+    )
     print_table((*headings, "ended"), [_cells(outcome) for outcome in done])
     if refused:
         print()
@@ -194,6 +213,7 @@ def _cells(outcome: _Decided) -> list[str]:
     return [
         decided.solver,
         f"{decided.retention:.4f}",
+        "?" if decided.predicted_loss is None else f"{decided.predicted_loss:.4f}",
         f"{decided.retained_tokens / decided.budgets.size:,.0f}",
         size(decided.retained_bytes),
         f"{decided.retained_bytes / decided.full_bytes:.1%}",

@@ -128,10 +128,11 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
 
         least, mean, most = _spread(profile)
         spread = {"min_tokens": least, "mean_tokens": mean, "max_tokens": most}
-        print_json({"file": file, **budget_profile_dict(profile), **spread})
+        known = {"predicted_loss": profile.predicted_loss}  # null, where the file leaves it out
+        print_json({"file": file, **known, **budget_profile_dict(profile), **spread})
         return
     from kvalloc.cli.picture import budget_picture
-    from kvalloc.cli.solve import objective_text, request_text, solver_text
+    from kvalloc.cli.solve import LOSS_NOTE, objective_text, request_text, solver_text
 
     least, mean, most = _spread(profile)
     kept, whole = profile.retained_bytes, profile.full_bytes
@@ -148,6 +149,9 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "solver": f"{solver_text(profile)}{f' with {options}' if options else ''}, "
             f"{profile.termination}, {profile.level} level, {profile.created}",
             "retention": "unknown" if profile.retention is None else f"{profile.retention:.6f}",
+            "predicted loss": "unknown, no loss curves"
+            if profile.predicted_loss is None
+            else f"{profile.predicted_loss:.6f} nats per token; {LOSS_NOTE}",
             "objective": f"{objective_text(profile.objective, profile.sense)}, bound "
             f"{bound}{source}",
             "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
@@ -190,6 +194,7 @@ def _show_scores(file: str, profile: ScoreProfile, *, json: bool) -> None:
             "context": f"{profile.context_tokens:,} tokens, {profile.evictable_tokens:,} of them "
             f"evictable; {exact}",
             "samples": f"{profile.n_samples} of {lengths} tokens",
+            "loss curves": _loss_text(profile),
             "text": profile.text_description or "not recorded",
             "made": f"{profile.created} with {versions}",
         }
@@ -231,12 +236,30 @@ def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
         "sample_tokens": profile.sample_tokens.tolist(),
         "n_ranks": int(profile.ranks.size),
         "interpolation_error": profile.interpolation_error,
+        "loss_tokens": None if profile.loss_tokens is None else profile.loss_tokens.tolist(),
+        "losses_per": _losses_per(profile),
         "text_description": profile.text_description,
         "text_digest": profile.text_digest,
         "versions": profile.versions,
         "created": profile.created,
         "digest": profile.digest(),
     }
+
+
+def _losses_per(profile: ScoreProfile) -> str | None:
+    if profile.losses is None:
+        return None
+    return "layer" if profile.losses.shape[2] == 1 else "head"
+
+
+def _loss_text(profile: ScoreProfile) -> str:
+    if profile.loss_tokens is None:
+        return "not measured"
+    levels = profile.loss_tokens
+    return (
+        f"measured one {_losses_per(profile)} at a time, at {levels.size} budgets from "
+        f"{int(levels[0]):,} to {int(levels[-1]):,} tokens"
+    )
 
 
 def _parameters(parameters: dict[str, Any]) -> str:

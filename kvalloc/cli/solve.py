@@ -31,12 +31,17 @@ EXAMPLES = """\
   kvalloc solve s.safetensors --budget 20% --solver pyramid --solver-option beta=10 --json
 """
 
+LOSS_NOTE = (
+    "predicted loss is a sum of single-unit measurements: each unit was reduced alone, and "
+    "together they may do more harm or less"
+)
 RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
 
 
 def solve(
     scores: targets.Scores,
     target_retention: targets.TargetRetention = None,
+    target_loss: targets.TargetLoss = None,
     budget: targets.Budget = None,
     budget_tokens: targets.BudgetTokens = None,
     memory: targets.Memory = None,
@@ -59,6 +64,8 @@ def solve(
     rank_tolerance: targets.RankTolerance = None,
     equal_heads: targets.EqualHeads = False,
     average: targets.Average = "curves",
+    objective: targets.Objective = "mean",
+    weights: targets.Weights = None,
     time_limit: targets.TimeLimit = None,
     output: Annotated[
         Path | None,
@@ -75,15 +82,17 @@ def solve(
     """Decide how many entries each layer and KV head keeps.
 
     What was decided comes with a bound that shows how much better it could be at most.
-    Exactly one target: --target-retention, --budget, --budget-tokens or --memory.
+    Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     """
     from kvalloc.cli.progress import slow
     from kvalloc.files import check_writable
     from kvalloc.formulate import Request
     from kvalloc.solving import solve as decide
+    from kvalloc.weighting import read_weights
 
     options: dict[str, Any] = {
         "target_retention": target_retention,
+        "target_loss": target_loss,
         "budget": budget,
         "budget_tokens": budget_tokens,
         "memory": memory,
@@ -91,6 +100,8 @@ def solve(
         "level": level,
         "min_tokens": min_tokens,
         "max_tokens": max_tokens,
+        "objective": objective,
+        "weights": None if weights is None else read_weights(weights),
     }
     limits = targets.limits(
         cap=cap,
@@ -152,6 +163,8 @@ def row(decided: BudgetProfile, scores: ScoreProfile, seconds: float) -> dict[st
         "bound_source": decided.bound_source,
         "gap": decided.gap,
         "retention": decided.retention,
+        "predicted_loss": decided.predicted_loss,
+        "predicted_loss_note": None if decided.predicted_loss is None else LOSS_NOTE,
         "retained_tokens": decided.retained_tokens,
         "full_tokens": decided.full_tokens,
         "retained_bytes": decided.retained_bytes,
@@ -195,11 +208,15 @@ def request_text(decided: BudgetProfile) -> str:
     """What was asked for, for people."""
     value = decided.requested["value"]
     worst = " of the worst unit" if decided.requested.get("objective") == "worst" else ""
+    loss = decided.requested.get("objective") == "loss"
+    weighted = "weighted " if decided.requested.get("weights") else ""
+    most = f"least {weighted}predicted loss" if loss else f"most {weighted}retention{worst}"
     text = {
-        "retention": f"retention{worst} of {value:g} or more in the fewest bytes",
-        "budget": f"most retention{worst} in {100 * value:g}% of all entries",
-        "budget_tokens": f"most retention{worst} in {value:,} tokens per KV head on average",
-        "memory": f"most retention{worst} in {size(value)}",
+        "loss": f"predicted loss of {value:g} nats per token or less in the fewest bytes",
+        "retention": f"{weighted}retention{worst} of {value:g} or more in the fewest bytes",
+        "budget": f"{most} in {100 * value:g}% of all entries",
+        "budget_tokens": f"{most} in {value:,} tokens per KV head on average",
+        "memory": f"{most} in {size(value)}",
     }[str(decided.requested["target"])]
     prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
     return "; ".join([f"{text}, {prompts}{decided.context_tokens:,} tokens", *limit_texts(decided)])
@@ -288,6 +305,9 @@ def _summary(
         del fields["why"]
     if decided.ranks is not None:
         fields["ranks"] = ranks_text(decided)
+    if decided.predicted_loss is not None:
+        fields["predicted loss"] = f"{decided.predicted_loss:.6f} nats per token"
+        fields["loss note"] = LOSS_NOTE
     if output is not None:
         fields["written"] = str(output)
     return fields

@@ -25,6 +25,29 @@ TargetRetention = Annotated[
         help="Fewest bytes that keep this mean share of the score mass, such as 0.9.",
     ),
 ]
+TargetLoss = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NATS",
+        help="Fewest bytes whose predicted loss is at most this, nats per token, such as 0.02.",
+    ),
+]
+Objective = Annotated[
+    str,
+    typer.Option(
+        metavar="mean|worst|loss",
+        help="Most retention as the mean over layers, or of the worst unit, or least predicted "
+        "loss.",
+    ),
+]
+Weights = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json",
+        help="How much each layer counts: a JSON list of one number a layer, or of one list of "
+        "numbers a layer, one a KV head.",
+    ),
+]
 Budget = Annotated[
     str | None,
     typer.Option(metavar="SHARE", help="At most this share of all entries, such as 20%."),

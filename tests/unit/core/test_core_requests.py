@@ -73,7 +73,7 @@ def test_what_is_no_size(text: str | int) -> None:
         ({"budget_tokens": 0}, "keeps nothing"),
         ({"memory": "lots"}, "not a size"),
         ({"budget": 0.5, "level": "row"}, "expected 'layer' or 'head'"),
-        ({"budget": 0.5, "objective": "median"}, "expected 'mean' or 'worst'"),
+        ({"budget": 0.5, "objective": "median"}, "expected one of 'mean', 'worst', 'loss'"),
         ({"budget": 0.5, "batch": 0}, "batch and page must be at least 1"),
         ({"budget": 0.5, "page_tokens": 0}, "batch and page must be at least 1"),
         ({"budget": 0.5, "min_tokens": -1}, "least budget is -1"),

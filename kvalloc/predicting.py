@@ -1,0 +1,207 @@
+"""What measured curves say about budgets: retention, and loss where loss curves were measured."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError
+from kvalloc.score_profile import ScoreProfile, interpolate_curves
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+LOSS_OPTIONS = 256
+"""Most options of a unit whose loss is minimised: its curve is not concave, and exact solvers pay
+for every option. Where there are more pages than that, every second, third, ... one is offered."""
+
+
+def mean_retention(
+    scores: ScoreProfile, budgets: IntArray, context_tokens: int, *, sample: int | None = None
+) -> float:
+    """Mean over full-attention layers of the kept share of score mass.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        Measured curves.
+    budgets : ndarray of int64, (n_layers, n_kv_heads)
+        Entries that each head keeps, sinks and window included.
+    context_tokens : int
+        Prompt length that the budgets are for.
+    sample : int, optional
+        One sample; the mean over all by default.
+
+    Returns
+    -------
+    float
+        0..1.
+    """
+    curves = scores.contributions(sample)
+    at = evictable_rank(scores, budgets, context_tokens)
+    kept = [
+        interpolate_curves(curves[layer, head], scores.ranks, at[layer, [head]])
+        for layer in scores.shape.full_layers
+        for head in range(scores.shape.n_kv_heads)
+    ]
+    return math.fsum(np.concatenate(kept)) / len(scores.shape.full_layers)
+
+
+def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) -> FloatArray:
+    """Kept evictable entries at the reference context that budgets at another one stand for.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    tokens : ndarray of int64
+        Budgets, sinks and window included.
+    context_tokens : int
+        Prompt length that they are for; the same share of its evictable entries is looked up.
+
+    Returns
+    -------
+    ndarray of float64, as ``tokens``
+    """
+    stretch = scores.evictable_tokens / (context_tokens - scores.protected_tokens)
+    ranks = (tokens - scores.protected_tokens) * stretch
+    within: FloatArray = np.clip(ranks, 0.0, float(scores.evictable_tokens)).astype(np.float64)
+    return within
+
+
+def loss_curves(scores: ScoreProfile, *, sample: int | None = None) -> FloatArray:
+    """Mean loss curves over samples, or those of one.
+
+    Returns
+    -------
+    ndarray of float64, (n_layers, n_kv_heads or 1, n_levels)
+        Nats per token.
+
+    Raises
+    ------
+    InputError
+        If none were measured.
+    """
+    if scores.losses is None:
+        raise InputError(
+            "this score profile holds no loss curves, so no loss can be predicted; measure them "
+            "with 'kvalloc profile --loss', or ask for retention"
+        )
+    mean: FloatArray = scores.losses.mean(axis=0) if sample is None else scores.losses[sample]
+    return mean
+
+
+def loss_at(
+    scores: ScoreProfile, curves: FloatArray, tokens: IntArray, context_tokens: int
+) -> FloatArray:
+    """Loss curves at budgets, linear between the measured levels.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    curves : ndarray of float64, (..., n_levels)
+        From `loss_curves`.
+    tokens : ndarray of int64, (n_at,)
+        Budgets at ``context_tokens``, none below `least_loss_tokens`.
+    context_tokens : int
+
+    Returns
+    -------
+    ndarray of float64, (..., n_at)
+        Nats per token.
+    """
+    assert scores.loss_tokens is not None  # loss_curves has given the curves
+    levels = scores.loss_tokens - scores.protected_tokens
+    return interpolate_curves(curves, levels, evictable_rank(scores, tokens, context_tokens))
+
+
+def least_loss_tokens(scores: ScoreProfile, context_tokens: int) -> int:
+    """The smallest budget at a context whose loss is known: the lowest measured level.
+
+    Below it there is no measurement, and none is made up.
+    """
+    assert scores.loss_tokens is not None  # asked for with loss curves only
+    lowest = int(scores.loss_tokens[0]) - scores.protected_tokens
+    stretch = (context_tokens - scores.protected_tokens) / scores.evictable_tokens
+    return scores.protected_tokens + math.ceil(lowest * stretch - 1e-9)
+
+
+def loss_options(least: int, most: int, context_tokens: int, page_tokens: int) -> IntArray:
+    """Budgets that are offered when loss is minimised: equal steps down from the largest.
+
+    Equal steps keep the grain of the costs coarse, which is what exact solvers pay for.
+
+    Parameters
+    ----------
+    least, most : int
+        Smallest and largest budget allowed, tokens; ``most`` at most the context.
+    context_tokens : int
+        The last page may be a partial one: it holds the rest of the context.
+    page_tokens : int
+        Budgets are whole pages of so many tokens.
+
+    Returns
+    -------
+    ndarray of int64, (n_options,)
+        Rising, at most `LOSS_OPTIONS`.
+
+    Raises
+    ------
+    InputError
+        If there is no page in between.
+
+    Examples
+    --------
+    >>> loss_options(5, 40, 40, 8).tolist(), loss_options(20, 1000, 1000, 1).size
+    ([8, 16, 24, 32, 40], 246)
+    """
+    first = -(-least // page_tokens)
+    last = -(-context_tokens // page_tokens) if most >= context_tokens else most // page_tokens
+    if last < first:
+        raise InputError(
+            f"no budget of whole pages of {page_tokens} tokens is between the least of {least}, "
+            f"below which no loss was measured, and the largest of {most}; allow larger ones"
+        )
+    stride = -(-(last - first + 1) // LOSS_OPTIONS)
+    pages = np.arange(last, first - 1, -stride, dtype=np.int64)[::-1]
+    return np.minimum(pages * page_tokens, context_tokens)
+
+
+def predicted_loss(
+    scores: ScoreProfile, budgets: IntArray, context_tokens: int, *, sample: int | None = None
+) -> float | None:
+    """Sum of the units' measured losses at their budgets, nats per token.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        Measured curves.
+    budgets : ndarray of int64, (n_layers, n_kv_heads)
+        Entries that each head keeps, sinks and window included.
+    context_tokens : int
+        Prompt length that the budgets are for.
+    sample : int, optional
+        One sample; the mean over all by default.
+
+    Returns
+    -------
+    float or None
+        None where it is not known: no loss curves, a budget below the lowest measured level, or
+        heads of a layer that differ when only whole layers were measured.
+    """
+    if scores.losses is None:
+        return None
+    decided = budgets[list(scores.shape.full_layers)]
+    if int(decided.min()) < least_loss_tokens(scores, context_tokens):
+        return None
+    curves = loss_curves(scores, sample=sample)
+    columns = curves.shape[1]
+    if columns == 1 and np.any(decided != decided[:, :1]):
+        return None
+    lost = [
+        loss_at(scores, curves[layer, head], budgets[layer, [head]], context_tokens)
+        for layer in scores.shape.full_layers
+        for head in range(columns)
+    ]
+    return math.fsum(np.concatenate(lost))

@@ -1,0 +1,117 @@
+"""What a score profile must be like: the first thing in it that cannot be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvalloc.score_profile import ScoreProfile
+
+CURVE_TOLERANCE = 1e-9
+"""How far float64 rounding may take a curve from monotone or concave."""
+
+LOSS_NOISE_NATS = 1e-3
+"""A measured loss may be this far below 0 whatever the others are; see `_loss_fault`."""
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Fault = tuple[str, object, str]
+
+
+def first_fault(profile: ScoreProfile) -> Fault | None:
+    """The first thing that cannot be, as (field, found, expected), or None.
+
+    Parameters
+    ----------
+    profile : ScoreProfile
+        Half made: its fields are set and nothing else is known of them.
+    """
+    shape, curves, ranks = profile.shape, profile.curves, profile.ranks
+    if profile.sinks < 0 or profile.window < 0:
+        return "sinks, window", (profile.sinks, profile.window), "numbers of tokens >= 0"
+    if profile.evictable_tokens < 1:
+        return (
+            "context_tokens",
+            profile.context_tokens,
+            f"more than the {profile.protected_tokens} tokens of sinks and window",
+        )
+    if ranks.ndim != 1 or ranks.size < 2:
+        return "ranks", f"shaped {ranks.shape}", "a list of at least two ranks"
+    if ranks[0] != 0 or ranks[-1] != profile.evictable_tokens or np.any(np.diff(ranks) <= 0):
+        return "ranks", f"{ranks[0]}..{ranks[-1]}", f"rising from 0 to {profile.evictable_tokens}"
+    expected = (shape.n_layers, shape.n_kv_heads)
+    if curves.ndim != 4 or curves.shape[0] < 1 or curves.shape[1:] != (*expected, ranks.size):
+        return "curves", f"shaped {curves.shape}", f"(n_samples >= 1, {expected}, {ranks.size})"
+    if profile.masses.shape != curves.shape[:3]:
+        return "masses", f"shaped {profile.masses.shape}", str(curves.shape[:3])
+    if profile.sample_tokens.shape != curves.shape[:1]:
+        return "sample_tokens", f"shaped {profile.sample_tokens.shape}", str(curves.shape[:1])
+    if not np.all(np.isfinite(profile.masses)) or np.any(profile.masses < 0):
+        return "masses", "negative or not finite", "finite masses >= 0"
+    if not 0 <= profile.interpolation_error < 1:
+        return "interpolation_error", profile.interpolation_error, "a share within 0..1"
+    return _curve_fault(curves[:, list(shape.full_layers)], ranks) or _loss_fault(profile)
+
+
+def _curve_fault(curves: FloatArray, ranks: IntArray) -> Fault | None:
+    if not np.all(np.isfinite(curves)):
+        where = np.argwhere(~np.isfinite(curves))[0]
+        return "curves", f"not finite at {where.tolist()}", "finite values"
+    if curves.min() < -CURVE_TOLERANCE or curves.max() > 1 + CURVE_TOLERANCE:
+        return "curves", f"{curves.min():.6g}..{curves.max():.6g}", "shares of mass within 0..1"
+    if np.any(np.abs(curves[..., -1] - 1) > CURVE_TOLERANCE):
+        return "curves", "not 1 when everything is kept", "R(all evictable entries) = 1"
+    for sample, rows in enumerate(curves):  # one sample at a time: a difference is a full copy
+        gains = np.diff(rows, axis=-1) / np.diff(ranks)
+        if np.any(gains < -CURVE_TOLERANCE):
+            return "curves", f"falling in sample {sample}", "curves that rise with every entry"
+        if np.any(np.diff(gains, axis=-1) > CURVE_TOLERANCE):
+            return "curves", f"not concave in sample {sample}", "best entries first (concave)"
+    return None
+
+
+def _loss_fault(profile: ScoreProfile) -> Fault | None:
+    """Loss curves are measured, so noise stays: a curve need not fall, nor be above 0 all along.
+
+    What cannot be noise is refused: more nats below 0 than above it (a sign turned round), a loss
+    where everything is kept (levels turned round).
+    """
+    levels, losses, stderr = profile.loss_tokens, profile.losses, profile.loss_stderr
+    if levels is None or losses is None:
+        if levels is None and losses is None and stderr is None:
+            return None
+        return "loss_tokens, losses", "one without the other", "both or neither (and loss_stderr)"
+    if levels.ndim != 1 or levels.size < 2 or levels.dtype != np.int64:
+        return "loss_tokens", f"{levels.dtype} shaped {levels.shape}", "int64, two levels or more"
+    least, most = profile.protected_tokens, profile.context_tokens
+    if np.any(np.diff(levels) <= 0) or levels[0] < max(1, least) or levels[-1] != most:
+        return (
+            "loss_tokens",
+            f"{levels.tolist()[:4]}..{int(levels[-1])}",
+            f"rising from at least {max(1, least)} (sinks and window) to the context of {most}",
+        )
+    shape = profile.shape
+    rows = (profile.n_samples, shape.n_layers)
+    sizes = {(*rows, heads, levels.size) for heads in (1, shape.n_kv_heads)}
+    for name, array in (("losses", losses), ("loss_stderr", stderr)):
+        if array is None:
+            continue
+        if array.shape not in sizes or array.shape != losses.shape or array.dtype != np.float64:
+            return name, f"{array.dtype} shaped {array.shape}", f"float64 shaped {sorted(sizes)}"
+        decided = array[:, list(shape.full_layers)]
+        if not np.all(np.isfinite(decided)):
+            sample, layer, head, level = np.argwhere(~np.isfinite(decided))[0].tolist()
+            place = f"sample {sample}, layer {shape.full_layers[layer]}, head {head}, level {level}"
+            return name, f"not finite in {place}", "finite nats per token"
+    if stderr is not None and np.any(stderr < 0):
+        return "loss_stderr", "negative", "standard errors >= 0"
+    decided = losses[:, list(shape.full_layers)]
+    if np.any(np.abs(decided[..., -1]) > CURVE_TOLERANCE):
+        return "losses", "not 0 where everything is kept", "C(context) = 0, levels rising"
+    low, high = float(decided.min()), float(decided.max())
+    if low < -max(LOSS_NOISE_NATS, high):
+        return "losses", f"{low:.6g}..{high:.6g}", "KL in nats: what is lost, above 0 but for noise"
+    return None

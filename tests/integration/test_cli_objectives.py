@@ -1,0 +1,103 @@
+"""The command line's targets and objectives beyond mean retention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_tools import refused, run
+from factories import make_losses, make_scores
+
+from kvalloc.budget_profile import BudgetProfile
+
+NOTE = "sum of single-unit measurements"
+
+
+@pytest.fixture
+def scores(tmp_path: Path) -> Path:
+    path = tmp_path / "s.safetensors"
+    make_losses().save(path)
+    return path
+
+
+def test_a_target_loss_ends_in_a_profile_that_verifies(scores: Path) -> None:
+    out = scores.parent / "p.json"
+    ran = run("solve", scores, "--target-loss", "0.05", "--solver", "dp", "-o", out)
+    assert ran.code == 0
+    assert "predicted loss of 0.05 nats per token or less in the fewest bytes" in ran.out
+    assert NOTE in ran.out
+    decided = BudgetProfile.load(out)
+    assert decided.predicted_loss is not None
+    assert decided.predicted_loss <= 0.05
+    assert f"{decided.predicted_loss:.6f} nats per token" in ran.out
+    assert run("verify", out, scores).code == 0
+    told = run("inspect", out)
+    assert NOTE in " ".join(told.out.split())
+    assert run("inspect", out, "--json").json["predicted_loss"] == decided.predicted_loss
+
+
+def test_the_least_loss_in_a_size(scores: Path) -> None:
+    found = run(
+        "solve", scores, "--budget", "50%", "--objective", "loss", "--solver", "dp", "--json"
+    ).json
+    assert found["predicted_loss"] == pytest.approx(-found["objective"])
+    assert NOTE in found["predicted_loss_note"]
+    by_retention = run("solve", scores, "--budget", "50%", "--solver", "greedy", "--json").json
+    assert by_retention["predicted_loss"] >= found["predicted_loss"]
+
+
+def test_compare_shows_the_loss_where_it_is_known(scores: Path) -> None:
+    rows = run("compare", scores, "--budget", "50%", "--json").json
+    assert all(row["predicted_loss"] is not None for row in rows if row["reason"] is None)
+    ran = run("compare", scores, "--target-loss", "0.05")
+    assert NOTE in " ".join((ran.out + ran.err).split())
+    make_scores().save(scores)
+    rows = run("compare", scores, "--budget", "50%", "--json").json
+    assert all(row["predicted_loss"] is None for row in rows if row["reason"] is None)
+
+
+def test_inspect_tells_what_was_measured(scores: Path) -> None:
+    assert "one head at a time, at 5 budgets from 5 to 40 tokens" in run("inspect", scores).out
+    told = run("inspect", scores, "--json").json
+    assert told["loss_tokens"] == [5, 7, 12, 20, 40]
+    assert told["losses_per"] == "head"
+    make_scores().save(scores)
+    assert run("inspect", scores, "--json").json["losses_per"] is None
+
+
+def test_the_worst_unit_by_objective(scores: Path) -> None:
+    found = run(
+        "solve", scores, "--budget", "50%", "--objective", "worst", "--solver", "max_min", "--json"
+    ).json
+    assert found["requested"]["objective"] == "worst"
+
+
+def test_weights_from_a_file(scores: Path) -> None:
+    weights = scores.parent / "w.json"
+    weights.write_text("[0, 1, 1]")
+    out = scores.parent / "p.json"
+    ran = run(
+        "solve", scores, "--budget", "40%", "--solver", "greedy", "--weights", weights, "-o", out
+    )
+    assert "most weighted retention" in ran.out
+    assert BudgetProfile.load(out).budgets[0].tolist() == [5, 5]
+    assert run("verify", out, scores).code == 0
+    assert run("compare", scores, "--budget", "40%", "--weights", weights).code == 0
+
+
+def test_what_is_refused(scores: Path) -> None:
+    folder, out = scores.parent, ("-o", scores.parent / "p.json")
+    assert "two targets" in refused(
+        folder, "solve", scores, "--target-loss", "0.1", "--budget", "20%", *out
+    )
+    assert "objective is 'best'" in refused(
+        folder, "solve", scores, "--budget", "20%", "--objective", "best", *out
+    )
+    weights = folder / "w.json"
+    weights.write_text(json.dumps([1.0, float("nan"), 1.0]))
+    assert "layer 1 is nan" in refused(
+        folder, "solve", scores, "--budget", "20%", "--weights", weights, *out
+    )
+    make_scores().save(scores)
+    assert "no loss curves" in refused(folder, "solve", scores, "--target-loss", "0.1", *out)
