@@ -69,9 +69,12 @@ def advise(
     text = f"{_asked(request)} is not possible"
     if blamed:
         text += f" with {' and '.join(blamed)}"
-    elif problem.constraints:
+    else:
         every = [_flag(request, i, c) for i, c in enumerate(problem.constraints)]
-        text += f" with {' and '.join(every)} together, and no single one of them is to blame"
+        if request.max_tokens is not None:
+            every.append(f"--max-tokens {request.max_tokens}")
+        text += f" with {' and '.join(every)}" if every else ""
+        text += " together; to change one of them is not enough" if len(every) > 1 else ""
     if nearest_flag is not None:
         reach = "the most is" if request.target_retention is not None else "the least is"
         text += f"; {reach} {nearest_flag}"

@@ -101,6 +101,10 @@ class BudgetProfile:
         What proves the bound: ``"dual"`` (recomputed by kvalloc) or the solver's name.
     termination : str
         Why the solver stopped.
+    value_per_mib : float or None
+        Shadow price: what one more MiB would add to the value, at the margin; None if unknown.
+    price_source : str
+        Where that comes from: the next entry, the dual, or solving again with a little more.
     requested : dict
         The target as asked: its name and value, and the bytes or the value it stands for.
     retention : float or None
@@ -149,6 +153,8 @@ class BudgetProfile:
     versions: dict[str, str] = field(default_factory=dict)
     created: str = ""
     ranks: IntArray | None = None
+    value_per_mib: float | None = None
+    price_source: str = ""
 
     def __post_init__(self) -> None:
         fault = _first_fault(self)

@@ -45,6 +45,8 @@ class CheckedSolution:
         The tighter of kvalloc's own dual bound and what an exact solver proved.
     bound_source : str
         ``"dual"`` or the solver's name.
+    multiplier : float or None
+        Price of one byte in the dual bound, side constraints left out; None if not computed.
     termination : Termination
         Why the solver stopped.
     detail : str
@@ -65,6 +67,7 @@ class CheckedSolution:
     termination: Termination
     detail: str
     decided_by: str = ""
+    multiplier: float | None = None
     seconds: float
 
     @property
@@ -99,7 +102,7 @@ def solve_problem(
     """
     solution, seconds = _asked(problem, solver, time_limit_seconds)
     objective = problem.objective(solution.choice)
-    bound, source = _tightest_bound(problem, solver, solution)
+    bound, source, multiplier = _tightest_bound(problem, solver, solution)
     if bound is not None and abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
         bound = objective
     return CheckedSolution(
@@ -113,6 +116,7 @@ def solve_problem(
         termination=solution.termination,
         detail=" ".join(solution.detail.split()),
         decided_by=solution.decided_by or solver.name,
+        multiplier=multiplier,
         seconds=seconds,
     )
 
@@ -245,14 +249,14 @@ def _check_claims(problem: AllocationProblem, solver: Solver, solution: Solution
 
 def _tightest_bound(
     problem: AllocationProblem, solver: Solver, solution: Solution
-) -> tuple[float | None, str]:
+) -> tuple[float | None, str, float]:
     cost = problem.cost(solution.choice)
     if problem.capacity_bytes is not None and cost > problem.capacity_bytes:
         problem = problem.with_capacity(cost)  # a rule that overspends: bound what it did spend
     response = problem.dual_bound()
     dual = response.bound
     if solution.bound is None:
-        return dual, "dual"
+        return dual, "dual", response.multiplier
     tighter = min if problem.sense is Sense.MAX_VALUE else max
     known = problem.objective(response.choice)
     beaten = abs(known - solution.bound) > PROOF_TOLERANCE * max(1.0, abs(known))
@@ -262,4 +266,5 @@ def _tightest_bound(
             f"{known:.9g} exists"
         )
     bound = tighter(dual, solution.bound)
-    return bound, "dual" if bound == dual else solution.decided_by or solver.name
+    source = "dual" if bound == dual else solution.decided_by or solver.name
+    return bound, source, response.multiplier

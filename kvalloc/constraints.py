@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ IntArray = npt.NDArray[np.int64]
 @dataclass(frozen=True, kw_only=True)
 class SideConstraint(ABC):
     """Base of constraints beyond one capacity; a solver refuses kinds that it does not declare."""
+
+    flag: ClassVar[str] = ""
+    """The option of the command line that asks for it, if there is one."""
 
     @abstractmethod
     def fault(
@@ -65,6 +68,8 @@ class GroupCap(SideConstraint):
     capacity_bytes : int
         Most bytes those units may take together.
     """
+
+    flag: ClassVar[str] = "--cap"
 
     name: str
     units: tuple[int, ...]
@@ -114,6 +119,8 @@ class SameBudget(SideConstraint):
         share one set of kept indices (MPCache, Sec. 4.3).
     """
 
+    flag: ClassVar[str] = "--equal-heads"
+
     groups: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
@@ -151,6 +158,8 @@ class MaxDistinct(SideConstraint):
         Number of different budgets in tokens, at least 1.
     """
 
+    flag: ClassVar[str] = "--max-distinct"
+
     most: int
 
     def __post_init__(self) -> None:
@@ -185,6 +194,8 @@ class RankBalance(SideConstraint):
     tolerance : float
         The largest rank's bytes are at most ``(1 + tolerance)`` times the mean rank's.
     """
+
+    flag: ClassVar[str] = "--ranks"
 
     n_ranks: int
     tolerance: float = 0.02

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvalloc.advising import advise
 from kvalloc.budget_profile import Level
 from kvalloc.checking import solve_unbounded
 from kvalloc.errors import InfeasibleError, InputError
@@ -125,7 +126,13 @@ def frontier(
         whole = replace(request, max_tokens=None, min_tokens=None, limits=Limits())
         whole_bytes = formulate(scores, whole).max_cost_bytes
     capacities = _capacities(problem, points, shares, whole_bytes)
-    return trace_frontier(problem, chosen, capacities, whole_bytes=whole_bytes)
+    try:
+        return trace_frontier(problem, chosen, capacities, whole_bytes=whole_bytes)
+    except InfeasibleError as error:
+        advice = advise(scores, request, error)
+        if advice is error:
+            raise
+        raise advice from error
 
 
 def trace_frontier(
@@ -160,8 +167,10 @@ def trace_frontier(
     """
     traced = []
     nothing: InfeasibleError | None = None
+    point = problem
     for capacity in capacities:
-        point = problem.with_capacity(capacity)
+        # From the last one, not the first: what was found out about the arrays comes along.
+        point = point.with_capacity(capacity)
         try:
             answer = solve_unbounded(point, solver)
         except InfeasibleError as error:

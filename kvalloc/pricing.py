@@ -6,11 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvalloc.checking import CheckedSolution, solve_problem
 from kvalloc.dual import bound_at
+from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, IntArray
+from kvalloc.solver import Solver, Termination
 
 WORST_STEP = 0.01
-"""How much more value of the worst unit is priced: single options would be a jagged measure."""
+"""How much more value is priced where single options would be a jagged measure."""
+
+MORE = 0.01
+"""The same in bytes, as a share of the capacity."""
+
+AGAIN_SECONDS = 1.0
+"""A problem that took longer is not solved again for its price."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +38,44 @@ class ShadowPrice:
     source: str
 
 
-def price_at(problem: AllocationProblem, choice: IntArray) -> ShadowPrice | None:
+def price_of(
+    problem: AllocationProblem,
+    solver: Solver,
+    answer: CheckedSolution,
+    *,
+    time_limit_seconds: float | None = None,
+) -> ShadowPrice | None:
+    """The price of a byte for an answer: by formula, else by solving again.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    solver : Solver
+        Which solved it.
+    answer : CheckedSolution
+    time_limit_seconds : float, optional
+        For solving again.
+
+    Returns
+    -------
+    ShadowPrice or None
+        `price_at` the answer if it is optimal. A rule's answer is not where the best one goes on
+        from: without side constraints its price is that of the dual, else None.
+    """
+    if answer.termination is not Termination.OPTIMAL:
+        plain = problem.aggregate is Aggregate.SUM and not problem.constraints
+        if not plain or answer.multiplier is None:
+            return None
+        return ShadowPrice(value_per_byte=answer.multiplier, source="dual")
+    price = price_at(problem, answer.choice, multiplier=answer.multiplier)
+    if price is not None:
+        return price
+    return _price_by_solving(problem, solver, answer, time_limit_seconds)
+
+
+def price_at(
+    problem: AllocationProblem, choice: IntArray, *, multiplier: float | None = None
+) -> ShadowPrice | None:
     """The price of a byte at a choice.
 
     Parameters
@@ -38,6 +84,8 @@ def price_at(problem: AllocationProblem, choice: IntArray) -> ShadowPrice | None
         Either sense.
     choice : ndarray of int64, (n_units,)
         What was decided; the price is that of going on from there.
+    multiplier : float, optional
+        That of the dual bound, where it is known already.
 
     Returns
     -------
@@ -54,14 +102,18 @@ def price_at(problem: AllocationProblem, choice: IntArray) -> ShadowPrice | None
     >>> price_at(problem, problem.last_options).value_per_byte
     0.0
     """
-    if problem.aggregate is Aggregate.WORST:
-        return None if problem.constraints else _worst_price(problem, choice)
+    if problem.aggregate is Aggregate.WORST and not problem.constraints:
+        return _worst_price(problem, choice)
+    if problem.aggregate is not Aggregate.SUM:
+        return None
     only_caps = all(isinstance(c, GroupCap) for c in problem.constraints)
     if only_caps and problem.is_concave:
         return ShadowPrice(value_per_byte=_next_gain(problem, choice), source="the next entry")
     if problem.constraints:
         return None
-    return ShadowPrice(value_per_byte=problem.dual_bound().multiplier, source="dual")
+    if multiplier is None:
+        multiplier = problem.dual_bound().multiplier
+    return ShadowPrice(value_per_byte=multiplier, source="dual")
 
 
 def bound_at_choice(problem: AllocationProblem, choice: IntArray) -> float:
@@ -69,7 +121,7 @@ def bound_at_choice(problem: AllocationProblem, choice: IntArray) -> float:
 
     Tight for a concave problem at its optimum; valid for any.
     """
-    if problem.aggregate is Aggregate.WORST or not problem.is_concave:
+    if problem.aggregate is not Aggregate.SUM or not problem.is_concave:
         return problem.dual_bound().bound
     # Without the caps: the dual leaves side constraints out.
     return bound_at(problem, _next_gain(problem, choice, capped=False))
@@ -103,3 +155,34 @@ def _worst_price(problem: AllocationProblem, choice: IntArray) -> ShadowPrice:
     gained = problem.objective_value(then) - value
     per_byte = gained / more_bytes if more_bytes > 0 else 0.0
     return ShadowPrice(value_per_byte=per_byte, source=source)
+
+
+def _price_by_solving(
+    problem: AllocationProblem,
+    solver: Solver,
+    answer: CheckedSolution,
+    time_limit_seconds: float | None,
+) -> ShadowPrice | None:
+    """From `MORE` of the bytes, or `WORST_STEP` more value for a target.
+
+    None where that would take long, is not possible, or is not proven optimal.
+    """
+    if answer.seconds > AGAIN_SECONDS:
+        return None
+    if problem.capacity_bytes is not None:
+        step = max(problem.lattice_bytes, int(MORE * problem.capacity_bytes))
+        changed, source = problem.with_capacity(problem.capacity_bytes + step), f"{step:,} bytes"
+    else:
+        assert problem.target is not None  # a problem has one of both
+        changed, source = problem.with_target(problem.target + WORST_STEP), f"{WORST_STEP:g}"
+    limit = 10 * AGAIN_SECONDS if time_limit_seconds is None else time_limit_seconds
+    try:
+        then = solve_problem(changed, solver, time_limit_seconds=limit)
+    except (InfeasibleError, SolverError):
+        return None
+    if then.termination is not Termination.OPTIMAL:
+        return None
+    more_bytes = step if problem.target is None else then.cost_bytes - answer.cost_bytes
+    gained = max(0.0, then.value - answer.value)
+    per_byte = gained / more_bytes if more_bytes > 0 else 0.0
+    return ShadowPrice(value_per_byte=per_byte, source=f"solved again with {source} more")

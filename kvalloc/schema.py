@@ -72,6 +72,8 @@ class BudgetProfileModel(_Strict):
     bound_source: str
     gap: float | None
     termination: Literal["", "optimal", "heuristic", "gap_limit", "time_limit"]
+    value_per_mib: float | None = Field(default=None, ge=0)
+    price_source: str = ""
     requested: dict[str, Any]
     retention: float | None = Field(ge=0, le=1 + 1e-9)
     predicted_loss: float | None = Field(
@@ -126,6 +128,8 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
         "bound_source": profile.bound_source,
         "gap": profile.gap,
         "termination": profile.termination,
+        "value_per_mib": profile.value_per_mib,
+        "price_source": profile.price_source,
         "requested": profile.requested,
         "retention": profile.retention,
         "batch": profile.batch,

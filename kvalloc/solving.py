@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,13 +19,14 @@ from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formulate import Objective, Request, fixed_bytes, formulate
 from kvalloc.limits import Limits
 from kvalloc.predicting import mean_retention, predicted_loss
+from kvalloc.pricing import price_of
 from kvalloc.problem import AllocationProblem, IntArray, apportion
 from kvalloc.registry import get_solver, options_of
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.solver import Solver, Termination
 from kvalloc.weighting import Weights
 
-__all__ = ["Average", "CheckedSolution", "solve", "solve_problem", "to_budget_profile"]
+__all__ = ["Average", "CheckedSolution", "decide", "solve", "solve_problem", "to_budget_profile"]
 
 Average = Literal["curves", "allocations"]
 
@@ -150,26 +152,70 @@ def solve(
         ),
         weights=weights,
     )
-    if isinstance(solver, Solver) and solver_options:
-        raise InputError("solver_options go with a solver's name; this solver has its options set")
-    chosen = solver if isinstance(solver, Solver) else get_solver(solver, **(solver_options or {}))
-    if average not in ("curves", "allocations"):
-        raise InputError(f"average is {average!r}, expected 'curves' or 'allocations'")
     try:
-        problem, checked = _decide(scores, request, chosen, time_limit, average)
+        return decide(
+            scores,
+            request,
+            solver=solver,
+            solver_options=solver_options,
+            time_limit=time_limit,
+            average=average,
+        )
     except InfeasibleError as error:
         advice = advise(scores, request, error, time_limit_seconds=time_limit)
         if advice is error:
             raise
         raise advice from error
+
+
+def decide(
+    scores: ScoreProfile,
+    request: Request,
+    *,
+    solver: str | Solver = "auto",
+    solver_options: dict[str, Any] | None = None,
+    time_limit: float | None = None,
+    average: Average = "curves",
+    priced: bool = True,
+) -> BudgetProfile:
+    """What `solve` does with a request, without looking for advice where it is infeasible.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    request : Request
+    solver, solver_options, time_limit, average
+        As in `solve`.
+    priced : bool
+        Look for the shadow price too, which may mean to solve a second time.
+
+    Returns
+    -------
+    BudgetProfile
+
+    Raises
+    ------
+    InputError, InfeasibleError, SolverError
+        As `solve`.
+    """
+    if isinstance(solver, Solver) and solver_options:
+        raise InputError("solver_options go with a solver's name; this solver has its options set")
+    chosen = solver if isinstance(solver, Solver) else get_solver(solver, **(solver_options or {}))
+    if average not in ("curves", "allocations"):
+        raise InputError(f"average is {average!r}, expected 'curves' or 'allocations'")
+    problem, checked = _solved(scores, request, chosen, time_limit, average)
     options: dict[str, Any]
     options = options_of(solver) if isinstance(solver, Solver) else {**(solver_options or {})}
     if average == "allocations":
         options["average"] = average
-    return to_budget_profile(scores, request, problem, checked, chosen.name, options)
+    decided = to_budget_profile(scores, request, problem, checked, chosen.name, options)
+    price = price_of(problem, chosen, checked, time_limit_seconds=time_limit) if priced else None
+    if price is None:
+        return decided
+    return replace(decided, value_per_mib=price.value_per_byte * 2**20, price_source=price.source)
 
 
-def _decide(
+def _solved(
     scores: ScoreProfile,
     request: Request,
     solver: Solver,

@@ -83,9 +83,8 @@ class DP(Solver):
         needed = problem.n_units * states * _option_type(problem.n_options).itemsize
         if needed > self.memory_bytes:
             return (
-                f"dp could need a table of {needed:,} bytes for {problem.n_units:,} units and "
-                f"{states:,} amounts of {problem.lattice_bytes:,} bytes, and may use "
-                f"{self.memory_bytes:,}; use larger pages, or lagrangian, or ilp"
+                f"dp could need a table of {needed:,} bytes and may use {self.memory_bytes:,}; use "
+                "larger pages (--page), or lagrangian, or ilp"
             )
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,11 +19,20 @@ from kvalloc.cli.output import (
     print_table,
     size,
 )
-from kvalloc.cli.solve import LOSS_NOTE, RETENTION_NOTE, request_text, requested_bytes, row
-from kvalloc.errors import KVAllocError, SolverError
+from kvalloc.cli.solve import (
+    LOSS_NOTE,
+    RETENTION_NOTE,
+    ended_text,
+    request_text,
+    requested_bytes,
+    row,
+    solver_text,
+)
+from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError
 
 if TYPE_CHECKING:
     from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.formulate import Request
     from kvalloc.score_profile import ScoreProfile
 
 EXAMPLES = """\
@@ -49,10 +58,11 @@ class _Decided:
         return max(0, self.profile.retained_bytes - self.requested_bytes)
 
     @property
-    def rank(self) -> tuple[bool, float, str]:
-        """Sorts the best objective within the request first."""
+    def rank(self) -> tuple[bool, float, bool, float]:
+        """Sorts the best objective within the request first, then what is proven and quick."""
         better = -1.0 if self.profile.sense == "max_value" else 1.0
-        return self.over_bytes > 0, better * self.profile.objective, self.profile.solver
+        proven = self.profile.termination == "optimal"
+        return self.over_bytes > 0, better * self.profile.objective, not proven, self.row["seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +86,13 @@ def compare(
         list[str] | None,
         typer.Option(metavar="NAME", help="Only this solver; can be repeated."),
     ] = None,
+    solver_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:KEY=VALUE",
+            help="An option of one solver, such as ilp:gap=0.001; can be repeated.",
+        ),
+    ] = None,
     level: targets.Level = "layer",
     min_tokens: targets.MinTokens = None,
     max_tokens: targets.MaxTokens = None,
@@ -97,7 +114,8 @@ def compare(
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     The best comes first. A solver that cannot solve this problem is listed with its reason.
     """
-    from kvalloc.formulate import Request, formulate
+    from kvalloc.advising import advise
+    from kvalloc.formulate import Request
     from kvalloc.registry import get_solver, solver_names
     from kvalloc.weighting import read_weights
 
@@ -125,26 +143,27 @@ def compare(
     targets.check_time_limit(time_limit)
     for name in solver or []:
         get_solver(name)
-    profile = targets.load_scores(scores)
-    formulate(profile, request).check_feasible()  # what no solver can do is the user's to change
     names = list(dict.fromkeys(solver)) if solver else solver_names()
     if not names:
         raise SolverError("no solver is registered: kvalloc is on the path but not installed")
-    settings = {
-        **options,
-        **asdict(limits),
-        "context": context,
-        "page": page,
-        "average": average,
-    }
-    outcomes = [_try(profile, name, time_limit, settings, quiet=quiet) for name in names]
+    chosen = _options_by_solver(names, solver_option or [])
+    profile = targets.load_scores(scores)
+    _check_feasible(profile, request)  # what no solver can do is the user's to change
+    settings = {"time_limit": time_limit, "average": average, "priced": False}
+    outcomes = [
+        _try(profile, request, name, {**settings, "solver_options": chosen[name]}, quiet=quiet)
+        for name in names
+    ]
     done = sorted((o for o in outcomes if isinstance(o, _Decided)), key=lambda o: o.rank)
     refused = [o for o in outcomes if isinstance(o, _Refused)]
     if not done:
-        raise SolverError("; ".join(o.reason for o in refused))
+        reasons = "; ".join(o.reason for o in refused)
+        error = InfeasibleError(reasons)
+        advice = advise(profile, request, error, time_limit_seconds=time_limit)
+        raise SolverError(reasons) if advice is error else advice
     if json:
-        reasons = [{"solver": o.solver, "reason": o.reason} for o in refused]
-        print_json([*({**o.row, "reason": None} for o in done), *reasons])
+        others = [{"solver": o.solver, "reason": o.reason} for o in refused]
+        print_json([*({**o.row, "reason": None} for o in done), *others])
         return
     _print_table(done, refused)
     note(f"note: {RETENTION_NOTE}", quiet=quiet)
@@ -152,21 +171,57 @@ def compare(
         note(f"note: {LOSS_NOTE}", quiet=quiet)
 
 
+def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str, Any]]:
+    """The options of each solver from ``NAME:KEY=VALUE`` texts."""
+    pairs: dict[str, list[str]] = {name: [] for name in names}
+    for text in given:
+        name, colon, pair = text.partition(":")
+        if not colon or "=" in name:
+            raise InputError(f"--solver-option {text!r} is not NAME:KEY=VALUE, such as ilp:gap=0.1")
+        if name.strip() not in pairs:
+            raise InputError(
+                f"--solver-option {text!r} is for a solver that is not compared; choose from "
+                f"{', '.join(names)}"
+            )
+        pairs[name.strip()].append(pair)
+    return {name: targets.solver_options(name, own) if own else {} for name, own in pairs.items()}
+
+
+def _check_feasible(scores: ScoreProfile, request: Request) -> None:
+    """Refuse what already the problem itself rules out.
+
+    Raises
+    ------
+    InfeasibleError
+        With what to ask for instead.
+    """
+    from kvalloc.advising import advise
+    from kvalloc.formulate import formulate
+
+    try:
+        formulate(scores, request).check_feasible()
+    except InfeasibleError as error:
+        advice = advise(scores, request, error)
+        if advice is error:
+            raise
+        raise advice from error
+
+
 def _try(
     scores: ScoreProfile,
+    request: Request,
     name: str,
-    time_limit: float | None,
     settings: dict[str, Any],
     *,
     quiet: bool,
 ) -> _Decided | _Refused:
     from kvalloc.cli.progress import slow
-    from kvalloc.solving import solve
+    from kvalloc.solving import decide
 
     start = time.perf_counter()
     try:
         with slow(f"solving with {name}", quiet=quiet):
-            decided = solve(scores, solver=name, time_limit=time_limit, **settings)
+            decided = decide(scores, request, solver=name, **settings)
     except KVAllocError as error:
         # The problem itself is sound, so this is about what this solver can do or reach.
         return _Refused(solver=name, reason=str(error))
@@ -211,7 +266,7 @@ def _cells(outcome: _Decided) -> list[str]:
         is_value = decided.sense == "max_value"
         bound = f"{decided.bound:.4f}" if is_value else size(decided.bound)
     return [
-        decided.solver,
+        solver_text(decided),
         f"{decided.retention:.4f}",
         "?" if decided.predicted_loss is None else f"{decided.predicted_loss:.4f}",
         f"{decided.retained_tokens / decided.budgets.size:,.0f}",
@@ -220,7 +275,5 @@ def _cells(outcome: _Decided) -> list[str]:
         bound,
         gap_text(decided.gap),
         f"{outcome.row['seconds']:.3f}",
-        f"over by {size(outcome.over_bytes)}"
-        if outcome.over_bytes
-        else decided.termination.replace("_", " "),
+        f"over by {size(outcome.over_bytes)}" if outcome.over_bytes else ended_text(decided),
     ]

@@ -162,6 +162,8 @@ def row(decided: BudgetProfile, scores: ScoreProfile, seconds: float) -> dict[st
         "bound": decided.bound,
         "bound_source": decided.bound_source,
         "gap": decided.gap,
+        "value_per_mib": decided.value_per_mib,
+        "price_source": decided.price_source or None,
         "retention": decided.retention,
         "predicted_loss": decided.predicted_loss,
         "predicted_loss_note": None if decided.predicted_loss is None else LOSS_NOTE,
@@ -172,6 +174,34 @@ def row(decided: BudgetProfile, scores: ScoreProfile, seconds: float) -> dict[st
         "full_bytes": decided.full_bytes,
         "seconds": seconds,
     }
+
+
+def price_text(decided: BudgetProfile) -> str:
+    """What a little more memory buys, or a little more retention costs; empty if unknown."""
+    price = decided.value_per_mib
+    if price is None:
+        return ""
+    source = f" ({decided.price_source})"
+    objective = decided.requested.get("objective")
+    weighted = "weighted " if decided.requested.get("weights") else ""
+    what = f"{weighted}retention{' of the worst unit' if objective == 'worst' else ''}"
+    if decided.sense == "max_value":
+        amount = _little(decided.retained_bytes)
+        bought = price * amount / 2**20
+        if objective == "loss":
+            return f"{size(amount)} more save {bought:.3g} nats of {weighted}loss{source}"
+        return f"{size(amount)} more buy {100 * bought:+.3g}% {what}{source}"
+    if price == 0:
+        return ""  # nothing more to be had
+    if objective == "loss":
+        return f"0.001 nats less costs {size(0.001 * 2**20 / price)}{source}"
+    return f"0.01 more {what} costs {size(0.01 * 2**20 / price)}{source}"
+
+
+def _little(kept_bytes: int) -> int:
+    """A round amount that is small beside what is kept: 1, 10 or 100 KiB, MiB or GiB."""
+    amounts = [10**digits * 1024**power for power in (1, 2, 3) for digits in (0, 1, 2)]
+    return max((amount for amount in amounts if 20 * amount <= kept_bytes), default=amounts[0])
 
 
 def requested_bytes(decided: BudgetProfile) -> int | None:
@@ -254,6 +284,13 @@ def ranks_text(decided: BudgetProfile) -> str:
     return f"{', '.join(size(one) for one in each)} (largest {over:.2%} above the mean)"
 
 
+def _bound_text(decided: BudgetProfile) -> str:
+    text = objective_text(decided.bound, decided.sense)
+    if decided.bound is None:
+        return text
+    return f"{text} ({decided.bound_source}), gap {gap_text(decided.gap)}"
+
+
 def _check_output(output: Path | None, scores: Path, *, json: bool) -> None:
     if output is None:
         if not json:
@@ -298,11 +335,15 @@ def _summary(
         "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
         "objective": objective_text(decided.objective, decided.sense),
         "bound": f"{objective_text(decided.bound, decided.sense)}"
-        + (f" ({decided.bound_source}), gap {gap_text(decided.gap)}" if decided.bound else ""),
+        + (
+            f" ({decided.bound_source}), gap {gap_text(decided.gap)}"
+            if decided.bound is not None
+            else ""
+        ),
+        "price": price_text(decided),
         "note": RETENTION_NOTE,
     }
-    if not fields["why"]:
-        del fields["why"]
+    fields = {name: text for name, text in fields.items() if text}
     if decided.ranks is not None:
         fields["ranks"] = ranks_text(decided)
     if decided.predicted_loss is not None:

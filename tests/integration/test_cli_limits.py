@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from cli_tools import refused, run
@@ -128,3 +129,101 @@ def test_bytes_beyond_32_bits_are_counted_exactly(folder, scores):
     assert ran.code == 0, ran.err
     assert ran.json["retained_bytes"] == one["retained_bytes"] * 10**9 > 2**32
     assert ran.json["budgets"] == one["budgets"]
+
+
+# what is said where nothing can work
+
+
+INFEASIBLE = [
+    (
+        ["--target-retention", "0.9", "--cap", "0=300B"],
+        ["--target-retention 0.9 is not possible with --cap 0=300B", "the most is", "--cap 0="],
+    ),
+    (
+        ["--target-retention", "0.9", "--max-tokens", "12"],
+        ["with --max-tokens 12", "the most is --target-retention 0.", "use --max-tokens "],
+    ),
+    (
+        ["--target-retention", "0.9", "--max-tokens", "12", "--cap", "0=300B"],
+        ["with --cap 0=300B and --max-tokens 12 together", "the most is --target-retention 0."],
+    ),
+    (
+        ["--budget", "40%", "--cap", "0=100B"],
+        ["--budget 40% is not possible with --cap 0=100B", "or use --cap 0=160B"],
+    ),
+    (
+        ["--budget", "14%", "--min-tokens", "7"],
+        ["below the floors", "ask for at least --budget 17.5%"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), INFEASIBLE, ids=lambda a: " ".join(a[:6]))
+@pytest.mark.parametrize("command", ["solve", "compare"])
+def test_what_cannot_be_met_names_the_flag_and_what_can(folder, scores, command, arguments, words):
+    output = ["-o", folder / "p.json"] if command == "solve" else []
+    line = refused(folder, command, scores, *arguments, *output)
+    for word in words:
+        assert word in line, line
+
+
+@pytest.mark.parametrize(("arguments", "words"), INFEASIBLE, ids=lambda a: " ".join(a[:6]))
+def test_every_flag_that_is_offered_works(folder, scores, arguments, words):
+    """Copied from the error as they are, one at a time."""
+    line = refused(folder, "solve", scores, *arguments, "--json")
+    offered = line.partition(";")[2]
+    pairs = re.findall(r"(--[a-z-]+) ([0-9][^ ,;]*)", offered)
+    assert pairs
+    for flag, value in pairs:
+        changed = list(arguments)
+        changed[changed.index(flag) + 1] = value
+        ran = run("solve", scores, *changed, "--json")
+        assert ran.code == 0, (flag, value, ran.err)
+
+
+def test_frontier_says_it_too(folder, scores):
+    line = refused(folder, "frontier", scores, "--cap", "0=100B")
+    assert "use --cap 0=160B" in line
+
+
+def test_solvers_get_options_of_their_own_in_a_comparison(folder, scores):
+    options = ["--solver", "pyramid", "--solver", "ilp", "--solver-option", "pyramid:beta=3"]
+    ran = run(
+        "compare", scores, "--budget", "40%", *options, "--solver-option", "ilp:gap=1", "--json"
+    )
+    assert ran.code == 0, ran.err
+    rows = {row["solver"]: row for row in ran.json}
+    assert rows["pyramid"]["solver_options"] == {"beta": 3.0}
+    assert rows["ilp"]["solver_options"] == {"gap": 1.0}
+    for bad, words in (
+        ("beta=3", "NAME:KEY=VALUE"),
+        ("dp:page=3", "not compared"),
+        ("pyramid:delta=3", "no option 'delta'"),
+        ("ilp:gap=much", "a number"),
+    ):
+        line = refused(
+            folder, "compare", scores, "--budget", "40%", *options[:4], "--solver-option", bad
+        )
+        assert words in line
+
+
+def test_the_price_is_told(folder, scores):
+    ran = run("solve", scores, "--budget", "40%", "--json")
+    assert ran.json["value_per_mib"] > 0
+    assert ran.json["price_source"] == "the next entry"
+    shown = run("solve", scores, "--budget", "40%", "-o", folder / "p.json").out
+    assert "more buy +" in shown
+    shown = run("solve", scores, "--target-retention", "0.6", "-o", folder / "p.json").out
+    assert "0.01 more retention costs" in shown
+    shown = run("solve", scores, "--target-retention", "1", "-o", folder / "p.json").out
+    assert "more retention" not in shown
+
+
+def test_a_gap_that_is_reached_is_no_rule_of_thumb(folder, scores):
+    asked = ["--budget", "40%", "--level", "head", "--max-distinct", "2", "--solver", "ilp"]
+    ran = run(
+        "solve", scores, *asked, "--solver-option", "gap=0.9", "-o", folder / "p.json", "--json"
+    )
+    assert ran.json["termination"] in ("gap_limit", "optimal")
+    assert ran.json["gap"] <= 0.9
+    assert BudgetProfile.load(folder / "p.json").termination == ran.json["termination"]
