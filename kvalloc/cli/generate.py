@@ -12,7 +12,7 @@ import typer
 
 from kvalloc.cli.models import Device, Dtype, ModelName
 from kvalloc.cli.output import Json, Quiet, duration, note, print_json, size
-from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
     from kvalloc.budget_profile import BudgetProfile
@@ -138,11 +138,6 @@ def _budgets(profile: str | None, *, full: bool) -> BudgetProfile | None:
     found = load_profile(profile)
     if full:
         return None
-    if found.level == "head":
-        raise UnsupportedRequestError(
-            f"{profile} has a budget for each head, and head-level enforcement is not there yet; "
-            "solve again with --level layer"
-        )
     return found
 
 

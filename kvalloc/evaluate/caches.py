@@ -211,7 +211,10 @@ def stored_bytes(cache: Cache) -> int:
     """
     storages = {}
     for layer in cache.layers:
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+        # a reduced layer may hold entries elsewhere, too
+        own = getattr(layer, "stored_tensors", None)
+        plain = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        for tensor in plain if own is None else own():
             if tensor is not None:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()

@@ -25,7 +25,6 @@ SHARES = (0.125, 0.2, 0.3, 0.4, 0.6, 0.8)
 ORDER = ("uniform", "greedy", "ilp", "pyramid", "adaptive_head", "max_min", "proportional")
 """What is shown first, and asked first where time is short; then all others by name."""
 
-NOT_ENFORCED = "head-level budgets are not yet enforced"
 NO_TIME = "the time limit was near (--time-limit)"
 
 Target = dict[str, float | int]
@@ -43,7 +42,7 @@ class Decision:
     profile : BudgetProfile or None
         None where the solver refused or failed.
     reason : str
-        Why there is no profile, or why it is at head level; empty otherwise.
+        Why there is no profile; empty otherwise.
     seconds : float
         Wall time of `kvalloc.solve`, the solver's own imports included.
     """
@@ -56,7 +55,7 @@ class Decision:
     @property
     def enforceable(self) -> bool:
         """Whether the runtime can apply it."""
-        return self.profile is not None and self.profile.level == "layer"
+        return self.profile is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,7 +399,6 @@ def _decide_one(
             reason = reason or str(error)
             continue
         seconds = time.perf_counter() - start
-        why = NOT_ENFORCED if level == "head" else ""
-        return Decision(solver=name, profile=profile, reason=why, seconds=seconds)
+        return Decision(solver=name, profile=profile, reason="", seconds=seconds)
     seconds = time.perf_counter() - start
     return Decision(solver=name, profile=None, reason=reason, seconds=seconds)

@@ -6,7 +6,8 @@ Needs torch and transformers (the ``run`` extra).
 from __future__ import annotations
 
 from kvalloc.runtime.applying import Applied, apply
-from kvalloc.runtime.cache import BudgetCache, make_cache
+from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.selection import select_entries
 
 __all__ = ["Applied", "BudgetCache", "apply", "make_cache", "select_entries"]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import UnsupportedModelError
-from kvalloc.runtime.cache import BudgetCache, make_cache
+from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.refusals import check_generate
 
 __all__ = ["Applied", "apply"]
@@ -45,7 +46,7 @@ def apply(
     model : transformers.PreTrainedModel
         A model that can generate.
     profile : BudgetProfile
-        Budgets at layer level, made for this model.
+        Budgets made for this model.
     allow_other_model : bool
         Accept a model of another name with the same sizes.
 

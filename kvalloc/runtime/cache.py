@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,92 +16,44 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvalloc.attention_hook import AttentionStates, Compute, base_implementation
-from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import (
     InputError,
     ModelMismatchError,
     UnsupportedModelError,
     UnsupportedRequestError,
 )
-from kvalloc.models import shape_of
 from kvalloc.runtime import hooks, refusals
+from kvalloc.runtime.arrival import Arrival, Step
+from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.layers import BudgetLayer, gathered
 from kvalloc.runtime.masks import biased_mask, stored_mask
-from kvalloc.runtime.policies import changed_policy, policy_of
-from kvalloc.runtime.refusals import check_kept
-from kvalloc.runtime.sizes import decoder_of, make_layers
+from kvalloc.runtime.policies import policy_of
+from kvalloc.runtime.policies.base import Reader
+from kvalloc.runtime.ragged import IntArray
+from kvalloc.runtime.ragged_attention import ragged_attention
+from kvalloc.runtime.sizes import decoder_of
 
-__all__ = ["BudgetCache", "make_cache"]
-
-
-def make_cache(
-    profile: BudgetProfile,
-    model: nn.Module,
-    *,
-    allow_other_model: bool = False,
-    prompt_tokens: int | None = None,
-    policy: str | Policy | None = None,
-    policy_options: Mapping[str, Any] | None = None,
-) -> BudgetCache:
-    """A cache for one conversation that keeps the profile's budgets of its prompt.
-
-    Parameters
-    ----------
-    profile : BudgetProfile
-        Budgets at layer level. They are scaled to the prompt's length.
-    model : transformers.PreTrainedModel
-        The model that will use the cache, on sdpa or eager attention.
-    allow_other_model : bool
-        Accept a model of another name with the same sizes, e.g. a fine-tune.
-    prompt_tokens : int, optional
-        Length of a prompt that arrives in several forwards: the budgets hold for all of it, and
-        entries are evicted when it is complete. By default the first forward is the whole
-        prompt; a second chunk could not be told from a follow-up question.
-    policy : str or Policy, optional
-        How the entries are picked, instead of the profile's own policy; a name stands for a
-        policy or a scorer, see `kvalloc.runtime.policies.changed_policy`.
-    policy_options : mapping, optional
-        Parameters of the policy or scorer that is named.
-
-    Returns
-    -------
-    BudgetCache
-
-    Raises
-    ------
-    ModelMismatchError
-        If the profile was made for another model.
-    UnsupportedModelError
-        If the model's attention or cache is of a kind that cannot be reduced.
-    UnsupportedRequestError
-        If the profile has head-level budgets, or the model is compiled.
-    InputError
-        If the budgets or the scorer do not fit sinks and window, or there is no such policy.
-    """
-    profile = _with_policy(profile, policy, policy_options)
-    refusals.check_profile(profile)
-    refusals.check_model(model, prompt_tokens)
-    shape = shape_of(model)
-    profile.shape.require_same_model(shape, allow_other_model=allow_other_model)
-    layers = make_layers(model, shape)
-    return BudgetCache(profile, model, layers=layers, prompt_tokens=prompt_tokens)
+__all__ = ["BudgetCache"]
 
 
 class BudgetCache(Cache):
-    """Keeps, of a prompt, the entries that a budget profile grants each layer.
+    """Keeps, of a prompt, the entries that a budget profile grants each layer and KV head.
 
-    While the prompt runs, each full-attention layer first attends to all of it, then its scorer
-    ranks the entries and only the budget stays: sinks, window and, for each KV head, its own
-    best. The full tensors are freed before the next layer runs. Tokens that follow, any number
-    at a time, are added and never evicted. Positions stay true: `get_seq_length` is the number
-    of tokens seen. Make one with `BudgetProfile.cache` or `make_cache`; budgets, entries and
-    masks belong to this object and not to the model, so any number of caches can be interleaved.
+    While the prompt runs, each full-attention layer first attends to all it holds, then the
+    policy ranks the entries and only the budget stays: sinks, window and, for each row and KV
+    head, its own best. What is evicted is freed before the next layer runs. Tokens that follow,
+    any number at a time, are added and never evicted. Positions stay true: `get_seq_length` is
+    the number of tokens seen. Make one with `BudgetProfile.cache` or `make_cache`; budgets,
+    entries and masks belong to this object and not to the model, so any number of caches can be
+    interleaved.
 
     Notes
     -----
-    Batches work for prompts of equal length; `reorder_cache` (beam search), `crop` back to the
-    end of the prompt, `copy.deepcopy` and `reset` work. Sliding-window layers are transformers'
-    own.
+    Rows of a batch may have different lengths, padded on either side: each gets the budgets of
+    its own length, and padding is neither kept nor counted. A prompt may come in chunks, announced
+    (``prompt_tokens``) or inside `prefill`. `reorder_cache` (beam search), `crop` back to the end
+    of the prompt, `copy.deepcopy` and `reset` work. Sliding-window layers are transformers' own.
     """
 
     # transformers' type also allows layers without keys, which `make_layers` refuses.
@@ -127,25 +80,30 @@ class BudgetCache(Cache):
     def _forget(self) -> None:
         if self._reader is not None:
             self._reader.forget()
-        self._prompt_tokens = self._announced_tokens
-        self._budgets: npt.NDArray[np.int64] | None = None
-        self._masks: dict[tuple[int, torch.device], Tensor | None] = {}
+        self._arrival = Arrival(self.profile, self._announced_tokens)
+        self._step: Step | None = None
+        self._targets: dict[int, IntArray] = {}
+        self._masks: dict[tuple[int, int, torch.device], Tensor | None] = {}
         self._additive = False
-        self._in_forward = False
         self._interrupted = False
-        self._seen_before = 0
 
     # What is stored
 
     @property
     def prompt_complete(self) -> bool:
-        """Whether the whole prompt has been seen, so that budgets are in force."""
-        return self._budgets is not None
+        """Whether the whole prompt has been seen, so that all that comes now follows it."""
+        return self._arrival.complete
 
     @property
     def reduced(self) -> bool:
-        """Whether any entry has been evicted."""
-        return any(isinstance(layer, BudgetLayer) and layer.evicted_tokens for layer in self.layers)
+        """Whether any entry has been evicted, padding included."""
+        return any(layer.reduced for layer in self._budget_layers)
+
+    @property
+    def batch(self) -> int:
+        """Rows that are stored; 0 before the first forward."""
+        keys = self.layers[0].keys
+        return 0 if keys is None or keys.ndim < 4 else int(keys.shape[0])
 
     @property
     def retained_bytes(self) -> int:
@@ -156,32 +114,43 @@ class BudgetCache(Cache):
         """
         storages = {}
         for layer in self.layers:
-            for tensor in (layer.keys, layer.values):
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
+            for tensor in _stored_tensors(layer):
+                storage = tensor.untyped_storage()
+                storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
         return sum(storages.values())
 
     @property
     def full_bytes(self) -> int:
-        """Bytes a plain cache would store for the same tokens seen, batch included."""
-        keys = self.layers[0].keys
-        if keys is None or keys.numel() == 0:
+        """Bytes a plain cache would store for the same tokens seen; padding does not count."""
+        if not self.batch:
             return 0
-        shape = replace(self.profile.shape, dtype_bytes=keys.dtype.itemsize)
-        return shape.full_bytes(self.get_seq_length(), int(keys.shape[0]))
+        shape = replace(self.profile.shape, dtype_bytes=self.layers[0].keys.dtype.itemsize)
+        tokens = self._arrival.row_tokens(self.get_seq_length(), self.batch)
+        lengths, rows = np.unique(tokens, return_counts=True)
+        return sum(
+            shape.full_bytes(int(length), int(count))
+            for length, count in zip(lengths, rows, strict=True)
+            if length
+        )
 
     @property
     def kept_tokens(self) -> npt.NDArray[np.int64]:
-        """Entries stored now, ``(n_layers, n_kv_heads)``."""
-        stored = [
-            layer.stored_tokens
-            if isinstance(layer, BudgetLayer)
-            else (0 if layer.keys is None else int(layer.keys.shape[-2]))
-            for layer in self.layers
-        ]
-        column = np.asarray(stored, dtype=np.int64)[:, None]
-        return np.repeat(column, self.profile.shape.n_kv_heads, axis=1)
+        """Entries stored now, ``(n_layers, n_kv_heads)``; where rows differ, those of the most."""
+        found: npt.NDArray[np.int64] = self.kept_tokens_by_row.max(axis=0, initial=0)
+        return found
+
+    @property
+    def kept_tokens_by_row(self) -> npt.NDArray[np.int64]:
+        """Entries stored now, ``(batch, n_layers, n_kv_heads)``."""
+        heads = self.profile.shape.n_kv_heads
+        found = np.zeros((self.batch, len(self.layers), heads), dtype=np.int64)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, BudgetLayer):
+                counts = layer.stored_counts()
+                found[:, index] = 0 if counts is None else counts
+            elif layer.keys is not None:
+                found[:, index] = int(layer.keys.shape[-2])
+        return found
 
     def kept_indices(self, layer: int) -> Tensor:
         """Original positions of the prompt's entries that a layer kept.
@@ -194,8 +163,9 @@ class BudgetCache(Cache):
         Returns
         -------
         Tensor of int32, (batch, n_kv_heads, n_kept)
-            In position order. These four bytes an entry are the cache's own book-keeping and do
-            not count as K or V bytes.
+            Columns of the input in increasing order; -1 beyond the end of a head that keeps fewer
+            than another. These four bytes an entry are the cache's own book-keeping and do not
+            count as K or V bytes.
 
         Raises
         ------
@@ -207,16 +177,61 @@ class BudgetCache(Cache):
             raise InputError(f"layer {layer} is a sliding-window layer: it keeps the last tokens")
         if stored.kept_indices is not None:
             return stored.kept_indices
-        if not stored.stored_tokens or self._prompt_tokens is None:
+        if stored.entries is not None:
+            return stored.entries.padded_positions()
+        if not stored.dense_tokens or self._arrival.prompt_tokens is None:
             raise InputError("the cache has seen no prompt yet; run the model with it first")
         batch, heads = stored.keys.shape[:2]
-        everything = torch.arange(self._prompt_tokens, dtype=torch.int32, device=stored.keys.device)
+        everything = torch.arange(
+            self._arrival.prompt_tokens, dtype=torch.int32, device=stored.keys.device
+        )
         return everything.expand(batch, heads, -1)
+
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        """Everything that runs inside the ``with`` is the prompt, in however many forwards.
+
+        For a prompt that arrives in chunks and whose length is not known beforehand (otherwise
+        announce it: ``prompt_tokens``). After each chunk the cache keeps the budgets of what has
+        arrived so far, and at the end those of the whole prompt.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If the cache has seen a prompt already, or its length was announced.
+        """
+        if self.get_seq_length() or self._announced_tokens is not None:
+            raise UnsupportedRequestError(
+                "prefill() announces a new prompt, but this cache has seen one already or was "
+                "made with prompt_tokens; call cache.reset(), or make a new cache"
+            )
+        arrival = self._arrival
+        arrival.open = True
+        try:
+            yield
+        finally:
+            arrival.open = False
+            arrival.complete = arrival.prompt_tokens is not None
+            for layer in self._budget_layers:
+                layer.unfinished.clear()
 
     # What the hooks call
 
-    def begin_forward(self, decoder: nn.Module, arguments: Mapping[str, Any]) -> None:
-        """Check a forward before anything of it runs, and prepare the layers for it."""
+    @property
+    def _budget_layers(self) -> list[BudgetLayer]:
+        return [layer for layer in self.layers if isinstance(layer, BudgetLayer)]
+
+    def begin_forward(
+        self, decoder: nn.Module, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any] | None:
+        """Check a forward before anything of it runs, and prepare the layers for it.
+
+        Returns
+        -------
+        mapping or None
+            Arguments to change: the mask of known padding where the caller gave none, for the
+            layers that are transformers' own and may still store some.
+        """
         if self._decoder() is not decoder:
             raise ModelMismatchError(
                 f"this cache was made for another {self._model_name} object than the "
@@ -229,56 +244,64 @@ class BudgetCache(Cache):
                 "call cache.reset() and start with the prompt again"
             )
         base = base_implementation(decoder.config)
-        seen = self.get_seq_length()
         refusals.check_forward(self, decoder, arguments, base)
         batch, new_tokens = refusals.new_tokens_shape(arguments)
-        self._prepare_prompt(seen, new_tokens)
+        mask = arguments.get("attention_mask")
+        if self.prompt_complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
+            mask = None  # nothing was evicted, so any mask of transformers' own fits
+        step = self._arrival.step(self.get_seq_length(), batch, new_tokens, mask)
+        refusals.check_chunk(self._policy, step)
+        self._targets = {}
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, BudgetLayer):
+                targets = step.targets(index, layer.stored_counts())
+                if targets is not None:
+                    self._targets[index] = targets
+        if self._reader is not None:
+            refusals.check_read(self._policy, self._targets.values())
+        for index in self._targets:
+            self.layers[index].expect_eviction()
         self._masks.clear()
         self._additive = base == "eager"
-        self._seen_before = seen
-        self._in_forward = True
-
-    def _prepare_prompt(self, seen: int, new_tokens: int) -> None:
-        prompt_tokens = new_tokens if self._prompt_tokens is None else self._prompt_tokens
-        if seen >= prompt_tokens:
-            return
-        if seen + new_tokens > prompt_tokens:
-            raise UnsupportedRequestError(
-                f"the cache was made for a prompt of {prompt_tokens} tokens, but {seen} seen and "
-                f"{new_tokens} new ones are more; send the prompt and what follows it separately"
-            )
-        self._prompt_tokens = prompt_tokens
-        if seen + new_tokens < prompt_tokens:
-            return
-        self._budgets = self.profile.budgets_for(prompt_tokens)[:, 0]
-        for layer, budget in zip(self.layers, self._budgets, strict=True):
-            if isinstance(layer, BudgetLayer) and budget < prompt_tokens:
-                layer.expect_eviction()
+        self._step = step
+        if mask is None and step.visible is not None:
+            return {"attention_mask": step.visible.long()}
+        return None
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
-        """Run one layer's attention with the mask that fits it; evict after the prompt."""
+        """Run one layer's attention with the mask that fits it; evict what is not to stay."""
         layer = self.layers[states.layer]
         if not isinstance(layer, BudgetLayer):
             output = compute(states.mask)
             _free_slid_out(layer, states)
             return output
-        if layer.evicted_tokens:
-            if layer.logit_bias is not None:
-                return compute(biased_mask(layer.logit_bias, states))
-            return self._read(layer, states, compute)
-        output = compute(states.mask)
+        output = self._attention(layer, states, compute)
+        step = self._step
+        assert step is not None
+        if step.budgets is None:
+            return output
+        policy = self.profile.policy
+        eviction = Eviction(
+            policy=self._policy,
+            sinks=policy.sinks,
+            window=policy.window,
+            prompt_tokens=step.prompt_tokens,
+            visible=step.new_visible,
+        )
         if layer.awaits_eviction:
-            self._evict(layer, states)
-        elif self._budgets is None:
-            self._observe(layer, states)
+            eviction.evict(layer, states, self._targets[states.layer])
+        elif not step.completes:
+            eviction.observe(layer, states)
+        if step.completes:
+            layer.unfinished.clear()
         return output
 
     def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
-        self._in_forward = False
+        step, self._step = self._step, None
         self._masks.clear()
-        budget_layers = [layer for layer in self.layers if isinstance(layer, BudgetLayer)]
-        unseen = [layer for layer in budget_layers if layer.awaits_eviction]
+        assert step is not None
+        unseen = [layer for layer in self._budget_layers if layer.awaits_eviction]
         if completed and unseen:
             self._interrupted = True
             raise UnsupportedModelError(
@@ -286,20 +309,54 @@ class BudgetCache(Cache):
                 'interface, so nothing was evicted; load it with attn_implementation="sdpa"'
             )
         if completed:
+            self._arrival.commit(step)
             return
-        for layer in budget_layers:
+        for layer in self._budget_layers:
             layer.cancel_eviction()
         lengths = {layer.get_seq_length() for layer in self.layers}
-        self._interrupted = bool(unseen) or lengths != {self._seen_before}
-        if self._seen_before == 0:
-            self._prompt_tokens = self._announced_tokens
+        self._interrupted = bool(unseen) or lengths != {step.seen}
 
-    def _read(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
-        """Attend to what is stored, or to the part of it that the policy wants read."""
-        if self._reader is None or states.queries.shape[2] > 1:
-            return compute(self._mask_for(states))
+    def _attention(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
+        """Attention over what the layer stores, the new tokens included."""
+        if not layer.reduced:
+            return compute(states.mask)
+        assert self._step is not None
+        n_stored = int(states.keys.shape[2])
+        n_kept = 0 if layer.kept_indices is None else int(layer.kept_indices.shape[-1])
+        visible = self._step.following_visible(n_stored - n_kept)
+        if layer.entries is not None:
+            output = ragged_attention(
+                states.queries,
+                layer.entries,
+                states.keys,
+                states.values,
+                scaling=states.scaling,
+                visible=None if visible is None else visible.to(states.keys.device),
+                softcap=states.softcap,
+                sink_logits=states.sink_logits,
+            )
+            return output, None
+        if layer.logit_bias is not None:
+            return compute(biased_mask(layer.logit_bias, states, visible=visible))
+        if self._reader is not None and states.queries.shape[2] == 1 and visible is None:
+            return self._read(self._reader, layer, states, compute)
+        key = (n_stored, n_kept, states.keys.device)
+        if key not in self._masks:
+            self._masks[key] = stored_mask(
+                int(states.queries.shape[2]),
+                n_stored,
+                additive_dtype=states.queries.dtype if self._additive else None,
+                device=states.keys.device,
+                visible=visible,
+            )
+        return compute(self._masks[key])
+
+    def _read(
+        self, reader: Reader, layer: BudgetLayer, states: AttentionStates, compute: Compute
+    ) -> Any:
+        """Attend to the part of what is stored that the policy wants read."""
         assert layer.kept_indices is not None
-        indices = self._reader.read(
+        indices = reader.read(
             states,
             place=self.profile.shape.full_layers.index(states.layer),
             n_prompt=int(layer.kept_indices.shape[-1]),
@@ -308,44 +365,6 @@ class BudgetCache(Cache):
         if indices is None:
             return compute(None)
         return compute(None, gathered(states.keys, indices), gathered(states.values, indices))
-
-    @torch.no_grad()
-    def _observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
-        """Note what the policy wants to know of a chunk that does not complete the prompt."""
-        assert self._prompt_tokens is not None
-        states = replace(states, observed=layer.observed)
-        layer.observed = self._policy.observe(states, sinks=self.profile.policy.sinks)
-        layer.keep_query_tail(states.queries, self._policy.query_rows(self._prompt_tokens))
-
-    @torch.no_grad()
-    def _evict(self, layer: BudgetLayer, states: AttentionStates) -> None:
-        assert self._budgets is not None
-        assert self._prompt_tokens is not None
-        sinks, window = self.profile.policy.sinks, self.profile.policy.window
-        wanted = self._policy.query_rows(self._prompt_tokens)
-        queries = layer.with_query_tail(states.queries, wanted)
-        states = replace(states, observed=layer.observed)
-        if queries is not states.queries:
-            # The mask has no rows for the older queries; without padding it is plain causal.
-            states = replace(states, queries=queries, mask=None)
-        budgets = torch.full(
-            states.keys.shape[:2], int(self._budgets[states.layer]), device=states.keys.device
-        )
-        kept = self._policy.keep(states, budgets, sinks=sinks, window=window)
-        check_kept(self._policy, kept, budgets)
-        layer.evict(kept, self._policy.combine(states, kept, sinks=sinks, window=window))
-
-    def _mask_for(self, states: AttentionStates) -> Tensor | None:
-        new_tokens, stored = int(states.queries.shape[2]), int(states.keys.shape[2])
-        if new_tokens == 1:
-            return None
-        key = (stored, states.keys.device)
-        if key not in self._masks:
-            dtype = states.queries.dtype if self._additive else None
-            self._masks[key] = stored_mask(
-                new_tokens, stored, additive_dtype=dtype, device=states.keys.device
-            )
-        return self._masks[key]
 
     # What transformers calls
 
@@ -359,7 +378,7 @@ class BudgetCache(Cache):
         ModelMismatchError
             If the caller is not a forward of the cache's own model.
         """
-        if not self._in_forward:
+        if self._step is None:
             raise ModelMismatchError(
                 f"this cache works only inside a forward of the {self._model_name} object that it "
                 "was made for; make one with profile.cache(model) for the model at hand"
@@ -391,6 +410,10 @@ class BudgetCache(Cache):
             If the cut would reach into a reduced prompt, or into tokens that a sliding layer has
             dropped.
         """
+        if self.get_seq_length() and not self.prompt_complete:
+            raise UnsupportedRequestError(
+                "cannot crop before the prompt is complete; reset the cache and start again"
+            )
         for layer in self.layers:
             if isinstance(layer, BudgetLayer):
                 layer.crop_count(tokens_to_remove)
@@ -400,23 +423,26 @@ class BudgetCache(Cache):
                     "would come back into its window; make a new cache"
                 )
         super().crop(tokens_to_remove)
+        self._arrival.crop(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
-        self._rows_change()
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._rows_change(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
-        self._rows_change()
+        rows = torch.arange(self.batch).repeat_interleave(repeats)
         super().batch_repeat_interleave(repeats)
+        self._rows_change(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
-        self._rows_change()
         super().batch_select_indices(indices)
+        self._rows_change(indices)
 
-    def _rows_change(self) -> None:
+    def _rows_change(self, rows: Tensor) -> None:
+        self._arrival.select(rows)
         if self._reader is not None:
             self._reader.forget()
 
@@ -453,14 +479,10 @@ class BudgetCache(Cache):
         return clone
 
 
-def _with_policy(
-    profile: BudgetProfile, policy: str | Policy | None, options: Mapping[str, Any] | None
-) -> BudgetProfile:
-    if isinstance(policy, str):
-        return replace(profile, policy=changed_policy(profile.policy, policy, options))
-    if options:
-        raise InputError("policy_options belong to a policy: name it with policy=")
-    return profile if policy is None else replace(profile, policy=policy)
+def _stored_tensors(layer: Any) -> list[Tensor]:
+    if isinstance(layer, BudgetLayer):
+        return layer.stored_tensors()
+    return [] if layer.keys is None else [layer.keys, layer.values]
 
 
 def _free_slid_out(layer: Any, states: AttentionStates) -> None:

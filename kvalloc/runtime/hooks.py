@@ -27,8 +27,10 @@ __all__ = ["HookedCache", "hooked_models", "retain"]
 class HookedCache(Protocol):
     """What the hooks ask of a cache."""
 
-    def begin_forward(self, decoder: nn.Module, arguments: Mapping[str, Any]) -> None:
-        """Check a forward before anything of it runs."""
+    def begin_forward(
+        self, decoder: nn.Module, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any] | None:
+        """Check a forward before anything of it runs; returns the arguments to change, if any."""
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Answer one layer's attention."""
@@ -114,19 +116,23 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
                 handle.remove()
 
 
-def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     entry = _installed.get(module)
     if entry is not None:
         # torch skips post-hooks on KeyboardInterrupt: what such a forward left open ends here.
         _close(entry, completed=False)
     cache = _cache_among(args, kwargs)
     if cache is None:
-        return
-    cache.begin_forward(module, _named(module, args, kwargs))
+        return None
+    arguments = _named(module, args, kwargs)
+    changed = cache.begin_forward(module, arguments)
     # begin_forward has checked that this is the cache's own model, so it carries the hooks.
     entry = _installed[module]
     token = entry.switch.enter(cache.attend)
     entry.open_forwards[threading.get_ident()] = _OpenForward(cache, token)
+    return None if changed is None else ((), {**arguments, **changed})
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

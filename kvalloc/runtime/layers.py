@@ -1,40 +1,44 @@
-"""One full-attention layer of a reduced cache: every KV head keeps its own best entries."""
+"""One full-attention layer of a reduced cache: every row and KV head keeps its own entries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from kvalloc.attention_hook import Observed
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime.policies.base import Combined
+from kvalloc.runtime.ragged import IntArray, RaggedEntries
+from kvalloc.runtime.unfinished import Unfinished
 
 __all__ = ["BudgetLayer", "gathered"]
 
 
 class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Stores ``n_kept`` entries a KV head, and answers for all the tokens it has seen.
+    """Stores what is kept of the prompt and all that followed, and answers for all tokens seen.
 
-    As long as nothing is evicted this is transformers' own layer, operation for operation, so
-    that a budget of 100% is bit-identical. The number of stored entries is the same for all KV
-    heads of the layer; which ones they are is up to each head.
+    It is in one of three states. *Whole*: nothing was evicted, and this is transformers' own
+    layer, operation for operation, so that a budget of 100% is bit-identical. *Even*: all rows and
+    KV heads keep the same number of entries; they stand at the front of ``keys`` and ``values``,
+    and attention is the model's own. *Ragged*: the numbers differ; what is kept stands in
+    `entries`, without padding, and ``keys`` and ``values`` hold only what followed.
 
     Attributes
     ----------
     keys, values : Tensor, (batch, n_kv_heads, n_stored, head_dim)
-        What is stored now.
-    evicted_tokens : int
-        Tokens seen and not stored any more.
+        Dense storage, see above.
+    entries : RaggedEntries or None
+        What a ragged layer keeps of the prompt.
     kept_indices : Tensor of int32 or None, (batch, n_kv_heads, n_kept)
-        Original positions of the prompt's kept entries; None while nothing was evicted.
+        Columns of an even layer's kept entries; None in other states.
     logit_bias : Tensor of float32 or None, (batch, n_kv_heads, n_kept)
-        Added to the logits of the prompt's kept entries; see `Combined`.
-    observed : Observed or None
-        What the policy noted of the chunks so far of a prompt that is not complete.
+        Added to the logits of an even layer's kept entries.
+    seen_tokens : int
+        Tokens seen, kept or not, padding included.
+    unfinished : Unfinished
+        What is remembered until the prompt is complete.
     """
 
     is_croppable = False  # evicted entries cannot come back
@@ -44,36 +48,64 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.evicted_tokens = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.entries: RaggedEntries | None = None
         self.kept_indices: Tensor | None = None
-        self._evict_next = False
-        self._prompt: tuple[Tensor, Tensor] | None = None
-        self._query_tail: Tensor | None = None
-        self.observed: Observed | None = None
         self.logit_bias: Tensor | None = None
+        self.seen_tokens = 0
+        self.unfinished = Unfinished()
+        self._evict_next = False
+        self._held: tuple[Tensor, Tensor] | None = None
 
     def expect_eviction(self) -> None:
-        """The next update completes the prompt, and `evict` will follow it."""
+        """`evict` will follow the next update."""
         self._evict_next = True
 
     def cancel_eviction(self) -> None:
-        """The forward that was to complete the prompt failed."""
+        """The forward that was to end in an eviction failed."""
         self._evict_next = False
 
     @property
     def awaits_eviction(self) -> bool:
-        """Whether a complete prompt is held that has not been reduced yet."""
-        return self._prompt is not None
+        """Whether tokens are held that still have to be reduced."""
+        return self._held is not None
 
     @property
-    def stored_tokens(self) -> int:
-        """Entries that each KV head stores now."""
-        return 0 if self.keys is None or self.keys.numel() == 0 else int(self.keys.shape[-2])
+    def reduced(self) -> bool:
+        """Whether anything was evicted, padding included."""
+        return self.entries is not None or self.kept_indices is not None
+
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens in the dense storage."""
+        return 0 if self.keys is None or self.keys.ndim < 4 else int(self.keys.shape[-2])
+
+    @property
+    def following_tokens(self) -> int:
+        """Tokens stored after the latest eviction, or all of them if there was none."""
+        kept = 0 if self.kept_indices is None else int(self.kept_indices.shape[-1])
+        return self.dense_tokens - kept
+
+    def stored_counts(self) -> IntArray | None:
+        """Entries stored now, ``(batch, n_kv_heads)``; None before the first update."""
+        if self.keys is None or self.keys.ndim < 4:
+            return None
+        dense = np.full(tuple(self.keys.shape[:2]), self.dense_tokens, dtype=np.int64)
+        return dense if self.entries is None else dense + self.entries.lengths
+
+    def stored_tensors(self) -> list[Tensor]:
+        """All K and V tensors that are allocated now."""
+        tensors = [] if self.keys is None else [self.keys, self.values]
+        if self.entries is not None:
+            tensors += [self.entries.keys, self.entries.values]
+        return [*tensors, *(self._held or ())]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add new tokens; returns all keys and values that attention may see.
+        """Add new tokens; returns the dense keys and values, those of a whole layer all there are.
 
         Parameters
         ----------
@@ -82,73 +114,58 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
         Returns
         -------
-        tuple of Tensor, each (batch, n_kv_heads, n_stored + n_new_tokens, head_dim)
+        tuple of Tensor, each (batch, n_kv_heads, n_dense + n_new_tokens, head_dim)
         """
+        self.seen_tokens += int(key_states.shape[-2])
         if not self._evict_next:
             return super().update(key_states, value_states, *args, **kwargs)
-        # Of this prompt only a part will stay: hold on to what the model made instead of copying
-        # it, and let `evict` copy the kept part.
+        # Of these only a part will stay: hold on to what the model made instead of copying it,
+        # and let `evict` copy the kept part.
         self._evict_next = False
-        if self.stored_tokens:
+        if self.dense_tokens:
             key_states = torch.cat([self.keys, key_states], dim=-2)
             value_states = torch.cat([self.values, value_states], dim=-2)
-        self._prompt = (key_states, value_states)
-        return self._prompt
+            # What was stored is in the copy: until `evict` one of them is enough.
+            self.keys = key_states[..., :0, :].clone()
+            self.values = value_states[..., :0, :].clone()
+        self._held = (key_states, value_states)
+        return self._held
 
-    def evict(self, kept: Tensor, combined: Combined | None = None) -> None:
-        """Keep these entries of the prompt in fresh contiguous storage, and free the rest.
+    def keep_even(
+        self, keys: Tensor, values: Tensor, indices: Tensor, logit_bias: Tensor | None
+    ) -> None:
+        """From now on store these entries, as many for each row and KV head, and free the rest.
 
         Parameters
         ----------
-        kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
-            What stays, the same number for each row and KV head.
-        combined : Combined, optional
-            Keys and values that hold something of the evicted entries, too.
+        keys, values : Tensor, (batch, n_kv_heads, n_kept, head_dim)
+            Contiguous, in storage of their own.
+        indices : Tensor of int32, (batch, n_kv_heads, n_kept)
+            Columns they stood in, increasing.
+        logit_bias : Tensor of float32, (batch, n_kv_heads, n_kept), or None
+            Added to their logits.
         """
-        assert self._prompt is not None, "evict() follows the update that completes a prompt"
-        keys, values = self._prompt
-        self._prompt = self._query_tail = self.observed = None
+        self._initialize(keys, values)
+        self._held = self.entries = None
+        self.keys, self.values = keys, values
+        self.kept_indices, self.logit_bias = indices, logit_bias
+
+    def keep_ragged(self, entries: RaggedEntries) -> None:
+        """From now on store these entries, and free the rest."""
+        batch, n_kv_heads = entries.lengths.shape
+        self._initialize(entries.keys, entries.values)
+        self._held = self.kept_indices = self.logit_bias = None
+        self.entries = entries
+        self.keys = entries.keys.new_empty(batch, n_kv_heads, 0, entries.keys.shape[-1])
+        self.values = entries.values.new_empty(batch, n_kv_heads, 0, entries.values.shape[-1])
+
+    def _initialize(self, keys: Tensor, values: Tensor) -> None:
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        if combined is not None:
-            keys, values = combined.keys, combined.values
-        # `nonzero` lists positions in increasing order, and each head has as many of them.
-        indices = kept.nonzero()[:, 2].view(*kept.shape[:2], -1)
-        self.keys, self.values = gathered(keys, indices), gathered(values, indices)
-        if combined is not None and combined.logit_bias is not None:
-            self.logit_bias = combined.logit_bias.gather(-1, indices)
-        self.evicted_tokens = int(keys.shape[-2] - indices.shape[-1])
-        self.kept_indices = indices.to(torch.int32)
-
-    def with_query_tail(self, queries: Tensor, tokens: int) -> Tensor:
-        """The last queries of a prompt that arrives in chunks, old and new.
-
-        Parameters
-        ----------
-        queries : Tensor, (batch, n_query_heads, n_new_tokens, head_dim)
-            Queries of this chunk.
-        tokens : int
-            How many of the last queries the scorer wants.
-
-        Returns
-        -------
-        Tensor, (batch, n_query_heads, n, head_dim)
-            This chunk's queries, preceded by older ones where the chunk is shorter than
-            ``tokens``.
-        """
-        missing = tokens - int(queries.shape[-2])
-        if missing > 0 and self._query_tail is not None:
-            return torch.cat([self._query_tail[..., -missing:, :], queries], dim=-2)
-        return queries
-
-    def keep_query_tail(self, queries: Tensor, tokens: int) -> None:
-        """Remember the last ``tokens`` queries until the prompt is complete."""
-        if tokens > 0:
-            self._query_tail = self.with_query_tail(queries, tokens)[..., -tokens:, :].clone()
 
     def get_seq_length(self) -> int:
         """Tokens seen, so that positions stay true after eviction."""
-        return self.evicted_tokens + self.stored_tokens
+        return self.seen_tokens
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Sizes as if nothing had been evicted, which is what a 2-D attention mask covers.
@@ -180,8 +197,9 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if remove <= 0:
             return
         # A slice would keep the cut entries' storage alive.
-        self.keys = self.keys[..., :-remove, :].contiguous()
-        self.values = self.values[..., :-remove, :].contiguous()
+        self.keys = self.keys[..., :-remove, :].clone(memory_format=torch.contiguous_format)
+        self.values = self.values[..., :-remove, :].clone(memory_format=torch.contiguous_format)
+        self.seen_tokens -= remove
 
     def crop_count(self, tokens_to_remove: int) -> int:
         """Tokens that `crop` would remove; raises as `crop` does, and changes nothing."""
@@ -189,10 +207,9 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             remove = self.get_seq_length() - tokens_to_remove
         else:
             remove = -tokens_to_remove
-        kept = 0 if self.kept_indices is None else int(self.kept_indices.shape[-1])
-        if self.kept_indices is not None and remove > self.stored_tokens - kept:
+        if self.reduced and remove > self.following_tokens:
             raise UnsupportedRequestError(
-                f"cannot crop {remove} tokens: only {self.stored_tokens - kept} tokens followed "
+                f"cannot crop {remove} tokens: only {self.following_tokens} tokens followed "
                 "the compressed prompt, and evicted entries cannot come back; make a new cache"
             )
         return remove
@@ -201,43 +218,46 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Forget everything, and free it."""
         self.keys = self.values = None
         self.is_initialized = False
-        self.evicted_tokens = 0
-        self.kept_indices = self._prompt = self._query_tail = None
-        self.observed = self.logit_bias = None
-        self._evict_next = False
+        self._forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._change_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+        self._select_kept(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
         super().batch_repeat_interleave(repeats)
-        self._change_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+        if self.reduced:
+            batch = int(self.keys.shape[0]) // repeats
+            self._select_kept(torch.arange(batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
         super().batch_select_indices(indices)
-        self._change_rows(lambda rows: rows[indices.to(rows.device)])
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self._select_kept(indices)
 
-    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Do with the book-keeping of the rows what was done with their keys and values."""
+    def _select_kept(self, rows: Tensor) -> None:
+        """Bring what belongs to the kept entries in line with the rows of ``keys``."""
         if self.kept_indices is not None:
-            self.kept_indices = change(self.kept_indices)
+            self.kept_indices = self.kept_indices[rows.to(self.kept_indices.device)]
         if self.logit_bias is not None:
-            self.logit_bias = change(self.logit_bias)
+            self.logit_bias = self.logit_bias[rows.to(self.logit_bias.device)]
+        if self.entries is not None:
+            self.entries = self.entries.rows(rows)
 
 
 def gathered(states: Tensor, indices: Tensor) -> Tensor:
-    """A contiguous copy of some entries, each KV head its own.
+    """A contiguous copy of the entries at ``indices``, each KV head its own.
 
     Parameters
     ----------
     states : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
         Keys or values.
     indices : Tensor of int64, (batch, n_kv_heads, n_wanted)
-        The entries.
+        Which tokens.
     """
     wanted = indices.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1])
     return states.gather(2, wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,19 +10,23 @@ from torch import Tensor, nn
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
+from kvalloc.runtime.arrival import Step
+from kvalloc.runtime.policies import EvictionPolicy
+from kvalloc.runtime.ragged import IntArray
 
 if TYPE_CHECKING:
     from kvalloc.runtime.cache import BudgetCache
-    from kvalloc.runtime.policies import EvictionPolicy
 
 __all__ = [
     "ASSISTED",
     "OFFLOADED",
+    "check_chunk",
     "check_forward",
     "check_generate",
     "check_kept",
     "check_model",
     "check_profile",
+    "check_read",
     "new_tokens_shape",
 ]
 
@@ -35,11 +39,6 @@ COMPILED = (
     "a compiled model sees fixed cache sizes, but here layers differ and grow; use the model "
     "without torch.compile"
 )
-PADDED = (
-    "attention_mask hides tokens of the prompt: padded or ragged batches are not supported yet, "
-    "since padding would be scored and kept; run prompts of equal length together, others one "
-    "at a time"
-)
 
 
 def check_profile(profile: BudgetProfile) -> None:
@@ -47,16 +46,9 @@ def check_profile(profile: BudgetProfile) -> None:
 
     Raises
     ------
-    UnsupportedRequestError
-        For head-level budgets.
     InputError
         For budgets below sinks and window.
     """
-    if profile.level == "head":
-        raise UnsupportedRequestError(
-            "this profile has a budget for each head, and head-level enforcement is not there "
-            'yet; solve again with --level layer (level="layer")'
-        )
     full = list(profile.shape.full_layers)
     least = min(profile.policy.protected_tokens, profile.context_tokens)
     if int(profile.budgets[full].min()) < least:
@@ -104,6 +96,40 @@ def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
         raise SolverError(
             f"the policy {policy.name} kept {int(found[row, head])} entries in KV head {head} of "
             f"row {row}, whose budget is {int(budgets[row, head])}; a policy must meet it exactly"
+        )
+
+
+def check_chunk(policy: EvictionPolicy, step: Step) -> None:
+    """Refuse a chunk of a prompt where the policy has to see all of it at once.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        For a policy that puts something of the evicted entries into the kept ones: what earlier
+        chunks have put there would be counted as one token again.
+    """
+    whole = step.seen == 0 and step.completes
+    merges = getattr(type(policy), "combine", None) is not EvictionPolicy.combine
+    if merges and step.budgets is not None and not whole:
+        raise UnsupportedRequestError(
+            f"the policy {policy.name} merges entries, for which it has to see the whole prompt; "
+            "send it in one piece, or choose another policy"
+        )
+
+
+def check_read(policy: EvictionPolicy, targets: Iterable[IntArray]) -> None:
+    """Refuse to choose at each decoded token where heads or rows keep different numbers.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If a layer is to keep different numbers of entries.
+    """
+    if any((counts != counts[0, 0]).any() for counts in targets):
+        raise UnsupportedRequestError(
+            f"the policy {policy.name} leaves entries unread at each decoded token, which needs "
+            "the same number of entries in all rows and heads of a layer; use a profile of layer "
+            "level and prompts of equal length, or another policy"
         )
 
 
@@ -180,14 +206,12 @@ def check_forward(
             "output_attentions=True is not supported: layers keep different entries, so the "
             "weights' columns would not mean the same tokens"
         )
-    batch, new_tokens = new_tokens_shape(arguments)
-    keys = cache.layers[0].keys
-    if keys is not None and keys.numel() and keys.shape[0] != batch:
+    batch, _ = new_tokens_shape(arguments)
+    if cache.batch and cache.batch != batch:
         raise UnsupportedRequestError(
-            f"the cache holds {keys.shape[0]} rows, but this input has {batch}; make a cache for "
+            f"the cache holds {cache.batch} rows, but this input has {batch}; make a cache for "
             "each batch, or repeat the rows with cache.batch_repeat_interleave(n)"
         )
-    _check_mask(cache, arguments.get("attention_mask"), new_tokens)
 
 
 def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
@@ -203,22 +227,3 @@ def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
         if isinstance(tensor, Tensor):
             return int(tensor.shape[0]), int(tensor.shape[1])
     raise UnsupportedRequestError("this forward has neither input_ids nor inputs_embeds")
-
-
-def _check_mask(cache: BudgetCache, mask: object, new_tokens: int) -> None:
-    # After a prompt of which nothing was evicted, transformers' own mask is used as it is.
-    if mask is None or (cache.prompt_complete and not cache.reduced):
-        return
-    seen = cache.get_seq_length()
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        raise UnsupportedRequestError(
-            "a ready-made attention mask does not fit layers that keep different entries; pass "
-            "a 2-D attention_mask or none"
-        )
-    if int(mask.shape[1]) != seen + new_tokens:
-        raise UnsupportedRequestError(
-            f"attention_mask covers {mask.shape[1]} tokens, expected {seen + new_tokens}: all "
-            f"{seen} seen ones and the {new_tokens} new ones"
-        )
-    if not bool(mask.all()):
-        raise UnsupportedRequestError(PADDED)

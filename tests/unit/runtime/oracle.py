@@ -7,6 +7,7 @@ attention. Nothing of `kvalloc.runtime` is used here but the list of what was ev
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,8 @@ class Oracle:
             hidden = torch.full((batch, positions.shape[1], tokens), float("-inf"))
             for row in range(batch):
                 for head in range(positions.shape[1]):
-                    hidden[row, head, positions[row, head].long()] = 0.0
+                    kept_here = positions[row, head].long()
+                    hidden[row, head, kept_here[kept_here >= 0]] = 0.0
             group = self.model.config.num_attention_heads // positions.shape[1]
             self.hidden[layer] = hidden.repeat_interleave(group, dim=1)[:, :, None, :]
         with torch.no_grad():
@@ -215,3 +217,78 @@ def kept_of(cache: Any) -> dict[int, torch.Tensor]:
     """What each full-attention layer of a reduced cache kept of its prompt."""
     full = cache.profile.shape.full_layers
     return {layer: cache.kept_indices(layer) for layer in full}
+
+
+def by_head(profile: BudgetProfile, spread: int = 12) -> BudgetProfile:
+    """The profile with a budget for each head, around the layer's."""
+    budgets = profile.budgets.copy()
+    least, most = profile.policy.protected_tokens, profile.context_tokens
+    for layer in profile.shape.full_layers:
+        moved = np.linspace(-spread, spread, budgets.shape[1]).round().astype(np.int64)
+        budgets[layer] = np.clip(budgets[layer] + moved + layer % 3, least, most)
+    return dataclasses.replace(profile, level="head", budgets=budgets)
+
+
+class Shadow:
+    """The same oracle for any arrival: full cache, evicted entries hidden from then on.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model under test; a float32 eager twin of it answers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = eager_twin(model)
+        self.cache = DynamicCache(config=self.model.config)
+        self.shown: dict[int, torch.Tensor] = {}
+
+    def logits(
+        self, ids: torch.Tensor, mask: torch.Tensor | None = None, **inputs: Any
+    ) -> torch.Tensor:
+        """Logits of the next tokens; ``mask`` is 0 for padding, all columns so far."""
+
+        def hide(states: Any, compute: Any) -> Any:
+            if states.layer not in self.layers():
+                return compute(states.mask)
+            new, total = states.queries.shape[2], states.keys.shape[2]
+            batch, heads = states.keys.shape[:2]
+            shown = torch.ones(batch, heads, new, total).tril(total - new).bool()
+            if mask is not None:
+                shown &= mask.bool()[:, None, None]
+            before = self.shown.get(states.layer)
+            if before is not None:
+                shown[..., : before.shape[-1]] &= before[:, :, None]
+            own = torch.ones(new, total).tril(total - new).triu(total - new).bool()
+            hidden = torch.zeros(shown.shape).masked_fill(~(shown | own), float("-inf"))
+            group = states.queries.shape[1] // heads
+            return compute(hidden.repeat_interleave(group, dim=1))
+
+        with torch.no_grad(), intercept_attention(self.model, hide):
+            out = self.model(ids, attention_mask=mask, past_key_values=self.cache, **inputs)
+        found: torch.Tensor = out.logits
+        return found
+
+    def layers(self) -> tuple[int, ...]:
+        """The full-attention layers."""
+        return shape_of(self.model).full_layers
+
+    def follow(self, cache: Any) -> None:
+        """From now on hide what the cache has evicted."""
+        columns = self.cache.get_seq_length()
+        for layer, kept in kept_of(cache).items():
+            shown = torch.zeros(*kept.shape[:2], columns, dtype=torch.bool)
+            for row in range(kept.shape[0]):
+                for head in range(kept.shape[1]):
+                    here = kept[row, head]
+                    shown[row, head, here[here >= 0].long()] = True
+            self.shown[layer] = shown
+
+
+def worst(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+    """Largest difference of logits, rows of padding left out."""
+    difference = (found.float() - expected.float()).abs().amax(dim=-1)
+    assert torch.isfinite(difference).all()
+    if mask is not None:
+        difference = difference[mask[:, -difference.shape[1] :].bool()]
+    return float(difference.max())

@@ -176,14 +176,10 @@ def test_apply_knows_how_long_a_chunked_prompt_is(tiny: ModuleType) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids = tiny.prompt(CONTEXT)
     with kvalloc.apply(model, profile) as applied:
-        expected = generate(model, ids)
-        found = generate(model, ids, prefill_chunk_size=32)
+        generate(model, ids, prefill_chunk_size=32)
         assert applied.last_cache is not None
         added = NEW - 1
         assert (applied.last_cache.kept_tokens == profile.budgets + added).all()
-    # transformers 5.2 itself answers otherwise when it prefills in chunks.
-    if torch.equal(generate(model, ids), generate(model, ids, prefill_chunk_size=32)):
-        assert torch.equal(expected, found)
 
 
 def test_apply_refuses_on_entering(tiny: ModuleType) -> None:

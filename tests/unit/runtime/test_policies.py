@@ -12,11 +12,13 @@ import scorer_oracle
 import torch
 from scorer_oracle import make_states
 
-from kvalloc.errors import InputError, SolverError
+from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
+from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import (
     EvictionPolicy,
     changed_policy,
     get_policy,
+    policy_class,
     policy_names,
     policy_of,
 )
@@ -252,21 +254,55 @@ def test_the_cache_answers_as_with_hidden_entries(tiny: ModuleType, name: str, f
     assert (logits - oracle.logits(question)).abs().max() < 1e-4
 
 
+def merging(name: str) -> bool:
+    return name in policy_names() and policy_class(name).combine is not EvictionPolicy.combine
+
+
 @pytest.mark.parametrize("name", [*policy_names(), *scorer_names()])
 def test_chunks_keep_the_same_entries(tiny: ModuleType, name: str) -> None:
-    from kvalloc.runtime import make_cache
-
+    """As long as nothing has to go before the last chunk."""
     model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
     ids = tiny.prompt(CONTEXT, 2)
-    whole = profile.cache(model, policy=name)
-    in_chunks = make_cache(profile, model, policy=name, prompt_tokens=CONTEXT)
+    for budget, sizes in ((60, [20, 3, 37, CONTEXT - 60]), (CONTEXT - 6, [50, 3, CONTEXT - 60, 7])):
+        profile = tiny.make_profile(model, CONTEXT, [budget] * tiny.N_LAYERS)
+        whole = profile.cache(model, policy=name)
+        in_chunks = make_cache(profile, model, policy=name, prompt_tokens=CONTEXT)
+        with torch.no_grad():
+            model(ids, past_key_values=whole)
+            if merging(name):
+                with pytest.raises(UnsupportedRequestError, match="in one piece"):
+                    model(ids[:, :50], past_key_values=in_chunks)
+                continue
+            for chunk in ids.split(sizes, dim=1):
+                model(chunk, past_key_values=in_chunks)
+        for layer in range(tiny.N_LAYERS):
+            assert torch.equal(whole.kept_indices(layer), in_chunks.kept_indices(layer))
+
+
+@pytest.mark.parametrize("name", [*policy_names(), *scorer_names()])
+def test_head_budgets_go_with_any_policy_and_any_chunks(tiny: ModuleType, name: str) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5))
+    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(5, 2, seed=1)
+    sizes = [CONTEXT] if merging(name) else [50, 3, CONTEXT - 60, 7]
+    cache = make_cache(profile, model, policy=name, prompt_tokens=CONTEXT)
+    if cache._reader is not None:
+        with torch.no_grad(), pytest.raises(UnsupportedRequestError, match="same number"):
+            model(ids, past_key_values=cache)
+        return
+    shadow = tiny.Shadow(model)
     with torch.no_grad():
-        model(ids, past_key_values=whole)
-        for chunk in ids.split([50, 3, 60, 7], dim=1):
-            model(chunk, past_key_values=in_chunks)
-    for layer in range(tiny.N_LAYERS):
-        assert torch.equal(whole.kept_indices(layer), in_chunks.kept_indices(layer))
+        for chunk in ids.split(sizes, dim=1):
+            assert (
+                tiny.worst(model(chunk, past_key_values=cache).logits, shadow.logits(chunk)) < 1e-4
+            )
+            shadow.follow(cache)
+        assert (cache.kept_tokens_by_row == profile.budgets).all()
+        found = model(question, past_key_values=cache).logits
+    if merging(name):
+        assert torch.isfinite(found).all()
+    else:
+        assert tiny.worst(found, shadow.logits(question)) < 1e-4
 
 
 def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None:

@@ -1,0 +1,227 @@
+"""How the tokens of a cache arrive: what belongs to the prompt, what is padding, what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime.ragged import IntArray
+
+__all__ = ["Arrival", "Step"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What one forward is.
+
+    Attributes
+    ----------
+    batch, new_tokens : int
+        Size of its input.
+    seen : int
+        Columns seen before it.
+    visible : Tensor of bool, (batch, seen + new_tokens), or None
+        False marks padding; None where there is none.
+    new_visible : Tensor of bool, (batch, new_tokens), or None
+        The same for the new tokens alone.
+    budgets : ndarray of int64, (batch, n_layers, n_kv_heads), or None
+        What may stay after it; None for tokens that follow the prompt, which all stay.
+    prompt_tokens : int
+        Columns of the prompt as far as it is known.
+    completes : bool
+        Whether the prompt is known to be complete after it.
+    """
+
+    batch: int
+    new_tokens: int
+    seen: int
+    visible: Tensor | None
+    new_visible: Tensor | None
+    budgets: IntArray | None
+    prompt_tokens: int
+    completes: bool
+
+    def following_visible(self, tokens: int) -> Tensor | None:
+        """The last columns of `visible`, (batch, tokens); None where they hide nothing."""
+        return None if self.visible is None else _or_none(self.visible[:, -tokens:])
+
+    def targets(self, layer: int, stored: IntArray | None) -> IntArray | None:
+        """Entries that a layer is to keep, where it has to evict any.
+
+        Parameters
+        ----------
+        layer : int
+            Index of the layer.
+        stored : ndarray of int64, (batch, n_kv_heads), or None
+            What it stores before this forward.
+
+        Returns
+        -------
+        ndarray of int64, (batch, n_kv_heads), or None
+        """
+        if self.budgets is None:
+            return None
+        new = self.new_visible
+        arriving = np.full(self.batch, self.new_tokens, dtype=np.int64)
+        if new is not None:
+            arriving = new.sum(dim=1).cpu().numpy().astype(np.int64)
+        budgets = self.budgets[:, layer]
+        there = arriving[:, None] + (np.zeros_like(budgets) if stored is None else stored)
+        if new is None and (there <= budgets).all():
+            return None
+        targets: IntArray = np.minimum(there, budgets)
+        return targets
+
+
+class Arrival:
+    """Follows the tokens of one cache.
+
+    The prompt is the first forward, unless its length was announced (`prompt_tokens`) or it runs
+    inside `BudgetCache.prefill`. Everything after it follows and is never evicted.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+        Whose budgets hold.
+    announced : int or None
+        Columns of the prompt, if they were announced.
+    """
+
+    def __init__(self, profile: BudgetProfile, announced: int | None) -> None:
+        self._profile = profile
+        self.announced = announced
+        self.prompt_tokens: int | None = None
+        self.complete = False
+        self.open = False
+        self.visible: Tensor | None = None
+
+    def step(self, seen: int, batch: int, new_tokens: int, mask: object) -> Step:
+        """What the next forward is; raises where it cannot be served, and changes nothing.
+
+        Parameters
+        ----------
+        seen : int
+            Columns seen so far.
+        batch, new_tokens : int
+            Size of the forward's input.
+        mask : object
+            Its ``attention_mask``.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If there are more tokens than announced, or the mask cannot be followed.
+        """
+        in_prompt = not self.complete or seen == 0
+        end = seen + new_tokens
+        expected = end
+        if in_prompt and self.announced is not None:
+            expected = self.announced
+            if end > expected:
+                raise UnsupportedRequestError(
+                    f"the cache was made for a prompt of {expected} tokens, but {seen} seen and "
+                    f"{new_tokens} new ones are more; send the prompt and what follows it "
+                    "separately"
+                )
+        visible = self._visible(seen, batch, new_tokens, mask)
+        prompt_tokens = expected if in_prompt else (self.prompt_tokens or seen)
+        return Step(
+            batch=batch,
+            new_tokens=new_tokens,
+            seen=seen,
+            visible=visible,
+            new_visible=None if visible is None else _or_none(visible[:, seen:]),
+            budgets=self._budgets(batch, end, expected, visible) if in_prompt else None,
+            prompt_tokens=prompt_tokens,
+            completes=in_prompt and not self.open and end == expected,
+        )
+
+    def commit(self, step: Step) -> None:
+        """The forward went through."""
+        self.visible = step.visible
+        if step.budgets is not None:
+            self.prompt_tokens = step.seen + step.new_tokens
+            self.complete = step.completes
+
+    def select(self, rows: Tensor) -> None:
+        """Let row i go on with what row ``rows[i]`` has seen."""
+        if self.visible is not None:
+            self.visible = self.visible[rows.to(self.visible.device)]
+
+    def crop(self, columns: int) -> None:
+        """Forget all but the first columns."""
+        if self.visible is not None:
+            self.visible = self.visible[:, :columns]
+
+    def row_tokens(self, seen: int, batch: int) -> IntArray:
+        """Tokens seen in each row without padding, (batch,)."""
+        if self.visible is None:
+            return np.full(batch, seen, dtype=np.int64)
+        return self.visible.sum(dim=1).cpu().numpy().astype(np.int64)
+
+    def _visible(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor | None:
+        """Old and new padding, from the mask and what was known before."""
+        new = None
+        if mask is not None:
+            new = self._checked(seen, batch, new_tokens, mask)
+        if self.visible is None and new is None:
+            return None
+        device = (self.visible if new is None else new).device  # type: ignore[union-attr]
+        everything = torch.ones(batch, new_tokens, dtype=torch.bool, device=device)
+        new = everything if new is None else new
+        if seen == 0:
+            return new
+        old = self.visible
+        if old is None:
+            old = torch.ones(batch, seen, dtype=torch.bool, device=device)
+        return torch.cat([old.to(device), new], dim=1)
+
+    def _checked(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor | None:
+        """The mask's new columns, or None where they hide nothing."""
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            raise UnsupportedRequestError(
+                "a ready-made attention mask does not fit layers that keep different entries; pass "
+                "a 2-D attention_mask or none"
+            )
+        if tuple(mask.shape) != (batch, seen + new_tokens):
+            raise UnsupportedRequestError(
+                f"attention_mask covers {mask.shape[1]} tokens in {mask.shape[0]} rows, expected "
+                f"{seen + new_tokens} in {batch}: all {seen} seen ones and the {new_tokens} new "
+                "ones"
+            )
+        shown = mask.bool()
+        if self.visible is None and bool(shown.all()):
+            return None
+        before = shown[:, :seen]
+        known = self.visible
+        same = bool(before.all()) if known is None else torch.equal(before, known.to(mask.device))
+        if seen and not same:
+            raise UnsupportedRequestError(
+                "attention_mask shows or hides other tokens of the past than it did when they "
+                "arrived, but what was padding is gone and what was not is kept; pass the same "
+                "values for them again"
+            )
+        return shown[:, seen:]
+
+    def _budgets(self, batch: int, end: int, expected: int, visible: Tensor | None) -> IntArray:
+        """Budgets of each row from its own length: its tokens so far and all still announced."""
+        lengths = np.full(batch, end, dtype=np.int64)
+        if visible is not None:
+            lengths = visible.sum(dim=1).cpu().numpy().astype(np.int64)
+        lengths = lengths + (expected - end)
+        found = {int(n): self._row_budgets(int(n)) for n in np.unique(lengths)}
+        return np.stack([found[int(n)] for n in lengths])
+
+    def _row_budgets(self, tokens: int) -> IntArray:
+        if tokens == 0:
+            return np.zeros_like(self._profile.budgets)
+        return self._profile.budgets_for(tokens)
+
+
+def _or_none(visible: Tensor) -> Tensor | None:
+    return None if bool(visible.all()) else visible

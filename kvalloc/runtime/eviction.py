@@ -1,0 +1,364 @@
+"""From what a layer holds to what it keeps: show it to the policy, and store its choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalloc.attention_hook import AttentionStates
+from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.policies import EvictionPolicy
+from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
+from kvalloc.runtime.refusals import check_kept
+from kvalloc.runtime.unfinished import Part, Unfinished, part_of, parts
+
+__all__ = ["Eviction"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Candidates:
+    """What one piece of a layer chooses from.
+
+    Attributes
+    ----------
+    states : AttentionStates
+        Of this piece alone, without padding.
+    positions : Tensor of int32, (batch, n_kv_heads, n_tokens)
+        Column of each candidate.
+    bias : Tensor of float32, (batch, n_kv_heads, n_tokens), or None
+        Logit bias they have already.
+    """
+
+    states: AttentionStates
+    positions: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Choice:
+    """What a piece keeps, and where it is taken from."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    bias: Tensor | None
+    kept: Tensor
+
+    def piece(self, row: int, head: int) -> Piece:
+        bias = None if self.bias is None else self.bias[row, head]
+        kept = self.kept[row, head].nonzero()[:, 0]
+        return self.keys[row, head], self.values[row, head], self.positions[row, head], bias, kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eviction:
+    """How one forward of a prompt ends in each layer.
+
+    A policy looks at a whole layer where it can. Rows with padding are shown to it one by one
+    without their padding, so that a row keeps what it would keep alone; heads that hold different
+    entries already, from earlier chunks, one by one, too.
+
+    Attributes
+    ----------
+    policy : EvictionPolicy
+        Who chooses.
+    sinks, window : int
+        First and last tokens of each row, which always stay.
+    prompt_tokens : int
+        Length of the prompt as far as it is known.
+    visible : Tensor of bool, (batch, n_new_tokens), or None
+        False marks padding among the new tokens.
+    """
+
+    policy: EvictionPolicy
+    sinks: int
+    window: int
+    prompt_tokens: int
+    visible: Tensor | None
+
+    @torch.no_grad()
+    def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
+        """Let the policy note what it wants of a chunk after which nothing is evicted."""
+        for part in parts(self._grain(layer), *self._sizes(layer, states)):
+            found = self._candidates(layer, states, part)
+            self._note(layer.unfinished, part, found.states)
+            self._note_queries(layer.unfinished, part, states)
+
+    @torch.no_grad()
+    def evict(self, layer: BudgetLayer, states: AttentionStates, targets: IntArray) -> None:
+        """Keep the best of what the layer holds.
+
+        Parameters
+        ----------
+        layer : BudgetLayer
+            Holds more than its budget, or padding.
+        states : AttentionStates
+            What its attention saw.
+        targets : ndarray of int64, (batch, n_kv_heads)
+            Entries to keep.
+        """
+        grain = self._grain(layer)
+        after = Unfinished(grain=grain)
+        chosen = self._choices(layer, states, targets, after)
+        if (targets == targets[0, 0]).all():
+            self._store_even(layer, targets, chosen, states)
+        else:
+            self._store_ragged(layer, targets, chosen, states)
+        layer.unfinished = after
+
+    def _grain(self, layer: BudgetLayer) -> int:
+        if layer.entries is not None:
+            return 2
+        return max(layer.unfinished.grain, 0 if self.visible is None else 1)
+
+    def _sizes(self, layer: BudgetLayer, states: AttentionStates) -> tuple[int, int]:
+        return int(states.keys.shape[0]), int(states.keys.shape[1])
+
+    # What there is to choose from
+
+    def _candidates(self, layer: BudgetLayer, states: AttentionStates, part: Part) -> _Candidates:
+        row, head = part
+        columns = self._columns(layer, states, row)
+        if layer.entries is None:
+            keys = _rows(states.keys, row, head)[:, :, columns]
+            values = _rows(states.values, row, head)[:, :, columns]
+            positions = _rows(_positions(layer, states), row, head)[:, :, columns]
+            bias = _bias(layer, states)
+            bias = None if bias is None else _rows(bias, row, head)[:, :, columns]
+        else:
+            assert row is not None
+            assert head is not None
+            keys, values, positions, bias = _segment(layer, states, row, head, columns)
+        own = self._part_states(layer, states, part)
+        return _Candidates(
+            states=replace(own, keys=keys, values=values), positions=positions, bias=bias
+        )
+
+    def _columns(
+        self, layer: BudgetLayer, states: AttentionStates, row: int | None
+    ) -> slice | Tensor:
+        """Columns of the dense storage that hold tokens of this row, and no padding."""
+        if self.visible is None or row is None:
+            return slice(None)
+        older = int(states.keys.shape[2]) - int(self.visible.shape[1])
+        found = self.visible[row].nonzero()[:, 0] + older
+        if older:
+            found = torch.cat([torch.arange(older, device=found.device), found])
+        first, count = (int(found[0]), int(found.numel())) if found.numel() else (0, 0)
+        if count and int(found[-1]) == first + count - 1:
+            return slice(first, first + count)  # a view, where padding is at one end only
+        return found
+
+    def _part_states(
+        self, layer: BudgetLayer, states: AttentionStates, part: Part
+    ) -> AttentionStates:
+        """The states of a piece, but for its keys and values. Without padding, plain causal."""
+        row, head = part
+        queries = self._row_queries(states, row)
+        wanted = self.policy.query_rows(self.prompt_tokens)
+        queries = layer.unfinished.queries_of(row, queries, wanted)
+        changes: dict[str, Tensor | None] = {}
+        if head is not None:
+            n_kv_heads = int(states.keys.shape[1])
+            group = queries.shape[1] // n_kv_heads
+            mine = slice(head * group, (head + 1) * group)
+            queries = queries[:, mine]
+            if states.sink_logits is not None:
+                changes["sink_logits"] = states.sink_logits[mine]
+            if states.output_projection is not None:
+                width = int(states.values.shape[-1])
+                out = states.output_projection
+                changes["output_projection"] = out[:, mine.start * width : mine.stop * width]
+        return replace(
+            states,
+            queries=queries,
+            mask=None,
+            observed=layer.unfinished.observed_of(part, int(states.keys.shape[1])),
+            **changes,  # type: ignore[arg-type]
+        )
+
+    def _row_queries(self, states: AttentionStates, row: int | None) -> Tensor:
+        if row is None:
+            return states.queries
+        queries = states.queries[row : row + 1]
+        return queries if self.visible is None else queries[:, :, self.visible[row]]
+
+    # What is chosen
+
+    def _choices(
+        self, layer: BudgetLayer, states: AttentionStates, targets: IntArray, after: Unfinished
+    ) -> Iterator[tuple[Part, _Choice]]:
+        """One piece after the other, so that only one is taken apart at a time."""
+        for part in parts(after.grain, *targets.shape):
+            yield part, self._choose(layer, states, part, targets, after)
+
+    def _choose(
+        self,
+        layer: BudgetLayer,
+        states: AttentionStates,
+        part: Part,
+        targets: IntArray,
+        after: Unfinished,
+    ) -> _Choice:
+        row, head = part
+        found = self._candidates(layer, states, part)
+        device = found.states.keys.device
+        budgets = torch.from_numpy(targets).to(device)
+        budgets = _rows(budgets[..., None], row, head)[..., 0]
+        combined = None
+        if bool((budgets == found.states.keys.shape[2]).all()):
+            kept = torch.ones(found.states.keys.shape[:3], dtype=torch.bool, device=device)
+        else:
+            kept = self.policy.keep(found.states, budgets, sinks=self.sinks, window=self.window)
+            check_kept(self.policy, kept, budgets)
+            combined = self.policy.combine(found.states, kept, sinks=self.sinks, window=self.window)
+        self._note(after, part, found.states, kept)
+        self._note_queries(after, part, states, layer.unfinished)
+        bias = found.bias
+        if combined is not None and combined.logit_bias is not None:
+            bias = combined.logit_bias
+        source = found.states if combined is None else combined
+        return _Choice(
+            keys=source.keys,
+            values=source.values,
+            positions=found.positions,
+            bias=bias,
+            kept=kept,
+        )
+
+    def _note(
+        self, notes: Unfinished, part: Part, states: AttentionStates, kept: Tensor | None = None
+    ) -> None:
+        """What the policy remembers of this chunk, for the entries that stay."""
+        observed = self.policy.observe(states, sinks=self.sinks)
+        notes.observed.pop(part, None)
+        if observed is None:
+            return
+        if kept is None or observed.columns is None:
+            notes.observed[part] = observed
+            return
+        counts = kept.sum(dim=-1)
+        if bool((counts == counts[0, 0]).all()):
+            indices = kept.nonzero()[:, 2].view(*kept.shape[:2], -1)
+            notes.observed[part] = observed.kept(indices)
+            return
+        # Heads differ from here on, and so will be looked at one by one.
+        batch, n_kv_heads = kept.shape[:2]
+        for row, head in np.ndindex(batch, n_kv_heads):
+            own = part_of(observed, (row, head), n_kv_heads)
+            key = (row if part[0] is None else part[0], head if part[1] is None else part[1])
+            indices = kept[row, head].nonzero()[:, 0]
+            notes.observed[key] = own.kept(indices[None, None])
+
+    def _note_queries(
+        self,
+        notes: Unfinished,
+        part: Part,
+        states: AttentionStates,
+        before: Unfinished | None = None,
+    ) -> None:
+        """Hold back the last queries, which a later chunk may be too short to bring."""
+        row, head = part
+        wanted = self.policy.query_rows(self.prompt_tokens)
+        if wanted <= 0 or head not in (None, 0):
+            return
+        older = notes if before is None else before
+        queries = older.queries_of(row, self._row_queries(states, row), wanted)
+        notes.queries[row] = queries[..., -wanted:, :].clone()
+
+    # How it is stored
+
+    def _store_even(
+        self,
+        layer: BudgetLayer,
+        targets: IntArray,
+        chosen: Iterator[tuple[Part, _Choice]],
+        states: AttentionStates,
+    ) -> None:
+        shape = (*targets.shape, int(targets[0, 0]))
+        keys = states.keys.new_empty(*shape, states.keys.shape[-1])
+        values = states.values.new_empty(*shape, states.values.shape[-1])
+        indices = torch.empty(shape, dtype=torch.int32, device=keys.device)
+        bias: Tensor | None = None
+        for (part_row, part_head), choice in chosen:
+            for row, head in np.ndindex(*choice.kept.shape[:2]):
+                place = (
+                    row if part_row is None else part_row,
+                    head if part_head is None else part_head,
+                )
+                own = choice.piece(row, head)
+                for target, source in zip((keys, values, indices), own[:3], strict=True):
+                    torch.index_select(source, 0, own[4], out=target[place])
+                if own[3] is not None:
+                    if bias is None:
+                        bias = torch.zeros(shape, dtype=torch.float32, device=keys.device)
+                    torch.index_select(own[3], 0, own[4], out=bias[place])
+        layer.keep_even(keys, values, indices, bias)
+
+    def _store_ragged(
+        self,
+        layer: BudgetLayer,
+        targets: IntArray,
+        chosen: Iterator[tuple[Part, _Choice]],
+        states: AttentionStates,
+    ) -> None:
+        current = next(chosen)
+
+        def piece(row: int, head: int) -> Piece:
+            nonlocal current
+            (part_row, part_head), _ = current
+            if part_row not in (None, row) or part_head not in (None, head):
+                current = next(chosen)
+            (part_row, part_head), choice = current
+            return choice.piece(row if part_row is None else 0, head if part_head is None else 0)
+
+        biased = current[1].bias is not None
+        layer.keep_ragged(RaggedEntries.collect(targets, piece, biased=biased))
+
+
+def _rows(states: Tensor, row: int | None, head: int | None) -> Tensor:
+    """The piece of ``(batch, n_kv_heads, ...)`` that belongs to a row and a head, as a view."""
+    if row is not None:
+        states = states[row : row + 1]
+    return states if head is None else states[:, head : head + 1]
+
+
+def _positions(layer: BudgetLayer, states: AttentionStates) -> Tensor:
+    """Columns of all candidates of a layer that is not ragged, (batch, n_kv_heads, n_tokens)."""
+    batch, n_kv_heads, n_tokens = states.keys.shape[:3]
+    kept = layer.kept_indices
+    n_kept = 0 if kept is None else int(kept.shape[-1])
+    following = n_tokens - n_kept
+    first = layer.seen_tokens - following
+    new = torch.arange(
+        first, layer.seen_tokens, dtype=torch.int32, device=states.keys.device
+    ).expand(batch, n_kv_heads, -1)
+    return new if kept is None else torch.cat([kept, new], dim=-1)
+
+
+def _bias(layer: BudgetLayer, states: AttentionStates) -> Tensor | None:
+    if layer.logit_bias is None:
+        return None
+    following = int(states.keys.shape[2]) - int(layer.logit_bias.shape[-1])
+    return torch.nn.functional.pad(layer.logit_bias, (0, following))
+
+
+def _segment(
+    layer: BudgetLayer, states: AttentionStates, row: int, head: int, columns: slice | Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Keys, values, columns and bias of one head of a ragged layer and of what followed."""
+    assert layer.entries is not None
+    keys, values, positions, bias, _ = layer.entries.piece(row, head)
+    n_new = int(states.keys.shape[2])
+    new = torch.arange(
+        layer.seen_tokens - n_new, layer.seen_tokens, dtype=torch.int32, device=keys.device
+    )[columns]
+    keys = torch.cat([keys, states.keys[row, head, columns]])
+    values = torch.cat([values, states.values[row, head, columns]])
+    if bias is not None:
+        bias = torch.nn.functional.pad(bias, (0, int(new.numel())))[None, None]
+    return keys[None, None], values[None, None], torch.cat([positions, new])[None, None], bias

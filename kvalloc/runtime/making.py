@@ -1,0 +1,82 @@
+"""A reduced cache for a model, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.errors import InputError
+from kvalloc.models import shape_of
+from kvalloc.runtime import refusals
+from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.policies import changed_policy
+from kvalloc.runtime.sizes import make_layers
+
+__all__ = ["make_cache"]
+
+
+def make_cache(
+    profile: BudgetProfile,
+    model: nn.Module,
+    *,
+    allow_other_model: bool = False,
+    prompt_tokens: int | None = None,
+    policy: str | Policy | None = None,
+    policy_options: Mapping[str, Any] | None = None,
+) -> BudgetCache:
+    """A cache for one conversation that keeps the profile's budgets of its prompt.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+        Budgets at layer or head level. They are scaled to the length of each row of the prompt.
+    model : transformers.PreTrainedModel
+        The model that will use the cache, on sdpa or eager attention.
+    allow_other_model : bool
+        Accept a model of another name with the same sizes, e.g. a fine-tune.
+    prompt_tokens : int, optional
+        Length, padding included, of a prompt that arrives in several forwards: its budgets hold
+        from the first one on. By default the first forward is the whole prompt, since a second
+        chunk could not be told from a follow-up question; see also `BudgetCache.prefill`.
+    policy : str or Policy, optional
+        How the entries are picked, instead of the profile's own policy; a name stands for a
+        policy or a scorer, see `kvalloc.runtime.policies.changed_policy`.
+    policy_options : mapping, optional
+        Parameters of the policy or scorer that is named.
+
+    Returns
+    -------
+    BudgetCache
+
+    Raises
+    ------
+    ModelMismatchError
+        If the profile was made for another model.
+    UnsupportedModelError
+        If the model's attention or cache is of a kind that cannot be reduced.
+    UnsupportedRequestError
+        If the model is compiled, or prefills in chunks of unannounced length.
+    InputError
+        If the budgets or the scorer do not fit sinks and window, or there is no such policy.
+    """
+    profile = _with_policy(profile, policy, policy_options)
+    refusals.check_profile(profile)
+    refusals.check_model(model, prompt_tokens)
+    shape = shape_of(model)
+    profile.shape.require_same_model(shape, allow_other_model=allow_other_model)
+    layers = make_layers(model, shape)
+    return BudgetCache(profile, model, layers=layers, prompt_tokens=prompt_tokens)
+
+
+def _with_policy(
+    profile: BudgetProfile, policy: str | Policy | None, options: Mapping[str, Any] | None
+) -> BudgetProfile:
+    if isinstance(policy, str):
+        return replace(profile, policy=changed_policy(profile.policy, policy, options))
+    if options:
+        raise InputError("policy_options belong to a policy: name it with policy=")
+    return profile if policy is None else replace(profile, policy=policy)

@@ -1,0 +1,257 @@
+"""However the tokens arrive, the cache keeps its budgets and answers as the oracle does."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime import make_cache
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"]
+CONTEXT = 150
+LENGTHS = (CONTEXT, 97, 30)
+
+
+def profile_of(tiny: ModuleType, model: Any, level: str, share: float = 0.5) -> Any:
+    profile = tiny.make_profile(model, CONTEXT, share)
+    return tiny.by_head(profile, spread=40) if level == "head" else profile
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, past_key_values=cache)
+    logits: torch.Tensor = out.logits
+    return logits
+
+
+def padding(side: str, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+    """An attention mask, (batch, longest)."""
+    columns, count = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
+    return ((columns < count) if side == "right" else (columns >= max(lengths) - count)).long()
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_questions_of_any_length_after_the_prompt(
+    tiny: ModuleType, family: str, attention: str, level: str
+) -> None:
+    model = tiny.tiny_model(family, attention)
+    cache, shadow = profile_of(tiny, model, level).cache(model), tiny.Shadow(model)
+    ids = tiny.prompt(CONTEXT, 2)
+    assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
+    shadow.follow(cache)
+    for tokens in (1, 5, 100, 1):
+        question = tiny.prompt(tokens, 2, seed=tokens)
+        assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_in_chunks(tiny: ModuleType, family: str, attention: str, level: str) -> None:
+    """Announced, or inside prefill(): never more than the budgets and one chunk."""
+    model = tiny.tiny_model(family, attention)
+    profile = profile_of(tiny, model, level)
+    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(5, 2, seed=1)
+    full = list(profile.shape.full_layers)
+    for chunk, announced in ((50, True), (50, False), (7, True)):
+        cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
+        shadow = tiny.Shadow(model)
+
+        def feed(cache: Any = cache, shadow: Any = shadow, chunk: int = chunk) -> None:
+            for part in ids.split(chunk, dim=1):
+                assert tiny.worst(run(model, part, cache), shadow.logits(part)) < 1e-4
+                kept = cache.kept_tokens_by_row[:, full]
+                assert (kept <= profile.budgets[full]).all()
+                shadow.follow(cache)
+
+        if announced:
+            feed()
+        else:
+            assert not cache.prompt_complete
+            with cache.prefill():
+                feed()
+        assert cache.prompt_complete
+        assert (cache.kept_tokens_by_row == profile.budgets).all()
+        assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2)
+        assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+        # What follows is never evicted.
+        assert (cache.kept_tokens_by_row[:, full] == profile.budgets[full] + 5).all()
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_different_lengths(
+    tiny: ModuleType, family: str, attention: str, level: str
+) -> None:
+    """Padded on either side; each row has the budgets of its own length and no padding."""
+    model = tiny.tiny_model(family, attention)
+    profile = profile_of(tiny, model, level)
+    full = list(profile.shape.full_layers)
+    batch = len(LENGTHS)
+    ids = tiny.prompt(CONTEXT, batch)
+    for side in ("left", "right"):
+        mask = padding(side)
+        cache, shadow = profile.cache(model), tiny.Shadow(model)
+        assert tiny.worst(run(model, ids, cache, mask), shadow.logits(ids, mask), mask) < 1e-4
+        for row, tokens in enumerate(LENGTHS):
+            kept = cache.kept_tokens_by_row[row, full]
+            assert (kept == profile.budgets_for(tokens)[full]).all()
+        for layer in full:
+            columns = cache.kept_indices(layer)
+            for row in range(batch):
+                mine = columns[row][columns[row] >= 0].long()
+                assert mask[row, mine].all()
+        shadow.follow(cache)
+        # Questions of different lengths, and a turn without a mask.
+        asked = padding("left", (6, 2, 4))
+        question, more = tiny.prompt(6, batch, seed=1), tiny.prompt(3, batch, seed=2)
+        mask = torch.cat([mask, asked], dim=1)
+        found = run(model, question, cache, mask)
+        assert tiny.worst(found, shadow.logits(question, mask), mask) < 1e-4
+        mask = torch.nn.functional.pad(mask, (0, 3), value=1)
+        assert tiny.worst(run(model, more, cache), shadow.logits(more, mask)) < 1e-4
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_of_a_padded_batch_keeps_what_it_would_keep_alone(
+    tiny: ModuleType, side: str, level: str
+) -> None:
+    model = tiny.tiny_model()
+    profile = profile_of(tiny, model, level)
+    ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), padding(side)
+    cache = profile.cache(model)
+    run(model, ids, cache, mask)
+    together = 0
+    for row, tokens in enumerate(LENGTHS):
+        alone = profile.cache(model)
+        run(model, ids[row : row + 1, mask[row].bool()], alone)
+        together += alone.retained_bytes
+        shift = CONTEXT - tokens if side == "left" else 0
+        for layer in range(tiny.N_LAYERS):
+            mine, theirs = cache.kept_indices(layer)[row], alone.kept_indices(layer)[0]
+            for head in range(tiny.N_KV_HEADS):
+                expected = theirs[head][theirs[head] >= 0] + shift
+                assert torch.equal(mine[head][mine[head] >= 0], expected)
+    assert cache.retained_bytes == together
+    assert cache.full_bytes == sum(profile.full_bytes_at(tokens) for tokens in LENGTHS)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_prompt_in_chunks(tiny: ModuleType, side: str) -> None:
+    model = tiny.tiny_model()
+    profile = profile_of(tiny, model, "head")
+    ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), padding(side)
+    for announced in (True, False):
+        cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
+        shadow = tiny.Shadow(model)
+
+        def feed(cache: Any = cache, shadow: Any = shadow) -> None:
+            seen = 0
+            for part in ids.split(40, dim=1):
+                seen += part.shape[1]
+                found = run(model, part, cache, mask[:, :seen])
+                expected = shadow.logits(part, mask[:, :seen])
+                if mask[:, seen - part.shape[1] : seen].any():
+                    assert tiny.worst(found, expected, mask[:, :seen]) < 1e-4
+                shadow.follow(cache)
+
+        if announced:
+            feed()
+        else:
+            with cache.prefill():
+                feed()
+        for row, tokens in enumerate(LENGTHS):
+            assert (cache.kept_tokens_by_row[row] == profile.budgets_for(tokens)).all()
+        question = tiny.prompt(5, len(LENGTHS), seed=1)
+        longer = torch.nn.functional.pad(mask, (0, 5), value=1)
+        found = run(model, question, cache, longer)
+        assert tiny.worst(found, shadow.logits(question, longer)) < 1e-4
+
+
+def test_a_full_profile_in_a_padded_batch_drops_the_padding_alone(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 1.0)
+    ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), padding("left")
+    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    run(model, ids, cache, mask)
+    assert cache.retained_bytes == cache.full_bytes
+    shadow.logits(ids, mask)
+    question = tiny.prompt(5, len(LENGTHS), seed=1)
+    mask = torch.nn.functional.pad(mask, (0, 5), value=1)
+    assert tiny.worst(run(model, question, cache, mask), shadow.logits(question, mask)) < 1e-4
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_generate_on_a_padded_batch_answers_each_row_as_alone(tiny: ModuleType, level: str) -> None:
+    """Positions are true: the rows' own, counted from their first token."""
+    model = tiny.tiny_model()
+    profile = profile_of(tiny, model, level)
+    ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), padding("left")
+    options = {"max_new_tokens": 8, "do_sample": False}
+    cache = profile.cache(model)
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    for row in range(len(LENGTHS)):
+        own = ids[row : row + 1, mask[row].bool()]
+        alone = model.generate(
+            own,
+            attention_mask=torch.ones_like(own),
+            past_key_values=profile.cache(model),
+            **options,
+        )
+        assert torch.equal(out[row, CONTEXT:], alone[0, own.shape[1] :])
+    # A second turn on the same cache goes on with the same padding.
+    more = torch.cat([out, tiny.prompt(4, len(LENGTHS), seed=1)], dim=1)
+    longer = torch.nn.functional.pad(mask, (0, more.shape[1] - CONTEXT), value=1)
+    again = model.generate(more, attention_mask=longer, past_key_values=cache, **options)
+    assert again.shape[1] == more.shape[1] + 8
+
+
+def test_half_precision_is_no_worse_than_the_models_own(tiny: ModuleType) -> None:
+    """Against the float32 oracle: at most twice what the plain model is off, and never NaN."""
+    for family in ("llama", "qwen3", "gemma3"):
+        for dtype in (torch.float16, torch.bfloat16):
+            model = tiny.tiny_model(family, "sdpa", dtype, initializer_range=0.08)
+            ids = tiny.prompt(CONTEXT, 2)
+            cache, shadow = profile_of(tiny, model, "head").cache(model), tiny.Shadow(model)
+            own = tiny.worst(run(model, ids, cache), shadow.logits(ids))
+            shadow.follow(cache)
+            for tokens in (1, 5, 40):
+                question = tiny.prompt(tokens, 2, seed=tokens)
+                found = run(model, question, cache)
+                assert found.dtype == dtype
+                assert tiny.worst(found, shadow.logits(question)) <= 2 * own
+
+
+def test_prefill_is_for_a_new_prompt(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = profile_of(tiny, model, "layer")
+    cache = profile.cache(model)
+    run(model, tiny.prompt(CONTEXT), cache)
+    with pytest.raises(UnsupportedRequestError, match="reset"), cache.prefill():
+        pass
+    announced = make_cache(profile, model, prompt_tokens=CONTEXT)
+    with pytest.raises(UnsupportedRequestError, match="prompt_tokens"), announced.prefill():
+        pass
+    fresh = profile.cache(model)
+    with fresh.prefill():
+        pass
+    run(model, tiny.prompt(CONTEXT), fresh)
+    assert np.array_equal(fresh.kept_tokens, profile.budgets)
+
+
+def test_masks_that_change_the_past_are_refused(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = profile_of(tiny, model, "layer").cache(model)
+    run(model, tiny.prompt(CONTEXT, 3), cache, padding("left"))
+    mask = torch.ones(3, CONTEXT + 1)
+    with pytest.raises(UnsupportedRequestError, match="than it did when they arrived"):
+        run(model, tiny.prompt(1, 3), cache, mask)
