@@ -121,7 +121,7 @@ def generate(
         )
     answer = _generate(loaded, inputs, cache, max_new_tokens, stream=not json)
     if json:
-        print_json(_as_json(answer, loaded, profile if budgets is not None else None))
+        print_json(_as_json(answer, loaded, profile if budgets is not None else None, budgets))
     else:
         note(_summary(answer), quiet=quiet)
 
@@ -286,10 +286,14 @@ def _clock(tokenizer: Any, *, stream: bool) -> Any:
     return clock
 
 
-def _as_json(answer: _Answer, loaded: LoadedModel, profile: str | None) -> dict[str, Any]:
+def _as_json(
+    answer: _Answer, loaded: LoadedModel, profile: str | None, budgets: BudgetProfile | None
+) -> dict[str, Any]:
     return {
         "model": loaded.model_id,
         "profile": profile,
+        "policy": None if budgets is None else budgets.policy.name,
+        "scorer": None if budgets is None else budgets.policy.scorer,
         "answer": answer.text,
         "prompt_tokens": answer.prompt_tokens,
         "new_tokens": answer.new_tokens,

@@ -1,0 +1,98 @@
+"""Policies and scorers from the command line, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_tools import prose, refused, run, save_tiny_model
+from tiny_models import tiny_model
+
+from kvalloc.runtime.policies import policy_names
+from kvalloc.scorers import scorer_names
+
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """tiny (a model), text.txt, prompt.txt, and p.json: half of all entries."""
+    folder = tmp_path_factory.mktemp("policies")
+    save_tiny_model(folder / "tiny", tiny_model())
+    (folder / "text.txt").write_text(prose(300))
+    (folder / "prompt.txt").write_text(prose(100))
+    scores = folder / "s.safetensors"
+    text = ("--text", folder / "text.txt", "--context", CONTEXT, "--samples", 1)
+    assert run("profile", folder / "tiny", *text, "-o", scores).code == 0
+    assert run("solve", scores, "--budget", "50%", "-o", folder / "p.json", "--quiet").code == 0
+    return folder
+
+
+def generate(folder, *more):
+    return ("generate", folder / "tiny", "--profile", folder / "p.json", "--prompt-file",
+            folder / "prompt.txt", "--max-new-tokens", 4, "--json", *more)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*policy_names(), *scorer_names()])
+def test_generate_picks_entries_by_any_name(folder, name):
+    ran = run(*generate(folder, "--policy", name))
+    assert ran.code == 0, ran.err
+    plain = run(*generate(folder))
+    assert ran.json["retained_bytes"] == plain.json["retained_bytes"]
+    is_policy = name in policy_names()
+    assert ran.json["policy"] == (name if is_policy else "score")
+    assert ran.json["scorer"] == ("xkv" if is_policy else name)
+
+
+def test_options_are_of_their_types(folder):
+    options = ("--policy-option", "seed=3", "--policy-option", "random-share=0.5")
+    ran = run(*generate(folder, "--policy", "nacl", *options))
+    assert ran.code == 0, ran.err
+    ran = run(*generate(folder, "--policy", "a2sf", "--policy-option", "forgetting=0.5"))
+    assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize("name", scorer_names())
+def test_profile_measures_with_every_scorer(folder, tmp_path, name):
+    scores, budgets = tmp_path / "s.safetensors", tmp_path / "p.json"
+    text = ("--text", folder / "text.txt", "--context", CONTEXT, "--samples", 1)
+    ran = run("profile", folder / "tiny", *text, "--scorer", name, "--window", 8, "-o", scores)
+    assert ran.code == 0, ran.err
+    solve = ("solve", scores, "--budget", "50%", "--solver", "greedy", "-o", budgets, "--quiet")
+    assert run(*solve).code == 0
+    assert json.loads(budgets.read_text())["policy"]["scorer"] == name
+    ran = run("generate", folder / "tiny", "--profile", budgets, "--prompt-file",
+              folder / "prompt.txt", "--max-new-tokens", 2, "--json")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert ran.json["retained_bytes"] < 0.7 * ran.json["full_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--policy", "nothing"), "no policy or scorer 'nothing'; choose from the policies"),
+        (("--policy", "nacl", "--policy-option", "alpha=1"), "policy nacl has no option 'alpha'"),
+        (("--policy", "nacl", "--policy-option", "seed=x"), "--policy-option seed of nacl is 'x'"),
+        (("--policy", "nacl", "--policy-option", "seed"), "not KEY=VALUE"),
+        (("--policy", "nacl", "--policy-option", "scorer=xkv"), "no option 'scorer'"),
+        (("--policy", "critical", "--policy-option", "alpha=7"), "alpha is 7.0"),
+        (("--policy", "cake", "--policy-option", "window=60"), "they must agree"),
+        (("--policy-option", "seed=1"), "name it with --policy"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(folder, more, said):
+    assert said in refused(folder, *generate(folder, *more))
+
+
+def test_a_policy_does_not_go_with_the_full_cache(folder):
+    said = refused(folder, "generate", folder / "tiny", "--full", "--prompt", "w1", "--policy",
+                   "nacl")  # fmt: skip
+    assert "--full" in said
+
+
+def test_policies_lists_them_without_the_scorer_they_are_given():
+    rows = {row["name"]: row for row in run("policies", "--json").json}
+    assert sorted(rows) == policy_names()
+    assert rows["critical"]["options"] == {"alpha": 0.5, "epsilon": 0.0001}
+    assert rows["score"]["options"] == {}
+    assert all(row["summary"] and row["reference"] for row in rows.values())
