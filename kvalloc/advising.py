@@ -18,7 +18,7 @@ from kvalloc.diagnosing import (
     least_that_works,
 )
 from kvalloc.errors import InfeasibleError
-from kvalloc.formulate import Request, fixed_bytes, formulate
+from kvalloc.formulate import Request, fewest_tokens, fixed_bytes, formulate, full_cost
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.quantities import parse_bytes, parse_share
 from kvalloc.score_profile import ScoreProfile
@@ -63,7 +63,8 @@ def advise(
     ways = [_way_out(request, problem, one) for one in found.relaxations]
     blamed = [_flag(request, one.index, one.constraint) for one in found.relaxations]
     left = deadline - time.monotonic()
-    if request.max_tokens is not None and (more := _more_tokens(scores, request, left)):
+    rises = request.max_tokens is not None and request.bits is None
+    if rises and (more := _more_tokens(scores, request, left)):
         ways.append(more)
         blamed.append(f"--max-tokens {request.max_tokens}")
     text = f"{_asked(request)} is not possible"
@@ -112,13 +113,11 @@ def _nearest(
     if request.memory is not None:
         constant = fixed_bytes(scores, problem.context_tokens, request.batch, request.page_tokens)
         return needed + constant, f"--memory {needed + constant}"
-    heads = len(scores.shape.full_layers) * scores.shape.n_kv_heads
-    entry_bytes = heads * scores.shape.bytes_per_entry * request.batch
+    context = problem.context_tokens
     if request.budget_tokens is not None:
-        tokens = -(-needed // entry_bytes)
+        tokens = fewest_tokens(scores, request, context, needed)
         return tokens, f"--budget-tokens {tokens}"
-    whole = -(-problem.context_tokens // request.page_tokens) * request.page_tokens
-    share = math.ceil(1e4 * needed / (whole * entry_bytes)) / 1e4
+    share = math.ceil(1e4 * needed / full_cost(scores, request, context)) / 1e4
     return share, f"--budget {100 * share:g}%"
 
 

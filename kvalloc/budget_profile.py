@@ -16,6 +16,7 @@ from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write
 from kvalloc.rounding import apportion
 from kvalloc.shape import ModelShape
+from kvalloc.stored_bytes import BIT_WIDTHS, stored_bytes
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -76,6 +77,9 @@ class BudgetProfile:
     ranks : ndarray of int64, (n_layers, n_kv_heads), or None
         Tensor-parallel rank of each KV head, where a placement was asked for; -1 in sliding
         layers, whose heads all store the same.
+    bits : ndarray of int64, (n_layers, n_kv_heads), or None
+        Bit width at which each KV head stores its entries (`kvalloc.stored_bytes`), 16 being the
+        model's own dtype; None where all are at 16. Sliding layers are at 16.
     length_rule : {"proportional", "fixed"}
         How budgets follow the prompt's length: the evictable part in proportion, or the same
         number of entries at any length.
@@ -109,9 +113,13 @@ class BudgetProfile:
         The target as asked: its name and value, and the bytes or the value it stands for.
     retention : float or None
         Predicted retention at these budgets: mean over layers of the kept share of score mass.
+        With fewer bits than 16, times the fidelity that was measured.
     predicted_loss : float or None
         Predicted loss at these budgets, nats per token: the sum of the losses that were measured
         with each unit reduced alone. None where no loss curves were measured.
+    cost_bytes, full_cost_bytes : int or None
+        Cost of the decided layers, and of keeping everything in them, where another cost than
+        stored bytes was asked for (``requested["cost"]``, `kvalloc.costs`).
     batch : int
         Rows that bytes were accounted for.
     score_digest, problem_digest : str
@@ -147,6 +155,8 @@ class BudgetProfile:
     requested: dict[str, Any] = field(default_factory=dict)
     retention: float | None = None
     predicted_loss: float | None = None
+    cost_bytes: int | None = None
+    full_cost_bytes: int | None = None
     batch: int = 1
     score_digest: str = ""
     problem_digest: str = ""
@@ -155,6 +165,7 @@ class BudgetProfile:
     ranks: IntArray | None = None
     value_per_mib: float | None = None
     price_source: str = ""
+    bits: IntArray | None = None
 
     def __post_init__(self) -> None:
         fault = _first_fault(self)
@@ -162,8 +173,9 @@ class BudgetProfile:
             name, found, expected = fault
             raise InputError(f"budget profile: {name} is {found}, expected {expected}")
         self.budgets.flags.writeable = False
-        if self.ranks is not None:
-            self.ranks.flags.writeable = False
+        for array in (self.ranks, self.bits):
+            if array is not None:
+                array.flags.writeable = False
 
     @property
     def gap(self) -> float | None:
@@ -224,9 +236,13 @@ class BudgetProfile:
 
     def retained_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
         """Bytes that these budgets keep of ``batch`` prompts of ``context_tokens`` tokens."""
+        return sum(self.head_bytes_at(context_tokens).ravel().tolist()) * batch
+
+    def head_bytes_at(self, context_tokens: int) -> IntArray:
+        """Bytes that each KV head keeps of one prompt, ``(n_layers, n_kv_heads)``."""
         budgets = self.budgets_for(context_tokens)
         pages = -(-budgets // self.page_tokens) * self.page_tokens
-        return int(pages.sum()) * self.shape.bytes_per_entry * batch
+        return stored_bytes(pages, 16 if self.bits is None else self.bits, self.shape)
 
     def full_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
         """Bytes that a plain cache stores for the same prompts."""
@@ -393,7 +409,23 @@ def _first_fault(profile: BudgetProfile) -> tuple[str, object, str] | None:
         return "predicted_loss", profile.predicted_loss, "finite nats per token, or None"
     if profile.page_tokens < 1 or profile.batch < 1:
         return "page_tokens, batch", (profile.page_tokens, profile.batch), "numbers >= 1"
+    if profile.bits is not None and (fault := _bit_fault(profile, profile.bits)):
+        return fault
     return None if profile.ranks is None else _rank_fault(profile, profile.ranks)
+
+
+def _bit_fault(profile: BudgetProfile, bits: IntArray) -> tuple[str, object, str] | None:
+    if bits.shape != profile.budgets.shape or bits.dtype != np.int64:
+        return "bits", f"{bits.dtype} shaped {bits.shape}", f"int64 shaped {profile.budgets.shape}"
+    unknown = set(np.unique(bits).tolist()) - set(BIT_WIDTHS)
+    if unknown:
+        return "bits", sorted(unknown), f"one of {', '.join(map(str, BIT_WIDTHS))} each"
+    sliding = [i for i in range(len(bits)) if i not in profile.shape.full_layers]
+    if np.any(bits[sliding] != 16):
+        return "bits", "below 16 in a sliding layer", "16 there: nothing is decided"
+    if profile.level == "layer" and np.any(bits != bits[:, :1]):
+        return "bits", "different within a layer", "one width for all KV heads of a layer"
+    return None
 
 
 def _rank_fault(profile: BudgetProfile, ranks: IntArray) -> tuple[str, object, str] | None:

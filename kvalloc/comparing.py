@@ -26,7 +26,7 @@ class ProfileDifference:
     retention : tuple of float or None
         Predicted, as each profile states it.
     fields : dict of tuple of str
-        Other things that differ: solver, level, policy, target.
+        Other things that differ: solver, level, policy, target, bits.
     """
 
     difference: npt.NDArray[np.int64]
@@ -73,6 +73,7 @@ def compare_profiles(first: BudgetProfile, second: BudgetProfile) -> ProfileDiff
         "scorer": (first.policy.scorer, second.policy.scorer),
         "context": (str(context), str(second.context_tokens)),
         "target": (_target(first), _target(second)),
+        "bits": (_bits(first), _bits(second)),
     }
     return ProfileDifference(
         difference=difference,
@@ -81,6 +82,14 @@ def compare_profiles(first: BudgetProfile, second: BudgetProfile) -> ProfileDiff
         retention=(first.retention, second.retention),
         fields={name: pair for name, pair in named.items() if pair[0] != pair[1]},
     )
+
+
+def _bits(profile: BudgetProfile) -> str:
+    if profile.bits is None:
+        return "16 everywhere"
+    widths, counts = np.unique(profile.bits, return_counts=True)
+    heads = zip(widths[::-1].tolist(), counts[::-1].tolist(), strict=True)
+    return ", ".join(f"{width} in {count} heads" for width, count in heads)
 
 
 def _target(profile: BudgetProfile) -> str:

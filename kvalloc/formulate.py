@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from kvalloc.budget_profile import LengthRule, Level
+from kvalloc.costs import Cost, check_cost, check_size, head_cost
+from kvalloc.dominated import Undominated, undominated
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.limits import Limits
-from kvalloc.predicting import (
-    evictable_rank,
-    least_loss_tokens,
-    loss_at,
-    loss_curves,
-    loss_options,
-)
+from kvalloc.predicting import even_options, least_loss_tokens, loss_curves
 from kvalloc.problem import Aggregate, AllocationProblem, FloatArray, Sense
 from kvalloc.quantities import parse_bytes, parse_share
-from kvalloc.score_profile import ScoreProfile, interpolate_curves
+from kvalloc.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
-from kvalloc.weighting import Weights, checked_weights, head_weights
+from kvalloc.stored_bytes import BIT_WIDTHS
+from kvalloc.valuing import unit_values
+from kvalloc.weighting import Weights, checked_weights
 
 Objective = Literal["mean", "worst", "loss"]
+
+MOST_OPTIONS = 2**22
+"""Most options of a unit: thirty times a context of 131,072 tokens, one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,11 @@ class Request:
     weights : sequence of float or of sequences of float, or None
         How much each layer, or each KV head of each layer, counts in the objective; all the same
         by default. Only their ratios matter.
+    bits : sequence of int or None
+        Bit widths to choose from beside the budgets, of 16, 8 and 4; 16, the model's own dtype,
+        by default.
+    cost : {"bytes", "decode-bytes", "communication"}
+        What an option costs; see `kvalloc.costs`.
     limits : Limits
         Caps, ranks and what else must hold.
 
@@ -83,6 +90,8 @@ class Request:
     page_tokens: int = 1
     objective: Objective = "mean"
     weights: Weights | None = None
+    bits: Sequence[int] | None = None
+    cost: Cost = "bytes"
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
@@ -106,6 +115,8 @@ class Request:
                 f"{max(1, self.min_tokens or 0)}; raise --max-tokens or lower --min-tokens"
             )
         self.limits.check_level(self.level)
+        self._check_bits()
+        self._check_cost()
         if self.target_retention is not None and not 0 < self.target_retention <= 1:
             raise InputError(
                 f"a target retention of {self.target_retention:g} is not a share of the score "
@@ -153,6 +164,49 @@ class Request:
                 "the weights out, or give a size and the objective 'loss'"
             )
 
+    def _check_bits(self) -> None:
+        if self.bits is None:
+            return
+        widths = tuple(sorted(set(self.bits), reverse=True))
+        if not widths or any(width not in BIT_WIDTHS for width in widths):
+            raise InputError(
+                f"the bits are {list(self.bits)}, expected some of "
+                f"{', '.join(map(str, BIT_WIDTHS))}, such as --bits 16,8,4"
+            )
+        object.__setattr__(self, "bits", None if widths == (16,) else widths)
+        if widths == (16,):
+            return
+        if self.objective == "loss":
+            raise InputError(
+                "loss curves are measured at full precision and know no bits; leave out --bits, "
+                "or ask for retention"
+            )
+        if self.limits.max_distinct is not None or self.limits.equal_heads:
+            raise InputError(
+                "with --bits two budgets differ in tokens or in bits, and --max-distinct and "
+                "--equal-heads count tokens alone; leave them out (--level layer gives all heads "
+                "of a layer the same)"
+            )
+
+    def _check_cost(self) -> None:
+        check_cost(self.cost)
+        if self.cost == "bytes":
+            return
+        if self.memory is not None:
+            raise InputError(
+                f"--memory is a size of stored bytes and the cost is {self.cost}; give a share of "
+                "the whole cost with --budget, or --cost bytes"
+            )
+        if self.limits.caps or self.limits.ranks is not None:
+            raise InputError(
+                f"caps and ranks are about stored bytes and the cost is {self.cost}; leave them "
+                "out, or take --cost bytes"
+            )
+        if self.cost == "communication" and self.bits is not None:
+            raise InputError(
+                "secret shares have one width, so --bits does not go with --cost communication"
+            )
+
     @property
     def target_value(self) -> float | None:
         """What the problem's value has to reach: a retention, or a loss below 0; else None."""
@@ -198,6 +252,10 @@ def formulate(
 
     With weights the retention is the weighted mean, scaled so that keeping everything is 1.
 
+    With several bit widths every budget is an option at each of them, worth the retention times
+    the fidelity that was measured; options that cost as much as another or more for no more value
+    are left out, unit by unit.
+
     With the objective ``"loss"`` an option's value is less the loss that was measured there, linear
     between the measured levels, and the value of a choice the sum over units. Options are the
     pages down from the context, every n-th one where there are more than
@@ -228,44 +286,30 @@ def formulate(
     asked = request.context_tokens
     context = scores.context_tokens if asked is None else asked
     _check_context(scores, context, request)
-    tokens = _option_tokens(scores, request, context)
     shape = scores.shape
-    if request.objective == "loss":
-        values = -_unit_losses(scores, request, sample, context, tokens)
-        weights = np.ones(values.shape[0])
-    elif request.weights is not None:
-        values, weights = _weighted(scores, request, context, tokens, sample)
-    else:
-        curves = _unit_curves(scores, request, sample)
-        values = _option_values(scores, curves, context, tokens)
-        weights = np.full(values.shape[0], 1.0 / len(shape.full_layers))
+    check_size(shape, request.cost, context, request.page_tokens, request.batch)
+    tokens = _option_tokens(scores, request, context)
+    options, weights = _options(scores, request, context, tokens, sample)
     heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
-    pages = -(-tokens // request.page_tokens) * request.page_tokens
-    unit_entry_bytes = heads_per_unit * shape.bytes_per_entry * request.batch
-    _check_size(shape.full_bytes(int(pages[-1]), request.batch))
-    row = pages * unit_entry_bytes
     full_layers = np.asarray(shape.full_layers, dtype=np.int64)
     layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
     heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
-    n_units = values.shape[0]
     target = request.target_value
+    capacity = None
     if target is None:
-        capacity = _capacity(scores, request, context, floor_bytes=n_units * int(row[0]))
-    worst = request.objective == "worst"
-    if worst:  # without weights: a unit's own retention, not what it adds to its layer's
-        values = values / curves[:, -1:]
-        weights = np.ones(n_units)
+        capacity = _capacity(scores, request, context, floor_cost=int(options.costs[:, 0].sum()))
     return AllocationProblem(
-        tokens=np.broadcast_to(tokens, values.shape),
-        values=values,
-        costs=np.broadcast_to(row, values.shape),
-        option_counts=np.full(n_units, tokens.size, dtype=np.int64),
+        tokens=options.tokens,
+        bits=None if request.bits is None else options.bits,
+        values=options.values,
+        costs=options.costs,
+        option_counts=options.counts,
         weights=weights,
         layers=layers,
-        heads=heads.astype(np.int64) if request.level == "head" else np.full(n_units, -1),
+        heads=heads.astype(np.int64) if request.level == "head" else np.full(layers.size, -1),
         sense=Sense.MAX_VALUE if target is None else Sense.MIN_COST,
-        aggregate=Aggregate.WORST if worst else Aggregate.SUM,
-        capacity_bytes=capacity if target is None else None,
+        aggregate=Aggregate.WORST if request.objective == "worst" else Aggregate.SUM,
+        capacity_bytes=capacity,
         target=target,
         context_tokens=context,
         protected_tokens=scores.protected_tokens,
@@ -275,6 +319,55 @@ def formulate(
             sliding_layer_bytes=_sliding_layer_bytes(shape, context, request),
         ),
     )
+
+
+def _options(
+    scores: ScoreProfile,
+    request: Request,
+    context: int,
+    tokens: np.ndarray[Any, np.dtype[np.int64]],
+    sample: int | None,
+) -> tuple[Undominated, FloatArray]:
+    """Options of all units, and the units' weights."""
+    shape, widths = scores.shape, tuple(request.bits or (16,))
+    valued = [unit_values(scores, request, context, tokens, sample, bits) for bits in widths]
+    heads = (shape.n_kv_heads if request.level == "layer" else 1) * request.batch
+    costs = heads * np.concatenate(
+        [head_cost(request.cost, tokens, bits, shape, request.page_tokens) for bits in widths]
+    )
+    values, weights = valued[0]
+    every = (np.tile(tokens, len(widths)), np.repeat(np.asarray(widths), tokens.size))
+    if len(widths) == 1 and bool(np.all(np.diff(costs) > 0)):
+        all_tokens, all_bits, all_costs = (
+            np.broadcast_to(row, values.shape) for row in (*every, costs)
+        )
+        counts = np.full(values.shape[0], tokens.size, dtype=np.int64)
+        options = Undominated(
+            tokens=all_tokens, bits=all_bits, values=values, costs=all_costs, counts=counts
+        )
+    else:
+        table = np.concatenate([values for values, _ in valued], axis=1)
+        options = undominated(*every, table, costs)
+    return options, weights
+
+
+def full_cost(scores: ScoreProfile, request: Request, context_tokens: int) -> int:
+    """Cost of keeping everything in the full-attention layers, at the model's own precision."""
+    return _cost_of_all(scores, request, context_tokens, request.page_tokens)
+
+
+def fewest_tokens(scores: ScoreProfile, request: Request, context_tokens: int, cost: int) -> int:
+    """Smallest budget that, given to every KV head, makes up a cost."""
+    shape = scores.shape
+    every = np.arange(context_tokens + 1)
+    heads = len(shape.full_layers) * shape.n_kv_heads * request.batch
+    return int(np.searchsorted(head_cost(request.cost, every, 16, shape) * heads, cost))
+
+
+def _cost_of_all(scores: ScoreProfile, request: Request, tokens: int, page: int) -> int:
+    shape = scores.shape
+    heads = len(shape.full_layers) * shape.n_kv_heads * request.batch
+    return int(head_cost(request.cost, tokens, 16, shape, page)) * heads
 
 
 def fixed_bytes(scores: ScoreProfile, context_tokens: int, batch: int, page_tokens: int = 1) -> int:
@@ -288,14 +381,6 @@ def fixed_bytes(scores: ScoreProfile, context_tokens: int, batch: int, page_toke
 def _sliding_layer_bytes(shape: ModelShape, context: int, request: Request) -> int:
     entries = -(-shape.sliding_entries(context) // request.page_tokens) * request.page_tokens
     return shape.n_kv_heads * entries * shape.bytes_per_entry * request.batch
-
-
-def _check_size(whole_bytes: int) -> None:
-    if whole_bytes >= 2**62:
-        raise InputError(
-            f"a cache of {whole_bytes:,} bytes is more than can be counted; ask for a "
-            "smaller batch, a shorter context or smaller pages"
-        )
 
 
 def _check_context(scores: ScoreProfile, context: int, request: Request) -> None:
@@ -330,7 +415,14 @@ def _option_tokens(
     page = request.page_tokens
     if request.objective == "loss":
         loss_curves(scores)  # refuses where there are none
-        return loss_options(max(floor, least_loss_tokens(scores, context)), most, context, page)
+        return even_options(max(floor, least_loss_tokens(scores, context)), most, context, page)
+    if request.bits is not None:
+        return even_options(floor, most, context, page)
+    if (most - floor) // page > MOST_OPTIONS:
+        raise InputError(
+            f"{(most - floor) // page:,} budgets for each unit are more than fit in memory; ask "
+            f"for larger pages, such as --page {-(-(most - floor) // MOST_OPTIONS)}"
+        )
     if page == 1:
         return np.arange(floor, most + 1, dtype=np.int64)
     # The last page may be a partial one: it costs a whole page but holds the rest of the context.
@@ -345,115 +437,39 @@ def _option_tokens(
     return options[options <= most]
 
 
-def _unit_curves(scores: ScoreProfile, request: Request, sample: int | None) -> FloatArray:
-    """What each unit adds to the retention of its layer at every rank, `(n_units, n_points)`."""
-    layers = list(scores.shape.full_layers)
-    contributions = scores.contributions(sample)
-    if len(layers) < scores.shape.n_layers:
-        contributions = contributions[layers]
-    if request.level == "layer":
-        curves: FloatArray = contributions.sum(axis=1)
-        return curves
-    return contributions.reshape(-1, scores.ranks.size)
-
-
-def _option_values(
-    scores: ScoreProfile,
-    curves: FloatArray,
-    context: int,
-    tokens: np.ndarray[Any, np.dtype[np.int64]],
-) -> FloatArray:
-    return interpolate_curves(curves, scores.ranks, evictable_rank(scores, tokens, context))
-
-
-def _unit_losses(
-    scores: ScoreProfile,
-    request: Request,
-    sample: int | None,
-    context: int,
-    tokens: np.ndarray[Any, np.dtype[np.int64]],
-) -> FloatArray:
-    """Loss of each unit at each option, ``(n_units, n_options)``, nats per token."""
-    curves = loss_curves(scores, sample=sample)[list(scores.shape.full_layers)]
-    if request.weights is not None:
-        weights = head_weights(scores.shape, request.weights)
-        if curves.shape[1] == 1 and np.any(weights != weights[:, :1]):
-            raise InputError(
-                "the loss curves of this score profile were measured on whole layers, so heads of "
-                "a layer cannot weigh differently; give one weight a layer"
-            )
-        curves = curves * weights[:, : curves.shape[1], None]
-    if request.level == "layer":
-        curves = curves.sum(axis=1)
-    elif curves.shape[1] == scores.shape.n_kv_heads:
-        curves = curves.reshape(-1, curves.shape[-1])
-    else:
-        raise InputError(
-            "the loss curves of this score profile were measured on whole layers, so they cannot "
-            "tell KV heads apart; ask for --level layer, or measure every head"
-        )
-    return loss_at(scores, curves, tokens, context)
-
-
-def _weighted(
-    scores: ScoreProfile,
-    request: Request,
-    context: int,
-    tokens: np.ndarray[Any, np.dtype[np.int64]],
-    sample: int | None,
-) -> tuple[FloatArray, FloatArray]:
-    """Values and weights of units, such that keeping everything is worth 1."""
-    assert request.weights is not None  # only called then
-    weights = head_weights(scores.shape, request.weights)
-    curves = scores.contributions(sample)[list(scores.shape.full_layers)]
-    worth = weights * curves[..., -1]
-    at = evictable_rank(scores, tokens, context)
-    if request.level == "head":
-        values = interpolate_curves(curves.reshape(-1, curves.shape[2]), scores.ranks, at)
-        return values, weights.ravel() / worth.sum()
-    # A layer's curve, its heads as they weigh; one that weighs nothing keeps its plain one.
-    total = worth.sum(axis=1)
-    shares = np.where(total[:, None] > 0, weights, 1.0)
-    layers = (shares[..., None] * curves).sum(axis=1)
-    values = interpolate_curves(layers / layers[:, -1:], scores.ranks, at)
-    return values, total / total.sum()
-
-
-def _capacity(scores: ScoreProfile, request: Request, context: int, floor_bytes: int) -> int:
-    shape = scores.shape
-    heads = len(shape.full_layers) * shape.n_kv_heads
+def _capacity(scores: ScoreProfile, request: Request, context: int, floor_cost: int) -> int:
     if request.memory is not None:
         constant = fixed_bytes(scores, context, request.batch, request.page_tokens)
         asked = parse_bytes(request.memory)
-        if asked < constant + floor_bytes:
+        if asked < constant + floor_cost:
             sliding = f", and the sliding layers {constant:,}" if constant else ""
             raise InfeasibleError(
                 f"a memory of {asked:,} bytes is too little: sinks, window and minimum budgets "
-                f"take {floor_bytes:,} bytes{sliding}; ask for at least "
-                f"--memory {constant + floor_bytes}",
-                nearest=constant + floor_bytes,
+                f"take {floor_cost:,} bytes{sliding}; ask for at least "
+                f"--memory {constant + floor_cost}",
+                nearest=constant + floor_cost,
             )
         return asked - constant
-    entry_bytes = heads * shape.bytes_per_entry * request.batch
     # The share of what keeping everything costs, the partial last page included.
-    whole = -(-context // request.page_tokens) * request.page_tokens
+    whole = full_cost(scores, request, context)
     if request.budget_tokens is not None:
-        capacity = request.budget_tokens * entry_bytes
+        capacity = _cost_of_all(scores, request, request.budget_tokens, page=1)
         asked_text = f"a budget of {request.budget_tokens} tokens"
-        nearest: float = math.ceil(floor_bytes / entry_bytes)
+        nearest: float = fewest_tokens(scores, request, context, floor_cost)
         nearest_text = f"--budget-tokens {nearest}"
     else:
         assert request.budget is not None  # a request has exactly one target
-        share = parse_share(request.budget)
-        capacity = int(share * len(shape.full_layers) * shape.n_kv_heads * whole + 1e-9)
-        capacity *= shape.bytes_per_entry * request.batch
-        asked_text = f"a budget of {100 * share:g}%"
-        nearest = math.ceil(1e4 * floor_bytes / (whole * entry_bytes)) / 1e4
+        # Whole entries; where a cost is no multiple of them, whole bytes.
+        grain = scores.shape.bytes_per_entry * request.batch
+        grain = grain if whole % grain == 0 else 1
+        capacity = int(parse_share(request.budget) * (whole // grain) + 1e-9) * grain
+        asked_text = f"a budget of {100 * parse_share(request.budget):g}%"
+        nearest = math.ceil(1e4 * floor_cost / whole) / 1e4
         nearest_text = f"--budget {100 * nearest:g}%"
-    if capacity < floor_bytes:
+    if capacity < floor_cost:
         raise InfeasibleError(
             f"{asked_text} is below the floors: sinks, window and minimum budgets take "
-            f"{floor_bytes:,} bytes; ask for at least {nearest_text}",
+            f"{floor_cost:,} bytes; ask for at least {nearest_text}",
             nearest=nearest,
         )
     return capacity

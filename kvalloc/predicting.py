@@ -13,15 +13,21 @@ from kvalloc.score_profile import ScoreProfile, interpolate_curves
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-LOSS_OPTIONS = 256
-"""Most options of a unit whose loss is minimised: its curve is not concave, and exact solvers pay
-for every option. Where there are more pages than that, every second, third, ... one is offered."""
+EVEN_OPTIONS = 256
+"""Most budgets on offer to a unit whose values are not concave (a loss, or several bit widths),
+because exact solvers pay for every option there. Where there are more pages than that, every
+second, third, ... one is offered."""
 
 
 def mean_retention(
-    scores: ScoreProfile, budgets: IntArray, context_tokens: int, *, sample: int | None = None
+    scores: ScoreProfile,
+    budgets: IntArray,
+    context_tokens: int,
+    *,
+    bits: IntArray | None = None,
+    sample: int | None = None,
 ) -> float:
-    """Mean over full-attention layers of the kept share of score mass.
+    """Mean over full-attention layers of the kept share of score mass, times its fidelity.
 
     Parameters
     ----------
@@ -31,6 +37,8 @@ def mean_retention(
         Entries that each head keeps, sinks and window included.
     context_tokens : int
         Prompt length that the budgets are for.
+    bits : ndarray of int64, (n_layers, n_kv_heads), optional
+        Bit width of each head; 16 everywhere by default.
     sample : int, optional
         One sample; the mean over all by default.
 
@@ -39,14 +47,21 @@ def mean_retention(
     float
         0..1.
     """
-    curves = scores.contributions(sample)
+    full = list(scores.shape.full_layers)
+    widths = np.full_like(budgets, 16) if bits is None else bits
+    curves = {
+        int(width): scores.contributions(sample, bits=int(width))
+        for width in np.unique(widths[full])
+    }
     at = evictable_rank(scores, budgets, context_tokens)
     kept = [
-        interpolate_curves(curves[layer, head], scores.ranks, at[layer, [head]])
-        for layer in scores.shape.full_layers
+        interpolate_curves(
+            curves[int(widths[layer, head])][layer, head], scores.ranks, at[layer, [head]]
+        )
+        for layer in full
         for head in range(scores.shape.n_kv_heads)
     ]
-    return math.fsum(np.concatenate(kept)) / len(scores.shape.full_layers)
+    return math.fsum(np.concatenate(kept)) / len(full)
 
 
 def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) -> FloatArray:
@@ -127,8 +142,8 @@ def least_loss_tokens(scores: ScoreProfile, context_tokens: int) -> int:
     return scores.protected_tokens + math.ceil(lowest * stretch - 1e-9)
 
 
-def loss_options(least: int, most: int, context_tokens: int, page_tokens: int) -> IntArray:
-    """Budgets that are offered when loss is minimised: equal steps down from the largest.
+def even_options(least: int, most: int, context_tokens: int, page_tokens: int) -> IntArray:
+    """Budgets that are offered where values are not concave: equal steps down from the largest.
 
     Equal steps keep the grain of the costs coarse, which is what exact solvers pay for.
 
@@ -144,7 +159,7 @@ def loss_options(least: int, most: int, context_tokens: int, page_tokens: int) -
     Returns
     -------
     ndarray of int64, (n_options,)
-        Rising, at most `LOSS_OPTIONS`.
+        Rising, at most `EVEN_OPTIONS`.
 
     Raises
     ------
@@ -153,23 +168,28 @@ def loss_options(least: int, most: int, context_tokens: int, page_tokens: int) -
 
     Examples
     --------
-    >>> loss_options(5, 40, 40, 8).tolist(), loss_options(20, 1000, 1000, 1).size
+    >>> even_options(5, 40, 40, 8).tolist(), even_options(20, 1000, 1000, 1).size
     ([8, 16, 24, 32, 40], 246)
     """
     first = -(-least // page_tokens)
     last = -(-context_tokens // page_tokens) if most >= context_tokens else most // page_tokens
     if last < first:
         raise InputError(
-            f"no budget of whole pages of {page_tokens} tokens is between the least of {least}, "
-            f"below which no loss was measured, and the largest of {most}; allow larger ones"
+            f"no budget of whole pages of {page_tokens} tokens is between the least of {least} "
+            f"that can be offered and the largest of {most}; allow larger ones, or smaller pages"
         )
-    stride = -(-(last - first + 1) // LOSS_OPTIONS)
+    stride = -(-(last - first + 1) // EVEN_OPTIONS)
     pages = np.arange(last, first - 1, -stride, dtype=np.int64)[::-1]
     return np.minimum(pages * page_tokens, context_tokens)
 
 
 def predicted_loss(
-    scores: ScoreProfile, budgets: IntArray, context_tokens: int, *, sample: int | None = None
+    scores: ScoreProfile,
+    budgets: IntArray,
+    context_tokens: int,
+    *,
+    bits: IntArray | None = None,
+    sample: int | None = None,
 ) -> float | None:
     """Sum of the units' measured losses at their budgets, nats per token.
 
@@ -181,16 +201,18 @@ def predicted_loss(
         Entries that each head keeps, sinks and window included.
     context_tokens : int
         Prompt length that the budgets are for.
+    bits : ndarray of int64, (n_layers, n_kv_heads), optional
+        Bit width of each head; 16 everywhere by default.
     sample : int, optional
         One sample; the mean over all by default.
 
     Returns
     -------
     float or None
-        None where it is not known: no loss curves, a budget below the lowest measured level, or
-        heads of a layer that differ when only whole layers were measured.
+        None where it is not known: no loss curves, a budget below the lowest measured level, fewer
+        bits than 16, or heads of a layer that differ when only whole layers were measured.
     """
-    if scores.losses is None:
+    if scores.losses is None or (bits is not None and bool(np.any(bits != 16))):
         return None
     decided = budgets[list(scores.shape.full_layers)]
     if int(decided.min()) < least_loss_tokens(scores, context_tokens):

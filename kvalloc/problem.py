@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget, SideConstraint
+from kvalloc.costs import MOST_BYTES
 from kvalloc.dual import DualBound, concave_response, dense_response, dual_bound
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.rounding import apportion
@@ -78,12 +79,15 @@ class AllocationProblem:
     ----------
     tokens : ndarray of int64, (n_units, n_options)
         Budget in tokens that an option gives every KV head of its unit, sinks and window
-        included; strictly rising along a row.
+        included; strictly rising along a row, unless ``bits`` says what else differs.
     values : ndarray of float64, (n_units, n_options)
         Value of each option.
     costs : ndarray of int64, (n_units, n_options)
         Bytes of each option; strictly rising along a row. ``tokens`` and ``costs`` may be
         broadcast views of one row.
+    bits : ndarray of int64, (n_units, n_options), or None
+        Bit width of each option, where that is chosen too; a dearer option may then keep fewer
+        tokens, and a solver has to say that it takes such problems (`Solver.takes_bits`).
     option_counts : ndarray of int64, (n_units,)
         Options that a unit really has: ``values[u, :option_counts[u]]``; the rest is padding.
     weights : ndarray of float64, (n_units,)
@@ -113,6 +117,7 @@ class AllocationProblem:
     tokens: IntArray
     values: FloatArray
     costs: IntArray
+    bits: IntArray | None = None
     option_counts: IntArray
     weights: FloatArray
     layers: IntArray
@@ -143,6 +148,14 @@ class AllocationProblem:
                 raise InputError(
                     f"problem: {constraint.stated()[0]} names units {min(named)}..{max(named)} of "
                     f"0..{self.n_units - 1}"
+                )
+        if self.bits is not None:
+            self.bits.flags.writeable = False
+            compared = [c for c in self.constraints if isinstance(c, (SameBudget, MaxDistinct))]
+            if compared:
+                raise InputError(
+                    f"{type(compared[0]).__name__} compares budgets in tokens, and with bits two "
+                    "budgets of the same tokens can differ; leave one of them out"
                 )
         for name in _ARRAYS:  # a solver must not change what its answer is checked against
             getattr(self, name).flags.writeable = False
@@ -272,6 +285,10 @@ class AllocationProblem:
         """Budget of each unit in tokens per KV head, ``(n_units,)``."""
         return self.tokens[np.arange(self.n_units), choice]
 
+    def chosen_bits(self, choice: IntArray) -> IntArray | None:
+        """Bit width of each unit, ``(n_units,)``; None where it is not chosen."""
+        return None if self.bits is None else self.bits[np.arange(self.n_units), choice]
+
     def meets_target(self, value: float) -> bool:
         """Whether a value reaches the target, within `VALUE_TOLERANCE`."""
         return self.target is None or value >= self.lowest_accepted_value
@@ -363,6 +380,8 @@ class AllocationProblem:
             rows = array[:1] if _is_broadcast(array) else array
             hasher.update(f"{name}{array.shape}".encode())
             hasher.update(np.ascontiguousarray(rows).data)
+        if self.bits is not None:
+            hasher.update(b"bits" + np.ascontiguousarray(self.bits).data)
         goal = (self.sense.value, self.aggregate.value, self.capacity_bytes, self.target)
         where = (self.context_tokens, self.protected_tokens, self.constraints)
         hasher.update(repr((*goal, *where)).encode())
@@ -404,6 +423,12 @@ def _check_arrays(problem: AllocationProblem) -> None:
                 f"problem: {name} are {array.dtype} shaped {array.shape}, expected int64 shaped "
                 f"{values.shape}"
             )
+    bits = problem.bits
+    if bits is not None and (bits.shape != values.shape or bits.dtype != np.int64):
+        raise InputError(
+            f"problem: bits are {bits.dtype} shaped {bits.shape}, expected int64 shaped "
+            f"{values.shape}"
+        )
     for name in ("option_counts", "weights", "layers", "heads"):
         if getattr(problem, name).shape != values.shape[:1]:
             raise InputError(f"problem: {name} must have one number for each unit")
@@ -421,5 +446,12 @@ def _check_arrays(problem: AllocationProblem) -> None:
         rising = np.diff(rows, axis=1) > 0
         if rows.shape[0] > 1:
             rising |= ~_valid(problem)[:, 1:]
+        if name == "tokens" and problem.bits is not None:
+            rising = np.ones_like(rising)
         if not np.all(rising) or int(rows[:, 0].min()) < 0:
             raise InputError(f"problem: {name} must be >= 0 and rise from option to option")
+    dearest = problem.costs[np.arange(problem.n_units), problem.last_options].tolist()
+    if sum(dearest) > MOST_BYTES:  # of Python's numbers, which do not overflow
+        raise InputError(
+            f"problem: costs add up to more than the {MOST_BYTES:,} bytes that can be counted with"
+        )

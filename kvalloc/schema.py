@@ -56,6 +56,11 @@ class BudgetProfileModel(_Strict):
     level: Literal["layer", "head"]
     context_tokens: int = Field(ge=1)
     budgets: list[list[int]] = Field(description="entries kept, one row a layer, one column a head")
+    bits: list[list[int]] | None = Field(
+        default=None,
+        description="bits at which each head stores its entries, 16 being the model's own dtype; "
+        "left out where all are at 16",
+    )
     ranks: list[list[int]] | None = Field(
         default=None, description="rank of each head, one row a layer; -1 in sliding layers"
     )
@@ -80,6 +85,10 @@ class BudgetProfileModel(_Strict):
         default=None,
         description="nats per token, a sum of single-unit measurements; left out where unknown",
     )
+    cost_bytes: int | None = Field(
+        default=None, description="cost where another one than stored bytes was asked for"
+    )
+    full_cost_bytes: int | None = None
     batch: int = Field(ge=1)
     retained_tokens: int
     full_tokens: int
@@ -142,8 +151,13 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
         "versions": profile.versions,
         "created": profile.created,
     }
-    if profile.predicted_loss is not None:
-        data["predicted_loss"] = float(profile.predicted_loss)
+    optional = {
+        "predicted_loss": profile.predicted_loss,
+        "cost_bytes": profile.cost_bytes,
+        "full_cost_bytes": profile.full_cost_bytes,
+        "bits": None if profile.bits is None else profile.bits.tolist(),
+    }
+    data |= {name: value for name, value in optional.items() if value is not None}
     data["digest"] = _digest(data)
     return data
 
@@ -151,7 +165,9 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
 def budget_profile_json(profile: BudgetProfile) -> str:
     """The file's text: one key a line, one row of budgets a line."""
     data = budget_profile_dict(profile)
-    tables = {name: data[name] for name in ("budgets", "ranks") if data[name] is not None}
+    tables = {
+        name: data[name] for name in ("budgets", "ranks", "bits") if data.get(name) is not None
+    }
     marks = {name: f"ROWS OF {name}" for name in tables}
     text = json.dumps({**data, **marks}, indent=2, sort_keys=True, allow_nan=False)
     for name, rows in tables.items():
@@ -204,7 +220,17 @@ def budget_profile_from_json(path: str | Path, data: Any) -> BudgetProfile:
 def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
     copied = model.model_dump(
         exclude={
-            *("schema_version", "kind", "digest", "gap", "shape", "policy", "budgets", "ranks"),
+            *(
+                "schema_version",
+                "kind",
+                "digest",
+                "gap",
+                "shape",
+                "policy",
+                "budgets",
+                "ranks",
+                "bits",
+            ),
             *("retained_tokens", "full_tokens", "retained_bytes", "full_bytes"),
         }
     )
@@ -216,6 +242,7 @@ def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
             shape=ModelShape.from_dict(model.shape.model_dump()),
             policy=Policy(**model.policy.model_dump()),
             budgets=np.asarray(model.budgets, dtype=np.int64),
+            bits=None if model.bits is None else np.asarray(model.bits, dtype=np.int64),
             ranks=None if model.ranks is None else np.asarray(model.ranks, dtype=np.int64),
             **copied,
         )

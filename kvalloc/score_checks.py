@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.stored_bytes import BIT_WIDTHS
+
 if TYPE_CHECKING:
     from kvalloc.score_profile import ScoreProfile
 
@@ -53,7 +55,11 @@ def first_fault(profile: ScoreProfile) -> Fault | None:
         return "masses", "negative or not finite", "finite masses >= 0"
     if not 0 <= profile.interpolation_error < 1:
         return "interpolation_error", profile.interpolation_error, "a share within 0..1"
-    return _curve_fault(curves[:, list(shape.full_layers)], ranks) or _loss_fault(profile)
+    return (
+        _curve_fault(curves[:, list(shape.full_layers)], ranks)
+        or _loss_fault(profile)
+        or _bit_fault(profile)
+    )
 
 
 def _curve_fault(curves: FloatArray, ranks: IntArray) -> Fault | None:
@@ -114,4 +120,27 @@ def _loss_fault(profile: ScoreProfile) -> Fault | None:
     low, high = float(decided.min()), float(decided.max())
     if low < -max(LOSS_NOISE_NATS, high):
         return "losses", f"{low:.6g}..{high:.6g}", "KL in nats: what is lost, above 0 but for noise"
+    return None
+
+
+def _bit_fault(profile: ScoreProfile) -> Fault | None:
+    widths, fidelity = profile.bit_widths, profile.bit_fidelity
+    if widths is None or fidelity is None:
+        if widths is None and fidelity is None:
+            return None
+        return "bit_widths, bit_fidelity", "one without the other", "both or neither"
+    known = ", ".join(map(str, BIT_WIDTHS))
+    sound = widths.ndim == 1 and widths.size > 0 and widths.dtype == np.int64
+    if not sound or np.unique(widths).size < widths.size or set(widths.tolist()) - set(BIT_WIDTHS):
+        return "bit_widths", f"{widths.dtype} {widths.tolist()}", f"int64, each one of {known} once"
+    expected = (*profile.curves.shape[:3], widths.size)
+    if fidelity.shape != expected or fidelity.dtype != np.float64:
+        return "bit_fidelity", f"{fidelity.dtype} shaped {fidelity.shape}", f"float64 {expected}"
+    decided = fidelity[:, list(profile.shape.full_layers)]
+    if not np.all(np.isfinite(decided)):
+        return "bit_fidelity", "not finite", "finite values"
+    if decided.min() < 0 or decided.max() > 1:
+        return "bit_fidelity", f"{decided.min():.6g}..{decided.max():.6g}", "values within 0..1"
+    if np.any(decided[..., widths == 16] != 1):
+        return "bit_fidelity", "not 1 at 16 bits", "1 where nothing is changed"
     return None

@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _ARRAYS = ("ranks", "curves", "masses", "sample_tokens")
-_OPTIONAL_ARRAYS = ("loss_tokens", "losses", "loss_stderr")
+_OPTIONAL_ARRAYS = ("loss_tokens", "losses", "loss_stderr", "bit_widths", "bit_fidelity")
 """Left out of file and digest where they are None."""
 
 _HEADER_TYPES: dict[str, type] = {
@@ -74,6 +74,12 @@ class ScoreProfile:
         fall, be convex, or stay above 0 everywhere.
     loss_stderr : ndarray of float64, shaped as ``losses``, or None
         Standard error of each loss.
+    bit_widths : ndarray of int64, (n_bits,), or None
+        Bit widths whose fidelity was measured, of 16, 8 and 4.
+    bit_fidelity : ndarray of float64, (n_samples, n_layers, n_kv_heads, n_bits), or None
+        ``max(0, 1 - ||o_b - o|| / ||o||)`` of the window's rows of attention output with K and V
+        at b bits (o_b) and as they are (o), nothing evicted; 0..1, and 1 at 16 bits. A stand-in
+        for harm: it sees one layer, and neither what later layers make of it nor the answer.
     interpolation_error : float
         Largest measured difference between a curve and its interpolation on the grid; 0 when
         ``ranks`` holds every rank.
@@ -110,6 +116,8 @@ class ScoreProfile:
     loss_tokens: IntArray | None = None
     losses: FloatArray | None = None
     loss_stderr: FloatArray | None = None
+    bit_widths: IntArray | None = None
+    bit_fidelity: FloatArray | None = None
     interpolation_error: float = 0.0
     text_digest: str = ""
     text_description: str = ""
@@ -162,7 +170,30 @@ class ScoreProfile:
         shares: FloatArray = np.divide(self.masses, totals, out=even, where=totals > 0)
         return shares
 
-    def contributions(self, sample: int | None = None) -> FloatArray:
+    def fidelity(self, bits: int) -> FloatArray:
+        """Measured fidelity of a bit width, per sample: 1 at 16.
+
+        Returns
+        -------
+        ndarray of float64, (n_samples, n_layers, n_kv_heads)
+
+        Raises
+        ------
+        InputError
+            If it was not measured.
+        """
+        if bits == 16:
+            return np.ones_like(self.masses)
+        widths = [] if self.bit_widths is None else self.bit_widths.tolist()
+        if bits not in widths or self.bit_fidelity is None:
+            known = f"those of {', '.join(map(str, widths))} bits were" if widths else "none was"
+            raise InputError(
+                f"what {bits} bits do was not measured in this score profile ({known}); measure it "
+                "with 'kvalloc profile --bits 16,8,4', or leave it out of --bits"
+            )
+        return self.bit_fidelity[..., widths.index(bits)]
+
+    def contributions(self, sample: int | None = None, *, bits: int = 16) -> FloatArray:
         """What each head adds to its layer's retention, as a function of the entries it keeps.
 
         The retention of a layer whose heads keep n_h entries is the sum over its heads of
@@ -174,12 +205,16 @@ class ScoreProfile:
         ----------
         sample : int, optional
             One sample; the mean over all samples by default.
+        bits : int
+            Bit width of the entries: fewer than 16 take each head's measured fidelity off.
 
         Returns
         -------
         ndarray of float64, (n_layers, n_kv_heads, n_points)
         """
         shares = self.head_shares()
+        if bits != 16:
+            shares = shares * self.fidelity(bits)
         mean: FloatArray
         if sample is not None:
             mean = shares[sample][..., None] * self.curves[sample]

@@ -97,6 +97,9 @@ class Solver(ABC):
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM})
     """Objectives it optimises: the sum over units, the worst unit."""
 
+    takes_bits: ClassVar[bool] = False
+    """Whether it takes options that differ in bits too, so that tokens need not rise with cost."""
+
     may_exceed_capacity: bool = False
     """Set by a reproduction of a published rule that overspends; refused otherwise."""
 
@@ -119,6 +122,11 @@ class Solver(ABC):
         }
         if unknown:
             return f"{self.name} does not handle {', '.join(sorted(unknown))}; use ilp"
+        if problem.bits is not None and not self.takes_bits:
+            return (
+                f"{self.name} chooses tokens and no bits; use dp, lagrangian or ilp, or leave out "
+                "--bits"
+            )
         if problem.aggregate not in self.aggregates:
             if problem.aggregate is Aggregate.WORST:
                 return f"{self.name} maximises a sum, not the worst unit; use max_min"

@@ -15,8 +15,9 @@ import numpy as np
 from kvalloc.advising import advise
 from kvalloc.budget_profile import BudgetProfile, Level, Policy
 from kvalloc.checking import CheckedSolution, solve_problem
+from kvalloc.costs import Cost
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Objective, Request, fixed_bytes, formulate
+from kvalloc.formulate import Objective, Request, fixed_bytes, formulate, full_cost
 from kvalloc.limits import Limits
 from kvalloc.predicting import mean_retention, predicted_loss
 from kvalloc.pricing import price_of
@@ -56,6 +57,8 @@ def solve(
     average: Average = "curves",
     objective: Objective = "mean",
     weights: Weights | None = None,
+    bits: Sequence[int] | None = None,
+    cost: Cost = "bytes",
 ) -> BudgetProfile:
     """Decide how many entries each layer and KV head keeps.
 
@@ -111,6 +114,12 @@ def solve(
     weights : sequence of float or of sequences of float, optional
         How much each layer, or each KV head of each layer, counts in what is optimised. The
         retention that the profile states is the plain mean all the same.
+    bits : sequence of int, optional
+        Bit widths to choose from beside the budgets, such as ``(16, 8, 4)``; the score profile
+        must hold what was measured at each. 16 stands for the model's own dtype.
+    cost : {"bytes", "decode-bytes", "communication"}
+        What is bounded or minimised: bytes stored, bytes read for each generated token, or bytes
+        communicated for each in private inference (MPCache, Table 2); see `kvalloc.costs`.
 
     Returns
     -------
@@ -151,6 +160,8 @@ def solve(
             equal_heads=equal_heads,
         ),
         weights=weights,
+        bits=bits,
+        cost=cost,
     )
     try:
         return decide(
@@ -230,6 +241,11 @@ def _solved(
             "the mean of several allocations need not keep caps, ranks or few distinct budgets; "
             "use --average curves with them"
         )
+    if problem.bits is not None or np.any(problem.option_counts != problem.option_counts[0]):
+        raise InputError(
+            "the mean of several allocations is one of tokens, and here options differ in more; "
+            "use --average curves"
+        )
     return problem, _average_allocations(scores, request, problem, solver, time_limit)
 
 
@@ -266,11 +282,12 @@ def to_budget_profile(
         shape.sliding_entries(problem.context_tokens),
         dtype=np.int64,
     )
-    chosen = problem.chosen_tokens(checked.choice)
-    if request.level == "layer":
-        budgets[problem.layers] = chosen[:, None]
-    else:
-        budgets[problem.layers, problem.heads] = chosen
+    _fill(budgets, problem, problem.chosen_tokens(checked.choice))
+    widths = problem.chosen_bits(checked.choice)
+    bits = None
+    if widths is not None:
+        bits = np.full_like(budgets, 16)
+        _fill(bits, problem, widths)
     requested = {
         **request.describe(),
         "objective": request.objective,
@@ -280,7 +297,13 @@ def to_budget_profile(
     }
     if request.weights is not None:
         requested["weights"] = np.asarray(request.weights).tolist()
-    if problem.capacity_bytes is not None:
+    if request.bits is not None:
+        requested["bits"] = list(request.bits)
+    other_cost = request.cost != "bytes"
+    if other_cost:
+        requested["cost"] = request.cost
+        requested["capacity_bytes"] = problem.capacity_bytes
+    elif problem.capacity_bytes is not None:
         constant = fixed_bytes(scores, problem.context_tokens, request.batch, request.page_tokens)
         requested["bytes"] = problem.capacity_bytes + constant
     return BudgetProfile(
@@ -288,6 +311,7 @@ def to_budget_profile(
         level=request.level,
         context_tokens=problem.context_tokens,
         budgets=budgets,
+        bits=bits,
         ranks=_rank_table(scores, problem, checked),
         length_rule=request.length_rule,
         page_tokens=request.page_tokens,
@@ -307,8 +331,12 @@ def to_budget_profile(
         bound_source=checked.bound_source,
         termination=checked.termination.value,
         requested=requested,
-        retention=_retention(scores, request, problem, checked, budgets),
-        predicted_loss=predicted_loss(scores, budgets, problem.context_tokens),
+        retention=checked.value
+        if request.objective == "mean" and request.weights is None
+        else mean_retention(scores, budgets, problem.context_tokens, bits=bits),
+        predicted_loss=predicted_loss(scores, budgets, problem.context_tokens, bits=bits),
+        cost_bytes=checked.cost_bytes if other_cost else None,
+        full_cost_bytes=full_cost(scores, request, problem.context_tokens) if other_cost else None,
         batch=request.batch,
         score_digest=scores.digest(),
         problem_digest=problem.digest(),
@@ -328,17 +356,11 @@ def _rank_table(
     return table
 
 
-def _retention(
-    scores: ScoreProfile,
-    request: Request,
-    problem: AllocationProblem,
-    checked: CheckedSolution,
-    budgets: IntArray,
-) -> float:
-    """Mean over layers of the kept share of score mass, whatever was optimised."""
-    if request.objective == "mean" and request.weights is None:
-        return checked.value
-    return mean_retention(scores, budgets, problem.context_tokens)
+def _fill(table: IntArray, problem: AllocationProblem, chosen: IntArray) -> None:
+    """What the units have, in the rows and columns of their heads."""
+    for unit, number in enumerate(chosen.tolist()):
+        layer, head = int(problem.layers[unit]), int(problem.heads[unit])
+        table[layer, slice(None) if head < 0 else head] = number
 
 
 def _average_allocations(

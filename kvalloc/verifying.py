@@ -100,9 +100,12 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         )
     checks.extend(_side_checks(profile, problem, choice))
     checks.append(_close("objective", profile.objective, problem.objective(choice)))
-    retention = mean_retention(scores, profile.budgets, profile.context_tokens)
+    context, bits = profile.context_tokens, profile.bits
+    retention = mean_retention(scores, profile.budgets, context, bits=bits)
     checks.append(_close("retention", profile.retention, retention))
-    loss = predicted_loss(scores, profile.budgets, profile.context_tokens)
+    if profile.requested.get("cost", "bytes") != "bytes":
+        checks.append(_equal("cost", profile.cost_bytes, cost))
+    loss = predicted_loss(scores, profile.budgets, context, bits=bits)
     if loss is None:
         checks.append(_equal("predicted loss", profile.predicted_loss, None))
     else:
@@ -136,6 +139,8 @@ def _problem_of(profile: BudgetProfile, scores: ScoreProfile) -> AllocationProbl
         objective=asked.get("objective", "mean"),
         limits=Limits.of(asked),
         weights=asked.get("weights"),
+        bits=asked.get("bits"),
+        cost=asked.get("cost", "bytes"),
     )
     return formulate(scores, request)
 
@@ -145,8 +150,14 @@ def _choice_of(
 ) -> tuple[IntArray, np.ndarray[tuple[int, ...], np.dtype[np.bool_]], IntArray]:
     heads = np.maximum(problem.heads, 0)  # at layer level all heads have the budget of the first
     tokens: IntArray = profile.budgets[problem.layers, heads]
-    choice = problem.options_within(tokens)
-    return tokens, problem.chosen_tokens(choice) == tokens, choice
+    table = np.full_like(profile.budgets, 16) if profile.bits is None else profile.bits
+    here = problem.tokens == tokens[:, None]
+    if problem.bits is not None:
+        here = here & (problem.bits == table[problem.layers, heads][:, None])
+    is_option = here.any(axis=1)
+    # Where it is none, the nearest below stands for it.
+    choice = np.where(is_option, np.argmax(here, axis=1), problem.options_within(tokens))
+    return tokens, is_option, choice.astype(np.int64)
 
 
 def _side_checks(

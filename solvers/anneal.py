@@ -65,6 +65,7 @@ class Anneal(Solver):
     name: ClassVar[str] = "anneal"
     summary: ClassVar[str] = "simulated annealing; any objective and constraint, proves nothing"
     reference: ClassVar[str] = "Kirkpatrick et al. 1983"
+    takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
         {GroupCap, SameBudget, MaxDistinct, RankBalance}
     )

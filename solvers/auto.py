@@ -109,6 +109,7 @@ class Auto(Solver):
 
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "picks the cheapest solver that is exact for the problem"
+    takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
         {GroupCap, SameBudget, MaxDistinct, RankBalance}
     )

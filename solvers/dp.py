@@ -63,6 +63,7 @@ class DP(Solver):
     name: ClassVar[str] = "dp"
     summary: ClassVar[str] = "dynamic programming over pages; exact for any values and costs"
     reference: ClassVar[str] = "Kellerer et al. 2004, sec. 11.5; Dudzinski and Walukiewicz 1987"
+    takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({SameBudget})
 
     def __init__(self, memory_bytes: int = 2**30, prune: bool = True) -> None:

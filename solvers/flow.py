@@ -61,6 +61,7 @@ class Flow(Solver):
     name: ClassVar[str] = "flow"
     summary: ClassVar[str] = "minimum-cost flow: nested caps (model, rank, layer); exact on concave"
     reference: ClassVar[str] = "Federgruen and Groenevelt 1986; Ahuja et al. 1993, ch. 14"
+    takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap})
 
     def __init__(self, method: str = "tree") -> None:

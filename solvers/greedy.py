@@ -38,6 +38,7 @@ class Greedy(Solver):
     name: ClassVar[str] = "greedy"
     summary: ClassVar[str] = "largest marginal gain first, by threshold; exact on concave curves"
     reference: ClassVar[str] = "XKV, Algorithm 1, Eq. 17 and 18"
+    takes_bits: ClassVar[bool] = True
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """True for concave values with one cost step; else what to use instead."""

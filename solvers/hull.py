@@ -33,6 +33,7 @@ class Hull(Solver):
     name: ClassVar[str] = "hull"
     summary: ClassVar[str] = "convex hull of each curve and marginal greedy, with the LP bound"
     reference: ClassVar[str] = "LU-KV; Dyer 1984; Zemel 1984"
+    takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({SameBudget})
 
     def solve(

@@ -70,6 +70,7 @@ class ILP(Solver):
     name: ClassVar[str] = "ilp"
     summary: ClassVar[str] = "integer program (CP-SAT, SCIP or HiGHS) after dual reduction; exact"
     reference: ClassVar[str] = "Kellerer et al. 2004, ch. 11; OR-Tools CP-SAT"
+    takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
         {GroupCap, MaxDistinct, RankBalance, SameBudget}
     )

@@ -38,6 +38,7 @@ class Lagrangian(Solver):
     name: ClassVar[str] = "lagrangian"
     summary: ClassVar[str] = "best price of a byte, then repair; any values and costs, with a bound"
     reference: ClassVar[str] = "Fisher 1981; Kellerer et al. 2004, ch. 11"
+    takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap, SameBudget})
 
     def solve(

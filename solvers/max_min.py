@@ -53,6 +53,7 @@ class MaxMin(Solver):
     name: ClassVar[str] = "max_min"
     summary: ClassVar[str] = "one retention level for all, by bisection; exact for the worst unit"
     reference: ClassVar[str] = "PrefixKV, binary search of the prefix configuration"
+    takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap, SameBudget})
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM, Aggregate.WORST})
 

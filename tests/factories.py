@@ -127,6 +127,18 @@ def make_losses(
     return ScoreProfile(**{**fields, **measured, "loss_stderr": np.full(size, noise)})
 
 
+def make_bits(seed: int = 0, **changes: Any) -> ScoreProfile:
+    """A score profile with the fidelity of 8 and 4 bits."""
+    scores = make_scores(seed, **changes)
+    rng = np.random.default_rng([seed, 2])
+    size = (scores.n_samples, scores.shape.n_layers, scores.shape.n_kv_heads)
+    at_8 = 1 - 0.02 * rng.random(size)
+    at_4 = at_8 - 0.3 * rng.random(size)
+    fields = {name: getattr(scores, name) for name in scores.__dataclass_fields__}
+    fidelity = np.stack([np.ones(size), at_8, at_4], axis=-1)
+    return ScoreProfile(**{**fields, "bit_widths": np.array([16, 8, 4]), "bit_fidelity": fidelity})
+
+
 def make_budget_profile(budgets: Array, **changes: Any) -> BudgetProfile:
     budgets = np.asarray(budgets, dtype=np.int64)
     values: dict[str, Any] = {

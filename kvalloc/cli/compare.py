@@ -105,6 +105,8 @@ def compare(
     average: targets.Average = "curves",
     objective: targets.Objective = "mean",
     weights: targets.Weights = None,
+    bits: targets.Bits = None,
+    cost: targets.Cost = "bytes",
     time_limit: targets.TimeLimit = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -131,6 +133,8 @@ def compare(
         "max_tokens": max_tokens,
         "objective": objective,
         "weights": None if weights is None else read_weights(weights),
+        "bits": targets.bit_widths(bits),
+        "cost": cost,
     }
     limits = targets.limits(
         cap=cap,

@@ -132,7 +132,14 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
         print_json({"file": file, **known, **budget_profile_dict(profile), **spread})
         return
     from kvalloc.cli.picture import budget_picture
-    from kvalloc.cli.solve import LOSS_NOTE, objective_text, request_text, solver_text
+    from kvalloc.cli.solve import (
+        LOSS_NOTE,
+        bits_text,
+        cost_text,
+        objective_text,
+        request_text,
+        solver_text,
+    )
 
     least, mean, most = _spread(profile)
     kept, whole = profile.retained_bytes, profile.full_bytes
@@ -155,6 +162,8 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "objective": f"{objective_text(profile.objective, profile.sense)}, bound "
             f"{bound}{source}",
             "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
+            "bits": "16 (the model's dtype)" if profile.bits is None else bits_text(profile),
+            **({} if profile.cost_bytes is None else {"cost": cost_text(profile)}),
             "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average",
             "other lengths": "the same number of entries"
             if profile.length_rule == "fixed"
@@ -195,6 +204,7 @@ def _show_scores(file: str, profile: ScoreProfile, *, json: bool) -> None:
             f"evictable; {exact}",
             "samples": f"{profile.n_samples} of {lengths} tokens",
             "loss curves": _loss_text(profile),
+            "bits": _bits_text(profile),
             "text": profile.text_description or "not recorded",
             "made": f"{profile.created} with {versions}",
         }
@@ -238,6 +248,7 @@ def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
         "interpolation_error": profile.interpolation_error,
         "loss_tokens": None if profile.loss_tokens is None else profile.loss_tokens.tolist(),
         "losses_per": _losses_per(profile),
+        "bit_widths": None if profile.bit_widths is None else profile.bit_widths.tolist(),
         "text_description": profile.text_description,
         "text_digest": profile.text_digest,
         "versions": profile.versions,
@@ -260,6 +271,16 @@ def _loss_text(profile: ScoreProfile) -> str:
         f"measured one {_losses_per(profile)} at a time, at {levels.size} budgets from "
         f"{int(levels[0]):,} to {int(levels[-1]):,} tokens"
     )
+
+
+def _bits_text(profile: ScoreProfile) -> str:
+    if profile.bit_widths is None:
+        return "not measured"
+    means = [
+        (width, float(profile.fidelity(width)[:, list(profile.shape.full_layers)].mean()))
+        for width in profile.bit_widths.tolist()
+    ]
+    return "mean fidelity " + ", ".join(f"{mean:.4f} at {width} bits" for width, mean in means)
 
 
 def _parameters(parameters: dict[str, Any]) -> str:

@@ -66,6 +66,8 @@ def solve(
     average: targets.Average = "curves",
     objective: targets.Objective = "mean",
     weights: targets.Weights = None,
+    bits: targets.Bits = None,
+    cost: targets.Cost = "bytes",
     time_limit: targets.TimeLimit = None,
     output: Annotated[
         Path | None,
@@ -102,6 +104,8 @@ def solve(
         "max_tokens": max_tokens,
         "objective": objective,
         "weights": None if weights is None else read_weights(weights),
+        "bits": targets.bit_widths(bits),
+        "cost": cost,
     }
     limits = targets.limits(
         cap=cap,
@@ -171,6 +175,9 @@ def row(decided: BudgetProfile, scores: ScoreProfile, seconds: float) -> dict[st
         "full_tokens": decided.full_tokens,
         "retained_bytes": decided.retained_bytes,
         "requested_bytes": requested_bytes(decided),
+        "cost": decided.requested.get("cost", "bytes"),
+        "cost_bytes": decided.cost_bytes,
+        "full_cost_bytes": decided.full_cost_bytes,
         "full_bytes": decided.full_bytes,
         "seconds": seconds,
     }
@@ -241,10 +248,12 @@ def request_text(decided: BudgetProfile) -> str:
     loss = decided.requested.get("objective") == "loss"
     weighted = "weighted " if decided.requested.get("weights") else ""
     most = f"least {weighted}predicted loss" if loss else f"most {weighted}retention{worst}"
+    cost = decided.requested.get("cost", "bytes")
+    what = {"bytes": "entries", "decode-bytes": "bytes read per token"}.get(cost, cost)
     text = {
         "loss": f"predicted loss of {value:g} nats per token or less in the fewest bytes",
         "retention": f"{weighted}retention{worst} of {value:g} or more in the fewest bytes",
-        "budget": f"{most} in {100 * value:g}% of all entries",
+        "budget": f"{most} in {100 * value:g}% of all {what}",
         "budget_tokens": f"{most} in {value:,} tokens per KV head on average",
         "memory": f"{most} in {size(value)}",
     }[str(decided.requested["target"])]
@@ -271,15 +280,37 @@ def _caps(asked: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [str(text).partition("=") for text in asked.get("cap", ())]
 
 
+def bits_text(decided: BudgetProfile) -> str:
+    """Which share of the kept entries is stored at which width."""
+    assert decided.bits is not None  # the caller has looked
+    kept = decided.budgets.sum()
+    shares = (
+        (width, int(decided.budgets[decided.bits == width].sum()) / kept) for width in (16, 8, 4)
+    )
+    widths = ", ".join(f"{share:.1%} at {width} bits" for width, share in shares if share)
+    return f"{widths}, of the kept entries"
+
+
+def cost_text(decided: BudgetProfile) -> str:
+    """What was bounded instead of stored bytes, in the layers that get budgets."""
+    assert decided.cost_bytes is not None  # the caller has looked
+    assert decided.full_cost_bytes is not None
+    share = decided.cost_bytes / decided.full_cost_bytes
+    name = {"decode-bytes": "read", "communication": "communicated"}[decided.requested["cost"]]
+    return (
+        f"{size(decided.cost_bytes)} of {size(decided.full_cost_bytes)} ({share:.1%}) {name} for "
+        "each generated token"
+    )
+
+
 def ranks_text(decided: BudgetProfile) -> str:
     """Bytes on each tensor-parallel rank, decided layers only."""
     import numpy as np
 
     assert decided.ranks is not None  # the caller has looked
     placed = decided.ranks >= 0
-    pages = -(-decided.budgets // decided.page_tokens) * decided.page_tokens
-    entries = np.bincount(decided.ranks[placed], weights=pages[placed])
-    each = entries * decided.shape.bytes_per_entry * decided.batch
+    stored = decided.head_bytes_at(decided.context_tokens)
+    each = np.bincount(decided.ranks[placed], weights=stored[placed]) * decided.batch
     over = float(each.max()) / float(each.mean()) - 1
     return f"{', '.join(size(one) for one in each)} (largest {over:.2%} above the mean)"
 
@@ -310,6 +341,7 @@ def _decision(decided: BudgetProfile, output: Path | None) -> dict[str, Any]:
         "level": decided.level,
         "page_tokens": decided.page_tokens,
         "budgets": decided.budgets.tolist(),
+        "bits": None if decided.bits is None else decided.bits.tolist(),
         "ranks": None if decided.ranks is None else decided.ranks.tolist(),
         "output": None if output is None else str(output),
     }
@@ -346,6 +378,10 @@ def _summary(
     fields = {name: text for name, text in fields.items() if text}
     if decided.ranks is not None:
         fields["ranks"] = ranks_text(decided)
+    if decided.bits is not None:
+        fields["bits"] = bits_text(decided)
+    if decided.cost_bytes is not None and decided.full_cost_bytes:
+        fields["cost"] = cost_text(decided)
     if decided.predicted_loss is not None:
         fields["predicted loss"] = f"{decided.predicted_loss:.6f} nats per token"
         fields["loss note"] = LOSS_NOTE

@@ -48,6 +48,21 @@ Weights = Annotated[
         "numbers a layer, one a KV head.",
     ),
 ]
+Bits = Annotated[
+    str | None,
+    typer.Option(
+        metavar="16,8,4",
+        help="Bit widths to choose from beside the budgets; 16 is the model's own dtype.",
+    ),
+]
+Cost = Annotated[
+    str,
+    typer.Option(
+        metavar="bytes|decode-bytes|communication",
+        help="What an option costs: bytes stored, bytes read for each generated token, or bytes "
+        "communicated for each in private inference.",
+    ),
+]
 Budget = Annotated[
     str | None,
     typer.Option(metavar="SHARE", help="At most this share of all entries, such as 20%."),
@@ -167,6 +182,22 @@ def load_scores(path: Path) -> ScoreProfile:
                     way_out="name the *.safetensors file that the budgets were decided from",
                 )
     return ScoreProfile.load(path)
+
+
+def bit_widths(text: str | None) -> tuple[int, ...] | None:
+    """Bit widths from a text such as ``16,8,4``.
+
+    Raises
+    ------
+    InputError
+        If they are no whole numbers; which ones there are, the request knows.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--bits is {text!r}, expected numbers such as 16,8,4") from None
 
 
 def check_time_limit(seconds: float | None) -> None:

@@ -46,9 +46,17 @@ def check_profile(profile: BudgetProfile) -> None:
 
     Raises
     ------
+    UnsupportedRequestError
+        For fewer bits than 16.
     InputError
         For budgets below sinks and window.
     """
+    if profile.bits is not None and bool((profile.bits != 16).any()):
+        fewest = int(profile.bits.min())
+        raise UnsupportedRequestError(
+            f"this profile stores entries at {fewest} bits, and the cache cannot quantise yet; "
+            "solve again without --bits"
+        )
     full = list(profile.shape.full_layers)
     least = min(profile.policy.protected_tokens, profile.context_tokens)
     if int(profile.budgets[full].min()) < least:

@@ -17,6 +17,7 @@ import numpy as np
 DATA = Path(__file__).parent / "data"
 SCORES = DATA / "scores.safetensors"
 DECISIONS = DATA / "decisions.json"
+MEASURED = DATA / "measured.safetensors"  # the same with loss curves and fidelities of bits
 PROFILE = DATA / "budget_profile.json"
 SCHEMA = Path(__file__).parents[2] / "docs" / "budget_profile.schema.json"
 
@@ -40,6 +41,27 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     for level in (["head"] if solver == "adaptive_head" else ["layer", "head"])
 }
 
+# of the profile with loss curves and bits
+MEASURED_CASES: dict[str, dict[str, Any]] = {
+    f"{name}, {level}": {**arguments, "level": level, "solver": "dp"}
+    for name, arguments in (
+        ("loss 0.1", {"target_loss": 0.1}),
+        ("least loss in 30%", {"budget": "30%", "objective": "loss"}),
+        ("bits in 15%", {"budget": "15%", "bits": (16, 8, 4)}),
+        ("bits for retention 0.9 in pages", {"target_retention": 0.9, "bits": (8, 4), "page": 8}),
+        ("decode bytes in pages", {"budget": "30%", "cost": "decode-bytes", "page": 8}),
+        ("communication", {"budget": "30%", "cost": "communication"}),
+        ("weights", {"budget": "30%", "weights": (1.0, 0.0, 2.0, 0.5)}),
+    )
+    for level in ("layer", "head")
+}
+
+
+def decide_measured(scores: Any, case: str) -> Any:
+    from kvalloc.solving import solve
+
+    return solve(scores, **MEASURED_CASES[case])
+
 
 def decide(scores: Any, case: str) -> Any:
     from kvalloc.solving import solve
@@ -50,7 +72,12 @@ def decide(scores: Any, case: str) -> Any:
 
 def described(profile: Any) -> dict[str, Any]:
     """What must not move: the decision and what is claimed about it."""
-    return {
+    optional = {
+        "predicted_loss": profile.predicted_loss,
+        "cost_bytes": profile.cost_bytes,
+        "bits": None if profile.bits is None else profile.bits.tolist(),
+    }
+    return {name: value for name, value in optional.items() if value is not None} | {
         "budgets": profile.budgets.tolist(),
         "budgets at 1000": profile.budgets_for(1000).tolist(),
         "objective": profile.objective,
@@ -78,6 +105,26 @@ def make_scores() -> Any:
     )
 
 
+def make_measured(scores: Any) -> Any:
+    """Loss curves and fidelities on top of a score profile."""
+    import dataclasses
+
+    rng = np.random.default_rng(20240102)
+    size = (scores.n_samples, scores.shape.n_layers, scores.shape.n_kv_heads)
+    losses = -np.sort(-rng.exponential(0.05, (*size, 6)), axis=-1)
+    losses += 0.002 * rng.standard_normal(losses.shape)
+    losses[..., -1] = 0.0
+    lost = np.array([0.0, 0.02, 0.3]) * rng.random((*size, 3))
+    return dataclasses.replace(
+        scores,
+        loss_tokens=np.array([8, 16, 24, 48, 72, 96]),
+        losses=losses,
+        loss_stderr=np.full(losses.shape, 0.002),
+        bit_widths=np.array([16, 8, 4]),
+        bit_fidelity=1 - lost,
+    )
+
+
 def main() -> None:
     from kvalloc.schema import budget_profile_schema
     from kvalloc.score_profile import ScoreProfile
@@ -87,6 +134,10 @@ def main() -> None:
         make_scores().save(SCORES)
     scores = ScoreProfile.load(SCORES)
     decisions = {case: described(decide(scores, case)) for case in CASES}
+    if not MEASURED.exists():
+        make_measured(scores).save(MEASURED)
+    measured = ScoreProfile.load(MEASURED)
+    decisions |= {case: described(decide_measured(measured, case)) for case in MEASURED_CASES}
     rows = ",\n".join(
         f" {json.dumps(case)}: {json.dumps(decision)}" for case, decision in decisions.items()
     )

@@ -14,10 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from make_core_golden import (
     CASES,
     DECISIONS,
+    MEASURED,
+    MEASURED_CASES,
     PROFILE,
     SCHEMA,
     SCORES,
     decide,
+    decide_measured,
     described,
 )
 
@@ -41,7 +44,17 @@ def decisions() -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_decisions(scores: ScoreProfile, decisions: dict[str, Any], case: str) -> None:
-    found, expected = described(decide(scores, case)), decisions[case]
+    _check_same(described(decide(scores, case)), decisions[case], case)
+
+
+@pytest.mark.parametrize("case", MEASURED_CASES)
+def test_decisions_from_losses_bits_and_other_costs(decisions: dict[str, Any], case: str) -> None:
+    measured = ScoreProfile.load(MEASURED)
+    _check_same(described(decide_measured(measured, case)), decisions[case], case)
+
+
+def _check_same(found: dict[str, Any], expected: dict[str, Any], case: str) -> None:
+    assert set(found) == set(expected)
     for name, value in expected.items():
         if isinstance(value, float):  # sums may differ in the last digit from machine to machine
             same = found[name] == pytest.approx(value, rel=1e-12)
@@ -51,7 +64,7 @@ def test_decisions(scores: ScoreProfile, decisions: dict[str, Any], case: str) -
 
 
 def test_every_case_is_golden(decisions: dict[str, Any]) -> None:
-    assert set(decisions) == set(CASES)
+    assert set(decisions) == {*CASES, *MEASURED_CASES}
 
 
 def test_greedy_and_ilp_agree(decisions: dict[str, Any]) -> None:
@@ -61,11 +74,10 @@ def test_greedy_and_ilp_agree(decisions: dict[str, Any]) -> None:
             assert decision["objective"] == pytest.approx(other["objective"], rel=1e-12)
 
 
-def test_the_score_file_of_version_1_is_written_as_it_was(
-    scores: ScoreProfile, tmp_path: Path
-) -> None:
-    scores.save(tmp_path / "again.safetensors")
-    same = (tmp_path / "again.safetensors").read_bytes() == SCORES.read_bytes()
+@pytest.mark.parametrize("file", [SCORES, MEASURED], ids=lambda file: file.stem)
+def test_the_score_file_of_version_1_is_written_as_it_was(file: Path, tmp_path: Path) -> None:
+    ScoreProfile.load(file).save(tmp_path / "again.safetensors")
+    same = (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
     assert same, f"behaviour moved: the score profile's file format; {WANTED}"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_tools import refused, run
-from factories import make_losses, make_scores
+from factories import make_bits, make_losses, make_scores
 
 from kvalloc.budget_profile import BudgetProfile
 
@@ -101,3 +101,43 @@ def test_what_is_refused(scores: Path) -> None:
     )
     make_scores().save(scores)
     assert "no loss curves" in refused(folder, "solve", scores, "--target-loss", "0.1", *out)
+
+
+def test_tokens_and_bits_together(scores: Path) -> None:
+    make_bits().save(scores)
+    out = scores.parent / "p.json"
+    ran = run("solve", scores, "--budget", "20%", "--bits", "16,8,4", "--level", "head", "-o", out)
+    assert "bits, of the kept entries" in ran.out
+    decided = BudgetProfile.load(out)
+    assert decided.bits is not None
+    assert run("verify", out, scores).code == 0
+    assert "bits, of the kept entries" in " ".join(run("inspect", out).out.split())
+    assert "mean fidelity 1.0000 at 16 bits" in " ".join(run("inspect", scores).out.split())
+    assert run("inspect", scores, "--json").json["bit_widths"] == [16, 8, 4]
+    rows = run("compare", scores, "--budget", "20%", "--bits", "16,8,4", "--json").json
+    done = {row["solver"] for row in rows if row["reason"] is None}
+    assert {"dp", "lagrangian", "ilp", "auto"} <= done
+    assert any("no bits" in (row["reason"] or "") for row in rows)
+    told = run("solve", scores, "--budget", "20%", "--bits", "8,4", "--json").json
+    assert set(sum(told["bits"], [])) <= {8, 4}
+    uneven = ("--bits", "16,8.5")
+    assert "expected numbers such as 16,8,4" in refused(
+        scores.parent, "solve", scores, "--budget", "20%", *uneven, "-o", out
+    )
+
+
+@pytest.mark.parametrize("cost", ["decode-bytes", "communication"])
+def test_another_cost_than_bytes(scores: Path, cost: str) -> None:
+    make_scores(context_tokens=200).save(scores)
+    out = scores.parent / "p.json"
+    ran = run("solve", scores, "--budget", "40%", "--cost", cost, "-o", out)
+    assert "for each generated token" in " ".join(ran.out.split())
+    assert run("verify", out, scores).code == 0
+    assert "for each generated token" in " ".join(run("inspect", out).out.split())
+    told = run("solve", scores, "--target-retention", "0.9", "--cost", cost, "--json").json
+    assert told["cost"] == cost
+    assert told["cost_bytes"] == told["objective"]
+    assert told["retained_bytes"] > 0
+    assert "stored bytes" in refused(
+        scores.parent, "solve", scores, "--memory", "1MiB", "--cost", cost, "-o", out
+    )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvalloc.budget_profile import BudgetProfile, relative_gap
 from kvalloc.errors import InfeasibleError, InputError, ProfileFileError, SolverError
 from kvalloc.formulate import Request, formulate
-from kvalloc.predicting import LOSS_OPTIONS, mean_retention, predicted_loss
+from kvalloc.predicting import EVEN_OPTIONS, mean_retention, predicted_loss
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.solving import solve
 from kvalloc.verifying import verify
@@ -148,12 +148,12 @@ def test_options_are_few_and_their_costs_keep_a_coarse_grain(context: int, page:
     problem = formulate(
         scores, Request(budget=0.5, objective="loss", context_tokens=context, page_tokens=page)
     )
-    assert problem.n_options <= LOSS_OPTIONS
+    assert problem.n_options <= EVEN_OPTIONS
     assert problem.step_bytes is not None
     assert problem.step_bytes % page == 0
     assert int(problem.tokens[0, -1]) == context
     # Everything is on offer where it is few.
-    if context // page <= LOSS_OPTIONS:
+    if context // page <= EVEN_OPTIONS:
         assert problem.step_bytes == page * 2 * scores.shape.bytes_per_entry
 
 
@@ -317,5 +317,5 @@ def test_a_loss_out_of_reach_is_told_with_the_nearest_one() -> None:
 
 
 def test_no_page_between_the_least_measured_and_the_largest_allowed() -> None:
-    with pytest.raises(InputError, match="no loss was measured.*allow larger"):
+    with pytest.raises(InputError, match="can be offered.*allow larger"):
         solve(make_losses(levels=[17, 30, 40]), budget="50%", objective="loss", max_tokens=16)

@@ -1,0 +1,145 @@
+"""What an option is worth: the retention that it adds, or less the loss that was measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError
+from kvalloc.predicting import evictable_rank, loss_at, loss_curves
+from kvalloc.score_profile import ScoreProfile, interpolate_curves
+from kvalloc.weighting import head_weights
+
+if TYPE_CHECKING:
+    from kvalloc.formulate import Request
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+def unit_values(
+    scores: ScoreProfile,
+    request: Request,
+    context: int,
+    tokens: IntArray,
+    sample: int | None,
+    bits: int,
+) -> tuple[FloatArray, FloatArray]:
+    """What budgets are worth to each unit at a bit width, and what units weigh.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        Measured curves.
+    request : Request
+        Its objective, level and weights.
+    context : int
+        Prompt length, tokens.
+    tokens : ndarray of int64, (n_options,)
+        Budgets.
+    sample : int or None
+        One sample, or the mean of all.
+    bits : int
+        Bit width of what is kept.
+
+    Returns
+    -------
+    values : ndarray of float64, (n_units, n_options)
+        Retention that the unit adds to its layer, or its own for the worst unit, or less its loss.
+    weights : ndarray of float64, (n_units,)
+
+    Raises
+    ------
+    InputError
+        If losses or bits are asked for and were not measured for such units.
+    """
+    if request.objective == "loss":
+        values = -_unit_losses(scores, request, sample, context, tokens)
+        return values, np.ones(values.shape[0])
+    if request.weights is not None:
+        return _weighted(scores, request, context, tokens, sample, bits)
+    curves = _unit_curves(scores, request, sample, bits)
+    values = _option_values(scores, curves, context, tokens)
+    if request.objective == "worst":  # a unit's own retention, not what it adds to its layer's
+        whole = curves if bits == 16 else _unit_curves(scores, request, sample)
+        return values / whole[:, -1:], np.ones(values.shape[0])
+    return values, np.full(values.shape[0], 1.0 / len(scores.shape.full_layers))
+
+
+def _unit_curves(
+    scores: ScoreProfile, request: Request, sample: int | None, bits: int = 16
+) -> FloatArray:
+    """What each unit adds to the retention of its layer at every rank, `(n_units, n_points)`."""
+    layers = list(scores.shape.full_layers)
+    contributions = scores.contributions(sample, bits=bits)
+    if len(layers) < scores.shape.n_layers:
+        contributions = contributions[layers]
+    if request.level == "layer":
+        curves: FloatArray = contributions.sum(axis=1)
+        return curves
+    return contributions.reshape(-1, scores.ranks.size)
+
+
+def _option_values(
+    scores: ScoreProfile,
+    curves: FloatArray,
+    context: int,
+    tokens: IntArray,
+) -> FloatArray:
+    return interpolate_curves(curves, scores.ranks, evictable_rank(scores, tokens, context))
+
+
+def _unit_losses(
+    scores: ScoreProfile,
+    request: Request,
+    sample: int | None,
+    context: int,
+    tokens: IntArray,
+) -> FloatArray:
+    """Loss of each unit at each option, ``(n_units, n_options)``, nats per token."""
+    curves = loss_curves(scores, sample=sample)[list(scores.shape.full_layers)]
+    if request.weights is not None:
+        weights = head_weights(scores.shape, request.weights)
+        if curves.shape[1] == 1 and np.any(weights != weights[:, :1]):
+            raise InputError(
+                "the loss curves of this score profile were measured on whole layers, so heads of "
+                "a layer cannot weigh differently; give one weight a layer"
+            )
+        curves = curves * weights[:, : curves.shape[1], None]
+    if request.level == "layer":
+        curves = curves.sum(axis=1)
+    elif curves.shape[1] == scores.shape.n_kv_heads:
+        curves = curves.reshape(-1, curves.shape[-1])
+    else:
+        raise InputError(
+            "the loss curves of this score profile were measured on whole layers, so they cannot "
+            "tell KV heads apart; ask for --level layer, or measure every head"
+        )
+    return loss_at(scores, curves, tokens, context)
+
+
+def _weighted(
+    scores: ScoreProfile,
+    request: Request,
+    context: int,
+    tokens: IntArray,
+    sample: int | None,
+    bits: int,
+) -> tuple[FloatArray, FloatArray]:
+    """Values and weights of units, such that keeping everything is worth 1."""
+    assert request.weights is not None  # only called then
+    weights = head_weights(scores.shape, request.weights)
+    layers = list(scores.shape.full_layers)
+    curves = scores.contributions(sample, bits=bits)[layers]
+    worth = weights * scores.contributions(sample)[layers][..., -1]
+    at = evictable_rank(scores, tokens, context)
+    if request.level == "head":
+        values = interpolate_curves(curves.reshape(-1, curves.shape[2]), scores.ranks, at)
+        return values, weights.ravel() / worth.sum()
+    # A layer's curve, its heads as they weigh; of one that weighs nothing, all the same.
+    total = worth.sum(axis=1, keepdims=True)
+    shares = np.where(total > 0, weights, 1.0)
+    summed = (shares[..., None] * curves).sum(axis=1) / np.where(total > 0, total, 1.0)
+    return interpolate_curves(summed, scores.ranks, at), total[:, 0] / total.sum()
