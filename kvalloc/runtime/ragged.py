@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["BLOCK_TOKENS", "Piece", "RaggedEntries"]
 
-BLOCK_TOKENS = 64
+BLOCK_TOKENS = 128
 """Entries of a block: attention reads whole blocks of all heads in one operation."""
 
 IntArray = npt.NDArray[np.int64]

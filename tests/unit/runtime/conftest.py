@@ -7,16 +7,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 
-def _load() -> ModuleType:
+def _load(name: str, file: str) -> ModuleType:
     # By its path: test folders are no packages, and pytest's import mode is not ours to choose.
-    name = "kvalloc_runtime_oracle"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("oracle.py"))
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
         assert spec is not None
         assert spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -27,7 +27,13 @@ def _load() -> ModuleType:
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
     """Tiny random models, budget profiles for them, and the oracle."""
-    return _load()
+    return _load("kvalloc_runtime_oracle", "oracle.py")
+
+
+@pytest.fixture(scope="session")
+def peak_bytes() -> Any:
+    """Most bytes of tensor storage alive at any time while a function runs."""
+    return _load("kvalloc_live_storage", "live_storage.py").peak_bytes
 
 
 @pytest.fixture(autouse=True)
