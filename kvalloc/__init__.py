@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvalloc.library import load_profile, shipped_profiles
     from kvalloc.measure import profile
     from kvalloc.problem import AllocationProblem
-    from kvalloc.runtime import apply
+    from kvalloc.runtime import apply, load_cache
     from kvalloc.score_profile import ScoreProfile
     from kvalloc.shape import ModelShape
     from kvalloc.solver import Solution, Solver, Termination
@@ -34,6 +34,7 @@ _WHERE = {
     "Solver": "kvalloc.solver",
     "Termination": "kvalloc.solver",
     "apply": "kvalloc.runtime",
+    "load_cache": "kvalloc.runtime",
     "load_profile": "kvalloc.library",
     "profile": "kvalloc.measure",
     "shipped_profiles": "kvalloc.library",
@@ -51,6 +52,7 @@ __all__ = [
     "Solver",
     "Termination",
     "apply",
+    "load_cache",
     "load_profile",
     "profile",
     "shipped_profiles",

@@ -17,7 +17,7 @@ class InputError(KVAllocError):
 
 
 class ProfileFileError(KVAllocError):
-    """A score profile or budget profile file that cannot be trusted.
+    """A score profile, budget profile or saved cache that cannot be trusted.
 
     Parameters
     ----------

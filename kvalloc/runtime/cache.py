@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.layers import BudgetLayer, gathered
 from kvalloc.runtime.masks import biased_mask, stored_mask
+from kvalloc.runtime.plain import free_slid_out, stored_tensors
 from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.ragged import IntArray
@@ -70,7 +72,7 @@ class BudgetCache(Cache):
         super().__init__(layers=layers)
         self.profile = profile
         self._policy = policy_of(profile.policy)
-        self._decoder = weakref.ref(decoder_of(model))
+        self.decoder = weakref.ref(decoder_of(model))
         self._model_name = type(model).__name__
         self._announced_tokens = prompt_tokens
         self._reader = self._policy.reader(sinks=profile.policy.sinks, window=profile.policy.window)
@@ -80,7 +82,7 @@ class BudgetCache(Cache):
     def _forget(self) -> None:
         if self._reader is not None:
             self._reader.forget()
-        self._arrival = Arrival(self.profile, self._announced_tokens)
+        self.arrival = Arrival(self.profile, self._announced_tokens)
         self._step: Step | None = None
         self._targets: dict[int, IntArray] = {}
         self._masks: dict[tuple[int, int, torch.device], Tensor | None] = {}
@@ -92,7 +94,7 @@ class BudgetCache(Cache):
     @property
     def prompt_complete(self) -> bool:
         """Whether the whole prompt has been seen, so that all that comes now follows it."""
-        return self._arrival.complete
+        return self.arrival.complete
 
     @property
     def reduced(self) -> bool:
@@ -109,12 +111,11 @@ class BudgetCache(Cache):
     def retained_bytes(self) -> int:
         """Bytes of K and V storage allocated now, read from the tensors' storages.
 
-        A storage that several tensors share counts once, and one that is larger than the tensor
-        in it counts in full.
+        A storage that several tensors share counts once, and always in full.
         """
         storages = {}
         for layer in self.layers:
-            for tensor in _stored_tensors(layer):
+            for tensor in stored_tensors(layer):
                 storage = tensor.untyped_storage()
                 storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
         return sum(storages.values())
@@ -125,7 +126,7 @@ class BudgetCache(Cache):
         if not self.batch:
             return 0
         shape = replace(self.profile.shape, dtype_bytes=self.layers[0].keys.dtype.itemsize)
-        tokens = self._arrival.row_tokens(self.get_seq_length(), self.batch)
+        tokens = self.arrival.row_tokens(self.get_seq_length(), self.batch)
         lengths, rows = np.unique(tokens, return_counts=True)
         return sum(
             shape.full_bytes(int(length), int(count))
@@ -179,11 +180,11 @@ class BudgetCache(Cache):
             return stored.kept_indices
         if stored.entries is not None:
             return stored.entries.padded_positions()
-        if not stored.dense_tokens or self._arrival.prompt_tokens is None:
+        if not stored.dense_tokens or self.arrival.prompt_tokens is None:
             raise InputError("the cache has seen no prompt yet; run the model with it first")
         batch, heads = stored.keys.shape[:2]
         everything = torch.arange(
-            self._arrival.prompt_tokens, dtype=torch.int32, device=stored.keys.device
+            self.arrival.prompt_tokens, dtype=torch.int32, device=stored.keys.device
         )
         return everything.expand(batch, heads, -1)
 
@@ -205,7 +206,7 @@ class BudgetCache(Cache):
                 "prefill() announces a new prompt, but this cache has seen one already or was "
                 "made with prompt_tokens; call cache.reset(), or make a new cache"
             )
-        arrival = self._arrival
+        arrival = self.arrival
         arrival.open = True
         try:
             yield
@@ -232,7 +233,7 @@ class BudgetCache(Cache):
             Arguments to change: the mask of known padding where the caller gave none, for the
             layers that are transformers' own and may still store some.
         """
-        if self._decoder() is not decoder:
+        if self.decoder() is not decoder:
             raise ModelMismatchError(
                 f"this cache was made for another {self._model_name} object than the "
                 f"{type(decoder).__name__} that it was given to; make one with "
@@ -249,7 +250,7 @@ class BudgetCache(Cache):
         mask = arguments.get("attention_mask")
         if self.prompt_complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
             mask = None  # nothing was evicted, so any mask of transformers' own fits
-        step = self._arrival.step(self.get_seq_length(), batch, new_tokens, mask)
+        step = self.arrival.step(self.get_seq_length(), batch, new_tokens, mask)
         refusals.check_chunk(self._policy, step)
         self._targets = {}
         for index, layer in enumerate(self.layers):
@@ -273,7 +274,7 @@ class BudgetCache(Cache):
         layer = self.layers[states.layer]
         if not isinstance(layer, BudgetLayer):
             output = compute(states.mask)
-            _free_slid_out(layer, states)
+            free_slid_out(layer, states)
             return output
         output = self._attention(layer, states, compute)
         step = self._step
@@ -309,7 +310,7 @@ class BudgetCache(Cache):
                 'interface, so nothing was evicted; load it with attn_implementation="sdpa"'
             )
         if completed:
-            self._arrival.commit(step)
+            self.arrival.commit(step)
             return
         for layer in self._budget_layers:
             layer.cancel_eviction()
@@ -386,6 +387,26 @@ class BudgetCache(Cache):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
+    def save(self, path: str | Path) -> None:
+        """Write the cache to a file, from which `kvalloc.load_cache` brings it back.
+
+        Parameters
+        ----------
+        path : str or Path
+            Usually ``*.safetensors``: keys, values and positions as they are stored, and a JSON
+            header with the budget profile and digests of profile, model and tensors.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If no complete prompt is stored.
+        InputError
+            If the folder does not exist or is read-only.
+        """
+        from kvalloc.runtime.saving import save_cache
+
+        save_cache(self, path)
+
     def reset(self) -> None:
         """Forget prompt and tokens, and free their storage; the next forward is a new prompt."""
         for layer in self.layers:
@@ -423,7 +444,7 @@ class BudgetCache(Cache):
                     "would come back into its window; make a new cache"
                 )
         super().crop(tokens_to_remove)
-        self._arrival.crop(self.get_seq_length())
+        self.arrival.crop(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
@@ -442,7 +463,7 @@ class BudgetCache(Cache):
         self._rows_change(indices)
 
     def _rows_change(self, rows: Tensor) -> None:
-        self._arrival.select(rows)
+        self.arrival.select(rows)
         if self._reader is not None:
             self._reader.forget()
 
@@ -473,26 +494,7 @@ class BudgetCache(Cache):
         shared = {id(self.profile): self.profile, id(self._policy): self._policy}
         memo.update(shared)
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        decoder = self._decoder()
+        decoder = self.decoder()
         if decoder is not None:
             hooks.retain(clone, decoder)
         return clone
-
-
-def _stored_tensors(layer: Any) -> list[Tensor]:
-    if isinstance(layer, BudgetLayer):
-        return layer.stored_tensors()
-    return [] if layer.keys is None else [layer.keys, layer.values]
-
-
-def _free_slid_out(layer: Any, states: AttentionStates) -> None:
-    """Give back the storage of prompt tokens that have left a sliding window.
-
-    transformers keeps a view of the last tokens, whose storage is the whole prompt's.
-    """
-    if states.queries.shape[2] == 1:
-        return
-    for name in ("keys", "values"):
-        view: Tensor = getattr(layer, name)
-        if view.untyped_storage().nbytes() > view.nbytes:
-            setattr(layer, name, view.clone(memory_format=torch.contiguous_format))

@@ -1,0 +1,301 @@
+"""A compressed cache in a file: ask today what was read yesterday."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvalloc.errors import (
+    ModelMismatchError,
+    ProfileFileError,
+    UnsupportedRequestError,
+)
+from kvalloc.files import atomic_write
+from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.making import make_cache
+from kvalloc.runtime.ragged import RaggedEntries
+from kvalloc.runtime.sizes import decoder_of
+from kvalloc.schema import budget_profile_dict, budget_profile_from_json, budget_profile_json
+
+__all__ = ["load_cache", "model_digest", "save_cache"]
+
+SCHEMA_VERSION = 1
+_HEADER = "kvalloc_cache"
+_EXPECTED = "a cache written by cache.save()"
+_AGAIN = "read the prompt again and save the cache again"
+_SAMPLES = 64
+
+
+def save_cache(cache: BudgetCache, path: str | Path) -> None:
+    """Write what a cache holds; see `BudgetCache.save`.
+
+    The file is safetensors: keys, values and columns of each layer as they are stored, and a JSON
+    header with the budget profile, the digests and what the cache has seen.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    if not cache.prompt_complete:
+        raise UnsupportedRequestError(
+            "this cache holds no complete prompt, so there is nothing to save; run the model with "
+            "it first"
+        )
+    model = cache.decoder()
+    if model is None:
+        raise UnsupportedRequestError(
+            "the model of this cache is gone, so the file could not say whose memory it holds; "
+            "save the cache while its model is loaded"
+        )
+    tensors, layers = _tensors_of(cache)
+    header = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "kvalloc.cache",
+        "model": type(model).__name__,
+        "model_digest": model_digest(model),
+        "profile": budget_profile_dict(cache.profile),
+        "profile_digest": _text_digest(budget_profile_json(cache.profile)),
+        "dtype": str(cache.layers[0].keys.dtype).removeprefix("torch."),
+        "batch": cache.batch,
+        "seen_tokens": cache.get_seq_length(),
+        "prompt_tokens": cache.arrival.prompt_tokens,
+        "layers": layers,
+        "tensor_digest": _tensor_digest(tensors),
+        "versions": {"torch": torch.__version__},
+    }
+    metadata = {_HEADER: json.dumps(header, sort_keys=True)}
+    with atomic_write(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+        except SafetensorError as error:  # a full disk is not an OSError there
+            raise OSError(str(error)) from error
+
+
+def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = False) -> Any:
+    """A cache as it was when it was saved, for the same model.
+
+    Parameters
+    ----------
+    path : str or Path
+        Written by `BudgetCache.save`.
+    model : transformers.PreTrainedModel
+        The model that filled it: the same weights in the same type.
+    allow_other_model : bool
+        Accept other weights of the same sizes, such as a fine-tune's. Its answers are then those
+        of a model that was given somebody else's memory.
+
+    Returns
+    -------
+    BudgetCache
+        Pass it as ``past_key_values``. Each layer is on the device of the model's layer.
+
+    Raises
+    ------
+    ProfileFileError
+        If the file is missing, truncated, edited or of another schema version.
+    ModelMismatchError
+        If another model filled the cache.
+    """
+    header, tensors = _read(Path(path))
+    _check_model(path, header, model, allow_other_model=allow_other_model)
+    profile = budget_profile_from_json(path, header["profile"])
+    if header.get("profile_digest") != _text_digest(budget_profile_json(profile)):
+        raise _fault(path, "profile_digest", header.get("profile_digest"), "that of its profile")
+    cache = make_cache(profile, model, allow_other_model=allow_other_model)
+    if len(header["layers"]) != len(cache.layers):
+        raise _fault(path, "layers", len(header["layers"]), f"{len(cache.layers)} layers")
+    devices = _devices(model, len(cache.layers))
+    for index, (layer, kind) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+        own = {
+            name.split(".", 1)[1]: tensor.to(devices[index])
+            for name, tensor in tensors.items()
+            if name.split(".", 1)[0] == str(index)
+        }
+        _fill(layer, kind, own, header)
+    arrival = cache.arrival
+    arrival.prompt_tokens, arrival.complete = header["prompt_tokens"], True
+    visible = tensors.get("visible")
+    arrival.visible = None if visible is None else visible.bool().to(devices[0])
+    return cache
+
+
+def model_digest(model: nn.Module) -> str:
+    """A digest of a model's weights from samples of each, so that a large model takes no time.
+
+    Names, shapes and types of all parameters and 64 values of each, spread evenly: another
+    checkpoint, a fine-tune or another type gives another digest. Somebody who changes values in
+    between on purpose is not noticed.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With or without its language-model head, which is left out.
+    """
+    hasher = hashlib.sha256()
+    for name, parameter in sorted(decoder_of(model).named_parameters()):
+        hasher.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        if parameter.device.type == "meta" or not parameter.numel():
+            continue
+        flat = parameter.detach().reshape(-1)
+        places = torch.linspace(
+            0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64
+        )
+        found = flat[places.long().to(flat.device)].float().cpu()
+        hasher.update(found.numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def _tensors_of(cache: BudgetCache) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Everything stored, by layer and name, and of which kind each layer is."""
+    tensors: dict[str, Tensor] = {}
+    layers: list[dict[str, Any]] = []
+    for index, layer in enumerate(cache.layers):
+        own = {"keys": layer.keys, "values": layer.values}
+        kind = "sliding"
+        if isinstance(layer, BudgetLayer):
+            kind = "whole"
+            if layer.kept_indices is not None:
+                kind, own["kept_indices"] = "even", layer.kept_indices
+            if layer.logit_bias is not None:
+                own["logit_bias"] = layer.logit_bias
+            if layer.entries is not None:
+                kind = "ragged"
+                own |= _entries_tensors(layer.entries)
+        layers.append({"kind": kind, "tensors": sorted(own)})
+        for name, tensor in own.items():
+            tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
+    visible = cache.arrival.visible
+    if visible is not None:
+        tensors["visible"] = visible.to(torch.uint8).contiguous().cpu()
+    return tensors, layers
+
+
+def _entries_tensors(entries: RaggedEntries) -> dict[str, Tensor]:
+    found = {
+        "kept_keys": entries.keys,
+        "kept_values": entries.values,
+        "kept_positions": entries.positions,
+        "lengths": torch.from_numpy(entries.lengths.copy()),
+    }
+    if entries.bias is not None:
+        found["kept_bias"] = entries.bias
+    return found
+
+
+def _fill(layer: Any, kind: dict[str, Any], own: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Put a layer into the state that was saved."""
+    keys, values = own["keys"], own["values"]
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    if not isinstance(layer, BudgetLayer):
+        layer.cumulative_length = header["seen_tokens"]
+        return
+    layer.seen_tokens = header["seen_tokens"]
+    if kind["kind"] == "even":
+        layer.kept_indices = own["kept_indices"]
+        layer.logit_bias = own.get("logit_bias")
+    if kind["kind"] == "ragged":
+        layer.entries = RaggedEntries(
+            keys=own["kept_keys"],
+            values=own["kept_values"],
+            positions=own["kept_positions"],
+            bias=own.get("kept_bias"),
+            lengths=own["lengths"].cpu().numpy().astype(np.int64),
+        )
+
+
+def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:
+    """Where each layer of the model computes."""
+    modules = getattr(decoder_of(model), "layers", None)
+    if modules is None or len(modules) < n_layers:
+        return [next(model.parameters()).device] * n_layers
+    return [next(module.parameters()).device for module in modules][:n_layers]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise ProfileFileError(
+            path,
+            field="file",
+            found="a folder" if path.is_dir() else "missing",
+            expected=_EXPECTED,
+            way_out="check the path",
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            # What the library gives is a window on the whole file; the cache owns its storage.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ProfileFileError(
+            path,
+            field="file",
+            found=f"not readable as safetensors ({error})",
+            expected=_EXPECTED,
+            way_out=_AGAIN,
+        ) from error
+    try:
+        header = json.loads(metadata.get(_HEADER, "null"))
+    except (ValueError, RecursionError) as error:
+        raise _fault(path, "header", str(error), "JSON") from error
+    if not isinstance(header, dict):
+        raise _fault(path, "header", "missing", _EXPECTED)
+    if header.get("schema_version") != SCHEMA_VERSION:
+        raise _fault(path, "schema_version", header.get("schema_version"), str(SCHEMA_VERSION))
+    if header.get("tensor_digest") != _tensor_digest(tensors):
+        raise _fault(path, "tensor_digest", header.get("tensor_digest"), "that of its tensors")
+    _check_header(path, header, tensors)
+    return header, tensors
+
+
+def _check_header(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    kinds = {"batch": int, "seen_tokens": int, "prompt_tokens": int, "layers": list}
+    for name, kind in kinds.items():
+        if not isinstance(header.get(name), kind):
+            raise _fault(path, name, header.get(name), f"of type {kind.__name__}")
+    for index, layer in enumerate(header["layers"]):
+        missing = [name for name in layer["tensors"] if f"{index}.{name}" not in tensors]
+        if missing:
+            raise _fault(path, f"layers[{index}]", f"without {missing[0]}", "all its tensors")
+
+
+def _check_model(
+    path: str | Path, header: dict[str, Any], model: nn.Module, *, allow_other_model: bool
+) -> None:
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if header.get("dtype") != dtype:
+        raise ModelMismatchError(
+            f"{path} holds {header.get('dtype')} entries, but the model computes in {dtype}; load "
+            f"the model in {header.get('dtype')}"
+        )
+    if not allow_other_model and header.get("model_digest") != model_digest(model):
+        raise ModelMismatchError(
+            f"{path} was filled by a {header.get('model')} with other weights than this "
+            f"{type(decoder_of(model)).__name__}; load that model, or allow another one of the "
+            "same sizes (allow_other_model=True)"
+        )
+
+
+def _fault(path: str | Path, field: str, found: object, expected: str) -> ProfileFileError:
+    return ProfileFileError(path, field=field, found=found, expected=expected, way_out=_AGAIN)
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tensor_digest(tensors: dict[str, Tensor]) -> str:
+    hasher = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        hasher.update(raw)
+    return hasher.hexdigest()

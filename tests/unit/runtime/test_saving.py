@@ -1,0 +1,140 @@
+"""A cache in a file: the same answers later, and no answers from what cannot be trusted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import kvalloc
+from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, UnsupportedRequestError
+
+CONTEXT = 150
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, past_key_values=cache)
+    logits: torch.Tensor = out.logits
+    return logits
+
+
+def saved(tiny: ModuleType, model: Any, path: Path, level: str = "head") -> Any:
+    profile = tiny.make_profile(model, CONTEXT, 0.5)
+    cache = (tiny.by_head(profile, 40) if level == "head" else profile).cache(model)
+    run(model, tiny.prompt(CONTEXT), cache)
+    cache.save(path)
+    return cache
+
+
+@pytest.mark.parametrize("level", ["layer", "head", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_loaded_cache_answers_as_the_saved_one(
+    tiny: ModuleType, tmp_path: Path, family: str, dtype: torch.dtype, level: str
+) -> None:
+    model = tiny.tiny_model(family, "sdpa", dtype)
+    profile = tiny.make_profile(model, CONTEXT, 1.0 if level == "full" else 0.5)
+    profile = tiny.by_head(profile, 40) if level == "head" else profile
+    cache = profile.cache(model)
+    ids, mask = tiny.prompt(CONTEXT, 2), torch.ones(2, CONTEXT, dtype=torch.long)
+    mask[1, :60] = 0 if level == "head" else 1
+    run(model, ids, cache, mask)
+    run(model, tiny.prompt(3, 2, seed=5), cache)
+    cache.save(tmp_path / "c.safetensors")
+    loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
+    assert loaded.retained_bytes == cache.retained_bytes
+    assert loaded.full_bytes == cache.full_bytes
+    assert (loaded.kept_tokens_by_row == cache.kept_tokens_by_row).all()
+    for tokens in (1, 5):
+        question = tiny.prompt(tokens, 2, seed=tokens)
+        assert torch.equal(run(model, question, loaded), run(model, question, cache))
+    if family == "llama":
+        loaded.crop(-9)
+        assert loaded.get_seq_length() == CONTEXT
+
+
+def test_one_file_serves_several_questions(tiny: ModuleType, tmp_path: Path) -> None:
+    model, path = tiny.tiny_model(), tmp_path / "c.safetensors"
+    cache = saved(tiny, model, path)
+    first, second = (tiny.prompt(6, seed=seed) for seed in (1, 2))
+    answers = [run(model, ids, kvalloc.load_cache(path, model)) for ids in (first, second)]
+    assert torch.equal(run(model, first, cache), answers[0])
+    assert not torch.equal(answers[0], answers[1])
+
+
+def test_other_models_are_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    model, path = tiny.tiny_model(), tmp_path / "c.safetensors"
+    saved(tiny, model, path)
+    tuned = tiny.copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.mul_(1.001)
+    with pytest.raises(ModelMismatchError, match="other weights"):
+        kvalloc.load_cache(path, tuned)
+    assert kvalloc.load_cache(path, tuned, allow_other_model=True).get_seq_length() == CONTEXT
+    with pytest.raises(ModelMismatchError, match="bfloat16"):
+        kvalloc.load_cache(path, tiny.copy.deepcopy(model).bfloat16())
+    with pytest.raises(ModelMismatchError):
+        kvalloc.load_cache(path, tiny.tiny_model(num_hidden_layers=3), allow_other_model=True)
+
+
+def edited(source: Path, target: Path, change: Any) -> Path:
+    with safe_open(source, framework="pt") as file:
+        header = json.loads(file.metadata()["kvalloc_cache"])
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    change(header, tensors)
+    save_file(tensors, target, metadata={"kvalloc_cache": json.dumps(header)})
+    return target
+
+
+def test_files_that_were_changed_are_refused(tiny: ModuleType, tmp_path: Path) -> None:
+    model, path = tiny.tiny_model(), tmp_path / "c.safetensors"
+    saved(tiny, model, path)
+
+    def tensor(header: Any, tensors: Any) -> None:
+        tensors["0.kept_keys"][3, 2] += 1e-3
+
+    def budgets(header: Any, tensors: Any) -> None:
+        header["profile"]["budgets"][0][0] += 1
+
+    def version(header: Any, tensors: Any) -> None:
+        header["schema_version"] = 99
+
+    def lost(header: Any, tensors: Any) -> None:
+        del tensors["1.kept_values"]
+
+    for change in (tensor, budgets, version, lost):
+        with pytest.raises(ProfileFileError) as caught:
+            kvalloc.load_cache(edited(path, tmp_path / "e.safetensors", change), model)
+        assert "\n" not in str(caught.value)
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ProfileFileError, match="not readable as safetensors"):
+        kvalloc.load_cache(cut, model)
+    with pytest.raises(ProfileFileError, match="missing"):
+        kvalloc.load_cache(tmp_path / "none", model)
+    other = tmp_path / "other.safetensors"
+    save_file({"a": torch.zeros(2)}, other)
+    with pytest.raises(ProfileFileError, match="header"):
+        kvalloc.load_cache(other, model)
+
+
+def test_only_a_complete_prompt_is_saved(tiny: ModuleType, tmp_path: Path) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.5).cache(model)
+    with pytest.raises(UnsupportedRequestError, match="no complete prompt"):
+        cache.save(tmp_path / "c")
+    with cache.prefill():
+        run(model, tiny.prompt(20), cache)
+        with pytest.raises(UnsupportedRequestError, match="no complete prompt"):
+            cache.save(tmp_path / "c")
+    with pytest.raises(InputError, match="does not exist"):
+        cache.save(tmp_path / "no" / "c")
+    assert not list(tmp_path.iterdir())
