@@ -51,6 +51,10 @@ _USER_OS_ERRORS = frozenset(
 )
 
 
+LOSS_VALUES = (["measured"], ["fast"])
+"""What ``kvalloc profile --loss`` may be followed by; the first one is meant without any."""
+
+
 class _LazyGroup(TyperGroup):
     """Imports a command's module when that command is asked for, and no other."""
 
@@ -88,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Ctrl-C. An error of ours is not caught.
     """
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        code = _run(_complete(list(sys.argv[1:] if arguments is None else arguments)))
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain again when it flushes at exit.
@@ -98,6 +102,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(str(interrupt) or "interrupted", prefix="")
         return INTERRUPTED
     return code
+
+
+def _complete(arguments: list[str]) -> list[str]:
+    """Give a bare ``--loss`` of ``kvalloc profile`` its value: typer has no optional values."""
+    if arguments[:1] != ["profile"]:
+        return arguments
+    complete: list[str] = []
+    for place, argument in enumerate(arguments):
+        complete.append(argument)
+        if argument == "--loss" and arguments[place + 1 : place + 2] not in LOSS_VALUES:
+            complete.append(LOSS_VALUES[0][0])
+    return complete
 
 
 def _run(arguments: list[str]) -> int:

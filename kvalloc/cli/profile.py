@@ -22,6 +22,7 @@ EXAMPLES = """\
   kvalloc profile demo --samples 4 --context 1024 -o s.safetensors
   kvalloc profile ./my-model --text docs/ --context 8192 --resume -o s.safetensors
   kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
+  kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
 """
 
 DEFAULT_SINKS = 4
@@ -84,6 +85,18 @@ def profile(
         bool, typer.Option("--count-sinks", help="Count the sinks as evictable, as XKV does.")
     ] = False,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the choice of samples.")] = 0,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[measured|fast]",
+            help="Also measure what reducing each unit alone does to the next-token distribution: "
+            "a forward for every unit and level, or a second-order estimate at the price of a few "
+            "prefills.",
+        ),
+    ] = None,
+    loss_level: Annotated[
+        str, typer.Option(metavar="layer|head", help="What is reduced alone for --loss.")
+    ] = "layer",
     dtype: Dtype = "float32",
     device: Device = None,
     resume: Annotated[
@@ -103,6 +116,7 @@ def profile(
     folder = _check(output, scorer, options, resume=resume)
     if sinks is not None and count_sinks:
         raise InputError("--sinks and --count-sinks contradict each other; give one of them")
+    _check_loss(loss, loss_level)
     texts = _read(text or [], prompts or [])
     options |= {
         "samples": samples,
@@ -112,6 +126,8 @@ def profile(
         "sinks": DEFAULT_SINKS if sinks is None else sinks,
         "count_sinks": count_sinks,
         "seed": seed,
+        "loss": loss,
+        "loss_level": loss_level,
         "resume": resume,
     }
     from kvalloc.cli.progress import slow
@@ -136,6 +152,13 @@ def _check(output: Path, scorer: str, parameters: dict[str, Any], *, resume: boo
     get_scorer(scorer, **parameters)
     require_run_packages()
     return _partial_folder(output, resume=resume)
+
+
+def _check_loss(loss: str | None, level: str) -> None:
+    from kvalloc.measure.loss_plan import LossPlan
+
+    if loss is not None:
+        LossPlan(method=loss, level=level)  # type: ignore[arg-type]  # it checks them
 
 
 def _measure(
@@ -215,6 +238,7 @@ def _report(
         "window": measured.window,
         "interpolation_error": measured.interpolation_error,
         "text_description": measured.text_description,
+        "loss_tokens": None if measured.loss_tokens is None else measured.loss_tokens.tolist(),
         "seconds": seconds,
         "file_bytes": file_bytes,
     }

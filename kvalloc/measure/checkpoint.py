@@ -32,11 +32,15 @@ class MeasuredSample:
         Evictable score mass.
     interpolation_error : float
         Largest difference between a curve and its interpolation.
+    losses, loss_stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_levels), or None
+        Loss curves and their standard errors, where those are measured.
     """
 
     curves: FloatArray
     masses: FloatArray
     interpolation_error: float
+    losses: FloatArray | None = None
+    loss_stderr: FloatArray | None = None
 
 
 def checkpoint_folder(output: str | Path) -> Path:
@@ -89,6 +93,10 @@ class Checkpoint:
             "masses": np.ascontiguousarray(sample.masses),
             "interpolation_error": np.array([sample.interpolation_error]),
         }
+        for name in ("losses", "loss_stderr"):
+            array = getattr(sample, name)
+            if array is not None:
+                arrays[name] = np.ascontiguousarray(array)
         with atomic_write(self._file(index)) as temporary:
             save_file(arrays, temporary)
 
@@ -111,6 +119,8 @@ class Checkpoint:
                 curves=arrays["curves"],
                 masses=arrays["masses"],
                 interpolation_error=float(arrays["interpolation_error"][0]),
+                losses=arrays.get("losses"),
+                loss_stderr=arrays.get("loss_stderr"),
             )
         except (OSError, SafetensorError, KeyError, IndexError):
             return None  # missing or damaged: measured again

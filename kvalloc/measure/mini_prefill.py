@@ -67,10 +67,10 @@ def mini_prefill(
             raise _LastLayerSeen
         return compute(states.mask)
 
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     with (
         torch.inference_mode(),
-        _evaluating(decoder),
+        evaluating(decoder),
         intercept_attention(model, handler),
         suppress(_LastLayerSeen),
     ):
@@ -83,14 +83,15 @@ def mini_prefill(
         )
 
 
-def _decoder(model: Any) -> Any:
+def decoder_of(model: Any) -> Any:
+    """The part of a causal language model below its head."""
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if get_decoder is not None else None
     return model if decoder is None else decoder
 
 
 @contextmanager
-def _evaluating(module: Any) -> Iterator[None]:
+def evaluating(module: Any) -> Iterator[None]:
     """Dropout off, and each module's own flag back afterwards."""
     training = [part for part in module.modules() if part.training]
     for part in training:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from kvalloc.errors import InputError
 from kvalloc.files import check_writable
 from kvalloc.measure.checkpoint import Checkpoint, MeasuredSample, checkpoint_folder
 from kvalloc.measure.curves import on_grid, retention_curves
+from kvalloc.measure.loss_plan import LossMethod, LossPlan
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet, choose_samples
 from kvalloc.measure.texts import Document, Prompt
@@ -26,11 +27,14 @@ from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
     from kvalloc.attention_hook import AttentionStates
+    from kvalloc.measure.loss_curves import LossLevel
 
 IntArray = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
 _FINGERPRINT_ELEMENTS = 16
+_MEASURED_LAYERS = 20
+"""About what measuring a layer's losses takes, in layers of a mini-prefill; for the time left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +49,25 @@ class _Job:
     ranks: IntArray
     samples: SampleSet
     batch: int
+    losses: LossPlan | None
 
     @property
     def curves_shape(self) -> tuple[int, int, int]:
         return self.shape.n_layers, self.shape.n_kv_heads, self.ranks.size
+
+    @property
+    def loss_levels(self) -> IntArray | None:
+        """Budgets at which losses are measured, if they are."""
+        if self.losses is None:
+            return None
+        return self.losses.levels(self.context_tokens, self.sinks + self.scorer.window)
+
+    @property
+    def loss_layers(self) -> int:
+        """What measuring the losses of one layer takes, in layers of a mini-prefill."""
+        if self.losses is None:
+            return 0
+        return _MEASURED_LAYERS if self.losses.method == "measured" else 1
 
     def groups(self) -> Iterator[list[int]]:
         """Samples that run together: neighbours of equal length, at most `batch`."""
@@ -80,6 +99,8 @@ def profile(
     count_sinks: bool = False,
     seed: int = 0,
     batch: int = 1,
+    loss: LossMethod | LossPlan | None = None,
+    loss_level: LossLevel = "layer",
     progress: Progress | None = None,
     checkpoint: str | Path | None = None,
     resume: bool = False,
@@ -121,8 +142,14 @@ def profile(
         Of the choice of samples.
     batch : int
         Samples of equal length that run together. Peak memory grows with it.
+    loss : {"measured", "fast"} or LossPlan, optional
+        Also measure the harm of reducing each unit alone: by a forward for every unit and level,
+        or by a second-order estimate. On the prompts' answers where they have one, else on what
+        the model itself writes next. Off by default.
+    loss_level : {"layer", "head"}
+        What is reduced alone.
     progress : callable, optional
-        Called with (layers done, layers in all).
+        Called with (layers done, layers in all); measuring a layer's losses counts as several.
     checkpoint : str or Path, optional
         A folder where each finished sample is kept; removed on success unless `keep_checkpoint`.
     resume : bool
@@ -175,6 +202,7 @@ def profile(
         ranks=rank_grid(context - protected, context),
         samples=chosen,
         batch=batch,
+        losses=_loss_plan(loss, loss_level),
     )
     kept = None
     if checkpoint is not None:
@@ -231,13 +259,13 @@ def _measure_all(
     job: _Job, kept: Checkpoint | None, progress: Progress | None
 ) -> list[MeasuredSample]:
     """All samples in order, those from the checkpoint without running them again."""
-    n_layers = len(job.shape.full_layers)
+    n_layers = len(job.shape.full_layers) * (1 + job.loss_layers)
     total = n_layers * len(job.samples.token_ids)
     done = 0
     results: list[MeasuredSample] = []
     for group in job.groups():
         finished = [kept.load(i, job.curves_shape) for i in group] if kept is not None else []
-        found = [sample for sample in finished if sample is not None]
+        found = [sample for sample in finished if sample is not None and _has_losses(job, sample)]
         if len(found) == len(group):
             results += found
         else:  # a part of a group runs again with its companions: the same sums, bit for bit
@@ -248,6 +276,8 @@ def _measure_all(
                     progress(start + layers * size, total)
 
             measured = _measure_group(job, group, layer_done)
+            if job.losses is not None:
+                measured = _with_losses(job, group, measured, layer_done)
             if kept is not None:
                 for index, sample in zip(group, measured, strict=True):
                     kept.save(index, sample)
@@ -291,8 +321,72 @@ def _measure_group(
     ]
 
 
+def _with_losses(
+    job: _Job, group: list[int], measured: list[MeasuredSample], layer_done: Callable[[int], None]
+) -> list[MeasuredSample]:
+    """The same samples with their loss curves, measured one by one."""
+    assert job.losses is not None
+    n_layers = len(job.shape.full_layers)
+    done = n_layers * len(group)  # the mini-prefills
+    complete = []
+    for index, sample in zip(group, measured, strict=True):
+
+        def one_more() -> None:
+            nonlocal done
+            done += job.loss_layers
+            layer_done(done // len(group))
+
+        found = job.losses.measure(
+            job.model,
+            job.shape,
+            job.scorer,
+            job.samples.token_ids[index],
+            job.samples.answer_ids[index],
+            context_tokens=job.context_tokens,
+            sinks=job.sinks,
+            layer_done=one_more,
+        )
+        if not np.isfinite(found.losses).all():
+            raise InputError(
+                f"the losses of {job.shape.model_id} in sample {index} are not finite; load the "
+                "model in float32 or bfloat16, or check its weights"
+            )
+        complete.append(replace(sample, losses=found.losses, loss_stderr=found.stderr))
+    return complete
+
+
+def _has_losses(job: _Job, sample: MeasuredSample) -> bool:
+    """Whether a finished sample holds the losses that are wanted."""
+    if job.losses is None:
+        return True
+    heads = job.shape.n_kv_heads if job.losses.level == "head" else 1
+    assert job.loss_levels is not None
+    wanted = (job.shape.n_layers, heads, job.loss_levels.size)
+    found = (sample.losses, sample.loss_stderr)
+    return all(
+        array is not None and array.shape == wanted and bool(np.isfinite(array).all())
+        for array in found
+    )
+
+
+def _loss_plan(loss: LossMethod | LossPlan | None, level: LossLevel) -> LossPlan | None:
+    if loss is None or isinstance(loss, LossPlan):
+        return loss
+    return LossPlan(method=loss, level=level)
+
+
 def _assemble(job: _Job, results: list[MeasuredSample]) -> ScoreProfile:
+    losses: dict[str, Any] = {}
+    if job.losses is not None:
+        losses = {
+            "loss_tokens": job.loss_levels,
+            "losses": np.stack([result.losses for result in results if result.losses is not None]),
+            "loss_stderr": np.stack(
+                [result.loss_stderr for result in results if result.loss_stderr is not None]
+            ),
+        }
     return ScoreProfile(
+        **losses,
         shape=job.shape,
         scorer=job.scorer.name,
         scorer_parameters=job.scorer.parameters(),
@@ -379,6 +473,8 @@ def _job_record(job: _Job) -> dict[str, Any]:
         "samples": len(job.samples.token_ids),
         "text_digest": job.samples.digest(),
         "batch": job.batch,
+        **({} if job.losses is None else {"losses": job.losses.record()}),
+        **({} if job.losses is None else {"answers": job.samples.answers_digest()}),
         "versions": _versions(),
     }
 

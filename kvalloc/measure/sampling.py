@@ -29,17 +29,32 @@ class SampleSet:
         One array a sample.
     description : str
         Where they came from, for people.
+    answer_ids : tuple of (ndarray of int64, (n_answer,), or None)
+        What follows each sample, where the data says so.
     """
 
     token_ids: tuple[IntArray, ...]
     description: str
+    answer_ids: tuple[IntArray | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.answer_ids:
+            object.__setattr__(self, "answer_ids", (None,) * len(self.token_ids))
 
     def digest(self) -> str:
-        """SHA-256 over the samples' lengths and token ids."""
+        """SHA-256 over the samples' lengths and token ids, answers not included."""
         hasher = hashlib.sha256()
         for ids in self.token_ids:
             hasher.update(np.array([ids.size], dtype="<i8").tobytes())
             hasher.update(ids.astype("<i8").tobytes())
+        return hasher.hexdigest()
+
+    def answers_digest(self) -> str:
+        """SHA-256 over the answers."""
+        hasher = hashlib.sha256()
+        for ids in self.answer_ids:
+            hasher.update(np.array([-1 if ids is None else ids.size], dtype="<i8").tobytes())
+            hasher.update(b"" if ids is None else ids.astype("<i8").tobytes())
         return hasher.hexdigest()
 
 
@@ -101,16 +116,21 @@ def choose_samples(
         )
     chosen = _spread(n_candidates, samples, sampling_ratio, seed)
     token_ids = []
+    answer_ids: list[IntArray | None] = []
     for index in chosen:
         if index < n_pieces:
             piece = stream[index * own_tokens : (index + 1) * own_tokens]
             token_ids.append(np.concatenate([prefix, piece]))
+            answer_ids.append(None)
         else:
             prompt = prompts[index - n_pieces]
             token_ids.append(_cut(_tokenise(prompt, tokenizer), context_tokens))
+            answer_ids.append(_tokenise_answer(prompt, tokenizer))
             _check_length(prompt, token_ids[-1].size, least_tokens)
     description = _describe(documents, prompts, chosen, n_pieces, context_tokens)
-    return SampleSet(token_ids=tuple(token_ids), description=description)
+    return SampleSet(
+        token_ids=tuple(token_ids), description=description, answer_ids=tuple(answer_ids)
+    )
 
 
 def _sort_out(
@@ -155,6 +175,14 @@ def _tokenise(prompt: Prompt, tokenizer: Any) -> IntArray:
             "give the prompt as text"
         ) from error
     return _encode(tokenizer, text, special=False)  # the template writes the special tokens
+
+
+def _tokenise_answer(prompt: Prompt, tokenizer: Any) -> IntArray | None:
+    """The answer as it would go on: after a text that ends in a word comes a space first."""
+    if not prompt.answer:
+        return None
+    goes_on = bool(prompt.text) and not prompt.text[-1].isspace()
+    return _encode(tokenizer, f"{' ' if goes_on else ''}{prompt.answer}", special=False)
 
 
 def _encode(tokenizer: Any, text: str, *, special: bool) -> IntArray:

@@ -47,6 +47,8 @@ class Prompt:
         The prompt; empty when `messages` is given.
     messages : tuple of dict
         A chat, brought into the model's own form by the tokenizer's chat template.
+    answer : str
+        What the model should write next, where the data says so; empty where it does not.
     name : str
         For messages: the file it came from.
     line : int or None
@@ -55,6 +57,7 @@ class Prompt:
 
     text: str = ""
     messages: tuple[dict[str, Any], ...] = field(default=())
+    answer: str = ""
     name: str = ""
     line: int | None = None
 
@@ -104,7 +107,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     ----------
     path : str or Path
         Each line an object with ``prompt`` or ``text`` (a string), ``messages`` (a chat), or
-        ``context`` and ``input`` (joined by an empty line, the question last). Other fields are
+        ``context`` and ``input`` (joined by an empty line, the question last). The answer is
+        ``answer`` (a string) or the first of ``answers``, where there is one. Other fields are
         ignored, empty lines skipped.
 
     Returns
@@ -205,12 +209,22 @@ def _parse_prompt(line: str, name: str, number: int) -> Prompt:
         ) from error
     if not isinstance(record, dict):
         raise InputError(f"{where} is not an object; each line holds one with {PROMPT_FIELDS}")
+    answer = _answer(record)
     messages = record.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
-        return Prompt(messages=tuple(messages), name=name, line=number)
+        return Prompt(messages=tuple(messages), answer=answer, name=name, line=number)
     parts = [record.get(key) for key in ("context", "input")]
     joined = "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
     for text in (record.get("prompt"), record.get("text"), joined):
         if isinstance(text, str) and text.strip():
-            return Prompt(text=text, name=name, line=number)
+            return Prompt(text=text, answer=answer, name=name, line=number)
     raise InputError(f"{where} has no text to measure; each line holds one with {PROMPT_FIELDS}")
+
+
+def _answer(record: dict[str, Any]) -> str:
+    answers = record.get("answers")
+    first = answers[0] if isinstance(answers, list) and answers else answers
+    for answer in (record.get("answer"), first):
+        if isinstance(answer, str) and answer.strip():
+            return answer.strip()
+    return ""

@@ -10,7 +10,7 @@ from cli_tools import run
 
 import kvalloc
 from kvalloc.cli import main as cli
-from kvalloc.cli.main import COMMANDS
+from kvalloc.cli.main import COMMANDS, _complete
 from kvalloc.errors import InputError
 
 
@@ -115,3 +115,17 @@ def test_only_the_command_asked_for_is_imported(monkeypatch):
     monkeypatch.setattr(cli, "_build", lambda name: asked.append(name) or build(name))
     run("inspect", "--help")
     assert set(asked) == {"inspect"}
+
+
+@pytest.mark.parametrize(
+    ("given", "complete"),
+    [
+        (["profile", "demo", "--loss"], ["profile", "demo", "--loss", "measured"]),
+        (["profile", "--loss", "demo"], ["profile", "--loss", "measured", "demo"]),
+        (["profile", "demo", "--loss", "fast"], ["profile", "demo", "--loss", "fast"]),
+        (["solve", "--loss"], ["solve", "--loss"]),
+        ([], []),
+    ],
+)
+def test_a_bare_loss_means_measured(given, complete):
+    assert _complete(given) == complete

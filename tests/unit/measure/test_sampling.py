@@ -107,3 +107,20 @@ def test_what_cannot_be_measured(texts, options, said):
 
 def test_ids_are_int64():
     assert choose([words(20)]).token_ids[0].dtype == np.int64
+
+
+def test_answers_follow_their_prompts():
+    prompts = [
+        Prompt(text="a b c d e", answer="x y"),
+        Prompt(text="a b c d e"),
+        Prompt(messages=({"role": "user", "content": "a b c d"},), answer="x"),
+    ]
+    found = choose([words(10), *prompts], sampling_ratio=1.0)
+    answers = [None if ids is None else ids.tolist() for ids in found.answer_ids]
+    assert answers == [None, TOKENIZER("x y")["input_ids"], None, TOKENIZER("x")["input_ids"]]
+    without = choose(
+        [words(10), *(Prompt(text=p.text, messages=p.messages) for p in prompts)],
+        sampling_ratio=1.0,
+    )
+    assert without.digest() == found.digest()
+    assert without.answers_digest() != found.answers_digest()

@@ -55,15 +55,15 @@ def test_prompts_of_all_forms(tmp_path):
         json.dumps({"prompt": "one", "answer": "x"}),
         "",
         json.dumps({"text": "two\u2028still two"}, ensure_ascii=False),
-        json.dumps({"context": "long", "input": "question"}),
+        json.dumps({"context": "long", "input": "question", "answers": ["one", "two"]}),
         json.dumps({"messages": chat}),
     ]
     file = tmp_path / "p.jsonl"
     file.write_text("\n".join(lines), encoding="utf-8")
     assert read_prompts(file) == [
-        Prompt(text="one", name="p.jsonl", line=1),
+        Prompt(text="one", answer="x", name="p.jsonl", line=1),
         Prompt(text="two\u2028still two", name="p.jsonl", line=3),
-        Prompt(text="long\n\nquestion", name="p.jsonl", line=4),
+        Prompt(text="long\n\nquestion", answer="one", name="p.jsonl", line=4),
         Prompt(messages=tuple(chat), name="p.jsonl", line=5),
     ]
 

@@ -1,0 +1,157 @@
+"""How losses are measured beside retention, and on one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError
+
+if TYPE_CHECKING:
+    from kvalloc.measure.loss_curves import LossLevel, MeasuredLosses
+    from kvalloc.scorers import Scorer
+    from kvalloc.shape import ModelShape
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+LossMethod = Literal["measured", "fast"]
+
+DEFAULT_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+"""Shares of the evictable entries that a unit is reduced to, besides keeping all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossPlan:
+    """How losses are measured.
+
+    Attributes
+    ----------
+    method : {"measured", "fast"}
+        A forward for every unit and level, or the second-order estimate from one backward pass.
+    level : {"layer", "head"}
+        What is reduced alone.
+    shares : tuple of float
+        Shares of the evictable entries that each unit is reduced to.
+    continuation_tokens : int
+        Tokens after the prompt on which the distributions are compared, at most.
+    batch : int
+        Variants that run together.
+
+    Raises
+    ------
+    InputError
+        If a value is out of range.
+    """
+
+    method: LossMethod = "measured"
+    level: LossLevel = "layer"
+    shares: tuple[float, ...] = DEFAULT_SHARES
+    continuation_tokens: int = 24
+    batch: int = 8
+
+    def __post_init__(self) -> None:
+        for name, choices in (("method", ("measured", "fast")), ("level", ("layer", "head"))):
+            if getattr(self, name) not in choices:
+                raise InputError(
+                    f"the loss {name} is {getattr(self, name)!r}, expected {' or '.join(choices)}"
+                )
+        if self.continuation_tokens < 1 or self.batch < 1:
+            raise InputError("a loss needs a continuation and a batch of at least 1")
+        if not self.shares or not all(0 <= share <= 1 for share in self.shares):
+            raise InputError(
+                f"the loss levels {self.shares} are not shares within 0..1; give some such"
+            )
+
+    def levels(self, context_tokens: int, protected_tokens: int) -> IntArray:
+        """Budgets at which losses are measured.
+
+        Parameters
+        ----------
+        context_tokens, protected_tokens : int
+            Reference context; sinks and window, which every budget includes.
+
+        Returns
+        -------
+        ndarray of int64, (n_levels,)
+            Rising; the last one is the context.
+        """
+        evictable = context_tokens - protected_tokens
+        tokens = [protected_tokens + round(share * evictable) for share in self.shares]
+        return np.unique([*tokens, context_tokens]).astype(np.int64)
+
+    def measure(
+        self,
+        model: Any,
+        shape: ModelShape,
+        scorer: Scorer,
+        token_ids: IntArray,
+        answer_ids: IntArray | None,
+        *,
+        context_tokens: int,
+        sinks: int,
+        layer_done: Callable[[], None],
+    ) -> MeasuredLosses:
+        """Loss curves of one sample.
+
+        Parameters
+        ----------
+        model : transformers.PreTrainedModel
+        shape : ModelShape
+        scorer : Scorer
+            Ranks the entries.
+        token_ids : ndarray of int64, (n_tokens,)
+            The prompt.
+        answer_ids : ndarray of int64, (n_answer,), or None
+            The continuation; what the model writes by default.
+        context_tokens, sinks : int
+            Of the score profile.
+        layer_done : callable
+            Called after each layer.
+
+        Returns
+        -------
+        MeasuredLosses
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the model's layers cannot be seen.
+        """
+        import torch
+
+        from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
+        from kvalloc.measure.loss_probe import LossProbe
+
+        device = model.get_input_embeddings().weight.device
+        probe = LossProbe(
+            model,
+            torch.from_numpy(token_ids).to(device),
+            scorer,
+            sinks=sinks,
+            shape=shape,
+            answer_ids=None if answer_ids is None else torch.from_numpy(answer_ids).to(device),
+            continuation_tokens=self.continuation_tokens,
+        )
+        job = LossJob(
+            n_layers=shape.n_layers,
+            context_tokens=context_tokens,
+            sinks=sinks,
+            window=scorer.window,
+            level=self.level,
+        )
+        levels = self.levels(context_tokens, job.protected_tokens)
+        run = measure_losses if self.method == "measured" else estimate_losses
+        return run(probe, levels, job, batch=self.batch, layer_done=layer_done)
+
+    def record(self) -> dict[str, Any]:
+        """What decides the numbers, as plain values."""
+        return {
+            "method": self.method,
+            "level": self.level,
+            "shares": list(self.shares),
+            "continuation_tokens": self.continuation_tokens,
+        }

@@ -1,0 +1,364 @@
+"""What a model would have said with a smaller cache in one place, for many places at once.
+
+One prompt is run once with the full cache. Its continuation is then run again and again with
+entries of one layer hidden: from that layer on only, since everything before it is the same, and
+many variants in one batch that share the prompt's keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvalloc.attention_hook import AttentionStates, intercept_attention
+from kvalloc.errors import InputError, UnsupportedModelError
+from kvalloc.measure.mini_prefill import decoder_of, evaluating
+
+if TYPE_CHECKING:
+    from kvalloc.attention_hook import Compute
+    from kvalloc.scorers import Scorer
+    from kvalloc.shape import ModelShape
+
+
+class LossProbe:
+    """The full cache of one prompt, and the harm of hiding entries of one layer.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model; the same afterwards.
+    prompt_ids : Tensor of int64, (n_tokens,)
+        The prompt.
+    scorer : Scorer
+        Ranks the entries of every full-attention layer.
+    sinks : int
+        First tokens, which the scorer leaves out.
+    shape : ModelShape
+        Of the model: entries of its full-attention layers can be hidden.
+    answer_ids : Tensor of int64, (n_answer,), optional
+        The continuation; by default what the model itself writes with the full cache, greedily.
+    continuation_tokens : int
+        How many tokens it writes at most, up to its end-of-turn token; how many of the answer
+        are used at most.
+
+    Attributes
+    ----------
+    scores : dict of int to Tensor, (n_kv_heads, n_tokens)
+        The scorer's scores of each full-attention layer.
+    continuation_ids : Tensor of int64, (n_continuation,)
+        What the losses are measured on: after each of these tokens, one prediction.
+
+    Raises
+    ------
+    InputError
+        If prompt or answer are empty.
+    UnsupportedModelError
+        If the model's decoder layers or their attention cannot be seen.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompt_ids: Tensor,
+        scorer: Scorer,
+        *,
+        sinks: int,
+        shape: ModelShape,
+        answer_ids: Tensor | None = None,
+        continuation_tokens: int = 24,
+    ) -> None:
+        if prompt_ids.numel() == 0 or continuation_tokens < 1:
+            raise InputError("a loss needs a prompt and a continuation of at least one token")
+        if answer_ids is not None and answer_ids.numel() == 0:
+            raise InputError("an answer without a token cannot be measured; leave it out")
+        self._model = model
+        self._layers = _decoder_layers(model)
+        self._scorer, self._sinks, self._shape = scorer, sinks, shape
+        self._capacity = prompt_ids.numel() + continuation_tokens
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._stored = 0
+        self._states: dict[int, AttentionStates] = {}
+        self.scores: dict[int, Tensor] = {}
+        with torch.no_grad(), evaluating(model):
+            first = self._prefill(prompt_ids)
+            if answer_ids is None:
+                self.continuation_ids = self._write(first, continuation_tokens)
+            else:
+                self.continuation_ids = answer_ids[:continuation_tokens].to(prompt_ids.device)
+            self._stored = self.n_tokens = int(prompt_ids.numel())
+            self._hidden, logits = self._reference()
+            self._log_probabilities = logits.float().log_softmax(dim=-1)
+
+    def losses(self, layer: int, keep: Tensor) -> Tensor:
+        """KL(full cache || reduced cache) of each prediction, for each variant.
+
+        Parameters
+        ----------
+        layer : int
+            The one layer whose entries are hidden.
+        keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
+            Which entries of the prompt each variant keeps there.
+
+        Returns
+        -------
+        Tensor of float64, (n_variants, n_continuation)
+            Nats. Rounding may take a loss of nothing a little below 0.
+        """
+
+        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+            return self._attend(states, keep if states.layer == layer else None), None
+
+        with (
+            torch.no_grad(),
+            evaluating(self._model),
+            _begun_at(self._layers, layer, self._hidden[layer], int(keep.shape[0])),
+            intercept_attention(self._model, handler),
+        ):
+            embeddings = self._hidden[layer].expand(keep.shape[0], -1, -1)
+            logits = self._forward(inputs_embeds=embeddings, n_tokens=embeddings.shape[1])
+            full = self._log_probabilities
+            reduced = logits.float().log_softmax(dim=-1)
+            terms = full.exp() * (full - reduced)
+            # a token that the full cache rules out adds nothing, where 0 * inf would be NaN
+            terms.masked_fill_(full == float("-inf"), 0.0)
+            return terms.sum(dim=-1, dtype=torch.float64)
+
+    def outputs(self, layer: int, keep: Tensor | None) -> Tensor:
+        """What a layer's heads put out on the continuation when entries are hidden there.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer; all before it have the full cache.
+        keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens), or None
+            Which entries each variant keeps; None for one variant that keeps all.
+
+        Returns
+        -------
+        Tensor, (n_variants, n_continuation, n_query_heads, head_dim)
+        """
+        states = self._states[layer]
+        if keep is not None:
+            wide = {
+                name: getattr(states, name).expand(keep.shape[0], -1, -1, -1)
+                for name in ("queries", "keys", "values")
+            }
+            states = replace(states, **wide)
+        with torch.no_grad():
+            return self._attend(states, keep)
+
+    def sensitivities(self, n_draws: int, *, seed: int = 0) -> dict[int, Tensor]:
+        """Gradients of drawn next tokens' log probability with respect to the heads' outputs.
+
+        The tokens are drawn from the full cache's own predictions, so that the mean outer product
+        of the gradients is the Fisher information of the heads' outputs.
+
+        Parameters
+        ----------
+        n_draws : int
+            Independent draws, each one of a token at every position; one backward pass in all.
+        seed : int
+            Of the draws.
+
+        Returns
+        -------
+        dict of int to Tensor, (n_draws, n_continuation, n_query_heads, head_dim)
+            For each full-attention layer.
+        """
+        offsets: dict[int, Tensor] = {}
+
+        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+            output = self._attend(states, None)
+            if states.layer in self._shape.full_layers:
+                offsets[states.layer] = torch.zeros_like(output, requires_grad=True)
+                output = output + offsets[states.layer]
+            return output, None
+
+        probabilities = self._log_probabilities.exp().double().cpu()
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.multinomial(probabilities, n_draws, replacement=True, generator=generator)
+        ids = self.continuation_ids.expand(n_draws, -1)
+        with (
+            torch.enable_grad(),
+            evaluating(self._model),
+            intercept_attention(self._model, handler),
+        ):
+            logits = self._forward(input_ids=ids, n_tokens=int(ids.shape[1]))
+            likely = logits.float().log_softmax(dim=-1)
+            at = drawn.T.to(likely.device)[..., None]
+            gradients = torch.autograd.grad(likely.gather(-1, at).sum(), list(offsets.values()))
+        return dict(zip(offsets, gradients, strict=True))
+
+    def _prefill(self, prompt_ids: Tensor) -> Tensor:
+        """Run the prompt, keep every layer's keys and values; the most likely next token."""
+
+        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+            self._store(states)
+            if states.layer in self._shape.full_layers:
+                self.scores[states.layer] = self._scorer.score(states, sinks=self._sinks)[0]
+            return compute(states.mask)
+
+        with intercept_attention(self._model, handler):
+            logits = self._model(
+                input_ids=prompt_ids[None], use_cache=False, logits_to_keep=1
+            ).logits
+        missing = sorted(set(range(len(self._layers))) - set(self._keys))
+        if missing:
+            raise UnsupportedModelError(
+                f"the attention of layer {missing[0]} of {type(self._model).__name__} never went "
+                "through transformers' attention interface, so kvalloc cannot measure its loss"
+            )
+        self._stored = int(prompt_ids.numel())
+        first: Tensor = logits[0, -1].argmax()[None]
+        return first
+
+    def _write(self, first: Tensor, n_tokens: int) -> Tensor:
+        """The greedy continuation with the full cache."""
+
+        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+            output = self._attend(states, None)
+            self._store(states)
+            return output, None
+
+        written, ends = [first], _end_tokens(self._model)
+        with intercept_attention(self._model, handler):
+            while len(written) < n_tokens and int(written[-1]) not in ends:
+                logits = self._forward(input_ids=written[-1][None], n_tokens=1)
+                self._stored += 1
+                written.append(logits[0, -1].argmax()[None])
+        return torch.cat(written)
+
+    def _reference(self) -> tuple[dict[int, Tensor], Tensor]:
+        """What enters each layer on the continuation, and the full cache's predictions."""
+        entering: dict[int, Tensor] = {}
+
+        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+            self._states[states.layer] = states
+            return self._attend(states, None), None
+
+        def watch(index: int) -> Any:
+            def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                entering[index] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        ids = self.continuation_ids
+        with ExitStack() as stack:
+            for index, layer in enumerate(self._layers):
+                handle = layer.register_forward_pre_hook(watch(index), with_kwargs=True)
+                stack.callback(handle.remove)
+            stack.enter_context(intercept_attention(self._model, handler))
+            logits = self._forward(input_ids=ids[None], n_tokens=int(ids.numel()))
+        return entering, logits[0]
+
+    def _forward(self, *, n_tokens: int, **inputs: Tensor) -> Tensor:
+        """Logits of tokens that follow what is stored."""
+        device = next(iter(inputs.values())).device
+        positions = torch.arange(self._stored, self._stored + n_tokens, device=device)[None]
+        logits: Tensor = self._model(**inputs, position_ids=positions, use_cache=False).logits
+        return logits
+
+    def _store(self, states: AttentionStates) -> None:
+        """Put the new tokens' keys and values behind what is stored."""
+        for held, new in ((self._keys, states.keys), (self._values, states.values)):
+            n_kv_heads, n_new, head_dim = new.shape[1:]
+            if states.layer not in held:
+                held[states.layer] = new.new_empty((n_kv_heads, self._capacity, head_dim))
+            held[states.layer][:, self._stored : self._stored + n_new] = new[0]
+
+    def _attend(self, states: AttentionStates, keep: Tensor | None) -> Tensor:
+        """Attention of new tokens over what is stored and over each other.
+
+        The variants are folded into the rows of one product with the stored keys, which are
+        therefore never copied.
+        """
+        variants, _, n_new, head_dim = states.queries.shape
+        n_kv_heads, stored = states.keys.shape[1], self._stored
+        keys = self._keys[states.layer][:, :stored]
+        values = self._values[states.layer][:, :stored]
+        queries = states.queries.reshape(variants, n_kv_heads, -1, n_new, head_dim)
+        rows = queries.transpose(0, 1).reshape(n_kv_heads, -1, head_dim)
+        before = (rows @ keys.transpose(1, 2)).float() * states.scaling
+        before = before.view(n_kv_heads, variants, -1, n_new, stored)
+        among = (queries @ states.keys[:, :, None].transpose(-1, -2)).float() * states.scaling
+        full = states.layer in self._shape.full_layers
+        window = None if full else self._shape.sliding_window
+        visible = _visible(n_new, stored, window, before.device)
+        if states.softcap is not None:
+            before = states.softcap * torch.tanh(before / states.softcap)
+            among = states.softcap * torch.tanh(among / states.softcap)
+        before.masked_fill_(~visible[:, :stored], float("-inf"))
+        among.masked_fill_(~visible[:, stored:], float("-inf"))
+        if keep is not None:
+            before.masked_fill_(~keep.transpose(0, 1)[:, :, None, None], float("-inf"))
+        logits = [before.transpose(0, 1), among]
+        if states.sink_logits is not None:
+            extra = states.sink_logits.float().view(1, n_kv_heads, -1, 1, 1)
+            logits.append(extra.expand(*among.shape[:-1], 1))
+        weights = torch.cat(logits, dim=-1).softmax(dim=-1).to(values.dtype)
+        seen = weights[..., :stored].transpose(0, 1).reshape(n_kv_heads, -1, stored) @ values
+        output = seen.view(n_kv_heads, variants, -1, n_new, head_dim).transpose(0, 1)
+        output = output + weights[..., stored : stored + n_new] @ states.values[:, :, None]
+        return output.reshape(variants, -1, n_new, head_dim).transpose(1, 2).contiguous()
+
+
+def _visible(n_new: int, stored: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of stored and new tokens each new token sees, ``(n_new, stored + n_new)``."""
+    place = torch.arange(stored + n_new, device=device)
+    distance = place[stored:, None] - place
+    visible: Tensor = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def _end_tokens(model: Any) -> frozenset[int]:
+    """What the model ends a turn with: nothing sensible follows."""
+    config = getattr(model, "generation_config", None)
+    ends = getattr(config, "eos_token_id", None)
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def _decoder_layers(model: Any) -> Any:
+    layers = getattr(decoder_of(model), "layers", None)
+    if layers is None or len(layers) == 0:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps its decoder layers where kvalloc does not find them, so "
+            "no loss can be measured on it"
+        )
+    return layers
+
+
+@contextmanager
+def _begun_at(layers: Any, begin: int, hidden: Tensor, n_variants: int) -> Iterator[None]:
+    """Let the decoder begin at one layer, with what is known to enter it."""
+
+    def enter(
+        module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        start = hidden.expand(n_variants, -1, -1)
+        if args:
+            return (start, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": start}
+
+    def skip(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    with ExitStack() as stack:
+        for layer in layers[:begin]:
+            stack.callback(_put_back, layer, layer.__dict__.get("forward"))
+            layer.forward = skip
+        handle = layers[begin].register_forward_pre_hook(enter, with_kwargs=True)
+        stack.callback(handle.remove)
+        yield
+
+
+def _put_back(layer: Any, own_forward: Any) -> None:
+    if own_forward is None:
+        del layer.__dict__["forward"]
+    else:  # a layer spread over devices has a forward of its own
+        layer.forward = own_forward

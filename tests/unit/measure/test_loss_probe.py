@@ -1,0 +1,149 @@
+"""The loss probe against whole forwards with the hidden entries masked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, tiny_model
+
+from kvalloc.attention_hook import AttentionStates, intercept_attention
+from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
+from kvalloc.measure.loss_plan import LossPlan
+from kvalloc.measure.loss_probe import LossProbe
+from kvalloc.models import shape_of
+from kvalloc.scorers import get_scorer
+
+SINKS, WINDOW = 2, 4
+FULL_LAYERS = {"llama": (0, 1, 2), "qwen3": (0, 1, 2), "gemma3": (1,)}
+
+
+def make_probe(
+    kind: str = "llama", *, n_tokens: int = 40, answer: Any = None, **options: Any
+) -> tuple[Any, torch.Tensor, LossProbe]:
+    model = tiny_model(kind, **options)
+    ids = torch.randint(2, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(1))
+    probe = LossProbe(
+        model,
+        ids,
+        get_scorer("snapkv", window=WINDOW, pool=1),
+        sinks=SINKS,
+        shape=shape_of(model),
+        answer_ids=answer,
+        continuation_tokens=6,
+    )
+    return model, ids, probe
+
+
+def job(level: Any) -> LossJob:
+    return LossJob(n_layers=3, context_tokens=40, sinks=SINKS, window=WINDOW, level=level)
+
+
+def masked_logits(model: Any, ids: torch.Tensor, layer: int | None, keep: Any) -> torch.Tensor:
+    """One forward over everything; later tokens do not see what is hidden in that layer."""
+    n_prompt = keep.shape[-1]
+    n_all = ids.numel()
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+
+    def handler(states: AttentionStates, compute: Any) -> Any:
+        if states.layer != layer:
+            return compute(states.mask)
+        mask = torch.ones(n_all, n_all).tril().bool().expand(1, keep.shape[0] * group, -1, -1)
+        mask = mask.clone()
+        hidden = ~keep.repeat_interleave(group, dim=0)
+        mask[0, :, n_prompt:, :n_prompt] &= ~hidden[:, None]
+        return compute(mask)
+
+    with torch.no_grad(), intercept_attention(model, handler):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    return logits[n_prompt:].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_loss_equals_that_of_a_masked_forward(kind: str) -> None:
+    model, ids, probe = make_probe(kind)
+    everything = torch.cat([ids, probe.continuation_ids])
+    generator = torch.Generator().manual_seed(5)
+    for layer in FULL_LAYERS[kind]:
+        keep = torch.rand(3, 2, ids.numel(), generator=generator) < 0.4
+        found = probe.losses(layer, keep)
+        for variant in range(3):
+            full = masked_logits(model, everything, None, keep[variant])
+            reduced = masked_logits(model, everything, layer, keep[variant])
+            expected = (full.exp() * (full - reduced)).sum(-1)
+            torch.testing.assert_close(found[variant], expected, rtol=1e-3, atol=1e-6)
+            assert float(expected.max()) > 1e-3  # something was at stake
+
+
+def test_continuation_is_what_the_model_writes() -> None:
+    model, ids, probe = make_probe()
+    with torch.no_grad():
+        written = model.generate(
+            ids[None], max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, ids.numel() :]
+    assert probe.continuation_ids.tolist() == written.tolist()
+
+
+def test_given_answer_is_the_continuation() -> None:
+    answer = torch.tensor([5, 9, 13])
+    _, _, probe = make_probe(answer=answer)
+    assert probe.continuation_ids.tolist() == [5, 9, 13]
+
+
+def test_nothing_hidden_is_no_loss_and_model_is_left_as_it_was() -> None:
+    model, ids, probe = make_probe()
+    before = [dict(layer.__dict__) for layer in model.model.layers]
+    keep = torch.ones(2, 2, ids.numel(), dtype=torch.bool)
+    assert float(probe.losses(2, keep).abs().max()) < 1e-6
+    for layer, attributes in zip(model.model.layers, before, strict=True):
+        assert "forward" not in layer.__dict__
+        assert not layer._forward_pre_hooks
+        assert layer.__dict__.keys() == attributes.keys()
+
+
+def test_sliding_layers_and_last_level_have_no_loss() -> None:
+    _, _, probe = make_probe("gemma3")
+    levels = LossPlan(shares=(0.0, 0.5)).levels(40, SINKS + WINDOW)
+    assert levels.tolist() == [6, 23, 40]
+    measured = measure_losses(probe, levels, job("head"), batch=3)
+    assert measured.losses.shape == (3, 2, 3)
+    assert (measured.losses[[0, 2]] == 0).all()
+    assert (measured.losses[1, :, 2] == 0).all()
+    assert (measured.losses[1, :, 0] > 0).all()
+    assert (measured.stderr[1, :, :2] > 0).all()
+
+
+def test_layer_loss_hides_in_all_heads_at_once() -> None:
+    _, _, probe = make_probe()
+    levels = LossPlan(shares=(0.1,)).levels(40, SINKS + WINDOW)
+    whole = measure_losses(probe, levels, job("layer"), batch=4)
+    alone = measure_losses(probe, levels, job("head"), batch=4)
+    assert whole.losses.shape == (3, 1, 2)
+    assert (whole.losses[:, 0, 0] > alone.losses[:, :, 0].max(axis=1) * 0.5).all()
+    one_by_one = measure_losses(probe, levels, job("head"), batch=1)
+    assert abs(alone.losses - one_by_one.losses).max() < 1e-5
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_second_order_estimate_agrees_where_the_harm_is_small(level: str) -> None:
+    # keep nearly everything: the change is small, where a second-order estimate must hold
+    _, _, probe = make_probe(initializer_range=0.15)
+    levels = LossPlan(shares=(0.8, 0.9)).levels(40, SINKS + WINDOW)
+    measured = measure_losses(probe, levels, job(level)).losses[..., :-1]
+    estimated = estimate_losses(probe, levels, job(level), n_draws=4000).losses[..., :-1]
+    assert measured.shape == estimated.shape
+    large = measured > 1e-6
+    assert large.any()
+    ratio = estimated[large] / measured[large]
+    assert ratio.min() > 0.8
+    assert ratio.max() < 1.25
+
+
+def test_estimates_repeat_with_their_seed() -> None:
+    _, _, probe = make_probe()
+    levels = LossPlan(shares=(0.3,)).levels(40, SINKS + WINDOW)
+    first, again = (estimate_losses(probe, levels, job("layer"), seed=3) for _ in range(2))
+    other = estimate_losses(probe, levels, job("layer"), seed=4)
+    assert (first.losses == again.losses).all()
+    assert (first.losses != other.losses).any()

@@ -1,0 +1,112 @@
+"""Score profiles with loss curves."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import WordTokenizer, tiny_model, words
+
+from kvalloc.errors import InputError
+from kvalloc.measure import Prompt, profile, profile_to_file
+from kvalloc.measure.loss_plan import LossPlan
+from kvalloc.score_profile import ScoreProfile
+from kvalloc.solving import solve
+
+TOKENIZER = WordTokenizer()
+PLAN: dict[str, Any] = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
+
+
+def measure(texts=None, model=None, **options):
+    texts = [words(300)] if texts is None else texts
+    values = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
+    return profile(tiny_model() if model is None else model, TOKENIZER, texts, **values)
+
+
+@pytest.mark.parametrize("method", ["measured", "fast"])
+@pytest.mark.parametrize(("level", "heads"), [("layer", 1), ("head", 2)])
+def test_losses_lie_beside_the_retention_curves(tmp_path, method, level, heads):
+    plain = measure()
+    output = tmp_path / "s.safetensors"
+    plan = LossPlan(method=method, level=level, **PLAN)
+    options = {"context": 60, "samples": 2, "model_id": "tests/tiny", "loss": plan}
+    profile_to_file(tiny_model(), TOKENIZER, [words(300)], output, **options)
+    found = ScoreProfile.load(output)
+    assert np.array_equal(found.curves, plain.curves)
+    assert found.loss_tokens.tolist() == [12, 26, 41, 60]
+    assert found.losses.shape == (2, 3, heads, 4) == found.loss_stderr.shape
+    assert (found.losses[..., -1] == 0).all()
+    assert (found.losses[..., 0] > 0).all()
+    assert not plain.has_losses
+
+
+def test_a_target_loss_is_met_on_what_was_measured():
+    scores = measure(loss=LossPlan(level="layer", **PLAN))
+    everything = float(scores.losses[..., 0].mean(axis=0).sum())
+    decided = solve(scores, target_loss=everything / 3)
+    assert decided.predicted_loss <= everything / 3
+    assert decided.retained_bytes < decided.full_bytes
+
+
+def test_answers_are_what_the_loss_is_measured_on():
+    asked = Prompt(text=words(60))
+    answered = Prompt(text=words(60), answer="w1 w2 w3")
+    plan = LossPlan(**PLAN)
+    own = measure([asked], samples=1, loss=plan)
+    given = measure([answered], samples=1, loss=plan)
+    assert np.array_equal(own.curves, given.curves)
+    assert not np.allclose(own.losses, given.losses)
+
+
+def test_a_killed_measurement_goes_on_where_it_was(tmp_path):
+    class Killed(Exception):
+        pass
+
+    def stop(done, total):
+        if done >= total - 1:
+            raise Killed
+
+    plan = LossPlan(**PLAN)
+    with pytest.raises(Killed):
+        measure(loss=plan, checkpoint=tmp_path / "x", progress=stop)
+    model, forwards = tiny_model(), []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    resumed = measure(loss=plan, checkpoint=tmp_path / "x", resume=True, model=model)
+    whole = tiny_model()
+    every = []
+    whole.register_forward_hook(lambda *_: every.append(1))
+    unbroken = measure(loss=plan, model=whole)
+    assert resumed.losses.tobytes() == unbroken.losses.tobytes()
+    assert 0 < len(forwards) < len(every)
+
+
+def test_another_plan_is_not_gone_on_with(tmp_path):
+    def stop(done, total):
+        if done >= total - 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(loss=LossPlan(**PLAN), checkpoint=tmp_path / "x", progress=stop)
+    other = LossPlan(**{**PLAN, "continuation_tokens": 4})
+    with pytest.raises(InputError, match="begun with losses"):
+        measure(loss=other, checkpoint=tmp_path / "x", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"loss": "exact"}, "loss method is 'exact'"),
+        ({"loss": "fast", "loss_level": "token"}, "loss level is 'token'"),
+    ],
+)
+def test_bad_plans_are_refused(options, said):
+    with pytest.raises(InputError, match=said):
+        measure(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"shares": ()}, "not shares"), ({"shares": (1.2,)}, "not shares"), ({"batch": 0}, "batch")],
+)
+def test_bad_sizes_are_refused(options, said):
+    with pytest.raises(InputError, match=said):
+        LossPlan(**options)
