@@ -72,7 +72,7 @@ bench: $(READY) ## run every benchmark and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/record.py
 
 bench-solvers: $(READY) ## the same, solvers only
-	$(BIN)/python benchmarks/record.py $(filter exact solvers,$(BENCHMARKS))
+	$(BIN)/python benchmarks/record.py $(filter exact solvers scale auto oracle,$(BENCHMARKS))
 
 bench-runtime: $(READY) ## the same, profiling and the reduced cache only
 	$(BIN)/python benchmarks/record.py profile runtime

@@ -6,9 +6,12 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import resource
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -105,3 +108,30 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def guarded(name: str, section: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The rows of a section; where it fails, one that says so, and the next section goes on."""
+    try:
+        yield from section()
+    except Exception as error:  # a benchmark must report whatever can go wrong
+        traceback.print_exc()
+        reason = " ".join(str(error).split())
+        yield {"name": name, "met": False, "error": f"{type(error).__name__}: {reason}"}
+
+
+def peak_bytes() -> int:
+    """Most memory that this process ever had resident, bytes.
+
+    From VmHWM where there is one: `resource` also counts what the parent had before it became
+    this process.
+    """
+    try:
+        with open("/proc/self/status", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

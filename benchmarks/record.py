@@ -6,6 +6,7 @@ python benchmarks/record.py solvers ...  # bench_solvers.py only, the other sect
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -51,26 +52,27 @@ def run(path: Path, options: list[str]) -> tuple[int, str]:
     """One benchmark's exit code, and its section of the results."""
     command = ["python", f"benchmarks/{path.name}", *options]
     where = describe_where(where_it_ran(*PACKAGES))
-    done = subprocess.run(
+    lines = []
+    with subprocess.Popen(
         [sys.executable, str(path), *options],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         cwd=FOLDER.parent,
-        check=False,
-    )
-    print(done.stdout, flush=True)
-    if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr, flush=True)
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None  # it was asked for
+        for line in process.stdout:  # shown as it comes: some benchmarks take minutes
+            print(line, end="", flush=True)
+            lines.append(line)
+    code, printed = process.returncode, "".join(lines).rstrip()
     docstring = re.search(r'"""(.*?)(?:\n|""")', path.read_text(encoding="utf-8"))
     title = docstring.group(1) if docstring else path.stem
-    verdict = (
-        "" if done.returncode == 0 else f"\nExit code {done.returncode}: a target was missed.\n"
-    )
-    section = (
-        f"{title}\n\n`{shlex.join(command)}`\n\n{where}\n\n```text\n{done.stdout.rstrip()}\n```\n"
-        f"{verdict}"
-    )
-    return done.returncode, section
+    verdict = ""
+    if code:
+        what = "a target was missed" if code == 1 else "it failed"
+        verdict = f"\nExit code {code}: {what}.\n"
+    section = f"{title}\n\n`{shlex.join(command)}`\n\n{where}\n\n```text\n{printed}\n```\n{verdict}"
+    return code, section
 
 
 def read_sections() -> dict[str, str]:

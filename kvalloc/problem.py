@@ -190,8 +190,9 @@ class AllocationProblem:
         """Largest value that any choice can have."""
         if self.is_concave:  # rising rows end at their best option
             return self.objective_value(self.last_options)
-        masked = np.where(_valid(self), self.values, -np.inf)
-        return self._aggregated(self.weights * masked.max(axis=1))
+        rows = zip(self.values, self.option_counts.tolist(), strict=True)
+        bests = np.array([row[:count].max() for row, count in rows])
+        return self._aggregated(self.weights * bests)
 
     @cached_property
     def step_bytes(self) -> int | None:
@@ -225,6 +226,12 @@ class AllocationProblem:
             _row_is_concave(row[:count], *buffers)
             for row, count in zip(self.values, self.option_counts.tolist(), strict=True)
         )
+
+    @cached_property
+    def is_rising(self) -> bool:
+        """Whether no option of any unit is worth less than a cheaper one."""
+        rows = zip(self.values, self.option_counts.tolist(), strict=True)
+        return all(bool(np.all(row[1:count] >= row[: count - 1])) for row, count in rows)
 
     @cached_property
     def largest_gain(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,27 +56,29 @@ def first_fault(profile: ScoreProfile) -> Fault | None:
         return "masses", "negative or not finite", "finite masses >= 0"
     if not 0 <= profile.interpolation_error < 1:
         return "interpolation_error", profile.interpolation_error, "a share within 0..1"
-    return (
-        _curve_fault(curves[:, list(shape.full_layers)], ranks)
-        or _loss_fault(profile)
-        or _bit_fault(profile)
-    )
+    # One layer of one sample at a time: with a long context, a copy of all curves is gigabytes.
+    for sample, layer in itertools.product(range(profile.n_samples), shape.full_layers):
+        fault = _curve_fault(curves[sample, layer], ranks)
+        if fault is not None:
+            return "curves", f"{fault[0]} in sample {sample}, layer {layer}", fault[1]
+    return _loss_fault(profile) or _bit_fault(profile)
 
 
-def _curve_fault(curves: FloatArray, ranks: IntArray) -> Fault | None:
+def _curve_fault(curves: FloatArray, ranks: IntArray) -> tuple[str, str] | None:
+    """What cannot be in the curves of a layer, ``(n_kv_heads, n_points)``: found, expected."""
     if not np.all(np.isfinite(curves)):
-        where = np.argwhere(~np.isfinite(curves))[0]
-        return "curves", f"not finite at {where.tolist()}", "finite values"
+        head, point = np.argwhere(~np.isfinite(curves))[0].tolist()
+        return f"not finite at head {head}, rank {ranks[point]}", "finite values"
     if curves.min() < -CURVE_TOLERANCE or curves.max() > 1 + CURVE_TOLERANCE:
-        return "curves", f"{curves.min():.6g}..{curves.max():.6g}", "shares of mass within 0..1"
-    if np.any(np.abs(curves[..., -1] - 1) > CURVE_TOLERANCE):
-        return "curves", "not 1 when everything is kept", "R(all evictable entries) = 1"
-    for sample, rows in enumerate(curves):  # one sample at a time: a difference is a full copy
-        gains = np.diff(rows, axis=-1) / np.diff(ranks)
-        if np.any(gains < -CURVE_TOLERANCE):
-            return "curves", f"falling in sample {sample}", "curves that rise with every entry"
-        if np.any(np.diff(gains, axis=-1) > CURVE_TOLERANCE):
-            return "curves", f"not concave in sample {sample}", "best entries first (concave)"
+        return f"{curves.min():.6g}..{curves.max():.6g}", "shares of mass within 0..1"
+    if np.any(np.abs(curves[:, -1] - 1) > CURVE_TOLERANCE):
+        return "not 1 when everything is kept", "R(all evictable entries) = 1"
+    gains = np.diff(curves, axis=1)
+    gains /= np.diff(ranks)
+    if gains.min() < -CURVE_TOLERANCE:
+        return "falling", "curves that rise with every entry"
+    if np.diff(gains, axis=1).max(initial=0.0) > CURVE_TOLERANCE:
+        return "not concave", "best entries first (concave)"
     return None
 
 

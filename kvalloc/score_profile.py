@@ -377,8 +377,12 @@ def interpolate_curves(curves: FloatArray, ranks: IntArray, at: FloatArray) -> F
         return curves
     left = np.clip(np.searchsorted(ranks, at, side="right") - 1, 0, ranks.size - 2)
     weight = (at - ranks[left]) / (ranks[left + 1] - ranks[left])
-    values = curves[..., left] * (1.0 - weight)
-    values += curves[..., left + 1] * weight
+    values = np.empty((*curves.shape[:-1], at.size))
+    rows = curves.reshape(-1, ranks.size), values.reshape(-1, at.size)
+    # One curve at a time: with a long context, every copy of all curves is gigabytes.
+    for curve, found in zip(*rows, strict=True):
+        np.multiply(curve[left], 1.0 - weight, out=found)
+        found += curve[left + 1] * weight
     return values
 
 

@@ -60,12 +60,44 @@ def unit_values(
         return values, np.ones(values.shape[0])
     if request.weights is not None:
         return _weighted(scores, request, context, tokens, sample, bits)
+    n_layers = len(scores.shape.full_layers)
+    measured = _measured_heads(scores, request, sample)
+    if measured is not None:
+        curves, shares = measured
+        values = _option_values(scores, curves, context, tokens)
+        weights = np.ones_like(shares) if request.objective == "worst" else shares / n_layers
+        return values, weights
     curves = _unit_curves(scores, request, sample, bits)
     values = _option_values(scores, curves, context, tokens)
     if request.objective == "worst":  # a unit's own retention, not what it adds to its layer's
         whole = curves if bits == 16 else _unit_curves(scores, request, sample)
         return values / whole[:, -1:], np.ones(values.shape[0])
-    return values, np.full(values.shape[0], 1.0 / len(scores.shape.full_layers))
+    return values, np.full(values.shape[0], 1.0 / n_layers)
+
+
+def _measured_heads(
+    scores: ScoreProfile, request: Request, sample: int | None
+) -> tuple[FloatArray, FloatArray] | None:
+    """Curves of one sample's heads as they were measured, and the heads' shares of their layers.
+
+    The product is what a head adds to the retention of its layer; with a long context it would be
+    a second copy of gigabytes. None where units are layers, the mean of samples, or have several
+    bit widths.
+
+    Returns
+    -------
+    curves : ndarray of float64, (n_units, n_points)
+        A view, unless sliding layers have to be left out.
+    shares : ndarray of float64, (n_units,)
+    """
+    only = 0 if scores.n_samples == 1 else sample
+    if request.level != "head" or only is None or request.bits is not None:
+        return None
+    layers = list(scores.shape.full_layers)
+    curves, shares = scores.curves[only], scores.head_shares()[only, layers]
+    if len(layers) < scores.shape.n_layers:
+        curves = curves[layers]
+    return curves.reshape(-1, scores.ranks.size), shares.ravel()
 
 
 def _unit_curves(

@@ -7,6 +7,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
@@ -161,6 +162,12 @@ class Auto(Solver):
 
 def _built_in(name: str) -> Solver | None:
     """A solver of this package, imported only now; None where it is not there."""
+    found = _class_of(name)
+    return None if found is None else found()
+
+
+@cache
+def _class_of(name: str) -> type[Solver] | None:
     path = f"kvalloc.solvers.{name}"
     try:
         module = importlib.import_module(path)
@@ -169,5 +176,4 @@ def _built_in(name: str) -> Solver | None:
             raise
         return None
     classes = (c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Solver))
-    found = next((c for c in classes if getattr(c, "name", None) == name), None)
-    return None if found is None else found()
+    return next((c for c in classes if getattr(c, "name", None) == name), None)

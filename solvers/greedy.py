@@ -23,8 +23,8 @@ class Greedy(Solver):
     With concave values and one cost step for all, the steps that greedy takes are the M largest
     gains of all units, so taking them one by one (a heap) and finding the M-th largest gain (a
     partition) end at the same budgets. The gains of a unit fall along its curve, so even the
-    partition is not needed: the threshold is found by bisection, with a binary search in every
-    curve at once, and the gains are never formed.
+    partition is not needed: the threshold is found by bisection over the gains that are left, with
+    a binary search in every curve at once, and the gains are never formed.
 
     Exactly optimal for XKV's Eq. 17 (most value within a capacity) and Eq. 18 (fewest bytes for a
     target value), floors included: they are the first option of every unit. Ties go to the lower
@@ -139,8 +139,28 @@ def _bracket(
             return inside, _by_gain(problem, inside, outside)
         if dear - cheap <= THRESHOLD_RESOLUTION:
             break
-        middle = 0.5 * (cheap + dear)
+        # Gains span many orders of magnitude: halve the steps that are left, not the interval.
+        middle = _median_gain(problem, inside, outside)
+        if not cheap < middle < dear:  # many equal gains, or rounding
+            middle = 0.5 * (cheap + dear)
     return inside, np.repeat(np.arange(problem.n_units), outside - inside)
+
+
+def _median_gain(problem: AllocationProblem, inside: IntArray, outside: IntArray) -> float:
+    """A gain with at least a quarter of the steps left on either side, equal ones on both.
+
+    The median of the units' middle gains, each counted as often as the unit has steps left
+    (Frederickson and Johnson, 1982: selection in sorted rows).
+    """
+    units = np.flatnonzero(outside > inside)
+    counts = (outside - inside)[units]
+    steps = inside[units] + (counts >> 1)
+    gains = problem.weights[units] * (
+        problem.values[units, steps + 1] - problem.values[units, steps]
+    )
+    order = np.argsort(gains)
+    upto = np.cumsum(counts[order])
+    return float(gains[order[np.searchsorted(upto, upto[-1] / 2)]])
 
 
 def _by_gain(problem: AllocationProblem, inside: IntArray, outside: IntArray) -> IntArray:

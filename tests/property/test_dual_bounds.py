@@ -63,6 +63,23 @@ def test_the_worst_unit_bound_is_the_optimum() -> None:
         assert problem.objective(dual.choice) == pytest.approx(best, abs=1e-12)
 
 
+def test_the_worst_unit_bound_knows_ties_weights_and_falling_values() -> None:
+    """Levels that many options share, units that weigh nothing, values that rise and fall."""
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        values = rng.integers(-3, 4, (3, 4)) / 4.0
+        if seed % 2:
+            values = np.sort(values, axis=1)
+        weights = rng.choice([0.0, 0.25, 1.0], 3)
+        problem = make_problem(values, capacity=int(rng.integers(0, 10)), weights=weights)
+        problem = dataclasses.replace(problem, aggregate=Aggregate.WORST)
+        assert problem.is_rising == bool(np.all(np.diff(values, axis=1) >= 0))
+        dual = problem.dual_bound()
+        assert dual.bound == brute_force(problem)
+        assert problem.objective(dual.choice) == dual.bound
+        assert problem.cost(dual.choice) <= problem.spendable_bytes
+
+
 def test_bisection_and_looking_at_everything_agree() -> None:
     for seed in range(50):
         rng = np.random.default_rng(seed)

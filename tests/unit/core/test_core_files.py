@@ -406,7 +406,11 @@ def convex(curves: Any) -> Any:
 
 
 CONTENT: dict[str, tuple[str, Callable[[Any], Any], str]] = {
-    "NaN": ("curves", lambda c: changed(c, 0, 1, 1, 5, value=np.nan), r"not finite at \[0, 1, 1,"),
+    "NaN": (
+        "curves",
+        lambda c: changed(c, 0, 1, 1, 5, value=np.nan),
+        "not finite at head 1, rank 5 in sample 0, layer 1",
+    ),
     "infinite": ("curves", lambda c: changed(c, 0, 0, 0, 5, value=np.inf), "not finite"),
     "above 1": ("curves", lambda c: changed(c, 0, 0, 0, 30, value=1.5), "within 0..1"),
     "below 0": ("curves", lambda c: changed(c, 0, 0, 0, 0, value=-0.5), "within 0..1"),

@@ -132,7 +132,9 @@ def test_the_problem_of_a_hand_computed_profile() -> None:
     heads = formulate(scores, Request(target_retention=0.5, level="head"))
     assert heads.sense is Sense.MIN_COST
     assert heads.target == 0.5
-    assert heads.values[:, 3].tolist() == pytest.approx([0.75 * 0.875, 0.125, 0.25, 0.25])
+    # Each layer counts half, each head its share of the layer's mass: what an option is worth.
+    worth = heads.weights * heads.values[:, 3]
+    assert worth.tolist() == pytest.approx([0.75 * 0.875 / 2, 0.125 / 2, 0.25 / 2, 0.25 / 2])
     assert heads.costs[0, 0] == 2 * 16
     assert heads.layers.tolist() == [0, 0, 1, 1]
     assert heads.heads.tolist() == [0, 1, 0, 1]
@@ -267,3 +269,34 @@ def test_batch_shares_the_memory() -> None:
 )
 def test_relative_targets_scale_and_absolute_ones_do_not(target: dict[str, Any], rule: str) -> None:
     assert solve(make_scores(), **target).length_rule == rule
+
+
+def test_one_sample_of_heads_is_not_copied() -> None:
+    """The curves of a long context are gigabytes: the problem looks at the measured ones."""
+    scores = make_scores(n_samples=1)
+    for request in (
+        Request(budget=0.5, level="head"),
+        Request(target_retention=0.9, level="head"),
+        Request(budget=0.5, level="head", objective="worst"),
+    ):
+        assert np.shares_memory(formulate(scores, request).values, scores.curves)
+
+
+def test_one_sample_and_the_mean_of_equal_ones_pose_the_same_problem() -> None:
+    shape = make_shape(n_layers=3, layer_types=("full", "sliding", "full"), sliding_window=8)
+    one = make_scores(shape=shape, n_samples=1)
+    three = make_scores(
+        shape=shape, curves=np.repeat(one.curves, 3, axis=0), masses=np.repeat(one.masses, 3, 0)
+    )
+    for request in (
+        Request(budget=0.5, level="head"),
+        Request(budget=0.5, level="head", page_tokens=16),
+        Request(budget=0.5, level="head", context_tokens=60),
+        Request(budget=0.5, level="layer"),
+        Request(budget=0.5, level="head", objective="worst"),
+    ):
+        single, mean = formulate(one, request), formulate(three, request)
+        expected = mean.weights[:, None] * mean.values
+        assert single.weights[:, None] * single.values == pytest.approx(expected, abs=1e-14)
+        sample = formulate(three, request, sample=1)
+        assert sample.weights[:, None] * sample.values == pytest.approx(expected, abs=1e-14)
