@@ -52,6 +52,9 @@ CONCAVE_TOLERANCE = 1e-10
 CONCAVE_STRIDE = 64
 """Every so many options are looked at for that."""
 
+CONCAVE_BLOCK = 32_768
+"""Values that are looked at together, 256 KiB."""
+
 
 class Sense(Enum):
     """What is optimised: the value within a capacity, or the cost for a target value."""
@@ -220,11 +223,18 @@ class AllocationProblem:
         """Whether every unit's value rises, by ever less for each step of equal cost."""
         if self.step_bytes is None:
             return self.n_options == 1
-        # Two buffers for all rows: large problems have tens of millions of values.
-        buffers = (np.empty(self.n_options - 1), np.empty(self.n_options - 1))
-        return all(
-            _row_is_concave(row[:count], *buffers)
-            for row, count in zip(self.values, self.option_counts.tolist(), strict=True)
+        if int(self.option_counts.min()) < self.n_options:
+            counts = self.option_counts.tolist()
+            return all(
+                _rows_are_concave(row[None, :count])
+                for row, count in zip(self.values, counts, strict=True)
+            )
+        # As many rows at once as fit in the processor's cache: all of them may be gigabytes.
+        rows = max(1, CONCAVE_BLOCK // self.n_options)
+        # The first alone: where curves are not concave, one is mostly enough to see it.
+        return _rows_are_concave(self.values[:1]) and all(
+            _rows_are_concave(self.values[first : first + rows])
+            for first in range(0, self.n_units, rows)
         )
 
     @cached_property
@@ -403,20 +413,20 @@ def _valid(problem: AllocationProblem) -> npt.NDArray[np.bool_]:
     return np.arange(problem.n_options)[None, :] < problem.option_counts[:, None]
 
 
-def _row_is_concave(row: FloatArray, first: FloatArray, second: FloatArray) -> bool:
-    steps = row.size - 1
+def _rows_are_concave(rows: FloatArray) -> bool:
+    steps = rows.shape[1] - 1
     if steps < 1:
         return True
-    gains = np.subtract(row[1:], row[:-1], out=first[:steps])
-    bends = np.subtract(gains[1:], gains[:-1], out=second[: steps - 1])
+    gains = rows[:, 1:] - rows[:, :-1]
+    bends = gains[:, 1:] - gains[:, :-1]
     if gains.min() < -STEP_TOLERANCE or bends.max(initial=0.0) > STEP_TOLERANCE:
         return False
     if steps <= 2 * CONCAVE_STRIDE:
         return True
-    coarse = np.diff(row[::CONCAVE_STRIDE])
-    falling = np.minimum.accumulate(coarse)
-    rise = max((coarse - falling).sum(), -falling[-1] * coarse.size)
-    return bool(rise <= CONCAVE_TOLERANCE)
+    coarse = np.diff(rows[:, ::CONCAVE_STRIDE], axis=1)
+    falling = np.minimum.accumulate(coarse, axis=1)
+    rises = np.maximum((coarse - falling).sum(axis=1), -falling[:, -1] * coarse.shape[1])
+    return bool(rises.max() <= CONCAVE_TOLERANCE)
 
 
 def _check_arrays(problem: AllocationProblem) -> None:

@@ -51,8 +51,11 @@ def _is_plain_concave(problem: AllocationProblem) -> bool:
 
 
 def _has_nested_caps(problem: AllocationProblem) -> bool:
+    # Whether the curves are concave takes longer than whether the caps nest: flow asks that first.
     only_caps = all(isinstance(c, GroupCap) for c in problem.constraints)
-    return not _is_worst(problem) and only_caps and problem.is_concave
+    return (
+        not _is_worst(problem) and only_caps and (bool(problem.constraints) or problem.is_concave)
+    )
 
 
 def _is_one_knapsack(problem: AllocationProblem) -> bool:

@@ -74,19 +74,16 @@ class Flow(Solver):
         refusal = super().can_solve(problem)
         if refusal is not True:
             return refusal
+        crossing = _crossing([c for c in problem.constraints if isinstance(c, GroupCap)])
+        if crossing is not None:
+            return (
+                f"flow needs caps that nest, and {crossing[0].name} and {crossing[1].name} "
+                "overlap; use lagrangian or ilp"
+            )
         if problem.n_options > 1 and problem.step_bytes is None:
             return "flow sends steps of one size and these units differ; use lagrangian or ilp"
         if not problem.is_concave:
             return "flow is only exact on concave curves and these are not; use lagrangian or ilp"
-        caps = [c for c in problem.constraints if isinstance(c, GroupCap)]
-        for at, first in enumerate(caps):
-            for second in caps[at + 1 :]:
-                one, two = set(first.units), set(second.units)
-                if one & two and not (one <= two or two <= one):
-                    return (
-                        f"flow needs caps that nest, and {first.name} and {second.name} overlap; "
-                        "use lagrangian or ilp"
-                    )
         return True
 
     def solve(
@@ -121,6 +118,17 @@ class Flow(Solver):
             termination=Termination.OPTIMAL if closed else Termination.HEURISTIC,
             detail=f"{self.method}, {len(tree.groups)} caps",
         )
+
+
+def _crossing(caps: list[GroupCap]) -> tuple[GroupCap, GroupCap] | None:
+    """Two caps that share some units, none of them inside the other; None where all nest."""
+    members = [set(cap.units) for cap in caps]
+    for at, first in enumerate(members):
+        for after, second in enumerate(members[at + 1 :], start=at + 1):
+            shared = len(first & second)
+            if shared and shared < min(len(first), len(second)):
+                return caps[at], caps[after]
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
