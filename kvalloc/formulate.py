@@ -15,7 +15,7 @@ from kvalloc.dominated import Undominated, undominated
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.limits import Limits
 from kvalloc.predicting import even_options, least_loss_tokens, loss_curves
-from kvalloc.problem import Aggregate, AllocationProblem, FloatArray, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, FloatArray, IntArray, Sense
 from kvalloc.quantities import parse_bytes, parse_share
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
@@ -368,6 +368,34 @@ def _cost_of_all(scores: ScoreProfile, request: Request, tokens: int, page: int)
     shape = scores.shape
     heads = len(shape.full_layers) * shape.n_kv_heads * request.batch
     return int(head_cost(request.cost, tokens, 16, shape, page)) * heads
+
+
+def budget_table(scores: ScoreProfile, problem: AllocationProblem, choice: IntArray) -> IntArray:
+    """The budgets that a choice means, sliding layers included, ``(n_layers, n_kv_heads)``."""
+    shape = scores.shape
+    stored = shape.sliding_entries(problem.context_tokens)
+    budgets = np.full((shape.n_layers, shape.n_kv_heads), stored, dtype=np.int64)
+    return in_their_places(budgets, problem, problem.chosen_tokens(choice))
+
+
+def bit_table(
+    scores: ScoreProfile, problem: AllocationProblem, choice: IntArray
+) -> IntArray | None:
+    """The bit widths that a choice means, 16 in sliding layers; None where all are 16."""
+    widths = problem.chosen_bits(choice)
+    if widths is None:
+        return None
+    bits = np.full((scores.shape.n_layers, scores.shape.n_kv_heads), 16, dtype=np.int64)
+    return in_their_places(bits, problem, widths)
+
+
+def in_their_places(table: IntArray, problem: AllocationProblem, numbers: IntArray) -> IntArray:
+    """The table with each unit's number in the row and the columns of its heads."""
+    if np.any(problem.heads < 0):
+        table[problem.layers] = numbers[:, None]
+    else:
+        table[problem.layers, problem.heads] = numbers
+    return table
 
 
 def fixed_bytes(scores: ScoreProfile, context_tokens: int, batch: int, page_tokens: int = 1) -> int:

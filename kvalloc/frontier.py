@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +11,24 @@ import numpy as np
 from kvalloc.advising import advise
 from kvalloc.budget_profile import Level
 from kvalloc.checking import solve_unbounded
+from kvalloc.costs import Cost
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Objective, Request, formulate
+from kvalloc.formulate import (
+    Objective,
+    Request,
+    bit_table,
+    budget_table,
+    formulate,
+    full_cost,
+)
 from kvalloc.limits import Limits
+from kvalloc.predicting import mean_retention, predicted_loss
 from kvalloc.pricing import bound_at_choice, price_at
 from kvalloc.problem import AllocationProblem, IntArray
 from kvalloc.registry import get_solver
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.solver import Solution, Solver
+from kvalloc.weighting import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +38,22 @@ class FrontierPoint:
     Attributes
     ----------
     share : float
-        Bytes of the choice over the bytes of keeping everything.
+        Cost of the choice over that of keeping everything.
     cost_bytes : int
         Bytes of the choice.
     value : float
-        Retention reached.
+        What the objective is about: retention, or less the predicted loss.
     bound : float
         No choice of this capacity has more.
     value_per_mib : float or None
-        Shadow price: retention that one more MiB would buy here; None where side constraints
-        leave no price.
+        Shadow price: value that one more MiB would buy here; None where side constraints leave no
+        price.
     choice : ndarray of int64, (n_units,)
         Chosen option of each unit.
+    retention : float or None
+        Mean over layers of the kept share of score mass; None where only a problem is known.
+    predicted_loss : float or None
+        Sum of the measured losses, nats per token; None where loss was not measured.
     """
 
     share: float
@@ -48,6 +62,8 @@ class FrontierPoint:
     bound: float
     value_per_mib: float | None
     choice: IntArray
+    retention: float | None = None
+    predicted_loss: float | None = None
 
 
 def frontier(
@@ -67,10 +83,15 @@ def frontier(
     rank_tolerance: float | None = None,
     equal_heads: bool = False,
     objective: Objective = "mean",
+    weights: Weights | None = None,
+    bits: Sequence[int] | None = None,
+    cost: Cost = "bytes",
     solver: str = "auto",
     solver_options: dict[str, Any] | None = None,
+    time_limit: float | None = None,
+    notify: Callable[[int, int], None] | None = None,
 ) -> list[FrontierPoint]:
-    """Best retention against bytes, from the floors to everything.
+    """Best retention, or least predicted loss, against bytes, from the floors to everything.
 
     Parameters
     ----------
@@ -81,7 +102,7 @@ def frontier(
         ``shares``.
     shares : sequence of float, optional
         Sizes as shares of all entries instead.
-    context, batch, level, min_tokens, max_tokens, page, objective
+    context, batch, level, min_tokens, max_tokens, page, objective, weights, bits, cost
         As in `kvalloc.solve`.
     cap, max_distinct, ranks, rank_tolerance, equal_heads
         As in `kvalloc.solve`.
@@ -89,6 +110,10 @@ def frontier(
         Registered name.
     solver_options : dict, optional
         Its options.
+    time_limit : float, optional
+        Seconds for each point.
+    notify : callable, optional
+        Called with the points done and the points in all after each one.
 
     Returns
     -------
@@ -99,6 +124,8 @@ def frontier(
     ------
     InputError
         If there are no points or a share is out of range.
+    InfeasibleError
+        If no size is enough for the side constraints; says what would be.
     SolverError
         If the solver cannot solve this problem.
     """
@@ -111,6 +138,9 @@ def frontier(
         max_tokens=max_tokens,
         page_tokens=page,
         objective=objective,
+        weights=weights,
+        bits=bits,
+        cost=cost,
         limits=Limits(
             cap=(cap,) if isinstance(cap, str) else tuple(cap),
             max_distinct=max_distinct,
@@ -121,18 +151,38 @@ def frontier(
     )
     problem = formulate(scores, request)
     chosen = get_solver(solver, **(solver_options or {}))
-    whole_bytes = problem.max_cost_bytes
-    if max_tokens is not None:
-        whole = replace(request, max_tokens=None, min_tokens=None, limits=Limits())
-        whole_bytes = formulate(scores, whole).max_cost_bytes
+    whole_bytes = full_cost(scores, request, problem.context_tokens)
     capacities = _capacities(problem, points, shares, whole_bytes)
     try:
-        return trace_frontier(problem, chosen, capacities, whole_bytes=whole_bytes)
+        traced = trace_frontier(
+            problem,
+            chosen,
+            capacities,
+            whole_bytes=whole_bytes,
+            time_limit_seconds=time_limit,
+            notify=notify,
+        )
     except InfeasibleError as error:
         advice = advise(scores, request, error)
         if advice is error:
             raise
         raise advice from error
+    plain = objective == "mean" and weights is None
+    return [_told(point, scores, problem, plain=plain) for point in traced]
+
+
+def _told(
+    point: FrontierPoint, scores: ScoreProfile, problem: AllocationProblem, *, plain: bool
+) -> FrontierPoint:
+    """The point with what the measured curves say about its budgets."""
+    context = problem.context_tokens
+    budgets = budget_table(scores, problem, point.choice)
+    bits = bit_table(scores, problem, point.choice)
+    return replace(
+        point,
+        retention=point.value if plain else mean_retention(scores, budgets, context, bits=bits),
+        predicted_loss=predicted_loss(scores, budgets, context, bits=bits),
+    )
 
 
 def trace_frontier(
@@ -141,6 +191,8 @@ def trace_frontier(
     capacities: Sequence[int],
     *,
     whole_bytes: int | None = None,
+    time_limit_seconds: float | None = None,
+    notify: Callable[[int, int], None] | None = None,
 ) -> list[FrontierPoint]:
     """Solve one problem at many capacities.
 
@@ -153,6 +205,10 @@ def trace_frontier(
         Bytes, rising.
     whole_bytes : int, optional
         What shares are of; the cost of every unit's last option by default.
+    time_limit_seconds : float, optional
+        For each point.
+    notify : callable, optional
+        Called with the points done and the points in all after each one.
 
     Returns
     -------
@@ -168,15 +224,16 @@ def trace_frontier(
     traced = []
     nothing: InfeasibleError | None = None
     point = problem
-    for capacity in capacities:
+    for done, capacity in enumerate(capacities, start=1):
         # From the last one, not the first: what was found out about the arrays comes along.
         point = point.with_capacity(capacity)
         try:
-            answer = solve_unbounded(point, solver)
+            answer = solve_unbounded(point, solver, time_limit_seconds=time_limit_seconds)
+            traced.append(_point(point, answer, whole_bytes or problem.max_cost_bytes))
         except InfeasibleError as error:
             nothing = error  # too small for the side constraints; a larger one may do
-            continue
-        traced.append(_point(point, answer, whole_bytes or problem.max_cost_bytes))
+        if notify is not None:
+            notify(done, len(capacities))
     if not traced and nothing is not None:
         raise nothing
     return traced

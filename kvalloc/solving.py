@@ -17,7 +17,15 @@ from kvalloc.budget_profile import BudgetProfile, Level, Policy
 from kvalloc.checking import CheckedSolution, solve_problem
 from kvalloc.costs import Cost
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Objective, Request, fixed_bytes, formulate, full_cost
+from kvalloc.formulate import (
+    Objective,
+    Request,
+    bit_table,
+    budget_table,
+    fixed_bytes,
+    formulate,
+    full_cost,
+)
 from kvalloc.limits import Limits
 from kvalloc.predicting import mean_retention, predicted_loss
 from kvalloc.pricing import price_of
@@ -277,17 +285,8 @@ def to_budget_profile(
     BudgetProfile
     """
     shape = scores.shape
-    budgets = np.full(
-        (shape.n_layers, shape.n_kv_heads),
-        shape.sliding_entries(problem.context_tokens),
-        dtype=np.int64,
-    )
-    _fill(budgets, problem, problem.chosen_tokens(checked.choice))
-    widths = problem.chosen_bits(checked.choice)
-    bits = None
-    if widths is not None:
-        bits = np.full_like(budgets, 16)
-        _fill(bits, problem, widths)
+    budgets = budget_table(scores, problem, checked.choice)
+    bits = bit_table(scores, problem, checked.choice)
     requested = {
         **request.describe(),
         "objective": request.objective,
@@ -354,13 +353,6 @@ def _rank_table(
     table = np.full((scores.shape.n_layers, scores.shape.n_kv_heads), -1, dtype=np.int64)
     table[problem.layers, problem.heads] = checked.ranks
     return table
-
-
-def _fill(table: IntArray, problem: AllocationProblem, chosen: IntArray) -> None:
-    """What the units have, in the rows and columns of their heads."""
-    for unit, number in enumerate(chosen.tolist()):
-        layer, head = int(problem.layers[unit]), int(problem.heads[unit])
-        table[layer, slice(None) if head < 0 else head] = number
 
 
 def _average_allocations(

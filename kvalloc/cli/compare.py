@@ -243,18 +243,12 @@ def _print_table(done: list[_Decided], refused: list[_Refused]) -> None:
     if first.requested_bytes is not None:
         print(f"granted {size(first.requested_bytes)} of {size(first.profile.full_bytes)}")
     print()
-    headings = (
-        "solver",
-        "retention",
-        "loss",
-        "tokens",
-        "bytes",
-        "share",
-        "bound",
-        "gap",
-        "seconds",
-    )
-    print_table((*headings, "ended"), [_cells(outcome) for outcome in done])
+    columns = [_cells(outcome) for outcome in done]
+    if all(column["loss"] == "?" for column in columns):
+        for column in columns:
+            del column["loss"]
+    rows = [list(column.values()) for column in columns]
+    print_table(list(columns[0]), rows, optional=("tokens", "share"))
     if refused:
         print()
         indent = max(len(outcome.solver) for outcome in refused) + 2
@@ -263,21 +257,34 @@ def _print_table(done: list[_Decided], refused: list[_Refused]) -> None:
             print(f"{outcome.solver:<{indent}}{hanging(reason, indent)}")
 
 
-def _cells(outcome: _Decided) -> list[str]:
+def _cells(outcome: _Decided) -> dict[str, str]:
+    """What is shown of a solver, by column."""
     decided = outcome.profile
-    bound = "unknown"
-    if decided.bound is not None:
-        is_value = decided.sense == "max_value"
-        bound = f"{decided.bound:.4f}" if is_value else size(decided.bound)
-    return [
-        solver_text(decided),
-        f"{decided.retention:.4f}",
-        "?" if decided.predicted_loss is None else f"{decided.predicted_loss:.4f}",
-        f"{decided.retained_tokens / decided.budgets.size:,.0f}",
-        size(decided.retained_bytes),
-        f"{decided.retained_bytes / decided.full_bytes:.1%}",
-        bound,
-        gap_text(decided.gap),
-        f"{outcome.row['seconds']:.3f}",
-        f"over by {size(outcome.over_bytes)}" if outcome.over_bytes else ended_text(decided),
-    ]
+    asked = decided.requested
+    own = {"worst": "worst unit", "mean": "weighted" if asked.get("weights") else ""}
+    extra = own.get(str(asked.get("objective")), "")
+    loss = decided.predicted_loss
+    return {
+        "solver": solver_text(decided),
+        "retention": f"{decided.retention:.4f}",
+        **({extra: f"{decided.objective:.4f}"} if extra and decided.sense == "max_value" else {}),
+        "loss": "?" if loss is None else f"{loss:.4f}",
+        "tokens": f"{decided.retained_tokens / decided.budgets.size:,.0f}",
+        "bytes": size(decided.retained_bytes),
+        "share": f"{decided.retained_bytes / decided.full_bytes:.1%}",
+        "bound": _bound(decided),
+        "gap": gap_text(decided.gap),
+        "seconds": f"{outcome.row['seconds']:.3f}",
+        "ended": f"over by {size(outcome.over_bytes)}"
+        if outcome.over_bytes
+        else ended_text(decided),
+    }
+
+
+def _bound(decided: BudgetProfile) -> str:
+    if decided.bound is None:
+        return "unknown"
+    if decided.sense == "min_cost":
+        return size(decided.bound)
+    is_loss = decided.requested.get("objective") == "loss"
+    return f"{abs(decided.bound) if is_loss else decided.bound:.4f}"

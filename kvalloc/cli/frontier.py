@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvalloc.cli import targets
-from kvalloc.cli.output import Json, Quiet, duration, note, print_json, size
+from kvalloc.cli.output import Json, Quiet, duration, note, print_json, print_table, size
+from kvalloc.cli.solve import LOSS_NOTE
 
 if TYPE_CHECKING:
     from kvalloc.frontier import FrontierPoint
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   kvalloc frontier s.safetensors
   kvalloc frontier s.safetensors --points 100 --level head --png frontier.png
-  kvalloc frontier s.safetensors --page 16 --solver ilp --json
+  kvalloc frontier s.safetensors --objective loss --png loss.png
+  kvalloc frontier s.safetensors --page 16 --max-distinct 4 --time-limit 10 --json
 """
 
 
@@ -38,6 +40,10 @@ def frontier(
     ranks: targets.Ranks = None,
     rank_tolerance: targets.RankTolerance = None,
     equal_heads: targets.EqualHeads = False,
+    objective: targets.Objective = "mean",
+    weights: targets.Weights = None,
+    bits: targets.Bits = None,
+    cost: targets.Cost = "bytes",
     solver: Annotated[
         str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")
     ] = "auto",
@@ -45,20 +51,23 @@ def frontier(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An option of the solver; can be repeated."),
     ] = None,
+    time_limit: targets.TimeLimit = None,
     png: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Draw the frontier as a picture too.")
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Trace the best retention at every size.
+    """Trace the best retention, or the least loss, at every size.
 
-    Each point comes with its bound, and with the retention that one more MiB would buy there.
+    Each point comes with its bound, and with what one more MiB would buy there.
     """
-    from kvalloc.cli.progress import slow
+    from kvalloc.cli.progress import ProgressBar
     from kvalloc.files import check_writable
     from kvalloc.frontier import frontier as trace
+    from kvalloc.weighting import read_weights
 
+    targets.check_time_limit(time_limit)
     if png is not None:
         check_writable(png)
     limits = targets.limits(
@@ -71,7 +80,7 @@ def frontier(
     chosen = targets.solver_options(solver, solver_option or [])
     profile = targets.load_scores(scores)
     start = time.perf_counter()
-    with slow(f"tracing {points} sizes with {solver}", quiet=quiet):
+    with ProgressBar(f"tracing with {solver}", unit="sizes", quiet=quiet) as progress:
         traced = trace(
             profile,
             points=points,
@@ -82,8 +91,14 @@ def frontier(
             max_tokens=max_tokens,
             page=page,
             **asdict(limits),
+            objective=objective,  # type: ignore[arg-type]  # the request checks it
+            weights=None if weights is None else read_weights(weights),
+            bits=targets.bit_widths(bits),
+            cost=cost,  # type: ignore[arg-type]  # the request checks it
             solver=solver,
             solver_options=chosen,
+            time_limit=time_limit,
+            notify=progress,
         )
     seconds = time.perf_counter() - start
     if png is not None:
@@ -91,35 +106,55 @@ def frontier(
 
         draw_frontier(traced, png, title=f"{profile.shape.model_id}, {solver}, {level} level")
     if json:
-        rows = [_plain(point) for point in traced]
-        print_json({"solver": solver, "level": level, "seconds": seconds, "points": rows})
+        asked = {"solver": solver, "level": level, "objective": objective, "seconds": seconds}
+        print_json({**asked, "points": [_plain(point) for point in traced]})
     elif not quiet:
-        _print_table(traced)
+        _print_table(traced, objective=objective, weighted=weights is not None)
         note(f"{len(traced)} sizes in {duration(seconds)}")
+        if any(point.predicted_loss is not None for point in traced):
+            note(f"note: {LOSS_NOTE}")
 
 
 def _plain(point: FrontierPoint) -> dict[str, Any]:
     return {
         "share": point.share,
         "bytes": point.cost_bytes,
-        "retention": point.value,
+        "value": point.value,
         "bound": point.bound,
-        "retention_per_mib": point.value_per_mib,
+        "value_per_mib": point.value_per_mib,
+        "retention": point.retention,
+        "predicted_loss": point.predicted_loss,
     }
 
 
-def _price(value_per_mib: float | None) -> str:
-    return "unknown" if value_per_mib is None else f"{value_per_mib:+.4f}"
-
-
-def _print_table(traced: list[FrontierPoint]) -> None:
+def _print_table(traced: list[FrontierPoint], *, objective: str, weighted: bool) -> None:
+    """One line a size, with a bar of what is kept of the score mass."""
     from kvalloc.cli.picture import bar, can_print_bars
 
     unicode = can_print_bars()
-    print(f"{'kept':>7}  {'bytes':>10}  {'retention':>9}  {'gap':>7}  {'+1 MiB buys':>11}")
+    lossy = any(point.predicted_loss is not None for point in traced)
+    losing = objective == "loss"
+    # What was maximised, where it is neither the plain mean nor the loss that is shown in any case.
+    own = {"worst": ["worst unit"], "mean": ["weighted"] if weighted else []}.get(objective, [])
+    headings = ["kept", "bytes", "retention", *own, *(["loss"] if lossy else []), "gap"]
+    headings += ["+1 MiB saves" if losing else "+1 MiB buys", ""]
+    rows = []
     for point in traced:
-        picture = bar(point.value, 24, unicode=unicode)
-        print(
-            f"{point.share:>7.2%}  {size(point.cost_bytes):>10}  {point.value:>9.4f}  "
-            f"{point.bound - point.value:>7.1e}  {_price(point.value_per_mib):>11}  {picture}"
+        retention = point.retention or 0.0
+        rows.append(
+            [
+                f"{point.share:.2%}",
+                size(point.cost_bytes),
+                f"{retention:.4f}",
+                *([f"{point.value:.4f}"] if own else []),
+                *([_number(point.predicted_loss, ".4f")] if lossy else []),
+                f"{point.bound - point.value:.1e}",
+                _number(point.value_per_mib, ".4f" if losing else "+.4f"),
+                bar(retention, 12 if lossy or own else 24, unicode=unicode),
+            ]
         )
+    print_table(headings, rows)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "unknown" if value is None else f"{value:{form}}"

@@ -143,7 +143,7 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
 
     least, mean, most = _spread(profile)
     kept, whole = profile.retained_bytes, profile.full_bytes
-    bound = objective_text(profile.bound, profile.sense)
+    bound = objective_text(profile.bound, profile)
     source = f" ({profile.bound_source}), gap {gap_text(profile.gap)}" if profile.bound else ""
     options = ", ".join(f"{key}={value}" for key, value in profile.solver_options.items())
     policy = profile.policy
@@ -159,8 +159,7 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "predicted loss": "unknown, no loss curves"
             if profile.predicted_loss is None
             else f"{profile.predicted_loss:.6f} nats per token; {LOSS_NOTE}",
-            "objective": f"{objective_text(profile.objective, profile.sense)}, bound "
-            f"{bound}{source}",
+            "objective": f"{objective_text(profile.objective, profile)}, bound {bound}{source}",
             "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
             "bits": "16 (the model's dtype)" if profile.bits is None else bits_text(profile),
             **({} if profile.cost_bytes is None else {"cost": cost_text(profile)}),

@@ -51,13 +51,20 @@ def hanging(text: str, indent: int) -> str:
     return f"\n{'':<{indent}}".join(lines)
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, optional: Sequence[str] = ()
+) -> None:
     """Columns as wide as they need; first and last one flush left, numbers flush right.
 
-    Columns are one space apart where two do not fit into the terminal.
+    Columns are one space apart where two do not fit into the terminal, and optional ones are left
+    out, the first named first, where even that is too wide.
     """
     lines = [headings, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    for name in optional:
+        if name in headings and sum(_widths(lines)) + len(lines[0]) - 1 > terminal_width():
+            left_out = list(lines[0]).index(name)
+            lines = [[*line[:left_out], *line[left_out + 1 :]] for line in lines]
+    widths = _widths(lines)
     space = "  " if sum(widths) + 2 * (len(widths) - 1) <= terminal_width() else " "
     last = len(widths) - 1
     for line in lines:
@@ -66,6 +73,10 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         print(space.join(cells).rstrip())
+
+
+def _widths(lines: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*lines, strict=True)]
 
 
 def terminal_width() -> int:

@@ -189,6 +189,9 @@ def price_text(decided: BudgetProfile) -> str:
     if price is None:
         return ""
     source = f" ({decided.price_source})"
+    of = {"decode-bytes": " read per token", "communication": " communicated"}.get(
+        str(decided.requested.get("cost")), ""
+    )
     objective = decided.requested.get("objective")
     weighted = "weighted " if decided.requested.get("weights") else ""
     what = f"{weighted}retention{' of the worst unit' if objective == 'worst' else ''}"
@@ -196,13 +199,13 @@ def price_text(decided: BudgetProfile) -> str:
         amount = _little(decided.retained_bytes)
         bought = price * amount / 2**20
         if objective == "loss":
-            return f"{size(amount)} more save {bought:.3g} nats of {weighted}loss{source}"
-        return f"{size(amount)} more buy {100 * bought:+.3g}% {what}{source}"
+            return f"{size(amount)} more{of} save {bought:.3g} nats of {weighted}loss{source}"
+        return f"{size(amount)} more{of} buy {100 * bought:+.3g}% {what}{source}"
     if price == 0:
         return ""  # nothing more to be had
     if objective == "loss":
-        return f"0.001 nats less costs {size(0.001 * 2**20 / price)}{source}"
-    return f"0.01 more {what} costs {size(0.01 * 2**20 / price)}{source}"
+        return f"0.001 nats less costs {size(0.001 * 2**20 / price)}{of}{source}"
+    return f"0.01 more {what} costs {size(0.01 * 2**20 / price)}{of}{source}"
 
 
 def _little(kept_bytes: int) -> int:
@@ -234,11 +237,15 @@ def why_text(decided: BudgetProfile) -> str:
     return decided.detail.removeprefix(f"{decided.decided_by}: ")
 
 
-def objective_text(value: float | None, sense: str) -> str:
-    """An objective or bound with its unit."""
+def objective_text(value: float | None, decided: BudgetProfile) -> str:
+    """An objective or bound with its unit; a loss as it is measured, from 0 up."""
     if value is None:
         return "unknown"
-    return f"{value:.6f}" if sense == "max_value" else f"{round(value):,} bytes"
+    if decided.sense == "min_cost":
+        return f"{round(value):,} bytes"
+    if decided.requested.get("objective") == "loss":
+        return f"{abs(value):.6f} nats per token"
+    return f"{value:.6f}"
 
 
 def request_text(decided: BudgetProfile) -> str:
@@ -316,7 +323,7 @@ def ranks_text(decided: BudgetProfile) -> str:
 
 
 def _bound_text(decided: BudgetProfile) -> str:
-    text = objective_text(decided.bound, decided.sense)
+    text = objective_text(decided.bound, decided)
     if decided.bound is None:
         return text
     return f"{text} ({decided.bound_source}), gap {gap_text(decided.gap)}"
@@ -365,13 +372,8 @@ def _summary(
         "tokens": f"{decided.retained_tokens / heads:,.1f} of {decided.full_tokens / heads:,.1f} "
         f"per KV head on average ({decided.retained_tokens:,} entries)",
         "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
-        "objective": objective_text(decided.objective, decided.sense),
-        "bound": f"{objective_text(decided.bound, decided.sense)}"
-        + (
-            f" ({decided.bound_source}), gap {gap_text(decided.gap)}"
-            if decided.bound is not None
-            else ""
-        ),
+        "objective": objective_text(decided.objective, decided),
+        "bound": _bound_text(decided),
         "price": price_text(decided),
         "note": RETENTION_NOTE,
     }

@@ -9,7 +9,8 @@ import pytest
 
 import kvalloc
 from kvalloc.cli.main import main
-from tests.factories import make_scores, make_shape
+from tests.cli_tools import run
+from tests.factories import make_losses, make_scores, make_shape
 
 
 @pytest.fixture
@@ -55,6 +56,44 @@ def test_frontier_in_numbers_and_as_a_picture(
     assert png.read_bytes().startswith(b"\x89PNG")
     assert main(["frontier", files["scores"], "--points", "5"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+@pytest.mark.parametrize("objective", ["mean", "worst", "loss"])
+def test_frontier_of_any_objective(
+    objective: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Retention or loss against bytes, where loss was measured."""
+    pytest.importorskip("matplotlib")
+    scores, png = str(tmp_path / "s.safetensors"), tmp_path / "f.png"
+    make_losses().save(scores)
+    asked = ["frontier", scores, "--points", "6", "--objective", objective]
+    assert main([*asked, "--png", str(png), "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    values = [point["value"] for point in points]
+    assert values == sorted(values)
+    assert all(0 <= point["retention"] <= 1 + 1e-12 for point in points)
+    assert all(point["bound"] >= point["value"] for point in points)
+    if objective == "loss":
+        for point in points:
+            assert point["predicted_loss"] == pytest.approx(-point["value"], abs=1e-12)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert main(asked) == 0
+    captured = capsys.readouterr()
+    heading = captured.out.splitlines()[0]
+    assert ("worst unit" in heading) == (objective == "worst")
+    assert ("+1 MiB saves" in heading) == (objective == "loss")
+    assert " loss " in heading
+    assert "sum of single-unit measurements" in captured.err
+
+
+def test_frontier_of_weighted_layers(files: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "w.json").write_text("[1, 2, 3]")
+    asked = ["frontier", files["scores"], "--weights", str(tmp_path / "w.json"), "--points", "4"]
+    ran = run(*asked)
+    assert ran.code == 0, ran.err
+    assert "weighted" in ran.out.splitlines()[0]
+    points = run(*asked, "--json").json["points"]
+    assert any(point["value"] != point["retention"] for point in points)
 
 
 def test_diff_shows_who_gains(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

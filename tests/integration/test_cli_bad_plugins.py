@@ -1,0 +1,83 @@
+"""Solvers that lie, overspend, raise, hang or mumble: one line, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import bad_plugins
+import pytest
+from cli_tools import refused, run
+from factories import make_scores
+
+from kvalloc import checking, registry
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.solver import Solver
+
+BAD = {
+    cls.name: cls
+    for cls in vars(bad_plugins).values()
+    if isinstance(cls, type) and issubclass(cls, Solver) and cls is not Solver
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    make_scores(0).save(tmp_path / "s.safetensors")
+    ours = dict(registry._group(registry.SOLVERS))
+    own = {
+        name: EntryPoint(name, f"bad_plugins:{cls.__name__}", registry.SOLVERS)
+        for name, cls in BAD.items()
+    }
+    monkeypatch.setattr(registry, "_group", lambda group: {**ours, **own})
+    monkeypatch.setattr(checking, "GRACE_SECONDS", 0.1)
+    return tmp_path
+
+
+CASES = [
+    ("liar", [], ["liar reports an objective of 1; it is"]),
+    ("spender", [], ["spender spends", "of a capacity of"]),
+    ("raiser", [], ["raiser failed: IndexError: first line second line", "try another one"]),
+    ("hanger", ["--time-limit", "0.1"], ["hanger ignores its time limit", "try another one"]),
+    ("mumbler", [], ["mumbler returned no sound Solution"]),
+    ("misplacer", ["--level", "head", "--ranks", "2"], ["misplacer returned no sound Solution"]),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "words"), CASES, ids=[case[0] for case in CASES])
+def test_solve_refuses_what_it_says(folder, name, options, words):
+    asked = ["--budget", "40%", "--solver", name, *options, "-o", folder / "p.json"]
+    line = refused(folder, "solve", folder / "s.safetensors", *asked)
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(("name", "options", "words"), CASES, ids=[case[0] for case in CASES])
+def test_compare_goes_on_with_the_others(folder, name, options, words):
+    asked = ["--budget", "40%", "--solver", name, "--solver", "ilp", *options, "--json"]
+    ran = run("compare", folder / "s.safetensors", *asked)
+    assert ran.code == 0, ran.err
+    rows = {row["solver"]: row for row in ran.json}
+    assert rows["ilp"]["reason"] is None
+    for word in words:
+        assert word in rows[name]["reason"]
+
+
+@pytest.mark.parametrize("name", ["liar", "spender", "raiser", "mumbler"])
+def test_frontier_believes_them_no_more(folder, name):
+    asked = ["frontier", folder / "s.safetensors", "--points", "4", "--solver", name]
+    assert f"the solver {name} " in refused(folder, *asked)
+
+
+def test_an_honest_one_is_used_and_its_words_are_one_line(folder):
+    asked = ["--budget", "40%", "--solver", "honest", "-o", folder / "p.json"]
+    assert run("solve", folder / "s.safetensors", *asked).code == 0
+    profile = BudgetProfile.load(folder / "p.json")
+    assert (profile.solver, profile.decided_by, profile.detail) == ("honest", "honest", "two lines")
+    assert profile.termination == "heuristic"
+    assert profile.bound is not None
+    assert profile.bound > profile.objective
+
+
+def test_no_plug_in_is_taken_by_auto(folder):
+    asked = ["--budget", "40%", "--level", "head", "--max-distinct", "2", "--json"]
+    assert run("solve", folder / "s.safetensors", *asked).json["decided_by"] == "ilp"
