@@ -118,12 +118,9 @@ class Observed:
 
     def rows(self, indices: Tensor) -> Observed:
         """The same for other rows of the batch, ``(n_rows,)``."""
-        columns = None if self.columns is None else self.columns[indices]
-        return replace(
-            self,
-            columns=columns,
-            totals={name: total[indices] for name, total in self.totals.items()},
-        )
+        columns = None if self.columns is None else self.columns[indices.to(self.columns.device)]
+        totals = {name: total[indices.to(total.device)] for name, total in self.totals.items()}
+        return replace(self, columns=columns, totals=totals)
 
 
 if TYPE_CHECKING:

@@ -255,6 +255,7 @@ class BudgetProfile:
         allow_other_model: bool = False,
         policy: str | Policy | None = None,
         policy_options: dict[str, Any] | None = None,
+        decode_every: int | None = None,
     ) -> Cache:
         """A transformers cache that keeps these budgets.
 
@@ -269,6 +270,9 @@ class BudgetProfile:
             of a scorer whose best entries stay; the profile's own by default.
         policy_options : dict, optional
             Parameters of the policy or scorer that is named.
+        decode_every : int, optional
+            Keep the budget while decoding, too: go back to it whenever so many tokens have
+            followed the prompt. By default they are never evicted.
 
         Returns
         -------
@@ -292,6 +296,7 @@ class BudgetProfile:
             allow_other_model=allow_other_model,
             policy=policy,
             policy_options=policy_options,
+            decode_every=decode_every,
         )
         return cache
 

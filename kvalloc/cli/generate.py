@@ -77,6 +77,15 @@ def generate(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="A parameter of --policy; may be repeated."),
     ] = None,
+    decode_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Keep the budget while answering, too: go back to it every N tokens. By default "
+            "the answer is never evicted.",
+        ),
+    ] = None,
     allow_other_model: Annotated[
         bool,
         typer.Option("--allow-other-model", help="Accept a profile of a model of the same sizes."),
@@ -95,8 +104,8 @@ def generate(
     budgets = _budgets(profile, full=full)
     if policy_option and policy is None:
         raise InputError("--policy-option belongs to a policy; name it with --policy")
-    if policy is not None and budgets is None:
-        raise InputError("--policy picks entries within budgets; it does not go with --full")
+    if (policy is not None or decode_every is not None) and budgets is None:
+        raise InputError("--policy and --decode-every keep to budgets; they do not go with --full")
     text = _prompt(prompt, prompt_file)
     from kvalloc.models import load_model, require_run_packages
 
@@ -109,7 +118,7 @@ def generate(
         loaded = load_model(
             model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
         )
-    cache = _cache(loaded, budgets, allow_other_model=allow_other_model)
+    cache = _cache(loaded, budgets, allow_other_model=allow_other_model, decode_every=decode_every)
     inputs = _tokenise(loaded, text, chat)
     n_tokens = int(inputs["input_ids"].shape[1])
     _check_length(loaded, n_tokens, max_new_tokens)
@@ -195,9 +204,17 @@ def _decode(data: bytes, where: str) -> str:
         ) from error
 
 
-def _cache(loaded: LoadedModel, budgets: BudgetProfile | None, *, allow_other_model: bool) -> Any:
+def _cache(
+    loaded: LoadedModel,
+    budgets: BudgetProfile | None,
+    *,
+    allow_other_model: bool,
+    decode_every: int | None,
+) -> Any:
     if budgets is not None:
-        return budgets.cache(loaded.model, allow_other_model=allow_other_model)
+        return budgets.cache(
+            loaded.model, allow_other_model=allow_other_model, decode_every=decode_every
+        )
     from transformers import DynamicCache
 
     return DynamicCache(config=loaded.model.config)

@@ -33,7 +33,7 @@ class Applied:
 
 @contextmanager
 def apply(
-    model: Any, profile: BudgetProfile, *, allow_other_model: bool = False
+    model: Any, profile: BudgetProfile, *, allow_other_model: bool = False, **options: Any
 ) -> Iterator[Applied]:
     """Inside the ``with``, each ``model.generate()`` reduces its prompt to the profile's budgets.
 
@@ -49,6 +49,8 @@ def apply(
         Budgets made for this model.
     allow_other_model : bool
         Accept a model of another name with the same sizes.
+    **options
+        `policy`, `policy_options` and `decode_every` of `make_cache`.
 
     Yields
     ------
@@ -68,9 +70,8 @@ def apply(
     # Made once on entering, so that a profile that cannot work is refused here; held, so that the
     # hooks stay for all calls.
     chunked = _chunk_size(model, {}) is not None
-    held = make_cache(
-        profile, model, allow_other_model=allow_other_model, prompt_tokens=1 if chunked else None
-    )
+    options["allow_other_model"] = allow_other_model
+    held = make_cache(profile, model, prompt_tokens=1 if chunked else None, **options)
     applied = Applied()
 
     @wraps(generate)
@@ -79,9 +80,7 @@ def apply(
             return generate(*args, **kwargs)
         check_generate(model, kwargs)
         tokens = _prompt_tokens(args, kwargs) if _chunk_size(model, kwargs) else None
-        cache = make_cache(
-            profile, model, allow_other_model=allow_other_model, prompt_tokens=tokens
-        )
+        cache = make_cache(profile, model, prompt_tokens=tokens, **options)
         applied.last_cache = cache
         return generate(*args, **{**kwargs, "past_key_values": cache})
 

@@ -30,11 +30,16 @@ class Step:
     new_visible : Tensor of bool, (batch, new_tokens), or None
         The same for the new tokens alone.
     budgets : ndarray of int64, (batch, n_layers, n_kv_heads), or None
-        What may stay after it; None for tokens that follow the prompt, which all stay.
+        What may stay after it; None where all stay, as tokens that follow the prompt do by
+        default.
     prompt_tokens : int
         Columns of the prompt as far as it is known.
     completes : bool
         Whether the prompt is known to be complete after it.
+    follows : bool
+        Whether its tokens follow the prompt.
+    remember : bool
+        Whether what the policy notes of it will be wanted later.
     """
 
     batch: int
@@ -45,6 +50,8 @@ class Step:
     budgets: IntArray | None
     prompt_tokens: int
     completes: bool
+    follows: bool = False
+    remember: bool = True
 
     def following_visible(self, tokens: int) -> Tensor | None:
         """The last columns of `visible`, (batch, tokens); None where they hide nothing."""
@@ -82,7 +89,8 @@ class Arrival:
     """Follows the tokens of one cache.
 
     The prompt is the first forward, unless its length was announced (`prompt_tokens`) or it runs
-    inside `BudgetCache.prefill`. Everything after it follows and is never evicted.
+    inside `BudgetCache.prefill`. Everything after it follows, and is never evicted unless the
+    budget is kept while decoding.
 
     Parameters
     ----------
@@ -90,11 +98,18 @@ class Arrival:
         Whose budgets hold.
     announced : int or None
         Columns of the prompt, if they were announced.
+    decode_every : int, optional
+        Go back to the prompt's budgets whenever so many tokens have followed.
     """
 
-    def __init__(self, profile: BudgetProfile, announced: int | None) -> None:
+    def __init__(
+        self, profile: BudgetProfile, announced: int | None, decode_every: int | None = None
+    ) -> None:
         self._profile = profile
         self.announced = announced
+        self.decode_every = decode_every
+        self._kept_budgets: IntArray | None = None
+        self._followed = 0
         self.prompt_tokens: int | None = None
         self.complete = False
         self.open = False
@@ -130,6 +145,9 @@ class Arrival:
                 )
         visible = self._visible(seen, batch, new_tokens, mask)
         prompt_tokens = expected if in_prompt else (self.prompt_tokens or seen)
+        if not in_prompt and self.decode_every is not None:
+            return self._following(seen, batch, new_tokens, visible)
+        completes = in_prompt and not self.open and end == expected
         return Step(
             batch=batch,
             new_tokens=new_tokens,
@@ -138,20 +156,50 @@ class Arrival:
             new_visible=None if visible is None else _or_none(visible[:, seen:]),
             budgets=self._budgets(batch, end, expected, visible) if in_prompt else None,
             prompt_tokens=prompt_tokens,
-            completes=in_prompt and not self.open and end == expected,
+            completes=completes,
+            follows=not in_prompt,
+            remember=in_prompt and (not completes or self.decode_every is not None),
+        )
+
+    def _following(self, seen: int, batch: int, new_tokens: int, visible: Tensor | None) -> Step:
+        """Tokens after the prompt, where the budget is kept while decoding."""
+        assert self.decode_every is not None
+        new_visible = None if visible is None else _or_none(visible[:, seen:])
+        if new_visible is not None:
+            raise UnsupportedRequestError(
+                "tokens that follow a prompt cannot have padding where the budget is kept while "
+                "decoding; ask questions of equal length together, or leave out decode_every"
+            )
+        due = self._followed + new_tokens >= self.decode_every
+        return Step(
+            batch=batch,
+            new_tokens=new_tokens,
+            seen=seen,
+            visible=visible,
+            new_visible=None,
+            budgets=self._kept_budgets if due else None,
+            prompt_tokens=self.prompt_tokens or seen,
+            completes=False,
+            follows=True,
         )
 
     def commit(self, step: Step) -> None:
         """The forward went through."""
         self.visible = step.visible
-        if step.budgets is not None:
+        if step.follows:
+            self._followed = 0 if step.budgets is not None else self._followed + step.new_tokens
+        elif step.budgets is not None:
             self.prompt_tokens = step.seen + step.new_tokens
             self.complete = step.completes
+            # A short prompt has less than sinks and window; what follows fills them.
+            self._kept_budgets = np.maximum(step.budgets, self._profile.policy.protected_tokens)
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what row ``rows[i]`` has seen."""
         if self.visible is not None:
             self.visible = self.visible[rows.to(self.visible.device)]
+        if self._kept_budgets is not None:
+            self._kept_budgets = self._kept_budgets[rows.cpu().numpy()]
 
     def crop(self, columns: int) -> None:
         """Forget all but the first columns."""

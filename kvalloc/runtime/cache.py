@@ -45,7 +45,8 @@ class BudgetCache(Cache):
     While the prompt runs, each full-attention layer first attends to all it holds, then the
     policy ranks the entries and only the budget stays: sinks, window and, for each row and KV
     head, its own best. What is evicted is freed before the next layer runs. Tokens that follow,
-    any number at a time, are added and never evicted. Positions stay true: `get_seq_length` is
+    any number at a time, are added; they are never evicted, unless the budget is kept while
+    decoding (``decode_every``). Positions stay true: `get_seq_length` is
     the number of tokens seen. Make one with `BudgetProfile.cache` or `make_cache`; budgets,
     entries and masks belong to this object and not to the model, so any number of caches can be
     interleaved.
@@ -68,6 +69,7 @@ class BudgetCache(Cache):
         *,
         layers: list[Any],
         prompt_tokens: int | None = None,
+        decode_every: int | None = None,
     ) -> None:
         super().__init__(layers=layers)
         self.profile = profile
@@ -75,6 +77,7 @@ class BudgetCache(Cache):
         self.decoder = weakref.ref(decoder_of(model))
         self._model_name = type(model).__name__
         self._announced_tokens = prompt_tokens
+        self._decode_every = decode_every
         self._reader = self._policy.reader(sinks=profile.policy.sinks, window=profile.policy.window)
         self._forget()
         hooks.retain(self, decoder_of(model))
@@ -82,7 +85,7 @@ class BudgetCache(Cache):
     def _forget(self) -> None:
         if self._reader is not None:
             self._reader.forget()
-        self.arrival = Arrival(self.profile, self._announced_tokens)
+        self.arrival = Arrival(self.profile, self._announced_tokens, self._decode_every)
         self._step: Step | None = None
         self._targets: dict[int, IntArray] = {}
         self._masks: dict[tuple[int, int, torch.device], Tensor | None] = {}
@@ -213,7 +216,7 @@ class BudgetCache(Cache):
         finally:
             arrival.open = False
             arrival.complete = arrival.prompt_tokens is not None
-            for layer in self._budget_layers:
+            for layer in self._budget_layers if self._decode_every is None else ():
                 layer.unfinished.clear()
 
     # What the hooks call
@@ -279,7 +282,7 @@ class BudgetCache(Cache):
         output = self._attention(layer, states, compute)
         step = self._step
         assert step is not None
-        if step.budgets is None:
+        if not layer.awaits_eviction and not step.remember:
             return output
         policy = self.profile.policy
         eviction = Eviction(
@@ -288,12 +291,15 @@ class BudgetCache(Cache):
             window=policy.window,
             prompt_tokens=step.prompt_tokens,
             visible=step.new_visible,
+            remember=step.remember,
         )
         if layer.awaits_eviction:
             eviction.evict(layer, states, self._targets[states.layer])
-        elif not step.completes:
+            if self._reader is not None:
+                self._reader.forget()
+        else:
             eviction.observe(layer, states)
-        if step.completes:
+        if not step.remember:
             layer.unfinished.clear()
         return output
 
@@ -431,10 +437,7 @@ class BudgetCache(Cache):
             If the cut would reach into a reduced prompt, or into tokens that a sliding layer has
             dropped.
         """
-        if self.get_seq_length() and not self.prompt_complete:
-            raise UnsupportedRequestError(
-                "cannot crop before the prompt is complete; reset the cache and start again"
-            )
+        refusals.check_crop(self)
         for layer in self.layers:
             if isinstance(layer, BudgetLayer):
                 layer.crop_count(tokens_to_remove)

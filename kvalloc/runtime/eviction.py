@@ -72,6 +72,8 @@ class Eviction:
         Length of the prompt as far as it is known.
     visible : Tensor of bool, (batch, n_new_tokens), or None
         False marks padding among the new tokens.
+    remember : bool
+        Whether there will be another chunk, for which the policy has to note something.
     """
 
     policy: EvictionPolicy
@@ -79,13 +81,15 @@ class Eviction:
     window: int
     prompt_tokens: int
     visible: Tensor | None
+    remember: bool = True
 
     @torch.no_grad()
     def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
         """Let the policy note what it wants of a chunk after which nothing is evicted."""
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
-            found = self._candidates(layer, states, part)
-            self._note(layer.unfinished, part, found.states)
+            if self.policy.observes:
+                found = self._candidates(layer, states, part)
+                self._note(layer.unfinished, part, found.states)
             self._note_queries(layer.unfinished, part, states)
 
     @torch.no_grad()
@@ -161,8 +165,9 @@ class Eviction:
         queries = self._row_queries(states, row)
         wanted = self.policy.query_rows(self.prompt_tokens)
         queries = layer.unfinished.queries_of(row, queries, wanted)
-        changes: dict[str, Tensor | None] = {}
+        changes: dict[str, Tensor | int | None] = {}
         if head is not None:
+            changes["first_head"] = states.first_head + head
             n_kv_heads = int(states.keys.shape[1])
             group = queries.shape[1] // n_kv_heads
             mine = slice(head * group, (head + 1) * group)
@@ -216,8 +221,9 @@ class Eviction:
             kept = self.policy.keep(found.states, budgets, sinks=self.sinks, window=self.window)
             check_kept(self.policy, kept, budgets)
             combined = self.policy.combine(found.states, kept, sinks=self.sinks, window=self.window)
-        self._note(after, part, found.states, kept)
-        self._note_queries(after, part, states, layer.unfinished)
+        if self.remember:
+            self._note(after, part, found.states, kept)
+            self._note_queries(after, part, states, layer.unfinished)
         bias = found.bias
         if combined is not None and combined.logit_bias is not None:
             bias = combined.logit_bias
@@ -234,7 +240,9 @@ class Eviction:
         self, notes: Unfinished, part: Part, states: AttentionStates, kept: Tensor | None = None
     ) -> None:
         """What the policy remembers of this chunk, for the entries that stay."""
-        observed = self.policy.observe(states, sinks=self.sinks)
+        observed = None
+        if self.policy.observes:
+            observed = self.policy.observe(states, sinks=self.sinks)
         notes.observed.pop(part, None)
         if observed is None:
             return

@@ -228,7 +228,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
         super().batch_repeat_interleave(repeats)
-        if self.reduced:
+        if self.keys is not None and self.keys.ndim == 4:
             batch = int(self.keys.shape[0]) // repeats
             self._select_kept(torch.arange(batch).repeat_interleave(repeats))
 
@@ -247,6 +247,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.logit_bias = self.logit_bias[rows.to(self.logit_bias.device)]
         if self.entries is not None:
             self.entries = self.entries.rows(rows)
+        self.unfinished.select(rows)
 
 
 def gathered(states: Tensor, indices: Tensor) -> Tensor:

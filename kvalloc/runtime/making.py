@@ -13,7 +13,7 @@ from kvalloc.errors import InputError
 from kvalloc.models import shape_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.policies import changed_policy
+from kvalloc.runtime.policies import changed_policy, policy_class
 from kvalloc.runtime.sizes import make_layers
 
 __all__ = ["make_cache"]
@@ -27,6 +27,7 @@ def make_cache(
     prompt_tokens: int | None = None,
     policy: str | Policy | None = None,
     policy_options: Mapping[str, Any] | None = None,
+    decode_every: int | None = None,
 ) -> BudgetCache:
     """A cache for one conversation that keeps the profile's budgets of its prompt.
 
@@ -47,6 +48,10 @@ def make_cache(
         policy or a scorer, see `kvalloc.runtime.policies.changed_policy`.
     policy_options : mapping, optional
         Parameters of the policy or scorer that is named.
+    decode_every : int, optional
+        Keep the budget while decoding: whenever so many tokens have followed, the policy goes
+        back to the budgets of the prompt, decoded tokens among the candidates, the latest of them
+        in the window. 1 is a hard cap. By default what follows the prompt is never evicted.
 
     Returns
     -------
@@ -59,17 +64,21 @@ def make_cache(
     UnsupportedModelError
         If the model's attention or cache is of a kind that cannot be reduced.
     UnsupportedRequestError
-        If the model is compiled, or prefills in chunks of unannounced length.
+        If the model is compiled, or prefills in chunks of unannounced length, or the policy
+        cannot keep the budget while decoding.
     InputError
         If the budgets or the scorer do not fit sinks and window, or there is no such policy.
     """
     profile = _with_policy(profile, policy, policy_options)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)
+    refusals.check_decoding(policy_class(profile.policy.name), decode_every)
     shape = shape_of(model)
     profile.shape.require_same_model(shape, allow_other_model=allow_other_model)
     layers = make_layers(model, shape)
-    return BudgetCache(profile, model, layers=layers, prompt_tokens=prompt_tokens)
+    return BudgetCache(
+        profile, model, layers=layers, prompt_tokens=prompt_tokens, decode_every=decode_every
+    )
 
 
 def _with_policy(

@@ -107,6 +107,27 @@ def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
         )
 
 
+def check_decoding(policy: type[EvictionPolicy], decode_every: object) -> None:
+    """Refuse to keep the budget while decoding where that cannot be right.
+
+    Raises
+    ------
+    InputError
+        For a number of steps that is not positive.
+    UnsupportedRequestError
+        For a policy that puts something of the evicted entries into the kept ones.
+    """
+    if decode_every is None:
+        return
+    if isinstance(decode_every, bool) or not isinstance(decode_every, int) or decode_every < 1:
+        raise InputError(f"decode_every is {decode_every!r}, expected a number of tokens >= 1")
+    if policy.combine is not EvictionPolicy.combine:
+        raise UnsupportedRequestError(
+            f"the policy {policy.name} merges entries, for which it has to see the whole prompt at "
+            "once; leave out decode_every, or choose another policy"
+        )
+
+
 def check_chunk(policy: EvictionPolicy, step: Step) -> None:
     """Refuse a chunk of a prompt where the policy has to see all of it at once.
 
@@ -116,7 +137,7 @@ def check_chunk(policy: EvictionPolicy, step: Step) -> None:
         For a policy that puts something of the evicted entries into the kept ones: what earlier
         chunks have put there would be counted as one token again.
     """
-    whole = step.seen == 0 and step.completes
+    whole = step.follows or (step.seen == 0 and step.completes)
     merges = getattr(type(policy), "combine", None) is not EvictionPolicy.combine
     if merges and step.budgets is not None and not whole:
         raise UnsupportedRequestError(
@@ -138,6 +159,25 @@ def check_read(policy: EvictionPolicy, targets: Iterable[IntArray]) -> None:
             f"the policy {policy.name} leaves entries unread at each decoded token, which needs "
             "the same number of entries in all rows and heads of a layer; use a profile of layer "
             "level and prompts of equal length, or another policy"
+        )
+
+
+def check_crop(cache: BudgetCache) -> None:
+    """Refuse to take tokens back where that cannot be right, whichever they are.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        While the prompt is arriving, or where the budget is kept while decoding.
+    """
+    if cache.arrival.decode_every is not None:
+        raise UnsupportedRequestError(
+            "cannot crop a cache that keeps its budget while decoding: what scores were made of "
+            "cannot be taken back; make one without decode_every"
+        )
+    if cache.get_seq_length() and not cache.prompt_complete:
+        raise UnsupportedRequestError(
+            "cannot crop before the prompt is complete; reset the cache and start again"
         )
 
 

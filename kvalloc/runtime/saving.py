@@ -47,6 +47,11 @@ def save_cache(cache: BudgetCache, path: str | Path) -> None:
             "this cache holds no complete prompt, so there is nothing to save; run the model with "
             "it first"
         )
+    if cache.arrival.decode_every is not None:
+        raise UnsupportedRequestError(
+            "a cache that keeps its budget while decoding cannot be saved: the file has no place "
+            "for what its policy has noted so far; make one without decode_every"
+        )
     model = cache.decoder()
     if model is None:
         raise UnsupportedRequestError(

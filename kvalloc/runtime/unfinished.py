@@ -60,6 +60,22 @@ class Unfinished:
         self.observed.clear()
         self.queries.clear()
 
+    def select(self, rows: Tensor) -> None:
+        """Let row i go on with the notes of row ``rows[i]``."""
+        observed: dict[Part, Observed] = {}
+        for (row, head), found in self.observed.items():
+            if row is None:
+                observed[(None, head)] = found.rows(rows)
+            for place in (rows == row).nonzero()[:, 0].tolist() if row is not None else ():
+                observed[(place, head)] = found
+        queries: dict[int | None, Tensor] = {}
+        for row, held in self.queries.items():
+            if row is None:
+                queries[None] = held[rows.to(held.device)]
+            for place in (rows == row).nonzero()[:, 0].tolist() if row is not None else ():
+                queries[place] = held
+        self.observed, self.queries = observed, queries
+
     def observed_of(self, part: Part, n_kv_heads: int) -> Observed | None:
         """What was noted of a piece, if need be cut from the notes of a larger one."""
         row, head = part

@@ -158,6 +158,12 @@ class EvictionPolicy(ABC):
         """What to remember of a chunk that does not complete the prompt; see `Scorer.observe`."""
         return self.scorer.observe(states, sinks=sinks)
 
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` has anything to note; if not, it need not be called."""
+        own = type(self).observe is not EvictionPolicy.observe
+        return own or type(self.scorer).observe is not Scorer.observe
+
     def query_rows(self, n_tokens: int) -> int:
         """How many of a prompt's last queries `keep` wants to see; see `Scorer.query_rows`."""
         return self.scorer.query_rows(n_tokens)

@@ -107,6 +107,11 @@ class MPCache(EvictionPolicy):
         """What the scorer wants; the last rows are held back by the cache."""
         return None if self.rows_share else self.scorer.observe(states, sinks=sinks)
 
+    @property
+    def observes(self) -> bool:
+        """Whether the scorer does, where it is used."""
+        return not self.rows_share and type(self.scorer).observe is not Scorer.observe
+
     def query_rows(self, n_tokens: int) -> int:
         """The last rows."""
         if not self.rows_share:

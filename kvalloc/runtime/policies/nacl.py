@@ -135,6 +135,11 @@ class NaCl(EvictionPolicy):
     def observe(self, states: AttentionStates, *, sinks: int) -> None:
         """Nothing: the proxies' queries are held back by the cache."""
 
+    @property
+    def observes(self) -> bool:
+        """It does not."""
+        return False
+
     def query_rows(self, n_tokens: int) -> int:
         """From the first proxy to the end."""
         if self.proxy_start is not None:
