@@ -11,6 +11,7 @@ import typer
 
 from kvalloc.cli.models import Device, Dtype, ModelName
 from kvalloc.cli.output import Json, Quiet, duration, note, print_fields, print_json, size
+from kvalloc.cli.targets import bit_widths
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
@@ -84,6 +85,14 @@ def profile(
     count_sinks: Annotated[
         bool, typer.Option("--count-sinks", help="Count the sinks as evictable, as XKV does.")
     ] = False,
+    bits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="16,8,4",
+            help="Measure what these bit widths do to the attention output too, for "
+            "'kvalloc solve --bits'.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the choice of samples.")] = 0,
     loss: Annotated[
         str | None,
@@ -128,6 +137,7 @@ def profile(
         "seed": seed,
         "loss": loss,
         "loss_level": loss_level,
+        "bits": bit_widths(bits),
         "resume": resume,
     }
     from kvalloc.cli.progress import slow

@@ -34,6 +34,8 @@ class MeasuredSample:
         Largest difference between a curve and its interpolation.
     losses, loss_stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_levels), or None
         Loss curves and their standard errors, where those are measured.
+    fidelity : ndarray of float64, (n_layers, n_kv_heads, n_bits), or None
+        What each bit width leaves of the attention output, where that was asked for.
     """
 
     curves: FloatArray
@@ -41,6 +43,7 @@ class MeasuredSample:
     interpolation_error: float
     losses: FloatArray | None = None
     loss_stderr: FloatArray | None = None
+    fidelity: FloatArray | None = None
 
 
 def checkpoint_folder(output: str | Path) -> Path:
@@ -93,7 +96,7 @@ class Checkpoint:
             "masses": np.ascontiguousarray(sample.masses),
             "interpolation_error": np.array([sample.interpolation_error]),
         }
-        for name in ("losses", "loss_stderr"):
+        for name in ("losses", "loss_stderr", "fidelity"):
             array = getattr(sample, name)
             if array is not None:
                 arrays[name] = np.ascontiguousarray(array)
@@ -121,6 +124,7 @@ class Checkpoint:
                 interpolation_error=float(arrays["interpolation_error"][0]),
                 losses=arrays.get("losses"),
                 loss_stderr=arrays.get("loss_stderr"),
+                fidelity=arrays.get("fidelity"),
             )
         except (OSError, SafetensorError, KeyError, IndexError):
             return None  # missing or damaged: measured again

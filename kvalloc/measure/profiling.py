@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +15,8 @@ from kvalloc.errors import InputError
 from kvalloc.files import check_writable
 from kvalloc.measure.checkpoint import Checkpoint, MeasuredSample, checkpoint_folder
 from kvalloc.measure.curves import on_grid, retention_curves
+from kvalloc.measure.fidelity import checked_widths, layer_fidelity
+from kvalloc.measure.fingerprint import fingerprint
 from kvalloc.measure.loss_plan import LossMethod, LossPlan
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet, choose_samples
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
-_FINGERPRINT_ELEMENTS = 16
 _MEASURED_LAYERS = 20
 """About what measuring a layer's losses takes, in layers of a mini-prefill; for the time left."""
 
@@ -50,6 +50,7 @@ class _Job:
     samples: SampleSet
     batch: int
     losses: LossPlan | None
+    bits: tuple[int, ...] = ()
 
     @property
     def curves_shape(self) -> tuple[int, int, int]:
@@ -106,6 +107,7 @@ def profile(
     resume: bool = False,
     keep_checkpoint: bool = False,
     model_id: str | None = None,
+    bits: Sequence[int] | None = None,
 ) -> ScoreProfile:
     """Measure how concentrated the attention of every layer and KV head is.
 
@@ -158,6 +160,10 @@ def profile(
         Leave the folder to the caller.
     model_id : str, optional
         Instead of what the model's config says.
+    bits : sequence of int, optional
+        Bit widths, of 16, 8 and 4, whose effect on the attention output of the window's rows is
+        measured too (`kvalloc.quantising.output_fidelity`). Costs another pass over keys and
+        values for each width below 16, so it is off by default.
 
     Returns
     -------
@@ -203,6 +209,7 @@ def profile(
         samples=chosen,
         batch=batch,
         losses=_loss_plan(loss, loss_level),
+        bits=checked_widths(bits),
     )
     kept = None
     if checkpoint is not None:
@@ -265,7 +272,7 @@ def _measure_all(
     results: list[MeasuredSample] = []
     for group in job.groups():
         finished = [kept.load(i, job.curves_shape) for i in group] if kept is not None else []
-        found = [sample for sample in finished if sample is not None and _has_losses(job, sample)]
+        found = [sample for sample in finished if sample is not None and _has_all(job, sample)]
         if len(found) == len(group):
             results += found
         else:  # a part of a group runs again with its companions: the same sums, bit for bit
@@ -299,6 +306,7 @@ def _measure_group(
     curves = np.ones((len(group), *job.curves_shape))
     masses = np.zeros((len(group), *job.curves_shape[:2]))
     errors = np.zeros(len(group))
+    fidelity = np.ones((len(group), *job.curves_shape[:2], len(job.bits)))
     layers = job.shape.full_layers
     first, end = job.sinks, ids.shape[1] - job.scorer.window
 
@@ -310,12 +318,19 @@ def _measure_group(
             exact, masses[row, layer] = retention_curves(scores[row])
             curves[row, layer], error = on_grid(exact, job.ranks)
             errors[row] = max(errors[row], error)
+        if job.bits:
+            fidelity[:, layer] = layer_fidelity(
+                states, job.bits, window=job.scorer.window, model_id=job.shape.model_id
+            )
         layer_done(layers.index(layer) + 1)
 
     mini_prefill(job.model, torch.from_numpy(ids).to(device), look, layers=layers)
     return [
         MeasuredSample(
-            curves=curves[row], masses=masses[row], interpolation_error=float(errors[row])
+            curves=curves[row],
+            masses=masses[row],
+            interpolation_error=float(errors[row]),
+            fidelity=fidelity[row] if job.bits else None,
         )
         for row in range(len(group))
     ]
@@ -355,8 +370,10 @@ def _with_losses(
     return complete
 
 
-def _has_losses(job: _Job, sample: MeasuredSample) -> bool:
-    """Whether a finished sample holds the losses that are wanted."""
+def _has_all(job: _Job, sample: MeasuredSample) -> bool:
+    """Whether a finished sample holds the bits and losses that are wanted."""
+    if (sample.fidelity is not None) != bool(job.bits):
+        return False
     if job.losses is None:
         return True
     heads = job.shape.n_kv_heads if job.losses.level == "head" else 1
@@ -385,6 +402,7 @@ def _assemble(job: _Job, results: list[MeasuredSample]) -> ScoreProfile:
                 [result.loss_stderr for result in results if result.loss_stderr is not None]
             ),
         }
+    fidelities = [result.fidelity for result in results]
     return ScoreProfile(
         **losses,
         shape=job.shape,
@@ -397,6 +415,8 @@ def _assemble(job: _Job, results: list[MeasuredSample]) -> ScoreProfile:
         curves=np.stack([result.curves for result in results]),
         masses=np.stack([result.masses for result in results]),
         sample_tokens=np.array([ids.size for ids in job.samples.token_ids], dtype=np.int64),
+        bit_widths=np.array(job.bits, dtype=np.int64) if job.bits else None,
+        bit_fidelity=np.stack([f for f in fidelities if f is not None]) if job.bits else None,
         interpolation_error=max(result.interpolation_error for result in results),
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
@@ -460,9 +480,10 @@ def _job_record(job: _Job) -> dict[str, Any]:
     """Everything that decides the numbers, for the manifest of a checkpoint."""
     from kvalloc.attention_hook import base_implementation
 
-    return {
+    bits = {"bits": list(job.bits)} if job.bits else {}
+    return bits | {
         "model": job.shape.to_dict(),
-        "weights": _fingerprint(job.model),
+        "weights": fingerprint(job.model),
         "dtype": str(job.model.dtype),
         "attention": base_implementation(job.model.config),
         "device": job.model.get_input_embeddings().weight.device.type,
@@ -477,16 +498,3 @@ def _job_record(job: _Job) -> dict[str, Any]:
         **({} if job.losses is None else {"answers": job.samples.answers_digest()}),
         "versions": _versions(),
     }
-
-
-def _fingerprint(model: Any) -> str:
-    """A few elements of every weight: tells apart two models of one name, at no cost."""
-    import torch
-
-    hasher = hashlib.sha256()
-    with torch.inference_mode():
-        for name, weight in model.named_parameters():
-            hasher.update(f"{name} {tuple(weight.shape)}".encode())
-            few = weight.flatten()[:_FINGERPRINT_ELEMENTS].double().cpu()
-            hasher.update(few.numpy().tobytes())
-    return hasher.hexdigest()

@@ -19,6 +19,7 @@ import kvalloc
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("solvers", "profiles")
 MAY_USE_TORCH = {
+    "kvalloc.quantising",
     "kvalloc.attention_hook",
     "kvalloc.gguf_cache",
     "kvalloc.models",

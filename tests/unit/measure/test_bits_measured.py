@@ -1,0 +1,227 @@
+"""What fewer bits do to keys, values and attention output, against plain loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_tools import run, save_tiny_model
+from tiny_models import WordTokenizer, tiny_model, words
+
+from kvalloc.attention_hook import AttentionStates, intercept_attention
+from kvalloc.errors import InputError
+from kvalloc.measure import profile, profile_to_file
+from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
+from kvalloc.quantising import output_fidelity, quantised_keys, quantised_values
+from kvalloc.score_profile import ScoreProfile
+from kvalloc.solving import solve
+
+TOKENIZER = WordTokenizer()
+
+
+def measure(model: Any = None, **options: Any) -> ScoreProfile:
+    values: dict[str, Any] = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
+    return profile(model or tiny_model(), TOKENIZER, [words(300)], **values)
+
+
+def _one_block(block: np.ndarray, bits: int) -> np.ndarray:
+    """Numbers of one block, quantised one by one, with float16 scale and minimum."""
+    low, high = float(block.min()), float(block.max())
+    least = float(np.float16(low))
+    scale = float(np.float16(np.float32(high - low) / np.float32(2**bits - 1)))
+    if scale == 0:
+        return np.full_like(block, least)
+    steps = [min(max(round((float(x) - least) / scale), 0), 2**bits - 1) for x in block]
+    return np.array([step * scale + least for step in steps])
+
+
+def keys_by_loops(keys: np.ndarray, bits: int) -> np.ndarray:
+    found = np.empty_like(keys)
+    n_tokens, head_dim = keys.shape
+    for start in range(0, n_tokens, 64):
+        for channel in range(head_dim):
+            part = slice(start, start + 64)
+            found[part, channel] = _one_block(keys[part, channel], bits)
+    return found
+
+
+def values_by_loops(values: np.ndarray, bits: int) -> np.ndarray:
+    found = np.empty_like(values)
+    n_tokens, head_dim = values.shape
+    for token in range(n_tokens):
+        for start in range(0, head_dim, 64):
+            part = slice(start, start + 64)
+            found[token, part] = _one_block(values[token, part], bits)
+    return found
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 3), (64, 64), (65, 80), (130, 8)])
+def test_quantised_as_by_loops(tokens: int, head_dim: int, bits: int) -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(2, 2, tokens, head_dim) * torch.rand(head_dim).add(0.1)
+    for ours, loops in (
+        (quantised_keys(numbers, bits), keys_by_loops),
+        (quantised_values(numbers, bits), values_by_loops),
+    ):
+        assert ours.shape == numbers.shape
+        assert ours.dtype == numbers.dtype
+        for row in range(2):
+            for head in range(2):
+                expected = loops(numbers[row, head].numpy().astype(np.float32), bits)
+                # A number half way between two steps may go either way: one step at most.
+                found = ours[row, head].numpy()
+                np.testing.assert_allclose(
+                    found, expected, atol=float(numbers.abs().max()) * 2.1 / (2**bits - 1)
+                )
+                agree = np.isclose(found, expected, atol=1e-5).mean()
+                assert agree > 0.999
+
+
+def test_the_error_is_half_a_step_at_most() -> None:
+    torch.manual_seed(1)
+    values = torch.randn(1, 1, 50, 64)
+    for bits in (8, 4):
+        error = (quantised_values(values, bits) - values).abs().amax(dim=-1)
+        spread = values.amax(dim=-1) - values.amin(dim=-1)
+        step = spread / (2**bits - 1)
+        # Half a step, and what float16 loses of scale and minimum.
+        assert bool((error <= 0.5 * step + 2e-3 * values.abs().amax()).all())
+    assert quantised_keys(values, 16) is values
+    assert quantised_values(values, 16) is values
+
+
+def test_constant_and_huge_numbers_come_back() -> None:
+    constant = torch.full((1, 1, 70, 5), 1.5)
+    assert torch.equal(quantised_keys(constant, 4), constant)
+    huge = torch.tensor([[[[1e6, -1e6, 0.0]]]])
+    assert bool(torch.isfinite(quantised_values(huge, 4)).all())
+    half = torch.randn(1, 2, 9, 4).half()
+    assert quantised_keys(half, 8).dtype == torch.float16
+
+
+def _states(seed: int = 0, *, tokens: int = 90) -> AttentionStates:
+    torch.manual_seed(seed)
+    return AttentionStates(
+        layer=0,
+        queries=torch.randn(2, 6, tokens, 8),
+        keys=torch.randn(2, 2, tokens, 8),
+        values=torch.randn(2, 2, tokens, 8),
+        scaling=8**-0.5,
+        mask=None,
+    )
+
+
+def _output(states: AttentionStates, keys: np.ndarray, values: np.ndarray, at: int) -> np.ndarray:
+    """Attention output of the last 5 rows of one sample's second KV head, by hand."""
+    tokens = keys.shape[0]
+    rows = []
+    for head in range(3, 6):
+        for row in range(tokens - 5, tokens):
+            query = states.queries[at, head, row].double().numpy()
+            logits = keys[: row + 1] @ query * states.scaling
+            weights = np.exp(logits - logits.max())
+            rows.append(weights / weights.sum() @ values[: row + 1])
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_fidelity_is_that_of_the_last_rows_output(bits: int) -> None:
+    states = _states()
+    found = output_fidelity(states, bits=bits, rows=5)
+    assert found.shape == (2, 2)
+    for at in range(2):
+        keys = states.keys[at, 1].double().numpy()
+        values = states.values[at, 1].double().numpy()
+        plain = _output(states, keys, values, at)
+        fewer = _output(states, keys_by_loops(keys, bits), values_by_loops(values, bits), at)
+        expected = 1 - np.linalg.norm(fewer - plain) / np.linalg.norm(plain)
+        assert float(found[at, 1]) == pytest.approx(expected, abs=5e-3 if bits == 4 else 5e-4)
+
+
+def test_fidelity_falls_with_the_bits() -> None:
+    states = _states(3)
+    at = {bits: output_fidelity(states, bits=bits, rows=8) for bits in (16, 8, 4)}
+    assert bool((at[16] == 1).all())
+    assert bool((at[8] < 1).all())
+    assert bool((at[8] > at[4]).all())
+    assert bool((at[4] >= 0).all())
+
+
+def test_an_output_of_zero_is_kept_whole() -> None:
+    states = _states()
+    states.values.zero_()
+    assert bool((output_fidelity(states, bits=4, rows=4) == 1).all())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_profile_holds_what_was_measured(kind: str) -> None:
+    model = tiny_model(kind)
+    plain = measure(model)
+    found = measure(model, bits=(4, 16, 8))
+    np.testing.assert_array_equal(found.curves, plain.curves)
+    assert plain.bit_widths is None
+    assert plain.bit_fidelity is None
+    assert found.bit_widths is not None
+    assert found.bit_widths.tolist() == [16, 8, 4]
+    assert found.bit_fidelity is not None
+    full = list(found.shape.full_layers)
+    decided = found.bit_fidelity[:, full]
+    assert bool((decided[..., 0] == 1).all())
+    assert bool((decided[..., 1] > decided[..., 2]).all())
+    seen: dict[int, Any] = {}
+
+    def handler(states: Any, compute: Any) -> Any:
+        seen[states.layer] = output_fidelity(states, bits=4, rows=8)[0].double().numpy()
+        return compute(states.mask)
+
+    ids = TOKENIZER(words(300))["input_ids"]
+    matched = 0
+    for start in range(0, 300, 60):
+        with torch.no_grad(), intercept_attention(model, handler):
+            model(torch.tensor([ids[start : start + 60]]))
+        piece = np.stack([seen[layer] for layer in full])
+        matched += sum(np.allclose(piece, decided[s, ..., 2], atol=1e-6) for s in range(2))
+    assert matched == 2
+    told = solve(found, budget="25%", bits=(16, 8, 4))
+    assert told.bits is not None
+
+
+def test_a_resumed_measurement_is_the_same(tmp_path: Path) -> None:
+    model, out = tiny_model(), tmp_path / "s.safetensors"
+    whole = measure(model, bits=(8, 4))
+    folder = checkpoint_folder(out)
+    measure(model, bits=(8, 4), checkpoint=folder, keep_checkpoint=True)
+    (folder / "sample_00001.safetensors").unlink()
+    options: dict[str, Any] = {"context": 60, "samples": 2, "model_id": "tests/tiny"}
+    again = profile_to_file(
+        model, TOKENIZER, [words(300)], out, resume=True, bits=(8, 4), **options
+    )
+    np.testing.assert_array_equal(again.bit_fidelity, whole.bit_fidelity)  # type: ignore[arg-type]
+    assert not folder.exists()
+    measure(model, bits=(8, 4), checkpoint=folder, keep_checkpoint=True)
+    with pytest.raises(InputError, match="begun with bits"):
+        profile_to_file(model, TOKENIZER, [words(300)], out, resume=True, **options)
+    Checkpoint.remove_folder(folder)
+
+
+def test_bits_that_there_are_not() -> None:
+    for bits in ((), (2,), (16, 7)):
+        with pytest.raises(InputError, match="expected some of 16, 8, 4"):
+            measure(bits=bits)
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", tiny_model())
+    text, out = tmp_path / "t.txt", tmp_path / "s.safetensors"
+    text.write_text(words(300))
+    ran = run("profile", model, "--text", text, "--context", 60, "--samples", 2, "--bits", "16,8,4",
+              "-o", out)  # fmt: skip
+    assert ran.code == 0
+    scores = ScoreProfile.load(out)
+    assert scores.bit_widths is not None
+    decided = run("solve", out, "--budget", "25%", "--bits", "16,8,4", "--json").json
+    assert {width for row in decided["bits"] for width in row} <= {16, 8, 4}
