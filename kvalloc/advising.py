@@ -55,18 +55,22 @@ def advise(
     try:
         problem = formulate(scores, request)
     except InfeasibleError as too_small:  # below the floors: there is no problem to look into
-        return too_small
+        lower = _lower_floor(scores, request, deadline)
+        text = f"{too_small}, or use {lower}" if lower else str(too_small)
+        return InfeasibleError(text, nearest=too_small.nearest)
     found = diagnose(problem, time_limit_seconds=limit)
     if found is None:
         return error
     nearest, nearest_flag = _nearest(scores, request, problem, found)
     ways = [_way_out(request, problem, one) for one in found.relaxations]
     blamed = [_flag(request, one.index, one.constraint) for one in found.relaxations]
-    left = deadline - time.monotonic()
     rises = request.max_tokens is not None and request.bits is None
-    if rises and (more := _more_tokens(scores, request, left)):
+    if rises and (more := _more_tokens(scores, request, deadline)):
         ways.append(more)
         blamed.append(f"--max-tokens {request.max_tokens}")
+    if lower := _lower_floor(scores, request, deadline):
+        ways.append(lower)
+        blamed.append(f"--min-tokens {request.min_tokens}")
     text = f"{_asked(request)} is not possible"
     if blamed:
         text += f" with {' and '.join(blamed)}"
@@ -80,7 +84,7 @@ def advise(
         reach = "the most is" if request.target_retention is not None else "the least is"
         text += f"; {reach} {nearest_flag}"
         text += "" if found.exact else f" as far as {limit:g} s of search can tell"
-    else:
+    elif found.hopeless:
         text += ", and neither is any other target"
     if ways:
         text += f"; or use {', or '.join(ways)}"
@@ -160,10 +164,27 @@ def _size(least_bytes: int) -> str:
     return f"{least_bytes}B"
 
 
-def _more_tokens(scores: ScoreProfile, request: Request, seconds: float) -> str | None:
+def _lower_floor(scores: ScoreProfile, request: Request, deadline: float) -> str | None:
+    """The largest --min-tokens below the one asked with which the request can be met, if any."""
+    asked = request.min_tokens or 0
+
+    def works(fewer: int) -> bool | None:
+        try:
+            lower = formulate(scores, dataclasses.replace(request, min_tokens=asked - fewer))
+        except InfeasibleError:
+            return False
+        return is_solvable(lower, time_limit_seconds=deadline - time.monotonic())
+
+    most = asked - scores.protected_tokens
+    if most <= 0 or works(most) is not True:
+        return None
+    least, exact = least_that_works(0, most, works)
+    return f"--min-tokens {asked - least}" + ("" if exact else " (more may do)")
+
+
+def _more_tokens(scores: ScoreProfile, request: Request, deadline: float) -> str | None:
     """The smallest --max-tokens with which the request can be met, if any."""
     whole = formulate(scores, dataclasses.replace(request, max_tokens=None))
-    deadline = time.monotonic() + seconds
 
     def works(options: int) -> bool | None:
         counts = np.minimum(whole.option_counts, options)

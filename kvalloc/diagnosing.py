@@ -54,7 +54,9 @@ class Diagnosis:
     ----------
     nearest : float or int or None
         The largest target, or the smallest capacity in bytes, that all constraints together leave
-        possible; None where they leave no choice at all.
+        possible; None where there is none, or none was found in time.
+    hopeless : bool
+        Whether the constraints were proven to leave no choice at all, whatever the goal.
     bound : float or None
         Nothing beyond this is possible; equal to ``nearest`` where that is exact.
     relaxations : tuple of Relaxation
@@ -63,12 +65,13 @@ class Diagnosis:
 
     nearest: float | int | None
     bound: float | None
+    hopeless: bool
     relaxations: tuple[Relaxation, ...]
 
     @property
     def exact(self) -> bool:
         """Whether nothing nearer is possible."""
-        return self.nearest == self.bound
+        return self.nearest == self.bound and (self.nearest is not None or self.hopeless)
 
 
 def diagnose(
@@ -91,13 +94,15 @@ def diagnose(
     asker = _Asker(time.monotonic() + time_limit_seconds)
     if asker.solve(problem) is not False:
         return None
-    nearest, bound = asker.reach(problem)
+    nearest, bound, hopeless = asker.reach(problem)
     relaxations = []
     for index, constraint in enumerate(problem.constraints):
         relaxed = asker.relax(problem, index, constraint)
         if relaxed is not None:
             relaxations.append(relaxed)
-    return Diagnosis(nearest=nearest, bound=bound, relaxations=tuple(relaxations))
+    return Diagnosis(
+        nearest=nearest, bound=bound, hopeless=hopeless, relaxations=tuple(relaxations)
+    )
 
 
 def is_solvable(problem: AllocationProblem, *, time_limit_seconds: float) -> bool | None:
@@ -156,18 +161,18 @@ class _Asker:
         except SolverError:
             return None
 
-    def reach(self, problem: AllocationProblem) -> tuple[float | int | None, float | None]:
-        """The best goal that the side constraints leave, and its bound."""
+    def reach(self, problem: AllocationProblem) -> tuple[float | int | None, float | None, bool]:
+        """The best goal that the side constraints leave, its bound, and whether there is none."""
         if problem.sense is Sense.MIN_COST:
             answer = self.solve(problem.with_capacity(problem.max_cost_bytes))
         else:
             answer = self.solve(problem.with_target(_below_everything(problem)))
         if not isinstance(answer, CheckedSolution):
-            return None, None
+            return None, None, answer is False
         bound = None if answer.bound is None else float(answer.bound)
         if problem.sense is Sense.MIN_COST:
-            return answer.value, bound
-        return answer.cost_bytes, bound
+            return answer.value, bound, False
+        return answer.cost_bytes, bound, False
 
     def relax(
         self, problem: AllocationProblem, index: int, constraint: SideConstraint

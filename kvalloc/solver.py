@@ -116,9 +116,7 @@ class Solver(ABC):
             True, or a sentence that says why not and which solver to use instead.
         """
         unknown = {
-            f"{type(c).__name__}{f' ({c.flag})' if c.flag else ''}"
-            for c in problem.constraints
-            if type(c) not in self.handles
+            c.flag or type(c).__name__ for c in problem.constraints if type(c) not in self.handles
         }
         if unknown:
             return f"{self.name} does not handle {', '.join(sorted(unknown))}; use ilp"

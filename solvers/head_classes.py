@@ -85,8 +85,8 @@ class HeadClasses(Solver):
         least = problem.cost(self._streaming(problem))
         if problem.capacity_bytes is not None and least > problem.capacity_bytes:
             return (
-                f"head_classes keeps {self._streaming_tokens} tokens in every head, {least:,} "
-                f"bytes of {problem.capacity_bytes:,}; lower recent_tokens, or use greedy"
+                f"head_classes keeps {self._streaming_tokens} tokens in every head, more than "
+                "fits; lower recent_tokens, or use greedy"
             )
         return True
 

@@ -10,7 +10,6 @@ import typer
 from kvalloc.cli.output import (
     Json,
     Quiet,
-    gap_text,
     model_text,
     note,
     print_fields,
@@ -135,16 +134,18 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
     from kvalloc.cli.solve import (
         LOSS_NOTE,
         bits_text,
+        bound_text,
         cost_text,
         objective_text,
+        price_text,
+        ranks_text,
         request_text,
         solver_text,
+        why_text,
     )
 
     least, mean, most = _spread(profile)
     kept, whole = profile.retained_bytes, profile.full_bytes
-    bound = objective_text(profile.bound, profile)
-    source = f" ({profile.bound_source}), gap {gap_text(profile.gap)}" if profile.bound else ""
     options = ", ".join(f"{key}={value}" for key, value in profile.solver_options.items())
     policy = profile.policy
     parameters = _parameters(policy.scorer_parameters)
@@ -155,14 +156,17 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "asked": request_text(profile) if "target" in profile.requested else "not recorded",
             "solver": f"{solver_text(profile)}{f' with {options}' if options else ''}, "
             f"{profile.termination}, {profile.level} level, {profile.created}",
+            **({"why": why_text(profile)} if profile.detail else {}),
             "retention": "unknown" if profile.retention is None else f"{profile.retention:.6f}",
             "predicted loss": "unknown, no loss curves"
             if profile.predicted_loss is None
             else f"{profile.predicted_loss:.6f} nats per token; {LOSS_NOTE}",
-            "objective": f"{objective_text(profile.objective, profile)}, bound {bound}{source}",
+            "objective": f"{objective_text(profile.objective, profile)}, bound {bound_text(profile)}",
             "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
             "bits": "16 (the model's dtype)" if profile.bits is None else bits_text(profile),
             **({} if profile.cost_bytes is None else {"cost": cost_text(profile)}),
+            **({} if profile.ranks is None else {"ranks": ranks_text(profile)}),
+            **({"price": price} if (price := price_text(profile)) else {}),
             "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average",
             "other lengths": "the same number of entries"
             if profile.length_rule == "fixed"

@@ -322,7 +322,8 @@ def ranks_text(decided: BudgetProfile) -> str:
     return f"{', '.join(size(one) for one in each)} (largest {over:.2%} above the mean)"
 
 
-def _bound_text(decided: BudgetProfile) -> str:
+def bound_text(decided: BudgetProfile) -> str:
+    """The bound, who proved it, and the gap."""
     text = objective_text(decided.bound, decided)
     if decided.bound is None:
         return text
@@ -373,7 +374,7 @@ def _summary(
         f"per KV head on average ({decided.retained_tokens:,} entries)",
         "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
         "objective": objective_text(decided.objective, decided),
-        "bound": _bound_text(decided),
+        "bound": bound_text(decided),
         "price": price_text(decided),
         "note": RETENTION_NOTE,
     }

@@ -58,6 +58,7 @@ def test_what_is_written_can_be_verified(folder, scores, limits):
     if "--ranks" in limits:
         assert "balance of ranks" in checked.out
         assert "above the mean" in ran.out
+        assert "above the mean" in run("inspect", folder / "p.json").out
 
 
 def test_a_placement_that_was_edited_is_found(folder, scores):
@@ -104,7 +105,10 @@ def test_auto_says_who_decided_and_why(folder, scores):
         (["--max-tokens", "3"], ["sinks and window", "--max-tokens 5"]),
         (["--min-tokens", "9", "--max-tokens", "14", "--page", "15"], ["--max-tokens 15"]),
         (["--max-distinct", "2", "--average", "allocations"], ["--average curves"]),
-        (["--max-distinct", "2", "--solver", "greedy"], ["greedy does not handle MaxDistinct"]),
+        (
+            ["--max-distinct", "2", "--solver", "greedy"],
+            ["greedy does not handle --max-distinct; use ilp"],
+        ),
         (["--batch", "100000000000000000"], ["more than can be counted"]),
     ],
 )
@@ -153,7 +157,11 @@ INFEASIBLE = [
     ),
     (
         ["--budget", "14%", "--min-tokens", "7"],
-        ["below the floors", "ask for at least --budget 17.5%"],
+        ["below the floors", "ask for at least --budget 17.5%, or use --min-tokens 5"],
+    ),
+    (
+        ["--budget", "40%", "--min-tokens", "12", "--cap", "0=300B"],
+        ["with --cap 0=300B and --min-tokens 12", "or use --cap 0=384B, or --min-tokens 9"],
     ),
 ]
 

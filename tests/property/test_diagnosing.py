@@ -83,8 +83,10 @@ def check_nearest(name: str, problem: AllocationProblem, found: Diagnosis) -> No
             if minimises
             else problem.with_target(-1e6)
         )
+        assert found.hopeless, name
         assert brute_force(everything) is None, f"{name}: there is a nearest goal"
         return
+    assert not found.hopeless, name
     assert found.exact, name
     assert brute_force(with_goal(problem, found.nearest)) is not None, f"{name}: {found.nearest}"
     beyond = found.nearest + 1e-9 if minimises else found.nearest - 1
