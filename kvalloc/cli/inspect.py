@@ -161,7 +161,8 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "predicted loss": "unknown, no loss curves"
             if profile.predicted_loss is None
             else f"{profile.predicted_loss:.6f} nats per token; {LOSS_NOTE}",
-            "objective": f"{objective_text(profile.objective, profile)}, bound {bound_text(profile)}",
+            "objective": objective_text(profile.objective, profile),
+            "bound": bound_text(profile),
             "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
             "bits": "16 (the model's dtype)" if profile.bits is None else bits_text(profile),
             **({} if profile.cost_bytes is None else {"cost": cost_text(profile)}),
