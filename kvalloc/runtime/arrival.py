@@ -115,6 +115,10 @@ class Arrival:
         self.open = False
         self.visible: Tensor | None = None
 
+    def afresh(self) -> Arrival:
+        """The same for a new prompt."""
+        return Arrival(self._profile, self.announced, self.decode_every)
+
     def step(self, seen: int, batch: int, new_tokens: int, mask: object) -> Step:
         """What the next forward is; raises where it cannot be served, and changes nothing.
 

@@ -45,11 +45,10 @@ class BudgetCache(Cache):
     While the prompt runs, each full-attention layer first attends to all it holds, then the
     policy ranks the entries and only the budget stays: sinks, window and, for each row and KV
     head, its own best. What is evicted is freed before the next layer runs. Tokens that follow,
-    any number at a time, are added; they are never evicted, unless the budget is kept while
-    decoding (``decode_every``). Positions stay true: `get_seq_length` is
-    the number of tokens seen. Make one with `BudgetProfile.cache` or `make_cache`; budgets,
-    entries and masks belong to this object and not to the model, so any number of caches can be
-    interleaved.
+    any number at a time, are added, and never evicted unless the budget is kept while decoding
+    (``decode_every``). Positions stay true: `get_seq_length` is the number of tokens seen. Make
+    one with `BudgetProfile.cache` or `make_cache`; budgets, entries and masks belong to this
+    object and not to the model, so any number of caches can be interleaved.
 
     Notes
     -----
@@ -59,8 +58,7 @@ class BudgetCache(Cache):
     of the prompt, `copy.deepcopy` and `reset` work. Sliding-window layers are transformers' own.
     """
 
-    # transformers' type also allows layers without keys, which `make_layers` refuses.
-    layers: list[Any]
+    layers: list[Any]  # each with keys: `make_layers` refuses others
 
     def __init__(
         self,
@@ -76,8 +74,7 @@ class BudgetCache(Cache):
         self._policy = policy_of(profile.policy)
         self.decoder = weakref.ref(decoder_of(model))
         self._model_name = type(model).__name__
-        self._announced_tokens = prompt_tokens
-        self._decode_every = decode_every
+        self.arrival = Arrival(profile, prompt_tokens, decode_every)
         self._reader = self._policy.reader(sinks=profile.policy.sinks, window=profile.policy.window)
         self._forget()
         hooks.retain(self, decoder_of(model))
@@ -85,7 +82,7 @@ class BudgetCache(Cache):
     def _forget(self) -> None:
         if self._reader is not None:
             self._reader.forget()
-        self.arrival = Arrival(self.profile, self._announced_tokens, self._decode_every)
+        self.arrival = self.arrival.afresh()
         self._step: Step | None = None
         self._targets: dict[int, IntArray] = {}
         self._masks: dict[tuple[int, int, torch.device], Tensor | None] = {}
@@ -204,7 +201,7 @@ class BudgetCache(Cache):
         UnsupportedRequestError
             If the cache has seen a prompt already, or its length was announced.
         """
-        if self.get_seq_length() or self._announced_tokens is not None:
+        if self.get_seq_length() or self.arrival.announced is not None:
             raise UnsupportedRequestError(
                 "prefill() announces a new prompt, but this cache has seen one already or was "
                 "made with prompt_tokens; call cache.reset(), or make a new cache"
@@ -216,7 +213,7 @@ class BudgetCache(Cache):
         finally:
             arrival.open = False
             arrival.complete = arrival.prompt_tokens is not None
-            for layer in self._budget_layers if self._decode_every is None else ():
+            for layer in self._budget_layers if arrival.decode_every is None else ():
                 layer.unfinished.clear()
 
     # What the hooks call

@@ -322,6 +322,19 @@ def test_no_file_and_a_folder(tmp_path: Path, load: Callable[[Path], object]) ->
     assert refused(tmp_path, load).found == "a folder"
 
 
+def test_a_budget_profile_from_before_there_were_policies(
+    budgets_text: str, tmp_path: Path
+) -> None:
+    data = json.loads(budgets_text)
+    for name in ("name", "parameters"):
+        del data["policy"][name]
+    del data["digest"]
+    data["digest"] = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    policy = BudgetProfile.load(tmp_path / "old.json").policy
+    assert (policy.name, policy.parameters) == ("score", {})
+
+
 def test_load_profile_takes_a_path_or_a_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no budget profile none\.json: no such file; shipped"):
         load_profile("none.json")

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import scorer_oracle
 import torch
+import transformers
 from scorer_oracle import make_states
+from transformers import DynamicCache
 
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
 from kvalloc.runtime import make_cache
@@ -187,7 +189,7 @@ def test_nacl_draws_from_the_softmax_of_its_scores() -> None:
     states = states_of(batch=1, n_kv_heads=1, group=1, n_tokens=4)
     scores = naive_one_head(states)
     counts = np.zeros(4)
-    n_seeds = 2000
+    n_seeds = 600
     for seed in range(n_seeds):
         made = policy("nacl", seed=seed, random_share=1.0, proxy_share=0.25)
         kept = made.keep(states, torch.tensor([[3]]), sinks=1, window=1)
@@ -303,6 +305,59 @@ def test_head_budgets_go_with_any_policy_and_any_chunks(tiny: ModuleType, name: 
         assert torch.isfinite(found).all()
     else:
         assert tiny.worst(found, shadow.logits(question)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", [*DROPPING, *scorer_names()])
+def test_half_precision_agrees_with_the_float32_oracle(
+    tiny: ModuleType, name: str, dtype: torch.dtype
+) -> None:
+    """Not further off than twice what the model itself is without any eviction."""
+    model = tiny.tiny_model("llama", "sdpa", dtype, initializer_range=0.08)
+    cache, plain = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy=name), DynamicCache()
+    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(9, 2, seed=1)
+    with torch.no_grad():
+        for each in (cache, plain):
+            model(ids, past_key_values=each)
+        oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+        whole = tiny.Oracle(model, ids, {})
+        logits, full = (model(question, past_key_values=each).logits for each in (cache, plain))
+    assert torch.isfinite(logits).all()
+    own = (full.float() - whole.logits(question)).abs().max()
+    assert (logits.float() - oracle.logits(question)).abs().max() < 2 * own
+
+
+SPECIAL = {
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("family", SPECIAL)
+@pytest.mark.parametrize("name", ["score", "critical", "h2o", "tova", "cake"])
+def test_soft_caps_and_sink_logits_are_carried(
+    tiny: ModuleType, monkeypatch: Any, name: str, family: str, level: str
+) -> None:
+    """Entries are ranked and attended to with the logits that these models have."""
+    prefix, more = SPECIAL[family]
+    classes = [getattr(transformers, f"{prefix}{kind}") for kind in ("Config", "ForCausalLM")]
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    more = {**more, "sliding_window": 16, "layer_types": layer_types}
+    monkeypatch.setitem(tiny.FAMILIES, family, (*classes, more))
+    model = tiny.tiny_model(family, "eager")
+    for key, weight in model.named_parameters():
+        if key.endswith("sinks"):
+            torch.nn.init.normal_(weight, std=2.0)
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    profile = tiny.by_head(profile) if level == "head" else profile
+    cache = profile.cache(model, policy=name)
+    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(7, 2, seed=1)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+        logits = model(question, past_key_values=cache).logits
+    assert (logits - oracle.logits(question)).abs().max() < 1e-4
 
 
 def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None:
