@@ -120,6 +120,8 @@ class BudgetProfile:
     cost_bytes, full_cost_bytes : int or None
         Cost of the decided layers, and of keeping everything in them, where another cost than
         stored bytes was asked for (``requested["cost"]``, `kvalloc.costs`).
+    worst_sample_retention : float or None
+        The same of the sample that loses most, where more than the mean of the samples counted.
     batch : int
         Rows that bytes were accounted for.
     score_digest, problem_digest : str
@@ -157,6 +159,7 @@ class BudgetProfile:
     predicted_loss: float | None = None
     cost_bytes: int | None = None
     full_cost_bytes: int | None = None
+    worst_sample_retention: float | None = None
     batch: int = 1
     score_digest: str = ""
     problem_digest: str = ""

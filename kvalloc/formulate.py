@@ -20,10 +20,11 @@ from kvalloc.quantities import parse_bytes, parse_share
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
 from kvalloc.stored_bytes import BIT_WIDTHS
-from kvalloc.valuing import unit_values
+from kvalloc.valuing import unit_values, workload_values
 from kvalloc.weighting import Weights, checked_weights
 
 Objective = Literal["mean", "worst", "loss"]
+Workloads = Literal["mean", "worst", "cvar"]
 
 MOST_OPTIONS = 2**22
 """Most options of a unit: thirty times a context of 131,072 tokens, one by one."""
@@ -70,6 +71,11 @@ class Request:
         What an option costs; see `kvalloc.costs`.
     limits : Limits
         Caps, ranks and what else must hold.
+    workloads : {"mean", "worst", "cvar"}
+        What counts of the samples, each a workload: their mean, the worst one, or the mean of the
+        worst share `tail` of them.
+    tail : float or None
+        That share, above 0 and up to 1; only with "cvar".
 
     Raises
     ------
@@ -93,6 +99,8 @@ class Request:
     bits: Sequence[int] | None = None
     cost: Cost = "bytes"
     limits: Limits = Limits()
+    workloads: Workloads = "mean"
+    tail: float | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _TARGETS if getattr(self, name) is not None]
@@ -124,6 +132,7 @@ class Request:
             )
         if self.budget_tokens is not None and self.budget_tokens < 1:
             raise InputError(f"a budget of {self.budget_tokens} tokens keeps nothing; give >= 1")
+        _check_workloads(self)
         self.describe()  # parses, so that a bad share or size is refused here
 
     def _check_objective(self) -> None:
@@ -231,6 +240,31 @@ class Request:
         assert self.memory is not None  # exactly one target is given
         return {"target": "memory", "value": parse_bytes(self.memory)}
 
+    def describe_workloads(self) -> dict[str, Any]:
+        """What counts of the samples, for the budget profile; nothing where it is their mean."""
+        if self.workloads == "mean":
+            return {}
+        return {"workloads": self.workloads, "tail": self.tail}
+
+
+def _check_workloads(request: Request) -> None:
+    if request.workloads not in ("mean", "worst", "cvar"):
+        raise InputError(f"workloads is {request.workloads!r}, expected 'mean', 'worst' or 'cvar'")
+    if (request.tail is not None) != (request.workloads == "cvar"):
+        raise InputError(
+            "the worst share of the samples needs both: workloads cvar and a tail, such as 0.25"
+        )
+    if request.tail is not None and not 0 < request.tail <= 1:
+        raise InputError(
+            f"a tail of {request.tail:g} is not a share of the samples; give a number above 0 and "
+            "up to 1, such as 0.25"
+        )
+    if request.workloads != "mean" and request.objective != "mean":
+        raise InputError(
+            "the worst samples are told by their mean retention over layers; leave the objective "
+            "out, or ask for the mean of the workloads"
+        )
+
 
 _TARGETS = {
     "target_retention": "--target-retention",
@@ -298,17 +332,24 @@ def formulate(
     capacity = None
     if target is None:
         capacity = _capacity(scores, request, context, floor_cost=int(options.costs[:, 0].sum()))
+    values, scenarios = options.values, None
+    tail = _tail_share(scores, request) if sample is None else 1.0
+    if tail < 1.0:
+        scenarios = workload_values(scores, request, context, tokens, shape_as=options.values)
+        values, weights = scenarios.mean(axis=0), np.ones(layers.size)
     return AllocationProblem(
         tokens=options.tokens,
         bits=None if request.bits is None else options.bits,
-        values=options.values,
+        values=values,
         costs=options.costs,
         option_counts=options.counts,
+        scenarios=scenarios,
+        tail_share=tail,
         weights=weights,
         layers=layers,
         heads=heads.astype(np.int64) if request.level == "head" else np.full(layers.size, -1),
         sense=Sense.MAX_VALUE if target is None else Sense.MIN_COST,
-        aggregate=Aggregate.WORST if request.objective == "worst" else Aggregate.SUM,
+        aggregate=_aggregate(request, tail),
         capacity_bytes=capacity,
         target=target,
         context_tokens=context,
@@ -319,6 +360,19 @@ def formulate(
             sliding_layer_bytes=_sliding_layer_bytes(shape, context, request),
         ),
     )
+
+
+def _aggregate(request: Request, tail: float) -> Aggregate:
+    if request.objective == "worst":
+        return Aggregate.WORST
+    return Aggregate.TAIL if tail < 1.0 else Aggregate.SUM
+
+
+def _tail_share(scores: ScoreProfile, request: Request) -> float:
+    """Share of the samples that counts; 1 where that is their mean, as it is of a single one."""
+    if request.workloads == "mean" or scores.n_samples == 1:
+        return 1.0
+    return 1.0 / scores.n_samples if request.tail is None else request.tail
 
 
 def _options(

@@ -64,6 +64,23 @@ def mean_retention(
     return math.fsum(np.concatenate(kept)) / len(full)
 
 
+def worst_sample_retention(scores: ScoreProfile, budgets: IntArray, context_tokens: int) -> float:
+    """Mean retention over layers of the sample that loses most.
+
+    Parameters
+    ----------
+    scores, budgets, context_tokens
+        See `mean_retention`.
+
+    Returns
+    -------
+    float
+        0..1.
+    """
+    samples = range(scores.n_samples)
+    return min(mean_retention(scores, budgets, context_tokens, sample=one) for one in samples)
+
+
 def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) -> FloatArray:
     """Kept evictable entries at the reference context that budgets at another one stand for.
 

@@ -17,6 +17,16 @@ from kvalloc.costs import MOST_BYTES
 from kvalloc.dual import DualBound, concave_response, dense_response, dual_bound
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.rounding import apportion
+from kvalloc.workloads import (
+    TailBound,
+    check_scenarios,
+    most_tail_value,
+    reweighted,
+    scenario_values,
+    tail_bound,
+    tail_places,
+    tail_value,
+)
 from kvalloc.worst_unit import cheapest_reaching, worst_unit_bound
 
 __all__ = [
@@ -31,8 +41,10 @@ __all__ = [
     "SameBudget",
     "Sense",
     "SideConstraint",
+    "TailBound",
     "apportion",
     "concave_response",
+    "tail_places",
 ]
 
 FloatArray = npt.NDArray[np.float64]
@@ -68,6 +80,8 @@ class Aggregate(Enum):
 
     SUM = "sum"
     WORST = "worst"
+    TAIL = "tail"
+    """The sum, averaged over the worst share of several scenarios (CVaR)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +114,8 @@ class AllocationProblem:
     sense : Sense
         Maximise value or minimise cost.
     aggregate : Aggregate
-        The value is the sum over units, or the worst unit's.
+        The value is the sum over units, the worst unit's, or the mean of the sums in the worst
+        share of several scenarios.
     capacity_bytes : int or None
         Bytes available to the units (MAX_VALUE).
     target : float or None
@@ -109,6 +124,12 @@ class AllocationProblem:
         Context the options are for; sinks plus window inside every option.
     constraints : tuple of SideConstraint
         What else must hold.
+    scenarios : ndarray of float64, (n_scenarios, n_units, n_options), or None
+        With `Aggregate.TAIL`: the values in each of several equally likely scenarios (workloads),
+        whose mean ``values`` is. May be a view.
+    tail_share : float
+        Share of the scenarios, the worst ones, whose mean counts: 1 is the mean of all, at most
+        ``1 / n_scenarios`` the worst one (Rockafellar and Uryasev, 2000).
 
     Raises
     ------
@@ -132,9 +153,12 @@ class AllocationProblem:
     context_tokens: int
     protected_tokens: int
     constraints: tuple[SideConstraint, ...] = ()
+    scenarios: FloatArray | None = None
+    tail_share: float = 1.0
 
     def __post_init__(self) -> None:
         _check_arrays(self)
+        check_scenarios(self)
         if self.sense is Sense.MAX_VALUE and (
             self.capacity_bytes is None or self.target is not None
         ):
@@ -162,6 +186,8 @@ class AllocationProblem:
                 )
         for name in _ARRAYS:  # a solver must not change what its answer is checked against
             getattr(self, name).flags.writeable = False
+        if self.scenarios is not None:
+            self.scenarios.flags.writeable = False
 
     @property
     def n_units(self) -> int:
@@ -190,7 +216,9 @@ class AllocationProblem:
 
     @cached_property
     def max_value(self) -> float:
-        """Largest value that any choice can have."""
+        """No choice has a larger value; where curves rise, keeping everything has this one."""
+        if self.aggregate is Aggregate.TAIL:
+            return most_tail_value(self)
         if self.is_concave:  # rising rows end at their best option
             return self.objective_value(self.last_options)
         rows = zip(self.values, self.option_counts.tolist(), strict=True)
@@ -223,17 +251,27 @@ class AllocationProblem:
         """Whether every unit's value rises, by ever less for each step of equal cost."""
         if self.step_bytes is None:
             return self.n_options == 1
+        return self._rows_are_concave(self.values)
+
+    @cached_property
+    def scenarios_are_concave(self) -> bool:
+        """Whether that holds in every scenario, and so for every weighted mean of them."""
+        if self.scenarios is None or self.step_bytes is None:
+            return self.scenarios is not None and self.n_options == 1
+        return all(self._rows_are_concave(values) for values in self.scenarios)
+
+    def _rows_are_concave(self, values: FloatArray) -> bool:
         if int(self.option_counts.min()) < self.n_options:
             counts = self.option_counts.tolist()
             return all(
                 _rows_are_concave(row[None, :count])
-                for row, count in zip(self.values, counts, strict=True)
+                for row, count in zip(values, counts, strict=True)
             )
         # As many rows at once as fit in the processor's cache: all of them may be gigabytes.
         rows = max(1, CONCAVE_BLOCK // self.n_options)
         # The first alone: where curves are not concave, one is mostly enough to see it.
-        return _rows_are_concave(self.values[:1]) and all(
-            _rows_are_concave(self.values[first : first + rows])
+        return _rows_are_concave(values[:1]) and all(
+            _rows_are_concave(values[first : first + rows])
             for first in range(0, self.n_units, rows)
         )
 
@@ -284,7 +322,12 @@ class AllocationProblem:
         return int(self.costs[np.arange(self.n_units), choice].sum())
 
     def objective_value(self, choice: IntArray) -> float:
-        """Value of a choice: its units' weighted values, summed without loss, or the worst."""
+        """Value of a choice: its units' weighted values, summed without loss, or the worst.
+
+        With scenarios, the mean of the sums in the worst share of them.
+        """
+        if self.aggregate is Aggregate.TAIL:
+            return tail_value(scenario_values(self, choice), self.tail_share)
         return self._aggregated(self.weights * self.values[np.arange(self.n_units), choice])
 
     def _aggregated(self, worth: FloatArray) -> float:
@@ -297,6 +340,14 @@ class AllocationProblem:
         if self.sense is Sense.MAX_VALUE:
             return self.objective_value(choice)
         return float(self.cost(choice))
+
+    def scenario_values(self, choice: IntArray) -> FloatArray:
+        """Value of a choice in each scenario, ``(n_scenarios,)``."""
+        return scenario_values(self, choice)
+
+    def reweighted(self, weights: FloatArray) -> AllocationProblem:
+        """The problem for one weighted mean of its scenarios, as a sum over units."""
+        return reweighted(self, weights)
 
     def chosen_tokens(self, choice: IntArray) -> IntArray:
         """Budget of each unit in tokens per KV head, ``(n_units,)``."""
@@ -379,11 +430,18 @@ class AllocationProblem:
         """A bound on the objective that owes nothing to a solver.
 
         By Lagrangian duality, tightened to the grain of the costs; for a worst unit, the exact
-        optimum. Side constraints are left out, so it holds with and without them.
+        optimum; for a tail of scenarios, by duality over their weights too. Side constraints are
+        left out, so it holds with and without them.
         """
+        if self.aggregate is Aggregate.TAIL:
+            return self.tail_bound()
         if self.aggregate is Aggregate.WORST:
             return worst_unit_bound(self)
         return dual_bound(self)
+
+    def tail_bound(self) -> TailBound:
+        """The same for a tail of scenarios, with the weights of the scenarios that prove it."""
+        return tail_bound(self)
 
     def cheapest_reaching(self, level: float) -> IntArray | None:
         """Each unit's cheapest option of at least a weighted value; None if one has none."""
@@ -402,6 +460,10 @@ class AllocationProblem:
         goal = (self.sense.value, self.aggregate.value, self.capacity_bytes, self.target)
         where = (self.context_tokens, self.protected_tokens, self.constraints)
         hasher.update(repr((*goal, *where)).encode())
+        if self.scenarios is not None:
+            hasher.update(f"scenarios{self.scenarios.shape}{self.tail_share!r}".encode())
+            for values in self.scenarios:
+                hasher.update(np.ascontiguousarray(values).data)
         return hasher.hexdigest()
 
 

@@ -89,6 +89,7 @@ class BudgetProfileModel(_Strict):
         default=None, description="cost where another one than stored bytes was asked for"
     )
     full_cost_bytes: int | None = None
+    worst_sample_retention: float | None = Field(default=None, ge=0, le=1 + 1e-9)
     batch: int = Field(ge=1)
     retained_tokens: int
     full_tokens: int
@@ -153,6 +154,7 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
     }
     optional = {
         "predicted_loss": profile.predicted_loss,
+        "worst_sample_retention": profile.worst_sample_retention,
         "cost_bytes": profile.cost_bytes,
         "full_cost_bytes": profile.full_cost_bytes,
         "bits": None if profile.bits is None else profile.bits.tolist(),

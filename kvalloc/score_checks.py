@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.layer_groups import shared_fault
 from kvalloc.stored_bytes import BIT_WIDTHS
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def first_fault(profile: ScoreProfile) -> Fault | None:
         fault = _curve_fault(curves[sample, layer], ranks)
         if fault is not None:
             return "curves", f"{fault[0]} in sample {sample}, layer {layer}", fault[1]
-    return _loss_fault(profile) or _bit_fault(profile)
+    return _loss_fault(profile) or _bit_fault(profile) or shared_fault(profile, CURVE_TOLERANCE)
 
 
 def _curve_fault(curves: FloatArray, ranks: IntArray) -> tuple[str, str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write
+from kvalloc.layer_groups import run_index
 from kvalloc.score_checks import first_fault
 from kvalloc.shape import ModelShape
 
@@ -25,7 +27,11 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _ARRAYS = ("ranks", "curves", "masses", "sample_tokens")
-_OPTIONAL_ARRAYS = ("loss_tokens", "losses", "loss_stderr", "bit_widths", "bit_fidelity")
+_OPTIONAL_ARRAYS = (
+    *("loss_tokens", "losses", "loss_stderr"),
+    *("bit_widths", "bit_fidelity"),
+    *("shared_runs", "shared_curves"),
+)
 """Left out of file and digest where they are None."""
 
 _HEADER_TYPES: dict[str, type] = {
@@ -91,6 +97,13 @@ class ScoreProfile:
         Versions of the libraries that measured.
     created : str
         ISO date of the measurement.
+    shared_runs : ndarray of int64, (n_runs, 2), or None
+        First layer and number of layers of each run of adjacent layers whose joint curves were
+        measured.
+    shared_curves : ndarray of float64, (n_samples, n_runs, n_kv_heads, n_points), or None
+        What the layers of a run keep together in one KV head, as the sum of their shares of their
+        layer's score mass, when all keep the same ``ranks[k]`` entries: those with the largest sum
+        of shares (MPCache, Sec. 4.4). At most the sum of the layers' contributions.
 
     Raises
     ------
@@ -123,6 +136,8 @@ class ScoreProfile:
     text_description: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     created: str = ""
+    shared_runs: IntArray | None = None
+    shared_curves: FloatArray | None = None
 
     def __post_init__(self) -> None:
         problem = first_fault(self)
@@ -221,6 +236,31 @@ class ScoreProfile:
         else:
             mean = np.einsum("slh,slhp->lhp", shares, self.curves) / self.n_samples
         return mean
+
+    def shared_contributions(self, group: Sequence[int], sample: int | None = None) -> FloatArray:
+        """The same of layers that all keep the same entries in a KV head, chosen for their sum.
+
+        Parameters
+        ----------
+        group : sequence of int
+            A measured run of adjacent layers.
+        sample : int, optional
+            One sample; the mean over all samples by default.
+
+        Returns
+        -------
+        ndarray of float64, (n_kv_heads, n_points)
+
+        Raises
+        ------
+        InputError
+            If that run was not measured.
+        """
+        run = run_index(self, group)
+        assert self.shared_curves is not None  # there is such a run
+        curves = self.shared_curves[:, run]
+        chosen: FloatArray = curves.mean(axis=0) if sample is None else curves[sample]
+        return chosen
 
     def digest(self) -> str:
         """SHA-256 over header and arrays: the identity of this measurement."""

@@ -95,7 +95,7 @@ class Solver(ABC):
     """Kinds of side constraints it respects."""
 
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM})
-    """Objectives it optimises: the sum over units, the worst unit."""
+    """Objectives it optimises: the sum over units, the worst unit, a tail of scenarios."""
 
     takes_bits: ClassVar[bool] = False
     """Whether it takes options that differ in bits too, so that tokens need not rise with cost."""
@@ -126,9 +126,14 @@ class Solver(ABC):
                 "--bits"
             )
         if problem.aggregate not in self.aggregates:
+            if problem.aggregate is Aggregate.TAIL:
+                return (
+                    f"{self.name} knows one workload, not the worst share of several; use cvar or "
+                    "ilp"
+                )
             if problem.aggregate is Aggregate.WORST:
                 return f"{self.name} maximises a sum, not the worst unit; use max_min"
-            return f"{self.name} maximises the worst unit, not a sum; use greedy or ilp"
+            return f"{self.name} does not maximise a plain sum over units; use greedy or ilp"
         return True
 
     @abstractmethod

@@ -20,6 +20,7 @@ from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formulate import (
     Objective,
     Request,
+    Workloads,
     bit_table,
     budget_table,
     fixed_bytes,
@@ -27,7 +28,7 @@ from kvalloc.formulate import (
     full_cost,
 )
 from kvalloc.limits import Limits
-from kvalloc.predicting import mean_retention, predicted_loss
+from kvalloc.predicting import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.pricing import price_of
 from kvalloc.problem import AllocationProblem, IntArray, apportion
 from kvalloc.registry import get_solver, options_of
@@ -67,6 +68,8 @@ def solve(
     weights: Weights | None = None,
     bits: Sequence[int] | None = None,
     cost: Cost = "bytes",
+    workloads: Workloads = "mean",
+    tail: float | None = None,
 ) -> BudgetProfile:
     """Decide how many entries each layer and KV head keeps.
 
@@ -128,6 +131,11 @@ def solve(
     cost : {"bytes", "decode-bytes", "communication"}
         What is bounded or minimised: bytes stored, bytes read for each generated token, or bytes
         communicated for each in private inference (MPCache, Table 2); see `kvalloc.costs`.
+    workloads : {"mean", "worst", "cvar"}
+        What counts of the samples, each a workload: their mean, the worst one, or the mean of the
+        worst share `tail` of them (CVaR).
+    tail : float, optional
+        That share, above 0 and up to 1: 1 is the mean.
 
     Returns
     -------
@@ -170,6 +178,8 @@ def solve(
         weights=weights,
         bits=bits,
         cost=cost,
+        workloads=workloads,
+        tail=tail,
     )
     try:
         return decide(
@@ -222,6 +232,11 @@ def decide(
     chosen = solver if isinstance(solver, Solver) else get_solver(solver, **(solver_options or {}))
     if average not in ("curves", "allocations"):
         raise InputError(f"average is {average!r}, expected 'curves' or 'allocations'")
+    if average == "allocations" and request.workloads != "mean":
+        raise InputError(
+            "budgets averaged over samples know nothing of the worst of them; leave out average, "
+            "or ask for the mean of the workloads"
+        )
     problem, checked = _solved(scores, request, chosen, time_limit, average)
     options: dict[str, Any]
     options = options_of(solver) if isinstance(solver, Solver) else {**(solver_options or {})}
@@ -293,6 +308,7 @@ def to_budget_profile(
         "min_tokens": request.min_tokens,
         "max_tokens": request.max_tokens,
         **request.limits.describe(),
+        **request.describe_workloads(),
     }
     if request.weights is not None:
         requested["weights"] = np.asarray(request.weights).tolist()
@@ -331,8 +347,11 @@ def to_budget_profile(
         termination=checked.termination.value,
         requested=requested,
         retention=checked.value
-        if request.objective == "mean" and request.weights is None
+        if request.workloads == "mean" and request.objective == "mean" and request.weights is None
         else mean_retention(scores, budgets, problem.context_tokens, bits=bits),
+        worst_sample_retention=None
+        if request.workloads == "mean"
+        else worst_sample_retention(scores, budgets, problem.context_tokens),
         predicted_loss=predicted_loss(scores, budgets, problem.context_tokens, bits=bits),
         cost_bytes=checked.cost_bytes if other_cost else None,
         full_cost_bytes=full_cost(scores, request, problem.context_tokens) if other_cost else None,

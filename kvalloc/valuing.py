@@ -75,6 +75,45 @@ def unit_values(
     return values, np.full(values.shape[0], 1.0 / n_layers)
 
 
+def workload_values(
+    scores: ScoreProfile,
+    request: Request,
+    context: int,
+    tokens: IntArray,
+    *,
+    shape_as: FloatArray,
+) -> FloatArray:
+    """What budgets are worth to each unit in each sample, weights included.
+
+    Parameters
+    ----------
+    scores, request, context, tokens
+        See `unit_values`.
+    shape_as : ndarray of float64, (n_units, n_options)
+        Values of the mean of the samples.
+
+    Returns
+    -------
+    ndarray of float64, (n_samples, n_units, n_options)
+
+    Raises
+    ------
+    InputError
+        If options are left out because the mean of the samples does not need them: another
+        sample might.
+    """
+    if request.bits is not None or shape_as.shape[1] != tokens.size:
+        raise InputError(
+            "the worst of several samples is decided for tokens and stored bytes only; leave out "
+            "bits and the other cost, or ask for the mean of the workloads"
+        )
+    each = (
+        unit_values(scores, request, context, tokens, sample, 16)
+        for sample in range(scores.n_samples)
+    )
+    return np.stack([weights[:, None] * values for values, weights in each])
+
+
 def _measured_heads(
     scores: ScoreProfile, request: Request, sample: int | None
 ) -> tuple[FloatArray, FloatArray] | None:

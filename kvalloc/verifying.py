@@ -10,7 +10,7 @@ from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError
 from kvalloc.formulate import Request, formulate
 from kvalloc.limits import Limits
-from kvalloc.predicting import mean_retention, predicted_loss
+from kvalloc.predicting import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.problem import AllocationProblem, IntArray, Sense
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
@@ -110,6 +110,9 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         checks.append(_equal("predicted loss", profile.predicted_loss, None))
     else:
         checks.append(_close("predicted loss", profile.predicted_loss, loss))
+    if "workloads" in profile.requested:
+        worst = worst_sample_retention(scores, profile.budgets, profile.context_tokens)
+        checks.append(_close("worst sample", profile.worst_sample_retention, worst))
     checks.append(_bound_check(profile, problem, choice))
     return checks
 
@@ -141,6 +144,8 @@ def _problem_of(profile: BudgetProfile, scores: ScoreProfile) -> AllocationProbl
         weights=asked.get("weights"),
         bits=asked.get("bits"),
         cost=asked.get("cost", "bytes"),
+        workloads=asked.get("workloads", "mean"),
+        tail=asked.get("tail"),
     )
     return formulate(scores, request)
 

@@ -22,7 +22,7 @@ tolerances of 1e-6 are 1e-12 of what they apply to."""
 
 
 def by_cp_sat(program: Program, limits: Limits) -> Answer:
-    """Solve with OR-Tools CP-SAT, exactly in whole numbers."""
+    """Solve with OR-Tools CP-SAT, exactly in whole numbers; 0/1 variables only."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
@@ -81,8 +81,8 @@ def by_scipy(program: Program, limits: Limits) -> Answer:
     with stdout_kept_clean():
         answer = milp(
             c=goal,
-            integrality=np.ones(program.n_variables),
-            bounds=Bounds(0, 1),
+            integrality=(np.arange(program.n_variables) < program.n_binary).astype(np.int64),
+            bounds=Bounds(0, _upper_limits(program)),
             constraints=LinearConstraint(matrix, lower, upper),
             options=options,
         )
@@ -92,7 +92,9 @@ def by_scipy(program: Program, limits: Limits) -> Answer:
         return Answer(values=None, bound=None, status=name, infeasible=True)
     if answer.status not in (0, 1):
         raise SolverError(f"ilp: HiGHS cannot solve the program: {answer.message}")
-    values = None if answer.x is None else np.rint(answer.x).astype(np.int64)
+    values = None
+    if answer.x is not None:
+        values = np.rint(answer.x * _steps(program)).astype(np.int64)
     bound = answer.mip_dual_bound
     if bound is None or not math.isfinite(bound):
         return Answer(values=values, bound=None, status=name)
@@ -128,7 +130,11 @@ def by_mathopt(program: Program, limits: Limits) -> Answer:
     matrix, lower, upper = _matrix(program)
     goal, unit = _goal(program)
     model = mathopt.Model()
-    variables = [model.add_binary_variable() for _ in range(program.n_variables)]
+    upper_limits, steps = _upper_limits(program), _steps(program)
+    variables = [model.add_binary_variable() for _ in range(program.n_binary)]
+    variables += [
+        model.add_variable(lb=0.0, ub=limit) for limit in upper_limits[program.n_binary :].tolist()
+    ]
     for row in range(matrix.shape[0]):
         start, end = matrix.indptr[row], matrix.indptr[row + 1]
         model.add_linear_constraint(
@@ -151,7 +157,7 @@ def by_mathopt(program: Program, limits: Limits) -> Answer:
         parameters.time_limit = datetime.timedelta(seconds=limits.seconds)
     hints = mathopt.ModelSolveParameters()
     if program.hint is not None:
-        values_of = dict(zip(variables, program.hint.astype(float).tolist(), strict=True))
+        values_of = dict(zip(variables, (program.hint / steps).tolist(), strict=True))
         hints.solution_hints.append(mathopt.SolutionHint(variable_values=values_of))
     try:
         answer = mathopt.solve(
@@ -161,10 +167,10 @@ def by_mathopt(program: Program, limits: Limits) -> Answer:
         raise SolverError(
             f"ilp: MathOpt cannot solve the program: {error}; use backend=cp_sat"
         ) from error
-    return _mathopt_answer(answer, variables, program.maximise, unit)
+    return _mathopt_answer(answer, variables, program, unit)
 
 
-def _mathopt_answer(answer: Any, variables: list[Any], maximise: bool, unit: float) -> Answer:
+def _mathopt_answer(answer: Any, variables: list[Any], program: Program, unit: float) -> Answer:
     from ortools.math_opt.python import mathopt
 
     reason = answer.termination.reason
@@ -173,11 +179,11 @@ def _mathopt_answer(answer: Any, variables: list[Any], maximise: bool, unit: flo
         return Answer(values=None, bound=None, status=name, infeasible=True)
     found = None
     if answer.has_primal_feasible_solution():
-        found = np.rint(answer.variable_values(variables)).astype(np.int64)
+        found = np.rint(answer.variable_values(variables) * _steps(program)).astype(np.int64)
     bound = float(answer.termination.objective_bounds.dual_bound)
     if not math.isfinite(bound):
         return Answer(values=found, bound=None, status=name)
-    return Answer(values=found, bound=(-bound if maximise else bound) * unit, status=name)
+    return Answer(values=found, bound=(-bound if program.maximise else bound) * unit, status=name)
 
 
 BACKENDS: dict[str, Callable[[Program, Limits], Answer]] = {
@@ -188,12 +194,28 @@ BACKENDS: dict[str, Callable[[Program, Limits], Answer]] = {
 """Back ends by the name that ``backend=`` takes."""
 
 
+def _steps(program: Program) -> FloatArray:
+    """How much one unit of each variable of a floating-point back end is in whole numbers.
+
+    Variables that are not 0/1 are counted in shares of what the largest of them can be.
+    """
+    steps = np.ones(program.n_variables)
+    steps[program.n_binary :] = max(1.0, max(program.whole_limits, default=1) / FLOAT_RANGE)
+    return steps
+
+
+def _upper_limits(program: Program) -> FloatArray:
+    limits = np.ones(program.n_variables)
+    limits[program.n_binary :] = program.whole_limits
+    return limits / _steps(program)
+
+
 def _goal(program: Program) -> tuple[FloatArray, float]:
     """The objective to minimise, scaled, and how much one unit of it is in whole numbers."""
-    largest = float(np.abs(program.objective).max()) if program.objective.size else 0.0
+    goal = program.objective * _steps(program)
+    largest = float(np.abs(goal).max()) if goal.size else 0.0
     unit = largest / FLOAT_RANGE if largest > FLOAT_RANGE else 1.0
-    signed = -program.objective if program.maximise else program.objective
-    return signed / unit, unit
+    return (-goal if program.maximise else goal) / unit, unit
 
 
 def _relative_gap(program: Program, limits: Limits) -> float:
@@ -223,14 +245,16 @@ def _matrix(program: Program) -> tuple[Any, FloatArray, FloatArray]:
     for causes, effect in program.implied:
         for cause in causes.tolist():
             add(np.array([cause, effect]), np.array([1.0, -1.0]), -math.inf, 0.0)
+    steps = _steps(program)
     for row in program.rows:
         if row.variables.size == 0:
             continue
-        largest = float(np.abs(row.coefficients).max())
+        coefficients = row.coefficients * steps[row.variables]
+        largest = float(np.abs(coefficients).max())
         unit = largest / FLOAT_RANGE if largest > FLOAT_RANGE else 1.0
         low = -math.inf if row.lower is None else row.lower / unit
         high = math.inf if row.upper is None else row.upper / unit
-        add(row.variables, row.coefficients / unit, low, high)
+        add(row.variables, coefficients / unit, low, high)
     pointers = np.concatenate(([0], np.cumsum([part.size for part in data])))
     matrix = sparse.csr_matrix(
         (np.concatenate(data), np.concatenate(columns), pointers),

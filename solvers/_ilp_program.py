@@ -28,7 +28,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program of 0/1 variables with whole coefficients.
+    """A program of 0/1 variables with whole coefficients, and a few larger whole variables.
 
     Attributes
     ----------
@@ -42,6 +42,9 @@ class Program:
     maximise : bool
     hint : ndarray of int64, (n_variables,), or None
         A solution to start from.
+    whole_limits : tuple of int
+        The last so many variables are not 0/1 but lie between 0 and these limits, whole numbers
+        in every best solution.
     """
 
     n_variables: int
@@ -51,6 +54,12 @@ class Program:
     objective: IntArray
     maximise: bool
     hint: IntArray | None
+    whole_limits: tuple[int, ...] = ()
+
+    @property
+    def n_binary(self) -> int:
+        """Number of 0/1 variables: the first ones."""
+        return self.n_variables - len(self.whole_limits)
 
 
 @dataclass(frozen=True, kw_only=True)

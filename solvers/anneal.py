@@ -69,7 +69,7 @@ class Anneal(Solver):
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
         {GroupCap, SameBudget, MaxDistinct, RankBalance}
     )
-    aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM, Aggregate.WORST})
+    aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def __init__(
         self, evaluate: Evaluate | None = None, steps: int = 20_000, seed: int = 0

@@ -22,6 +22,9 @@ from kvalloc.problem import (
 )
 from kvalloc.solver import Solution, Solver
 
+EXACT_TAIL_OPTIONS = 256
+"""With more options than this, the exact optimum over several workloads takes too long."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -46,21 +49,28 @@ def _is_worst(problem: AllocationProblem) -> bool:
     return problem.aggregate is Aggregate.WORST
 
 
+def _is_sum(problem: AllocationProblem) -> bool:
+    return problem.aggregate is Aggregate.SUM
+
+
+def _is_large_tail(problem: AllocationProblem) -> bool:
+    tail = problem.aggregate is Aggregate.TAIL and not problem.constraints
+    return tail and int(problem.option_counts.sum()) > EXACT_TAIL_OPTIONS
+
+
 def _is_plain_concave(problem: AllocationProblem) -> bool:
-    return not _is_worst(problem) and not problem.constraints and problem.is_concave
+    return _is_sum(problem) and not problem.constraints and problem.is_concave
 
 
 def _has_nested_caps(problem: AllocationProblem) -> bool:
     # Whether the curves are concave takes longer than whether the caps nest: flow asks that first.
     only_caps = all(isinstance(c, GroupCap) for c in problem.constraints)
-    return (
-        not _is_worst(problem) and only_caps and (bool(problem.constraints) or problem.is_concave)
-    )
+    return _is_sum(problem) and only_caps and (bool(problem.constraints) or problem.is_concave)
 
 
 def _is_one_knapsack(problem: AllocationProblem) -> bool:
     shared = all(isinstance(c, SameBudget) for c in problem.constraints)
-    return not _is_worst(problem) and shared
+    return _is_sum(problem) and shared
 
 
 def _always(problem: AllocationProblem) -> bool:
@@ -75,6 +85,11 @@ CANDIDATES = (
     ),
     Candidate(
         solver="max_min", fits=_is_worst, why="the worst unit counts: one level is the optimum"
+    ),
+    Candidate(
+        solver="cvar",
+        fits=_is_large_tail,
+        why="the worst of several workloads, too many options to search: a bound and repair",
     ),
     Candidate(
         solver="flow",
@@ -99,12 +114,13 @@ CANDIDATES = (
 class Auto(Solver):
     """Reads the problem and takes the cheapest built-in solver that is exact for it.
 
-    Worst unit: `max_min`. Concave, one cost step, no side constraint: `greedy`. Concave with
-    nested caps: `flow`. One capacity, also with shared budgets, and a table of its totals that
-    fits in memory: `dp`. Everything else: `ilp`, which starts from the Lagrangian dual; and where
-    not even that knows a side constraint, the search of `anneal`. Each is asked whether it can;
-    what it answers with, optimal or not, is passed on, with the name and the reason in front of
-    its own line. Solvers of other packages are never taken by themselves.
+    Worst unit: `max_min`. Several workloads: `cvar`, or `ilp` where there are few options.
+    Concave, one cost step, no side constraint: `greedy`. Concave with nested caps: `flow`. One
+    capacity, also with shared budgets, and a table of its totals that fits in memory: `dp`.
+    Everything else: `ilp`, which starts from the Lagrangian dual; and where not even that knows a
+    side constraint, the search of `anneal`. Each is asked whether it can; what it answers with,
+    optimal or not, is passed on, with the name and the reason in front of its own line. Solvers
+    of other packages are never taken by themselves.
 
     References
     ----------
@@ -117,7 +133,7 @@ class Auto(Solver):
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
         {GroupCap, SameBudget, MaxDistinct, RankBalance}
     )
-    aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM, Aggregate.WORST})
+    aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """Whether there is a solver for it; the last one, `anneal`, takes any problem."""

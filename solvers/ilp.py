@@ -20,6 +20,10 @@ from kvalloc.solver import Solution, Solver, Termination
 from kvalloc.solvers._ilp_backends import BACKENDS
 from kvalloc.solvers._ilp_found import Options
 from kvalloc.solvers._ilp_search import Search
+from kvalloc.solvers._ilp_tail import TailSearch, most_reachable
+
+REACH_SECONDS = 5.0
+"""Longest search for the largest target that several workloads can meet together."""
 
 
 class ILP(Solver):
@@ -39,6 +43,9 @@ class ILP(Solver):
     rounded down by at most one part in 2^50 of their range, and the rounding is added to the
     bound.
 
+    Several workloads, of which the worst share counts: one more row and variable for each of
+    them (Rockafellar and Uryasev, 2000), after the same reduction at the dual's weights.
+
     Ranks: the problem is solved without them; if the budgets found can be placed in balance, they
     are optimal. Else a good placement is kept and the budgets are solved for it, and then both
     are decided together.
@@ -52,7 +59,8 @@ class ILP(Solver):
     backend : {"auto", "cp_sat", "mathopt", "scipy"}
         OR-Tools CP-SAT, SCIP through OR-Tools MathOpt, or HiGHS through SciPy. CP-SAT counts in
         whole numbers; the others in floating point, to about 1e-12 of the range of the values.
-        By default HiGHS where there are caps, whose rows its cuts are made for, else CP-SAT.
+        By default HiGHS where there are caps, whose rows its cuts are made for, SCIP for several
+        workloads, which CP-SAT cannot do, else CP-SAT.
     reduce : bool
         Leave out options by their reduced costs; without, the back end gets every option.
 
@@ -74,7 +82,7 @@ class ILP(Solver):
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset(
         {GroupCap, MaxDistinct, RankBalance, SameBudget}
     )
-    aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM, Aggregate.WORST})
+    aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def __init__(
         self, gap: float = 0.0, workers: int = 1, backend: str = "auto", reduce: bool = True
@@ -95,12 +103,24 @@ class ILP(Solver):
         if backend == "auto":
             caps = any(isinstance(c, GroupCap) for c in problem.constraints)
             backend = "scipy" if caps else "cp_sat"
+            if problem.aggregate is Aggregate.TAIL:
+                backend = "mathopt"
         return Options(
             gap=self.gap, workers=self.workers, backend=BACKENDS[backend], reduce=self.reduce
         )
 
+    def _search(self, problem: AllocationProblem, deadline: float) -> Search:
+        kind = TailSearch if problem.aggregate is Aggregate.TAIL else Search
+        return kind(self._options(problem), problem, deadline)
+
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """True, unless there are two different balances over ranks."""
+        """True, unless there are two balances over ranks, or CP-SAT is asked for workloads."""
+        if problem.aggregate is Aggregate.TAIL and self.backend == "cp_sat":
+            # OR-Tools 9.15 spends minutes or all memory on wide variables, with a dozen options.
+            return (
+                "ilp cannot use CP-SAT for several workloads, whose values are variables of a wide "
+                "range; use backend=mathopt"
+            )
         if sum(isinstance(c, RankBalance) for c in problem.constraints) > 1:
             return "ilp places units on one set of ranks, and two are asked for; give one balance"
         return super().can_solve(problem)
@@ -118,7 +138,7 @@ class ILP(Solver):
             If the back end fails, or time runs out before any choice is found.
         """
         limit = math.inf if time_limit_seconds is None else time_limit_seconds
-        search = Search(self._options(problem), problem, time.monotonic() + limit)
+        search = self._search(problem, time.monotonic() + limit)
         found = search.run()
         if found.infeasible:
             raise self._infeasible(problem)
@@ -164,6 +184,15 @@ class ILP(Solver):
             mine = tuple(c for c in problem.constraints if isinstance(c, kind))
             if mine:
                 kinds.append(_describe(mine))
+        if not kinds:  # what each of several workloads can reach, they may not reach together
+            until = time.monotonic() + REACH_SECONDS
+            nearest = most_reachable(self._options(problem), problem, until)
+            way_out = "ask for less"
+            if nearest is not None:
+                way_out = f"the most is {nearest:.9g}, ask for at most that"
+            return InfeasibleError(
+                f"{goal} cannot be met in the worst workloads; {way_out}", nearest=nearest
+            )
         return InfeasibleError(
             f"no choice can work: {goal} with {' and '.join(kinds)}; relax one of them"
         )

@@ -107,6 +107,8 @@ def compare(
     weights: targets.Weights = None,
     bits: targets.Bits = None,
     cost: targets.Cost = "bytes",
+    workloads: targets.Workloads = "mean",
+    tail: targets.Tail = None,
     time_limit: targets.TimeLimit = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -135,6 +137,8 @@ def compare(
         "weights": None if weights is None else read_weights(weights),
         "bits": targets.bit_widths(bits),
         "cost": cost,
+        "workloads": workloads,
+        "tail": tail,
     }
     limits = targets.limits(
         cap=cap,

@@ -93,6 +93,14 @@ def profile(
             "'kvalloc solve --bits'.",
         ),
     ] = None,
+    share_length: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Also measure what runs of 2 to N adjacent layers keep when they share the kept "
+            "entries, for 'kvalloc solve --share-groups'; 4 at most, 1 measures nothing.",
+        ),
+    ] = 1,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the choice of samples.")] = 0,
     loss: Annotated[
         str | None,
@@ -134,6 +142,7 @@ def profile(
         "scorer": scorer,
         "sinks": DEFAULT_SINKS if sinks is None else sinks,
         "count_sinks": count_sinks,
+        "share_length": share_length,
         "seed": seed,
         "loss": loss,
         "loss_level": loss_level,

@@ -68,6 +68,8 @@ def solve(
     weights: targets.Weights = None,
     bits: targets.Bits = None,
     cost: targets.Cost = "bytes",
+    workloads: targets.Workloads = "mean",
+    tail: targets.Tail = None,
     time_limit: targets.TimeLimit = None,
     output: Annotated[
         Path | None,
@@ -106,6 +108,8 @@ def solve(
         "weights": None if weights is None else read_weights(weights),
         "bits": targets.bit_widths(bits),
         "cost": cost,
+        "workloads": workloads,
+        "tail": tail,
     }
     limits = targets.limits(
         cap=cap,

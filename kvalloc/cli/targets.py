@@ -129,6 +129,18 @@ Average = Annotated[
         help="Solve once on the mean curves, or solve every sample and average the budgets.",
     ),
 ]
+Workloads = Annotated[
+    str,
+    typer.Option(
+        metavar="mean|worst|cvar",
+        help="What counts of the samples: their mean, the worst one, or the mean of the worst "
+        "share --tail of them.",
+    ),
+]
+Tail = Annotated[
+    float | None,
+    typer.Option(metavar="SHARE", help="With --workloads cvar: that share, such as 0.25."),
+]
 TimeLimit = Annotated[
     float | None,
     typer.Option(metavar="SECONDS", help="Stop a solver after so long with the best it has."),

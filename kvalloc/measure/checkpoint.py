@@ -36,6 +36,8 @@ class MeasuredSample:
         Loss curves and their standard errors, where those are measured.
     fidelity : ndarray of float64, (n_layers, n_kv_heads, n_bits), or None
         What each bit width leaves of the attention output, where that was asked for.
+    shared : ndarray of float64, (n_runs, n_kv_heads, n_points), or None
+        Joint curves of the runs of layers that share, where those are measured.
     """
 
     curves: FloatArray
@@ -44,6 +46,7 @@ class MeasuredSample:
     losses: FloatArray | None = None
     loss_stderr: FloatArray | None = None
     fidelity: FloatArray | None = None
+    shared: FloatArray | None = None
 
 
 def checkpoint_folder(output: str | Path) -> Path:
@@ -100,10 +103,14 @@ class Checkpoint:
             array = getattr(sample, name)
             if array is not None:
                 arrays[name] = np.ascontiguousarray(array)
+        if sample.shared is not None:
+            arrays["shared"] = np.ascontiguousarray(sample.shared)
         with atomic_write(self._file(index)) as temporary:
             save_file(arrays, temporary)
 
-    def load(self, index: int, curves_shape: tuple[int, int, int]) -> MeasuredSample | None:
+    def load(
+        self, index: int, curves_shape: tuple[int, int, int], n_runs: int = 0
+    ) -> MeasuredSample | None:
         """A finished sample, or None when there is none that can be trusted.
 
         Parameters
@@ -112,6 +119,8 @@ class Checkpoint:
             Which sample.
         curves_shape : tuple of int
             ``(n_layers, n_kv_heads, n_points)``.
+        n_runs : int
+            Runs of layers that share.
         """
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
@@ -125,11 +134,17 @@ class Checkpoint:
                 losses=arrays.get("losses"),
                 loss_stderr=arrays.get("loss_stderr"),
                 fidelity=arrays.get("fidelity"),
+                shared=arrays.get("shared"),
             )
         except (OSError, SafetensorError, KeyError, IndexError):
             return None  # missing or damaged: measured again
         sound = sample.curves.shape == curves_shape and sample.masses.shape == curves_shape[:2]
-        return sample if sound and bool(np.isfinite(sample.curves).all()) else None
+        sound &= bool(np.isfinite(sample.curves).all())
+        if n_runs:
+            wanted, shared = (n_runs, *curves_shape[1:]), sample.shared
+            sound &= shared is not None and shared.shape == wanted
+            sound &= shared is not None and bool(np.isfinite(shared).all())
+        return sample if sound else None
 
     def remove(self) -> None:
         """Delete the folder: the job is done."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
+from kvalloc.layer_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint, MeasuredSample, checkpoint_folder
 from kvalloc.measure.curves import on_grid, retention_curves
 from kvalloc.measure.fidelity import checked_widths, layer_fidelity
@@ -20,6 +21,7 @@ from kvalloc.measure.fingerprint import fingerprint
 from kvalloc.measure.loss_plan import LossMethod, LossPlan
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet, choose_samples
+from kvalloc.measure.shared import SharedRuns, check_share_length
 from kvalloc.measure.texts import Document, Prompt
 from kvalloc.models import require_run_packages, shape_of
 from kvalloc.score_profile import ScoreProfile, rank_grid
@@ -51,6 +53,11 @@ class _Job:
     batch: int
     losses: LossPlan | None
     bits: tuple[int, ...] = ()
+    share_length: int
+
+    @property
+    def shared_runs(self) -> IntArray:
+        return runs_of(self.shape.full_layers, self.share_length)
 
     @property
     def curves_shape(self) -> tuple[int, int, int]:
@@ -102,6 +109,7 @@ def profile(
     batch: int = 1,
     loss: LossMethod | LossPlan | None = None,
     loss_level: LossLevel = "layer",
+    share_length: int = 1,
     progress: Progress | None = None,
     checkpoint: str | Path | None = None,
     resume: bool = False,
@@ -150,6 +158,9 @@ def profile(
         the model itself writes next. Off by default.
     loss_level : {"layer", "head"}
         What is reduced alone.
+    share_length : int
+        Also measure what each run of 2 to so many adjacent layers keeps when its layers keep the
+        same entries, which sharing them needs (MPCache, Sec. 4.4); 1 for nothing, 4 at most.
     progress : callable, optional
         Called with (layers done, layers in all); measuring a layer's losses counts as several.
     checkpoint : str or Path, optional
@@ -189,6 +200,7 @@ def profile(
     chosen_scorer = _scorer(scorer, window=window, pool=pool, group_reduce=group_reduce)
     sinks = 0 if count_sinks else sinks
     _check_sizes(shape, context, sinks, chosen_scorer.window, batch)
+    check_share_length(share_length, shape.full_layers)
     protected = sinks + chosen_scorer.window
     chosen = choose_samples(
         texts,
@@ -210,6 +222,7 @@ def profile(
         batch=batch,
         losses=_loss_plan(loss, loss_level),
         bits=checked_widths(bits),
+        share_length=share_length,
     )
     kept = None
     if checkpoint is not None:
@@ -271,7 +284,10 @@ def _measure_all(
     done = 0
     results: list[MeasuredSample] = []
     for group in job.groups():
-        finished = [kept.load(i, job.curves_shape) for i in group] if kept is not None else []
+        finished = []
+        if kept is not None:
+            n_runs = len(job.shared_runs)
+            finished = [kept.load(i, job.curves_shape, n_runs) for i in group]
         found = [sample for sample in finished if sample is not None and _has_all(job, sample)]
         if len(found) == len(group):
             results += found
@@ -308,6 +324,8 @@ def _measure_group(
     errors = np.zeros(len(group))
     fidelity = np.ones((len(group), *job.curves_shape[:2], len(job.bits)))
     layers = job.shape.full_layers
+    runs = SharedRuns(layers, job.share_length)
+    shared = np.zeros((len(group), len(runs.runs), *job.curves_shape[1:]))
     first, end = job.sinks, ids.shape[1] - job.scorer.window
 
     def look(states: AttentionStates) -> None:
@@ -322,6 +340,10 @@ def _measure_group(
             fidelity[:, layer] = layer_fidelity(
                 states, job.bits, window=job.scorer.window, model_id=job.shape.model_id
             )
+        for run, together in runs.add(layer, scores, masses[:, layer]):
+            for row in range(len(group)):
+                shared[row, run], error = on_grid(together[row], job.ranks)
+                errors[row] = max(errors[row], error)
         layer_done(layers.index(layer) + 1)
 
     mini_prefill(job.model, torch.from_numpy(ids).to(device), look, layers=layers)
@@ -331,6 +353,7 @@ def _measure_group(
             masses=masses[row],
             interpolation_error=float(errors[row]),
             fidelity=fidelity[row] if job.bits else None,
+            shared=shared[row] if len(runs.runs) else None,
         )
         for row in range(len(group))
     ]
@@ -403,7 +426,12 @@ def _assemble(job: _Job, results: list[MeasuredSample]) -> ScoreProfile:
             ),
         }
     fidelities = [result.fidelity for result in results]
+    together: dict[str, Any] = {}
+    if job.share_length > 1:
+        shared = [result.shared for result in results if result.shared is not None]
+        together = {"shared_runs": job.shared_runs, "shared_curves": np.stack(shared)}
     return ScoreProfile(
+        **together,
         **losses,
         shape=job.shape,
         scorer=job.scorer.name,
@@ -496,5 +524,6 @@ def _job_record(job: _Job) -> dict[str, Any]:
         "batch": job.batch,
         **({} if job.losses is None else {"losses": job.losses.record()}),
         **({} if job.losses is None else {"answers": job.samples.answers_digest()}),
+        **({"share_length": job.share_length} if job.share_length > 1 else {}),
         "versions": _versions(),
     }

@@ -279,6 +279,8 @@ def _edges(problem: AllocationProblem) -> Iterator[tuple[str, AllocationProblem]
         heads=problem.heads,
         sense=Sense.MAX_VALUE,
         aggregate=problem.aggregate,
+        scenarios=None if problem.scenarios is None else problem.scenarios[:, :, :1].copy(),
+        tail_share=problem.tail_share,
         capacity_bytes=problem.min_cost_bytes,
         context_tokens=problem.context_tokens,
         protected_tokens=problem.protected_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,9 @@ SIDES = {
 }
 """What else can be asked: name to description."""
 
+SCOPES = {"": Aggregate.SUM, "worst": Aggregate.WORST, "tail": Aggregate.TAIL}
+"""What stands before the curves: which aggregate the value is."""
+
 KINDS: tuple[str, ...] = (
     *CURVES,
     *(f"{curves}+{side}" for side in SIDES if side != "plain" for curves in ("concave", "losses")),
@@ -56,8 +60,19 @@ KINDS: tuple[str, ...] = (
     "worst:losses+nested_caps",
     "worst:concave+same_budget",
     "worst:concave+max_distinct",
+    "tail:concave",
+    "tail:tied",
+    "tail:weighted",
+    "tail:non_concave",
+    "tail:unequal_costs",
+    "tail:unequal_options",
+    "tail:losses+nested_caps",
+    "tail:concave+same_budget",
+    "tail:losses+max_distinct",
+    "tail:concave+rank_balance",
 )
-"""Kinds of tiny problems: curves, curves+side, or worst:curves+side for the worst unit."""
+"""Kinds of tiny problems: curves, curves+side, worst:curves+side for the worst unit, or
+tail:curves+side for the worst share of two to four scenarios."""
 
 
 def tiny_problem(
@@ -68,7 +83,7 @@ def tiny_problem(
     Parameters
     ----------
     kind : str
-        One of `KINDS`, or any ``[worst:]curves[+side]`` of `CURVES` and `SIDES`.
+        One of `KINDS`, or any ``[worst:|tail:]curves[+side]`` of `CURVES` and `SIDES`.
     seed : int
         The same seed gives the same problem, on any machine.
     sense : Sense
@@ -79,8 +94,8 @@ def tiny_problem(
     Returns
     -------
     AllocationProblem
-        Its floors fit and its target can be reached, side constraints aside; with them it may
-        have no solution at all.
+        Its floors fit and its target can be reached, side constraints and scenarios aside; with
+        them it may have no solution at all.
 
     Raises
     ------
@@ -103,7 +118,11 @@ def tiny_problem(
     if curves == "weighted":
         weights = random.uniform(0.1, 1.0, n_units)
         weights[random.integers(n_units)] = 0.0
+    tail: dict[str, Any] = {}
+    if aggregate is Aggregate.TAIL:
+        values, tail = _scenarios(random, curves, values)
     problem = AllocationProblem(
+        **tail,
         tokens=tokens,
         values=values,
         costs=costs,
@@ -182,7 +201,11 @@ def larger_problem(
     random = np.random.default_rng([seed, zlib.crc32(kind.encode()), 2])
     n_units = n_layers * n_heads
     tokens, values, costs, counts = _options(random, curves, n_units, n_options)
+    tail: dict[str, Any] = {}
+    if aggregate is Aggregate.TAIL:
+        values, tail = _scenarios(random, curves, values)
     problem = AllocationProblem(
+        **tail,
         tokens=tokens,
         values=values,
         costs=costs,
@@ -203,12 +226,23 @@ def larger_problem(
 def _parse(kind: str) -> tuple[Aggregate, str, str]:
     scope, _, rest = kind.rpartition(":")
     curves, _, side = rest.partition("+")
-    if scope not in ("", "worst") or curves not in CURVES or (side or "plain") not in SIDES:
+    if scope not in SCOPES or curves not in CURVES or (side or "plain") not in SIDES:
         raise InputError(
-            f"there is no kind of problem {kind!r}; write [worst:]CURVES[+SIDE] with CURVES of "
-            f"{', '.join(CURVES)} and SIDE of {', '.join(SIDES)}"
+            f"there is no kind of problem {kind!r}; write [worst:|tail:]CURVES[+SIDE] with CURVES "
+            f"of {', '.join(CURVES)} and SIDE of {', '.join(SIDES)}"
         )
-    return Aggregate.WORST if scope else Aggregate.SUM, curves, side or "plain"
+    return SCOPES[scope], curves, side or "plain"
+
+
+def _scenarios(
+    random: np.random.Generator, curves: str, first: FloatArray
+) -> tuple[FloatArray, dict[str, Any]]:
+    """The mean values, and the scenarios with the share of them that counts."""
+    count = int(random.integers(2, 5))
+    others = [_options(random, curves, *first.shape)[1] for _ in range(count - 1)]
+    scenarios = np.stack([first, *others])
+    share = float(random.choice([0.1, 1.0 / count, 0.3, 0.5, 0.75, 1.0]))
+    return scenarios.mean(axis=0), {"scenarios": scenarios, "tail_share": share}
 
 
 def _options(
@@ -291,6 +325,9 @@ def _with_goal(
         room = problem.max_cost_bytes - problem.min_cost_bytes
         return problem.with_capacity(problem.min_cost_bytes + int(share * room))
     floor = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
-    # Side constraints can put the best value out of reach: ask for less there.
-    most = problem.max_value if not problem.constraints else 0.7 * problem.max_value + 0.3 * floor
+    most = problem.max_value
+    # Side constraints, or scenarios that are best at different choices, can put the best value
+    # out of reach: ask for less there.
+    if problem.constraints or problem.aggregate is Aggregate.TAIL:
+        most = 0.7 * most + 0.3 * floor
     return problem.with_target(floor + share * (most - floor))

@@ -18,7 +18,7 @@ from kvalloc.testing.problems import CURVES, SIDES
 SLACK = 1e-10
 ALL_KINDS = tuple(
     f"{scope}{curves}" + ("" if side == "plain" else f"+{side}")
-    for scope in ("", "worst:")
+    for scope in ("", "worst:", "tail:")
     for side in SIDES
     for curves in CURVES
 )

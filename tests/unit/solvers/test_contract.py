@@ -14,8 +14,9 @@ OPTIONS = {
 }
 EXACT = {"greedy", "dp", "flow", "ilp", "auto"}
 RULES = {"uniform", "pyramid", "adaptive_head", "proportional", "head_classes", "anneal", "max_min"}
-MAY_GIVE_UP = RULES | {"hull", "lagrangian"}
+MAY_GIVE_UP = RULES | {"cvar", "hull", "lagrangian"}
 NOT_MONOTONE = {
+    "cvar",
     "max_min",
     "pyramid",
     "adaptive_head",

@@ -53,8 +53,8 @@ DEVICES = (
 
 
 def test_it_is_exact_under_every_side_constraint() -> None:
-    ends = check_all(ILP(), tiny_cases(448, ALL_KINDS, seed=1000), exact=True)
-    assert ends["optimal"] > 380
+    ends = check_all(ILP(), tiny_cases(504, ALL_KINDS, seed=1000), exact=True)
+    assert ends["optimal"] > 420
     assert ends["infeasible"] > 5  # and each of those has no choice at all
     assert ends["refused"] == 0
 
@@ -63,12 +63,12 @@ def test_it_is_exact_under_every_side_constraint() -> None:
 @pytest.mark.parametrize("reduce", [True, False])
 def test_every_back_end_with_and_without_reduction(backend: str, reduce: bool) -> None:
     solver = ILP(backend=backend, reduce=reduce)
-    ends = check_all(solver, tiny_cases(112, ALL_KINDS, seed=3000), exact=True)
+    ends = check_all(solver, tiny_cases(112, ALL_KINDS[:112], seed=3000), exact=True)
     assert ends["optimal"] > 90
 
 
 @pytest.mark.slow
-def test_no_misses_in_2240_problems_of_every_kind() -> None:
+def test_no_misses_in_3360_problems_of_every_kind() -> None:
     """Every exact solver on every kind of problem: not one claim that is not true."""
     solvers: list[tuple[Solver, bool]] = [
         (ILP(), True),
@@ -79,7 +79,7 @@ def test_no_misses_in_2240_problems_of_every_kind() -> None:
     ]
     for solver, exact in solvers:
         ends: Counter[str] = check_all(
-            solver, tiny_cases(2240, ALL_KINDS, seed=20_000), exact=exact, may_give_up=not exact
+            solver, tiny_cases(3360, ALL_KINDS, seed=20_000), exact=exact, may_give_up=not exact
         )
         assert ends["optimal"] > 150, solver.name
 

@@ -1,0 +1,144 @@
+"""Layers that keep the same entries: what is measured, against the definition."""
+
+import itertools
+
+import numpy as np
+import pytest
+from factories import joint_curves
+from tiny_models import WordTokenizer, tiny_model, words
+
+from kvalloc.errors import InputError
+from kvalloc.layer_groups import runs_of, similarity
+from kvalloc.measure import profile, profile_to_file
+from kvalloc.measure.shared import SharedRuns
+from kvalloc.score_profile import ScoreProfile
+
+TOKENIZER = WordTokenizer()
+
+
+def measure(share_length, n_layers=6, **options):
+    model = tiny_model(num_hidden_layers=n_layers)
+    values = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
+    return profile(model, TOKENIZER, [words(300)], share_length=share_length, **values)
+
+
+def added(raw, longest):
+    """All layers of all samples at once, one batch."""
+    runs = SharedRuns(range(raw.shape[1]), longest)
+    found = np.full((raw.shape[0], len(runs.runs), raw.shape[2], raw.shape[3] + 1), np.nan)
+    for layer in range(raw.shape[1]):
+        scores = raw[:, layer]
+        for run, curves in runs.add(layer, scores, scores.sum(axis=-1)):
+            found[:, run] = curves
+    return runs.runs, found
+
+
+@pytest.mark.parametrize("longest", [2, 3, 4])
+def test_every_run_is_measured_by_its_definition(longest):
+    rng = np.random.default_rng(longest)
+    raw = rng.random((2, 7, 3, 20)) ** 4
+    runs, found = added(raw, longest)
+    assert np.allclose(found, joint_curves(raw, runs), atol=1e-12)
+
+
+def test_no_choice_of_entries_keeps_more():
+    """The joint ranking is the best set of n entries, over all sets there are."""
+    rng = np.random.default_rng(5)
+    raw = rng.random((1, 4, 1, 6))
+    runs, found = added(raw, 2)
+    shares = raw[0, :, 0] / raw[0, :, 0].sum(axis=1, keepdims=True)
+    assert runs.tolist() == [[2, 2]]
+    for n in range(7):
+        kept = [shares[2:4, list(entries)].sum() for entries in itertools.combinations(range(6), n)]
+        assert found[0, 0, 0, n] == pytest.approx(max(kept))
+
+
+def test_layers_that_rank_alike_lose_nothing():
+    rng = np.random.default_rng(1)
+    raw = np.repeat(rng.random((1, 1, 2, 15)), 5, axis=1) * np.array([1, 1, 3, 2, 5])[:, None, None]
+    runs, found = added(raw, 3)
+    alone = np.sort(raw / raw.sum(axis=(2, 3), keepdims=True), axis=-1)[..., ::-1].cumsum(axis=-1)
+    for run, (first, length) in enumerate(runs):
+        separate = alone[0, first : first + length].sum(axis=0)
+        assert np.allclose(found[0, run, :, 1:], separate)
+
+
+def test_a_layer_without_any_mass_keeps_its_share_whatever_is_kept():
+    raw = np.random.default_rng(2).random((1, 4, 2, 8))
+    raw[0, 3] = 0.0
+    _, found = added(raw, 2)
+    assert np.allclose(found[0, 0, :, 0], 0.5)
+    assert np.allclose(found[0, 0, :, -1].sum(), 2.0)
+
+
+def test_only_the_layers_before_are_held():
+    runs = SharedRuns(range(10), 3)
+    for layer in range(10):
+        scores = np.ones((1, 1, 4))
+        list(runs.add(layer, scores, scores.sum(axis=-1)))
+        assert len(runs._recent) <= 2
+    alone = SharedRuns(range(10), 1)
+    assert not list(alone.add(5, np.ones((1, 1, 4)), np.full((1, 1), 4.0)))
+    assert len(alone._recent) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 2}, {"scorer": "snapkv", "window": 9}])
+def test_of_a_model(options):
+    plain = measure(1, **options)
+    found = measure(3, **options)
+    assert plain.shared_runs is None
+    assert found.shared_runs.tolist() == runs_of(range(6), 3).tolist()
+    assert np.array_equal(found.curves, plain.curves)
+    apart = found.contributions()
+    for first, length in found.shared_runs.tolist():
+        group = tuple(range(first, first + length))
+        together = found.shared_contributions(group)
+        separate = apart[first : first + length].sum(axis=0)
+        assert np.all(together <= separate + 1e-12)
+        assert np.allclose(together[:, -1], separate[:, -1])
+        kept = similarity(found, group)
+        assert 0.0 < kept.min() < 1.0
+        assert kept[-1] == pytest.approx(1.0)
+    assert found.digest() != plain.digest()
+
+
+def test_a_short_prompt_is_stretched_like_its_curves():
+    from kvalloc.measure import Prompt
+
+    model = tiny_model(num_hidden_layers=4)
+    texts = [Prompt(text=words(45)), Prompt(text=words(60, seed=1))]
+    found = profile(model, TOKENIZER, texts, samples=2, context=60, model_id="t", share_length=2)
+    assert sorted(found.sample_tokens.tolist()) == [45, 60]
+    assert found.shared_curves.shape[:2] == (2, 1)
+
+
+def test_saved_and_loaded(tmp_path):
+    model = tiny_model(num_hidden_layers=5)
+    options = {"context": 60, "samples": 2, "model_id": "tests/tiny", "share_length": 2}
+    file = tmp_path / "s.safetensors"
+    made = profile_to_file(model, TOKENIZER, [words(300)], file, **options)
+    again = ScoreProfile.load(file)
+    assert np.array_equal(again.shared_runs, made.shared_runs)
+    assert np.array_equal(again.shared_curves, made.shared_curves)
+    assert again.digest() == made.digest()
+
+
+def test_a_finished_sample_is_not_measured_again(tmp_path, monkeypatch):
+    model = tiny_model(num_hidden_layers=5)
+    options = {"context": 60, "samples": 2, "model_id": "tests/tiny", "share_length": 2}
+    folder = tmp_path / "s.partial"
+    whole = profile(model, TOKENIZER, [words(300)], **options)
+    profile(model, TOKENIZER, [words(300)], checkpoint=folder, keep_checkpoint=True, **options)
+    monkeypatch.setattr("kvalloc.measure.profiling.mini_prefill", None)
+    again = profile(model, TOKENIZER, [words(300)], checkpoint=folder, resume=True, **options)
+    assert np.array_equal(again.shared_curves, whole.shared_curves)
+
+
+def test_what_cannot_be_measured_is_refused():
+    for length in (0, 5):
+        with pytest.raises(InputError, match=f"the share length is {length}"):
+            measure(length)
+    with pytest.raises(InputError, match="no layers of this model can share"):
+        measure(2, n_layers=3)
+    with pytest.raises(InputError, match="no layers of this model can share"):
+        profile(tiny_model("gemma3"), TOKENIZER, [words(300)], context=60, share_length=2)

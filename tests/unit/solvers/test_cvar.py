@@ -1,0 +1,162 @@
+"""The worst share of several workloads: near the optimum, honest about it, and exact with ilp."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from exact_cases import SLACK, check_all, check_it_repeats, medium_problem, tiny_cases
+from factories import make_problem
+
+from kvalloc.errors import InfeasibleError, SolverError
+from kvalloc.problem import Aggregate, AllocationProblem, MaxDistinct, Sense
+from kvalloc.registry import get_solver
+from kvalloc.solver import Termination
+from kvalloc.solvers.cvar import CVaR
+from kvalloc.solvers.ilp import ILP
+from kvalloc.solving import solve_problem
+from kvalloc.testing import brute_force
+
+TAILS = [
+    f"tail:{curves}"
+    for curves in (
+        *("concave", "paged", "tied", "weighted"),
+        *("non_concave", "losses", "unequal_costs", "unequal_options"),
+    )
+]
+
+
+def workloads(seed: int, *, count: int = 4, tail_share: float = 0.25, **given) -> AllocationProblem:
+    """A medium problem of several workloads, each with curves of its own."""
+    single = [medium_problem(1000 * seed + n, **given) for n in range(count)]
+    scenarios = np.stack([problem.values for problem in single])
+    return dataclasses.replace(
+        single[0],
+        values=scenarios.mean(axis=0),
+        aggregate=Aggregate.TAIL,
+        scenarios=scenarios,
+        tail_share=tail_share,
+    )
+
+
+def test_it_never_claims_what_is_not_true() -> None:
+    ends = check_all(CVaR(), tiny_cases(128, TAILS, seed=700), exact=False, may_give_up=True)
+    assert ends["refused"] == 0
+    assert ends["optimal"] > 24
+    assert ends["gave up"] < 6
+
+
+def test_it_is_near_the_optimum_of_tiny_problems() -> None:
+    gaps = []
+    for name, problem in tiny_cases(96, TAILS, seed=9000):
+        optimum = brute_force(problem)
+        if optimum is None or problem.sense is Sense.MIN_COST:
+            continue
+        answer = solve_problem(problem, CVaR())
+        spread = problem.max_value - problem.objective_value(np.zeros(problem.n_units, dtype=int))
+        gaps.append((optimum.objective - answer.objective) / max(spread, 1e-9))
+        assert gaps[-1] < 0.25, name
+    assert np.mean(np.array(gaps) <= SLACK) > 0.9
+
+
+@pytest.mark.parametrize("tail_share", [0.25, 0.4, 0.75])
+@pytest.mark.parametrize("concave", [True, False])
+def test_the_gap_is_small_where_there_are_many_options(tail_share: float, concave: bool) -> None:
+    for seed in range(3):
+        problem = workloads(seed, tail_share=tail_share, concave=concave, n_options=64)
+        answer = solve_problem(problem, CVaR())
+        assert answer.bound_source == "dual"
+        assert answer.gap is not None
+        assert answer.gap < (1e-3 if concave else 5e-3)
+        cheap = solve_problem(problem.with_target(answer.value), CVaR())
+        # What the capacity bought costs no more than the capacity, up to a few steps; and a few
+        # steps less at most would do, too.
+        assert cheap.cost_bytes <= answer.cost_bytes + 4 * 4096
+        assert cheap.bound is not None
+        assert cheap.cost_bytes - cheap.bound <= (2 if concave else 10) * 4096
+
+
+def test_the_worst_workload_gains_what_the_mean_gives_up() -> None:
+    problem = workloads(3, tail_share=0.25, concave=True)
+    mean = problem.reweighted(np.full(4, 0.25))
+    plain = solve_problem(mean, get_solver("greedy"))
+    tail = solve_problem(problem, CVaR())
+    assert tail.value > problem.objective_value(plain.choice) + 1e-4
+    assert mean.objective_value(tail.choice) <= plain.value
+
+
+def test_with_all_of_the_workloads_it_is_the_mean() -> None:
+    problem = workloads(5, tail_share=1.0, concave=True)
+    plain = solve_problem(problem.reweighted(np.full(4, 0.25)), get_solver("greedy"))
+    answer = solve_problem(problem, CVaR())
+    assert answer.objective == pytest.approx(plain.objective, abs=1e-10)
+    assert answer.termination is Termination.OPTIMAL
+
+
+def test_ilp_is_at_least_as_good() -> None:
+    for seed in range(4):
+        problem = workloads(seed, count=3, tail_share=0.5, n_layers=3, n_heads=2, n_options=10)
+        near = solve_problem(problem, CVaR())
+        best = solve_problem(problem, ILP())
+        assert best.termination is Termination.OPTIMAL
+        assert near.objective <= best.objective + 1e-12
+        assert best.objective <= near.bound + 1e-9
+
+
+@pytest.mark.parametrize("backend", ["mathopt", "scipy"])
+@pytest.mark.parametrize("reduce", [True, False])
+def test_every_back_end(backend: str, reduce: bool) -> None:
+    cases = tiny_cases(48, TAILS, seed=4000)
+    exact = backend == "mathopt"  # HiGHS may call a target infeasible that is met by a digit
+    solver = ILP(backend=backend, reduce=reduce)
+    ends = check_all(solver, cases, exact=exact, may_give_up=not exact)
+    assert ends["optimal"] + ends["heuristic"] > 40
+
+
+def test_ilp_says_how_much_the_worst_workloads_can_reach() -> None:
+    # Each workload can have 1 alone; no choice gives both more than 0.45.
+    scenarios = np.array([[[0.0, 1.0, 0.45]], [[0.0, 0.1, 1.0]]])
+    problem = make_problem(
+        scenarios.mean(axis=0),
+        aggregate=Aggregate.TAIL,
+        scenarios=scenarios,
+        tail_share=0.5,
+        target=0.5,
+    )
+    with pytest.raises(InfeasibleError, match=r"the most is 0\.45, ask") as error:
+        solve_problem(problem, ILP())
+    assert error.value.nearest == pytest.approx(0.45)
+
+
+def test_it_refuses_what_it_is_not_for() -> None:
+    with pytest.raises(SolverError, match="this problem has one; use greedy, max_min or ilp"):
+        solve_problem(medium_problem(0), CVaR())
+    limited = dataclasses.replace(workloads(0), constraints=(MaxDistinct(most=2),))
+    with pytest.raises(SolverError, match="does not handle MaxDistinct .*; use ilp"):
+        solve_problem(limited, CVaR())
+    for name in ("greedy", "dp", "lagrangian", "hull", "flow", "uniform", "max_min"):
+        with pytest.raises(SolverError, match="use cvar or ilp"):
+            solve_problem(workloads(0), get_solver(name))
+
+
+def test_auto_takes_the_cheapest_that_is_enough() -> None:
+    large = solve_problem(workloads(1), get_solver("auto"))
+    assert large.detail.startswith("cvar: ")
+    small = workloads(1, n_layers=2, n_heads=2, n_options=8)
+    answer = solve_problem(small, get_solver("auto"))
+    assert answer.detail.startswith("ilp: ")
+    assert answer.termination is Termination.OPTIMAL
+
+
+def test_it_repeats_itself() -> None:
+    check_it_repeats(CVaR(), workloads(2))
+
+
+def test_it_keeps_the_time_limit() -> None:
+    problem = workloads(4, count=8, n_layers=20, n_heads=8, n_options=128)
+    start = time.perf_counter()
+    answer = solve_problem(problem, CVaR(), time_limit_seconds=0.2)
+    assert time.perf_counter() - start < 30.0
+    assert answer.bound is not None
