@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvalloc.cli import targets
-from kvalloc.cli.output import Json, Quiet, print_json
+from kvalloc.cli.output import Json, Quiet, hanging, print_json
 
 EXAMPLES = """\
   kvalloc verify p.json s.safetensors
@@ -41,7 +41,8 @@ def verify(
         width = max(len(check.name) for check in checks)
         for check in checks:
             mark = "ok   " if check.passed else "WRONG"
-            said = f"stated {check.stated}, found {check.found}"
-            print(f"{mark}  {check.name:<{width}}  {said}")
+            both = f"stated {check.stated}, found {check.found}"
+            said = check.stated if check.stated == check.found else both
+            print(f"{mark}  {check.name:<{width}}  {hanging(said, width + 9)}")
     if not all(check.passed for check in checks):
         raise typer.Exit(NOT_TRUE)

@@ -10,7 +10,7 @@ import pytest
 import kvalloc
 from kvalloc.cli.main import main
 from tests.cli_tools import run
-from tests.factories import make_losses, make_scores, make_shape
+from tests.factories import make_bits, make_losses, make_scores, make_shape
 
 
 @pytest.fixture
@@ -84,6 +84,18 @@ def test_frontier_of_any_objective(
     assert ("+1 MiB saves" in heading) == (objective == "loss")
     assert " loss " in heading
     assert "sum of single-unit measurements" in captured.err
+
+
+@pytest.mark.parametrize("more", [["--bits", "16,8,4"], ["--cost", "decode-bytes"]], ids=" ".join)
+def test_frontier_of_bits_and_other_costs(more: list[str], tmp_path: Path) -> None:
+    make_bits().save(tmp_path / "s.safetensors")
+    ran = run("frontier", tmp_path / "s.safetensors", "--points", "5", *more, "--json")
+    assert ran.code == 0, ran.err
+    points = ran.json["points"]
+    assert [point["value"] for point in points] == sorted(point["value"] for point in points)
+    assert all(0 < point["share"] <= 1 for point in points)
+    for point in points:  # the mean objective is the retention, at whatever bits
+        assert point["retention"] == pytest.approx(point["value"], abs=1e-12)
 
 
 def test_frontier_of_weighted_layers(files: dict[str, str], tmp_path: Path) -> None:
