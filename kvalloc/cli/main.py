@@ -26,6 +26,7 @@ COMMANDS = (
     "verify",
     "diff",
     "generate",
+    "eval",
     "solvers",
     "scorers",
     "policies",

@@ -126,13 +126,13 @@ def measure_references(
     references = []
     for case in cases:
         cache = DynamicCache(config=model.config)
-        run = _answer(model, tokenizer, case, cache, max_new_tokens)
+        run = answer_with(model, tokenizer, case.input_ids, cache, max_new_tokens)
         references.append(
             Reference(
                 case=case,
                 answer=run.answer,
                 answer_ids=run.answer_ids,
-                logits=_forced_logits(model, run.after_prompt, run.answer_ids),
+                logits=forced_logits(model, run.after_prompt, run.answer_ids),
                 stored_bytes=run.stored_bytes,
                 prefill_seconds=run.prefill_seconds,
                 decode_seconds=run.decode_seconds,
@@ -178,10 +178,10 @@ def evaluate_cache(
     """
     for reference in references:
         cache = make_cache()
-        run = _answer(model, tokenizer, reference.case, cache, max_new_tokens)
+        run = answer_with(model, tokenizer, reference.case.input_ids, cache, max_new_tokens)
         compared = None
         if len(reference.answer_ids) > 1:
-            forced = _forced_logits(model, run.after_prompt, reference.answer_ids)
+            forced = forced_logits(model, run.after_prompt, reference.answer_ids)
             compared = divergence(reference.logits, forced)
         yield CacheRow(
             case=reference.case,
@@ -222,7 +222,23 @@ def stored_bytes(cache: Cache) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class Run:
+    """One prompt through one cache.
+
+    Attributes
+    ----------
+    answer : str
+        Greedy answer.
+    answer_ids : tuple of int, (n_answer,)
+        The same as tokens, the end mark included.
+    after_prompt : transformers.Cache
+        A copy of the cache as it was after the prompt.
+    stored_bytes : int
+        Bytes of K and V after the prompt, read from the tensors.
+    prefill_seconds, decode_seconds : float
+        Wall time of the prompt, and of the answer after its first token.
+    """
+
     answer: str
     answer_ids: tuple[int, ...]
     after_prompt: Cache
@@ -231,19 +247,39 @@ class _Run:
     decode_seconds: float
 
 
-def _answer(
+def answer_with(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    case: NeedleCase,
+    prompt_ids: Sequence[int],
     cache: Cache,
     max_new_tokens: int,
-) -> _Run:
-    """Read the prompt, then decode greedily until an end mark."""
+) -> Run:
+    """Read a prompt into a cache, then decode greedily until an end mark.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    tokenizer : PreTrainedTokenizerBase
+    prompt_ids : sequence of int, (n_tokens,)
+    cache : transformers.Cache
+        A new, empty one.
+    max_new_tokens : int
+        Longest answer, tokens.
+
+    Returns
+    -------
+    Run
+
+    Raises
+    ------
+    InputError
+        If the answer may not have a token.
+    """
     if max_new_tokens < 1:
         raise InputError(f"an answer of {max_new_tokens} tokens says nothing; allow at least 1")
     ends = _end_tokens(model, tokenizer)
     start = time.perf_counter()
-    token = int(_logits(model, cache, case.input_ids, last=1)[-1].argmax())
+    token = int(_logits(model, cache, prompt_ids, last=1)[-1].argmax())
     prefill_seconds = time.perf_counter() - start
     kept = stored_bytes(cache)
     # A copy instead of a crop: a sliding-window layer cannot take back what slid out.
@@ -253,7 +289,7 @@ def _answer(
     while token not in ends and len(answer_ids) < max_new_tokens:
         token = int(_logits(model, cache, [token], last=1)[-1].argmax())
         answer_ids.append(token)
-    return _Run(
+    return Run(
         answer=str(tokenizer.decode(answer_ids, skip_special_tokens=True)).strip(),
         answer_ids=tuple(answer_ids),
         after_prompt=after_prompt,
@@ -263,8 +299,20 @@ def _answer(
     )
 
 
-def _forced_logits(model: PreTrainedModel, cache: Cache, answer_ids: Sequence[int]) -> Tensor:
-    """Predictions of an answer from its second token on, ``(n_answer - 1, vocabulary)``."""
+def forced_logits(model: PreTrainedModel, cache: Cache, answer_ids: Sequence[int]) -> Tensor:
+    """Predictions of an answer from its second token on, teacher-forced.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    cache : transformers.Cache
+        Holds the prompt.
+    answer_ids : sequence of int, (n_answer,)
+
+    Returns
+    -------
+    Tensor of float32, (n_answer - 1, vocabulary)
+    """
     import torch
 
     if len(answer_ids) < 2:

@@ -364,3 +364,42 @@ def test_without_torch_the_way_to_get_it_is_told(
     line = refused(folder, *arguments[command])
     assert package in line
     assert "pip install 'kvalloc[run]'" in line
+
+
+def test_eval_puts_profiles_beside_the_full_cache(models, profiles, folder):
+    prompts = folder / "q.jsonl"
+    lines = [{"prompt": " ".join(f"w{n}" for n in range(50)), "answer": "w7"}] * 2
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    budgets = profiles / "tiny.json"
+    ran = run("eval", models / "tiny", "--profile", budgets, "--prompts", prompts, "--json")
+    assert ran.code == 0, ran.err
+    full, reduced = ran.json
+    assert (full["name"], reduced["name"]) == ("full", "tiny")
+    assert full["kl"] == 0
+    assert reduced["kl"] > 0
+    assert reduced["retained_bytes"] < reduced["full_bytes"] == full["retained_bytes"]
+    assert reduced["n"] == 2
+    assert reduced["ci95"][0] <= reduced["kl"] <= reduced["ci95"][1]
+    assert reduced["task"] == "q.jsonl"
+    shown = run("eval", models / "tiny", "--profile", budgets, "--prompts", prompts)
+    assert "q.jsonl" in shown.out
+    assert "tiny" in shown.out
+
+
+def test_eval_refuses(models, profiles, folder):
+    budgets = profiles / "tiny.json"
+    plain = folder / "plain.jsonl"
+    plain.write_text('{"prompt": "a b c"}')
+    assert "nothing to evaluate" in refused(folder, "eval", models / "tiny")
+    assert "no task 'ruler'" in refused(
+        folder, "eval", models / "tiny", "--profile", budgets, "--tasks", "ruler"
+    )
+    assert "line 1 has no 'answer'" in refused(
+        folder, "eval", models / "tiny", "--profile", budgets, "--prompts", plain
+    )
+    assert "two profiles are called tiny" in refused(
+        folder, "eval", models / "tiny", "--profile", budgets, "--profile", budgets
+    )
+    assert "deeper" in refused(
+        folder, "eval", models / "deeper", "--profile", budgets, "--tasks", "needle"
+    )

@@ -1,0 +1,161 @@
+"""Tasks, and caches put through them, on random models."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCABULARY, WordTokenizer, tiny_model, words
+from transformers import DynamicCache
+
+from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.errors import InputError
+from kvalloc.evaluate.scoring import bootstrap_interval, evaluate
+from kvalloc.evaluate.tasks import (
+    TASKS,
+    AnswerCase,
+    Task,
+    TextCase,
+    find_tasks,
+    pair_cases,
+    prompt_cases,
+    text_cases,
+)
+from kvalloc.measure import Prompt
+from kvalloc.models import shape_of
+
+
+class Tokenizer(WordTokenizer):
+    eos_token_id = None
+
+    def decode(self, ids, skip_special_tokens=False):
+        return " ".join(f"t{token}" for token in ids)
+
+
+TOKENIZER = Tokenizer()
+TEXT_TASK = Task(name="text", summary="", make=lambda *_: [], asks=False)
+ASKING_TASK = Task(name="asking", summary="", make=lambda *_: [], asks=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny_model()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def ids(count, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(2, VOCABULARY, (count,), generator=generator).tolist())
+
+
+def budgets(model, kept):
+    shape = shape_of(model)
+    policy = Policy(scorer="xkv", scorer_parameters={"window": 4, "pool": 3}, sinks=2, window=4)
+    return BudgetProfile(
+        shape=shape,
+        level="layer",
+        context_tokens=40,
+        budgets=np.full((shape.n_layers, shape.n_kv_heads), kept, dtype=np.int64),
+        policy=policy,
+    )
+
+
+def scores_of(model, task, cases, **caches):
+    made = {name: (lambda p=profile: p.cache(model)) for name, profile in caches.items()}
+    found = evaluate(model, TOKENIZER, [(task, cases)], made, context=40)
+    return {score.name: score.row() for score in found}
+
+
+def test_what_keeps_everything_loses_nothing_and_less_loses_more(model):
+    case = TextCase(input_ids=ids(40), continuation_ids=ids(6, seed=4))
+    rows = scores_of(model, TEXT_TASK, [case], all=budgets(model, 40), few=budgets(model, 8))
+    assert list(rows) == ["full", "all", "few"]
+    assert rows["full"]["kl"] == rows["all"]["kl"] == 0
+    assert rows["few"]["kl"] > 0
+    assert rows["all"]["retained_bytes"] == rows["all"]["full_bytes"]
+    assert rows["few"]["retained_bytes"] * 5 == rows["few"]["full_bytes"]
+    assert rows["full"]["exact_match"] is None
+    assert rows["few"]["n"] == 1
+    assert rows["few"]["ci95"] is None
+
+
+def test_perplexity_is_that_of_what_follows(model):
+    case = TextCase(input_ids=ids(40), continuation_ids=ids(6, seed=4))
+    row = scores_of(model, TEXT_TASK, [case])["full"]
+    with torch.no_grad():
+        logits = model(torch.tensor([case.input_ids + case.continuation_ids])).logits[0]
+    likely = logits[40:45].double().log_softmax(-1)
+    expected = -likely[torch.arange(5), list(case.continuation_ids[1:])].mean()
+    assert row["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-4)
+
+
+def test_right_answers_are_counted(model):
+    prompt = ids(30)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        first = int(model(torch.tensor([prompt]), past_key_values=cache).logits[0, -1].argmax())
+    cases = [
+        AnswerCase(input_ids=prompt, answers=("nothing", f"T{first} ")),
+        AnswerCase(input_ids=prompt, answers=("nothing",)),
+    ]
+    row = scores_of(model, ASKING_TASK, cases)["full"]
+    assert row["exact_match"] == 0.5
+    assert row["perplexity"] is None
+
+
+def test_the_full_cache_keeps_its_name(model):
+    with pytest.raises(InputError, match="'full'"):
+        scores_of(model, TEXT_TASK, [], full=budgets(model, 8))
+
+
+def test_texts_are_cut_where_they_go_on():
+    text = words(200)
+    whole = TOKENIZER(text)["input_ids"]
+    cases = text_cases(TOKENIZER, 3, 50, 1, continuation_tokens=10, texts={"a": text})
+    for case in cases:
+        joined = list(case.input_ids + case.continuation_ids)
+        assert len(case.input_ids) == 50
+        assert any(whole[at : at + 60] == joined for at in range(141))
+    again = text_cases(TOKENIZER, 3, 50, 1, continuation_tokens=10, texts={"a": text})
+    assert cases == again
+    with pytest.raises(InputError, match="no text for evaluation has 300 tokens"):
+        text_cases(TOKENIZER, 3, 290, 1, continuation_tokens=10, texts={"a": text})
+
+
+def test_pairs_hold_the_answer_and_fit():
+    cases = pair_cases(TOKENIZER, 4, 60, 2)
+    assert all(len(case.input_ids) <= 60 for case in cases)
+    assert len({case.answers for case in cases}) == 4
+    assert all(case.is_found(f"it is {case.answers[0]}.") for case in cases)
+    assert cases == pair_cases(TOKENIZER, 4, 60, 2)
+    with pytest.raises(InputError, match="two pairs"):
+        pair_cases(TOKENIZER, 1, 5, 0)
+
+
+def test_own_prompts_need_answers():
+    found = prompt_cases(TOKENIZER, [Prompt(text="a b c", answer="Blue")])
+    assert found[0].is_found("it is BLUE")
+    with pytest.raises(InputError, match=r"p.jsonl, line 3 has no 'answer'"):
+        prompt_cases(TOKENIZER, [Prompt(text="a b c", name="p.jsonl", line=3)])
+
+
+def test_tasks_are_found_once_and_others_refused():
+    assert [task.name for task in find_tasks(["kl", "needle", "kl"])] == ["kl", "needle"]
+    with pytest.raises(InputError, match=f"choose from: {', '.join(TASKS)}"):
+        find_tasks(["ruler"])
+
+
+def test_bootstrap_interval_holds_the_mean_and_shrinks():
+    values = np.random.default_rng(0).gamma(1.0, size=400)
+    low, high = bootstrap_interval(values.tolist())
+    assert low < values.mean() < high
+    # the normal approximation is good for 400 values
+    half = 1.96 * values.std(ddof=1) / 20
+    assert high - low == pytest.approx(2 * half, rel=0.15)
+    few_low, few_high = bootstrap_interval(values[:20].tolist())
+    assert few_high - few_low > high - low
+    assert bootstrap_interval([0.5, 0.5]) == [0.5, 0.5]
+    assert bootstrap_interval([0.5]) is None
