@@ -35,6 +35,9 @@ CURVES = {
 }
 """What the options can be like: name to description."""
 
+BIT_CURVES = {"bits": "tokens and bits together: dearer options may keep fewer tokens"}
+"""Options that no side constraint on tokens goes with."""
+
 SIDES = {
     "plain": "no side constraint",
     "nested_caps": "caps on layers inside a cap on several layers",
@@ -70,6 +73,9 @@ KINDS: tuple[str, ...] = (
     "tail:concave+same_budget",
     "tail:losses+max_distinct",
     "tail:concave+rank_balance",
+    *BIT_CURVES,
+    *(f"bits+{side}" for side in ("nested_caps", "crossing_caps", "rank_balance")),
+    "worst:bits",
 )
 """Kinds of tiny problems: curves, curves+side, worst:curves+side for the worst unit, or
 tail:curves+side for the worst share of two to four scenarios."""
@@ -83,7 +89,8 @@ def tiny_problem(
     Parameters
     ----------
     kind : str
-        One of `KINDS`, or any ``[worst:|tail:]curves[+side]`` of `CURVES` and `SIDES`.
+        One of `KINDS`, or any ``[worst:|tail:]curves[+side]`` of `CURVES` and `SIDES`,
+        or of `BIT_CURVES` and a side that compares no tokens.
     seed : int
         The same seed gives the same problem, on any machine.
     sense : Sense
@@ -124,6 +131,7 @@ def tiny_problem(
     problem = AllocationProblem(
         **tail,
         tokens=tokens,
+        bits=random.choice([16, 8, 4], tokens.shape) if curves in BIT_CURVES else None,
         values=values,
         costs=costs,
         option_counts=counts,
@@ -207,6 +215,7 @@ def larger_problem(
     problem = AllocationProblem(
         **tail,
         tokens=tokens,
+        bits=random.choice([16, 8, 4], tokens.shape) if curves in BIT_CURVES else None,
         values=values,
         costs=costs,
         option_counts=counts,
@@ -226,10 +235,11 @@ def larger_problem(
 def _parse(kind: str) -> tuple[Aggregate, str, str]:
     scope, _, rest = kind.rpartition(":")
     curves, _, side = rest.partition("+")
-    if scope not in SCOPES or curves not in CURVES or (side or "plain") not in SIDES:
+    known = curves in CURVES or curves in BIT_CURVES
+    if scope not in SCOPES or not known or (side or "plain") not in SIDES:
         raise InputError(
             f"there is no kind of problem {kind!r}; write [worst:|tail:]CURVES[+SIDE] with CURVES "
-            f"of {', '.join(CURVES)} and SIDE of {', '.join(SIDES)}"
+            f"of {', '.join({**CURVES, **BIT_CURVES})} and SIDE of {', '.join(SIDES)}"
         )
     return SCOPES[scope], curves, side or "plain"
 
@@ -259,13 +269,15 @@ def _options(
         gains = np.sort(random.integers(0, 3, shape), axis=1)[:, ::-1] / 4.0
     values = np.cumsum(gains, axis=1)
     values = (values - values[:, :1]) / np.maximum(values[:, -1:] - values[:, :1], 1e-12)
-    if curves in ("non_concave", "unequal_costs"):
+    if curves in ("non_concave", "unequal_costs", "bits"):
         values = random.uniform(0.0, 1.0, shape)
     elif curves == "losses":
         values = -np.sort(random.exponential(1.0, shape), axis=1)[:, ::-1]
         values[:, -1] = 0.0
         values -= 0.1 * random.uniform(0.0, 1.0, shape)
-    if curves == "unequal_costs":
+    if curves in BIT_CURVES:
+        tokens = random.integers(4, 12, shape)
+    if curves in ("unequal_costs", "bits"):
         costs = np.cumsum(random.integers(1, 40, shape), axis=1)
     if curves == "unequal_options":
         counts = random.integers(1, n_options + 1, n_units)
