@@ -203,7 +203,8 @@ _Under = Callable[[SideConstraint | None], CheckedSolution | bool | None]
 
 def _below_everything(problem: AllocationProblem) -> float:
     """A target that any choice meets."""
-    worth = problem.weights[:, None] * problem.values
+    least = problem.values if problem.scenarios is None else problem.scenarios.min(axis=0)
+    worth = problem.weights[:, None] * least
     if problem.aggregate is Aggregate.WORST:
         return float(worth.min()) - 1.0
     return math.fsum(worth.min(axis=1)) - 1.0

@@ -16,6 +16,7 @@ from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formulate import (
     Objective,
     Request,
+    Workloads,
     bit_table,
     budget_table,
     formulate,
@@ -86,6 +87,8 @@ def frontier(
     weights: Weights | None = None,
     bits: Sequence[int] | None = None,
     cost: Cost = "bytes",
+    workloads: Workloads = "mean",
+    tail: float | None = None,
     solver: str = "auto",
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
@@ -102,7 +105,8 @@ def frontier(
         ``shares``.
     shares : sequence of float, optional
         Sizes as shares of all entries instead.
-    context, batch, level, min_tokens, max_tokens, page, objective, weights, bits, cost
+    context, batch, level, min_tokens, max_tokens, page, objective, weights, bits, cost,
+    workloads, tail
         As in `kvalloc.solve`.
     cap, max_distinct, ranks, rank_tolerance, equal_heads
         As in `kvalloc.solve`.
@@ -141,6 +145,8 @@ def frontier(
         weights=weights,
         bits=bits,
         cost=cost,
+        workloads=workloads,
+        tail=tail,
         limits=Limits(
             cap=(cap,) if isinstance(cap, str) else tuple(cap),
             max_distinct=max_distinct,
@@ -167,7 +173,7 @@ def frontier(
         if advice is error:
             raise
         raise advice from error
-    plain = objective == "mean" and weights is None
+    plain = objective == "mean" and weights is None and workloads == "mean"
     return [_told(point, scores, problem, plain=plain) for point in traced]
 
 

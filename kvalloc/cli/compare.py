@@ -265,8 +265,9 @@ def _cells(outcome: _Decided) -> dict[str, str]:
     """What is shown of a solver, by column."""
     decided = outcome.profile
     asked = decided.requested
-    own = {"worst": "worst unit", "mean": "weighted" if asked.get("weights") else ""}
-    extra = own.get(str(asked.get("objective")), "")
+    own = "weighted" if asked.get("weights") else ""
+    own = "worst samples" if asked.get("workloads") else own
+    extra = {"worst": "worst unit", "mean": own}.get(str(asked.get("objective")), "")
     loss = decided.predicted_loss
     return {
         "solver": solver_text(decided),

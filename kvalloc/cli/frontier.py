@@ -44,6 +44,8 @@ def frontier(
     weights: targets.Weights = None,
     bits: targets.Bits = None,
     cost: targets.Cost = "bytes",
+    workloads: targets.Workloads = "mean",
+    tail: targets.Tail = None,
     solver: Annotated[
         str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")
     ] = "auto",
@@ -94,6 +96,8 @@ def frontier(
             objective=objective,  # type: ignore[arg-type]  # the request checks it
             weights=None if weights is None else read_weights(weights),
             bits=targets.bit_widths(bits),
+            workloads=workloads,  # type: ignore[arg-type]  # the request checks it
+            tail=tail,
             cost=cost,  # type: ignore[arg-type]  # the request checks it
             solver=solver,
             solver_options=chosen,
@@ -109,7 +113,9 @@ def frontier(
         asked = {"solver": solver, "level": level, "objective": objective, "seconds": seconds}
         print_json({**asked, "points": [_plain(point) for point in traced]})
     elif not quiet:
-        _print_table(traced, objective=objective, weighted=weights is not None)
+        own = "weighted" if weights is not None else ""
+        own = "worst samples" if workloads != "mean" else own
+        _print_table(traced, objective=objective, own="worst unit" if objective == "worst" else own)
         note(f"{len(traced)} sizes in {duration(seconds)}")
         if any(point.predicted_loss is not None for point in traced):
             note(f"note: {LOSS_NOTE}")
@@ -127,16 +133,25 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
     }
 
 
-def _print_table(traced: list[FrontierPoint], *, objective: str, weighted: bool) -> None:
-    """One line a size, with a bar of what is kept of the score mass."""
+def _print_table(traced: list[FrontierPoint], *, objective: str, own: str) -> None:
+    """One line a size, with a bar of what is kept of the score mass.
+
+    ``own`` names what was maximised, where it is neither the plain mean nor the loss, which is
+    shown in any case.
+    """
     from kvalloc.cli.picture import bar, can_print_bars
 
     unicode = can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)
     losing = objective == "loss"
-    # What was maximised, where it is neither the plain mean nor the loss that is shown in any case.
-    own = {"worst": ["worst unit"], "mean": ["weighted"] if weighted else []}.get(objective, [])
-    headings = ["kept", "bytes", "retention", *own, *(["loss"] if lossy else []), "gap"]
+    headings = [
+        "kept",
+        "bytes",
+        "retention",
+        *([own] if own else []),
+        *(["loss"] if lossy else []),
+        "gap",
+    ]
     headings += ["+1 MiB saves" if losing else "+1 MiB buys", ""]
     rows = []
     for point in traced:

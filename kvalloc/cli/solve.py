@@ -276,6 +276,10 @@ def limit_texts(decided: BudgetProfile) -> list[str]:
     """What else was asked for, one text each."""
     asked = decided.requested
     texts = [f"layers {which} within {size}" for which, _, size in _caps(asked)]
+    if asked.get("workloads") == "worst":
+        texts.append("the worst sample counts")
+    elif asked.get("workloads") == "cvar":
+        texts.append(f"the worst {asked['tail']:.0%} of the samples count")
     if asked.get("max_tokens") is not None:
         texts.append(f"no budget above {asked['max_tokens']:,} tokens")
     if asked.get("equal_heads"):

@@ -98,6 +98,17 @@ def test_frontier_of_bits_and_other_costs(more: list[str], tmp_path: Path) -> No
         assert point["retention"] == pytest.approx(point["value"], abs=1e-12)
 
 
+def test_frontier_of_the_worst_sample(files: dict[str, str]) -> None:
+    asked = ["frontier", files["scores"], "--points", "4", "--workloads", "worst", "--page", "8"]
+    points = run(*asked, "--json").json["points"]
+    assert all(point["value"] <= point["retention"] + 1e-12 for point in points)
+    assert all(point["bound"] >= point["value"] for point in points)
+    assert "worst samples" in run(*asked).out.splitlines()[0]
+    ran = run("compare", files["scores"], "--budget", "40%", "--workloads", "worst", "--page", "8")
+    assert "the worst sample counts" in ran.out
+    assert "worst samples" in ran.out
+
+
 def test_frontier_of_weighted_layers(files: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "w.json").write_text("[1, 2, 3]")
     asked = ["frontier", files["scores"], "--weights", str(tmp_path / "w.json"), "--points", "4"]

@@ -24,6 +24,8 @@ KINDS = (
     "concave+rank_balance",
     "worst:concave+max_distinct",
     "worst:losses+nested_caps",
+    "tail:concave+max_distinct",
+    "tail:losses+nested_caps",
 )
 SEEDS = range(14)
 
