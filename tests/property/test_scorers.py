@@ -13,6 +13,7 @@ from kvalloc.score_profile import rank_grid
 from kvalloc.scorers import scorer_names
 from kvalloc.scorers.a2sf import A2SF
 from kvalloc.scorers.cake import CAKE
+from kvalloc.scorers.criticalkv import CriticalKV
 from kvalloc.scorers.expected_attention import ExpectedAttention
 from kvalloc.scorers.h2o import H2O
 from kvalloc.scorers.keydiff import KeyDiff
@@ -33,6 +34,7 @@ MAKE = {
     "tova": lambda window, pool: TOVA(window=window),
     "knorm": lambda window, pool: KNorm(window=window),
     "keydiff": lambda window, pool: KeyDiff(window=window),
+    "criticalkv": lambda window, pool: CriticalKV(window=window, pool=pool),
     "cake": lambda window, pool: CAKE(window=window, pool=pool),
     "expected_attention": lambda window, pool: ExpectedAttention(window=window, future=pool),
 }
@@ -59,6 +61,7 @@ def test_scores_keep_the_contract(seed, n_tokens, n_new, window, sinks, pool, gr
         n_new_tokens=min(n_new, n_tokens),
         group=group,
         batch=2,
+        hidden_size=5,
         frequencies=torch.tensor([1.0, 0.1]),
     )
     scorer = MAKE[kind](window, pool)

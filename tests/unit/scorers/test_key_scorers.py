@@ -12,6 +12,7 @@ from scorer_oracle import make_states, score_in_chunks
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.scorers import projected_values
 from kvalloc.scorers.cake import CAKE
+from kvalloc.scorers.criticalkv import CriticalKV
 from kvalloc.scorers.expected_attention import ExpectedAttention
 from kvalloc.scorers.keydiff import KeyDiff
 from kvalloc.scorers.knorm import KNorm
@@ -171,6 +172,21 @@ def test_projected_value_norms_agree_with_loops(monkeypatch):
                 assert found[row, head, token] == pytest.approx(np.mean(norms), rel=1e-5)
 
 
+def test_criticalkv_is_attention_times_what_reaches_the_output():
+    states = make_states(batch=2, hidden_size=10)
+    found = CriticalKV(window=6, pool=3, epsilon=0.01).score(states, sinks=2).numpy()
+    attention = scorer_oracle.window_scores(states, window=6, sinks=2, pool=3, pooling="max")
+    weight = states.output_projection.double().numpy()
+    for row in range(2):
+        for head in range(2):
+            values = states.values[row, head].double().numpy()
+            heads = range(head * 3, head * 3 + 3)
+            norms = [np.abs(values @ weight[:, h * 4 : h * 4 + 4].T).sum(axis=1) for h in heads]
+            expected = (attention[row, head] + 0.01) * np.mean(norms, axis=0)
+            expected[:2] = expected[-6:] = 0.0
+            np.testing.assert_allclose(found[row, head], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "weight", [None, torch.ones(10, 5), torch.ones(10, 24, dtype=torch.uint8), torch.ones(24)]
 )
@@ -208,6 +224,8 @@ def test_half_precision_is_scored_in_float32(scorer, dtype):
         (lambda: ExpectedAttention(epsilon=float("nan")), "epsilon is nan"),
         (lambda: KeyDiff(window=0), "window is 0"),
         (lambda: KNorm(window=0), "window is 0"),
+        (lambda: CriticalKV(epsilon=-1.0), "epsilon is -1.0"),
+        (lambda: CriticalKV(pooling="sum"), "avg, max"),
     ],
 )
 def test_parameters_out_of_range(make, said):
