@@ -133,8 +133,7 @@ def reweighted(problem: AllocationProblem, weights: FloatArray) -> AllocationPro
     AllocationProblem
         Its values, ``(n_units, n_options)``, are new; everything else is shared.
     """
-    from kvalloc.problem import Aggregate
-
+    kinds = type(problem.aggregate)  # the problem is of a layer above
     scenarios = _scenarios(problem)
     values = np.zeros(scenarios.shape[1:])
     scaled = np.empty_like(values)
@@ -147,7 +146,7 @@ def reweighted(problem: AllocationProblem, weights: FloatArray) -> AllocationPro
     if problem.scenarios_are_concave:  # and so is every weighted mean
         other.__dict__["is_concave"] = True
     changed = {"values": values, "scenarios": None, "tail_share": 1.0}
-    for name, value in (*changed.items(), ("aggregate", Aggregate.SUM)):
+    for name, value in (*changed.items(), ("aggregate", kinds.SUM)):
         object.__setattr__(other, name, value)
     return other
 
@@ -204,10 +203,9 @@ def check_scenarios(problem: AllocationProblem) -> None:
     ------
     InputError
     """
-    from kvalloc.problem import Aggregate
-
+    kinds = type(problem.aggregate)  # the problem is of a layer above
     scenarios = problem.scenarios
-    if (scenarios is not None) != (problem.aggregate is Aggregate.TAIL):
+    if (scenarios is not None) != (problem.aggregate is kinds.TAIL):
         raise InputError("problem: scenarios go with Aggregate.TAIL, and it with scenarios")
     if scenarios is None:
         return
