@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,13 @@ import numpy.typing as npt
 
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
-from kvalloc.layer_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint, MeasuredSample, checkpoint_folder
 from kvalloc.measure.curves import on_grid, retention_curves
 from kvalloc.measure.fidelity import checked_widths, layer_fidelity
-from kvalloc.measure.fingerprint import fingerprint
+from kvalloc.measure.job import Job, versions
 from kvalloc.measure.loss_plan import LossMethod, LossPlan
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.sampling import SampleSet, choose_samples
+from kvalloc.measure.sampling import choose_samples
 from kvalloc.measure.shared import SharedRuns, check_share_length
 from kvalloc.measure.texts import Document, Prompt
 from kvalloc.models import require_run_packages, shape_of
@@ -34,61 +33,6 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
-
-_MEASURED_LAYERS = 20
-"""About what measuring a layer's losses takes, in layers of a mini-prefill; for the time left."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """One measurement, fully decided."""
-
-    model: Any
-    shape: ModelShape
-    scorer: Scorer
-    sinks: int
-    context_tokens: int
-    ranks: IntArray
-    samples: SampleSet
-    batch: int
-    losses: LossPlan | None
-    bits: tuple[int, ...] = ()
-    share_length: int
-
-    @property
-    def shared_runs(self) -> IntArray:
-        return runs_of(self.shape.full_layers, self.share_length)
-
-    @property
-    def curves_shape(self) -> tuple[int, int, int]:
-        return self.shape.n_layers, self.shape.n_kv_heads, self.ranks.size
-
-    @property
-    def loss_levels(self) -> IntArray | None:
-        """Budgets at which losses are measured, if they are."""
-        if self.losses is None:
-            return None
-        return self.losses.levels(self.context_tokens, self.sinks + self.scorer.window)
-
-    @property
-    def loss_layers(self) -> int:
-        """What measuring the losses of one layer takes, in layers of a mini-prefill."""
-        if self.losses is None:
-            return 0
-        return _MEASURED_LAYERS if self.losses.method == "measured" else 1
-
-    def groups(self) -> Iterator[list[int]]:
-        """Samples that run together: neighbours of equal length, at most `batch`."""
-        group: list[int] = []
-        for index, ids in enumerate(self.samples.token_ids):
-            if group and (
-                len(group) == self.batch or ids.size != self.samples.token_ids[group[0]].size
-            ):
-                yield group
-                group = []
-            group.append(index)
-        if group:
-            yield group
 
 
 def profile(
@@ -211,7 +155,7 @@ def profile(
         sampling_ratio=sampling_ratio,
         seed=seed,
     )
-    job = _Job(
+    job = Job(
         model=model,
         shape=shape,
         scorer=chosen_scorer,
@@ -226,7 +170,7 @@ def profile(
     )
     kept = None
     if checkpoint is not None:
-        kept = Checkpoint(checkpoint, _job_record(job), resume=resume)
+        kept = Checkpoint(checkpoint, job.record(), resume=resume)
     result = _assemble(job, _measure_all(job, kept, progress))
     if kept is not None and not keep_checkpoint:
         kept.remove()
@@ -276,7 +220,7 @@ def profile_to_file(
 
 
 def _measure_all(
-    job: _Job, kept: Checkpoint | None, progress: Progress | None
+    job: Job, kept: Checkpoint | None, progress: Progress | None
 ) -> list[MeasuredSample]:
     """All samples in order, those from the checkpoint without running them again."""
     n_layers = len(job.shape.full_layers) * (1 + job.loss_layers)
@@ -288,7 +232,7 @@ def _measure_all(
         if kept is not None:
             n_runs = len(job.shared_runs)
             finished = [kept.load(i, job.curves_shape, n_runs) for i in group]
-        found = [sample for sample in finished if sample is not None and _has_all(job, sample)]
+        found = [sample for sample in finished if sample is not None and job.has_all(sample)]
         if len(found) == len(group):
             results += found
         else:  # a part of a group runs again with its companions: the same sums, bit for bit
@@ -312,7 +256,7 @@ def _measure_all(
 
 
 def _measure_group(
-    job: _Job, group: list[int], layer_done: Callable[[int], None]
+    job: Job, group: list[int], layer_done: Callable[[int], None]
 ) -> list[MeasuredSample]:
     """One mini-prefill over samples of equal length."""
     import torch
@@ -360,7 +304,7 @@ def _measure_group(
 
 
 def _with_losses(
-    job: _Job, group: list[int], measured: list[MeasuredSample], layer_done: Callable[[int], None]
+    job: Job, group: list[int], measured: list[MeasuredSample], layer_done: Callable[[int], None]
 ) -> list[MeasuredSample]:
     """The same samples with their loss curves, measured one by one."""
     assert job.losses is not None
@@ -393,29 +337,13 @@ def _with_losses(
     return complete
 
 
-def _has_all(job: _Job, sample: MeasuredSample) -> bool:
-    """Whether a finished sample holds the bits and losses that are wanted."""
-    if (sample.fidelity is not None) != bool(job.bits):
-        return False
-    if job.losses is None:
-        return True
-    heads = job.shape.n_kv_heads if job.losses.level == "head" else 1
-    assert job.loss_levels is not None
-    wanted = (job.shape.n_layers, heads, job.loss_levels.size)
-    found = (sample.losses, sample.loss_stderr)
-    return all(
-        array is not None and array.shape == wanted and bool(np.isfinite(array).all())
-        for array in found
-    )
-
-
 def _loss_plan(loss: LossMethod | LossPlan | None, level: LossLevel) -> LossPlan | None:
     if loss is None or isinstance(loss, LossPlan):
         return loss
     return LossPlan(method=loss, level=level)
 
 
-def _assemble(job: _Job, results: list[MeasuredSample]) -> ScoreProfile:
+def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
     losses: dict[str, Any] = {}
     if job.losses is not None:
         losses = {
@@ -448,7 +376,7 @@ def _assemble(job: _Job, results: list[MeasuredSample]) -> ScoreProfile:
         interpolation_error=max(result.interpolation_error for result in results),
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
-        versions=_versions(),
+        versions=versions(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -488,42 +416,3 @@ def _check_finite(scores: npt.NDArray[Any], layer: int, sample: int, model_id: s
             f"the scores of {model_id} in layer {layer}, sample {sample} are not finite numbers "
             ">= 0; load the model in float32 or bfloat16, or check its weights"
         )
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    import kvalloc
-
-    return {
-        "kvalloc": kvalloc.__version__,
-        "numpy": np.__version__,
-        "torch": str(torch.__version__),
-        "transformers": str(transformers.__version__),
-    }
-
-
-def _job_record(job: _Job) -> dict[str, Any]:
-    """Everything that decides the numbers, for the manifest of a checkpoint."""
-    from kvalloc.attention_hook import base_implementation
-
-    bits = {"bits": list(job.bits)} if job.bits else {}
-    return bits | {
-        "model": job.shape.to_dict(),
-        "weights": fingerprint(job.model),
-        "dtype": str(job.model.dtype),
-        "attention": base_implementation(job.model.config),
-        "device": job.model.get_input_embeddings().weight.device.type,
-        "scorer": job.scorer.name,
-        "scorer_parameters": job.scorer.parameters(),
-        "context_tokens": job.context_tokens,
-        "sinks": job.sinks,
-        "samples": len(job.samples.token_ids),
-        "text_digest": job.samples.digest(),
-        "batch": job.batch,
-        **({} if job.losses is None else {"losses": job.losses.record()}),
-        **({} if job.losses is None else {"answers": job.samples.answers_digest()}),
-        **({"share_length": job.share_length} if job.share_length > 1 else {}),
-        "versions": _versions(),
-    }

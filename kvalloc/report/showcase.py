@@ -235,7 +235,7 @@ def lessons(references: Sequence[Reference], asked: Sequence[Asked]) -> tuple[st
         )
     second = (
         f"{seen}: retained attention is a weak guide to harm. What changes this is deciding on "
-        "measured loss, which kvalloc does not do yet."
+        "measured loss: 'kvalloc profile --loss', then 'kvalloc solve --objective loss'."
     )
     return first, second
 
