@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from torch import Tensor
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import make_cache
@@ -33,7 +33,13 @@ class Applied:
 
 @contextmanager
 def apply(
-    model: Any, profile: BudgetProfile, *, allow_other_model: bool = False, **options: Any
+    model: Any,
+    profile: BudgetProfile,
+    *,
+    allow_other_model: bool = False,
+    policy: str | Policy | None = None,
+    policy_options: Mapping[str, Any] | None = None,
+    decode_every: int | None = None,
 ) -> Iterator[Applied]:
     """Inside the ``with``, each ``model.generate()`` reduces its prompt to the profile's budgets.
 
@@ -49,8 +55,9 @@ def apply(
         Budgets made for this model.
     allow_other_model : bool
         Accept a model of another name with the same sizes.
-    **options
-        `policy`, `policy_options` and `decode_every` of `make_cache`.
+    policy, policy_options, decode_every : optional
+        As for `make_cache`: how the entries are picked, and whether the budget is kept while
+        decoding.
 
     Yields
     ------
@@ -70,7 +77,12 @@ def apply(
     # Made once on entering, so that a profile that cannot work is refused here; held, so that the
     # hooks stay for all calls.
     chunked = _chunk_size(model, {}) is not None
-    options["allow_other_model"] = allow_other_model
+    options: dict[str, Any] = {
+        "allow_other_model": allow_other_model,
+        "policy": policy,
+        "policy_options": policy_options,
+        "decode_every": decode_every,
+    }
     held = make_cache(profile, model, prompt_tokens=1 if chunked else None, **options)
     applied = Applied()
 

@@ -116,7 +116,8 @@ class EvictionPolicy(ABC):
         sinks, window : int
             First and last tokens of each row that always stay.
         valid : Tensor of bool, (batch, n_tokens), optional
-            False marks padding, which never stays; no padding by default.
+            False marks padding, which never stays, and which the states' mask hides; no padding
+            by default.
 
         Returns
         -------
