@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 
+from kvalloc.capacity import fewest_tokens, fixed_bytes, full_cost
 from kvalloc.constraints import GroupCap, MaxDistinct, RankBalance, SideConstraint
 from kvalloc.diagnosing import (
     PATIENCE_SECONDS,
@@ -18,7 +19,7 @@ from kvalloc.diagnosing import (
     least_that_works,
 )
 from kvalloc.errors import InfeasibleError
-from kvalloc.formulate import Request, fewest_tokens, fixed_bytes, formulate, full_cost
+from kvalloc.formulate import Request, formulate
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.quantities import parse_bytes, parse_share
 from kvalloc.score_profile import ScoreProfile

@@ -10,15 +10,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from kvalloc.budget_profile import LengthRule, Level
+from kvalloc.capacity import capacity_of, sliding_layer_bytes
 from kvalloc.costs import Cost, check_cost, check_size, head_cost
 from kvalloc.dominated import Undominated, undominated
-from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.errors import InputError
 from kvalloc.limits import Limits
 from kvalloc.predicting import even_options, least_loss_tokens, loss_curves
 from kvalloc.problem import Aggregate, AllocationProblem, FloatArray, IntArray, Sense
 from kvalloc.quantities import parse_bytes, parse_share
 from kvalloc.score_profile import ScoreProfile
-from kvalloc.shape import ModelShape
 from kvalloc.stored_bytes import BIT_WIDTHS
 from kvalloc.valuing import unit_values, workload_values
 from kvalloc.weighting import Weights, checked_weights
@@ -331,7 +331,7 @@ def formulate(
     target = request.target_value
     capacity = None
     if target is None:
-        capacity = _capacity(scores, request, context, floor_cost=int(options.costs[:, 0].sum()))
+        capacity = capacity_of(scores, request, context, floor_cost=int(options.costs[:, 0].sum()))
     values, scenarios = options.values, None
     tail = _tail_share(scores, request) if sample is None else 1.0
     if tail < 1.0:
@@ -357,7 +357,7 @@ def formulate(
         constraints=request.limits.constraints(
             shape=shape,
             layers=layers,
-            sliding_layer_bytes=_sliding_layer_bytes(shape, context, request),
+            sliding_layer_bytes=sliding_layer_bytes(shape, context, request),
         ),
     )
 
@@ -405,25 +405,6 @@ def _options(
     return options, weights
 
 
-def full_cost(scores: ScoreProfile, request: Request, context_tokens: int) -> int:
-    """Cost of keeping everything in the full-attention layers, at the model's own precision."""
-    return _cost_of_all(scores, request, context_tokens, request.page_tokens)
-
-
-def fewest_tokens(scores: ScoreProfile, request: Request, context_tokens: int, cost: int) -> int:
-    """Smallest budget that, given to every KV head, makes up a cost."""
-    shape = scores.shape
-    every = np.arange(context_tokens + 1)
-    heads = len(shape.full_layers) * shape.n_kv_heads * request.batch
-    return int(np.searchsorted(head_cost(request.cost, every, 16, shape) * heads, cost))
-
-
-def _cost_of_all(scores: ScoreProfile, request: Request, tokens: int, page: int) -> int:
-    shape = scores.shape
-    heads = len(shape.full_layers) * shape.n_kv_heads * request.batch
-    return int(head_cost(request.cost, tokens, 16, shape, page)) * heads
-
-
 def budget_table(scores: ScoreProfile, problem: AllocationProblem, choice: IntArray) -> IntArray:
     """The budgets that a choice means, sliding layers included, ``(n_layers, n_kv_heads)``."""
     shape = scores.shape
@@ -450,19 +431,6 @@ def in_their_places(table: IntArray, problem: AllocationProblem, numbers: IntArr
     else:
         table[problem.layers, problem.heads] = numbers
     return table
-
-
-def fixed_bytes(scores: ScoreProfile, context_tokens: int, batch: int, page_tokens: int = 1) -> int:
-    """Bytes of the sliding layers in whole pages, which no budget changes."""
-    shape = scores.shape
-    n_sliding = shape.n_layers - len(shape.full_layers)
-    entries = -(-shape.sliding_entries(context_tokens) // page_tokens) * page_tokens
-    return n_sliding * shape.n_kv_heads * entries * shape.bytes_per_entry * batch
-
-
-def _sliding_layer_bytes(shape: ModelShape, context: int, request: Request) -> int:
-    entries = -(-shape.sliding_entries(context) // request.page_tokens) * request.page_tokens
-    return shape.n_kv_heads * entries * shape.bytes_per_entry * request.batch
 
 
 def _check_context(scores: ScoreProfile, context: int, request: Request) -> None:
@@ -517,41 +485,3 @@ def _option_tokens(
             f"largest of {most}; give --max-tokens {options[0]} or more, or smaller pages"
         )
     return options[options <= most]
-
-
-def _capacity(scores: ScoreProfile, request: Request, context: int, floor_cost: int) -> int:
-    if request.memory is not None:
-        constant = fixed_bytes(scores, context, request.batch, request.page_tokens)
-        asked = parse_bytes(request.memory)
-        if asked < constant + floor_cost:
-            sliding = f", and the sliding layers {constant:,}" if constant else ""
-            raise InfeasibleError(
-                f"a memory of {asked:,} bytes is too little: sinks, window and minimum budgets "
-                f"take {floor_cost:,} bytes{sliding}; ask for at least "
-                f"--memory {constant + floor_cost}",
-                nearest=constant + floor_cost,
-            )
-        return asked - constant
-    # The share of what keeping everything costs, the partial last page included.
-    whole = full_cost(scores, request, context)
-    if request.budget_tokens is not None:
-        capacity = _cost_of_all(scores, request, request.budget_tokens, page=1)
-        asked_text = f"a budget of {request.budget_tokens} tokens"
-        nearest: float = fewest_tokens(scores, request, context, floor_cost)
-        nearest_text = f"--budget-tokens {nearest}"
-    else:
-        assert request.budget is not None  # a request has exactly one target
-        # Whole entries; where a cost is no multiple of them, whole bytes.
-        grain = scores.shape.bytes_per_entry * request.batch
-        grain = grain if whole % grain == 0 else 1
-        capacity = int(parse_share(request.budget) * (whole // grain) + 1e-9) * grain
-        asked_text = f"a budget of {100 * parse_share(request.budget):g}%"
-        nearest = math.ceil(1e4 * floor_cost / whole) / 1e4
-        nearest_text = f"--budget {100 * nearest:g}%"
-    if capacity < floor_cost:
-        raise InfeasibleError(
-            f"{asked_text} is below the floors: sinks, window and minimum budgets take "
-            f"{floor_cost:,} bytes; ask for at least {nearest_text}",
-            nearest=nearest,
-        )
-    return capacity

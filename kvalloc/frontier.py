@@ -10,6 +10,7 @@ import numpy as np
 
 from kvalloc.advising import advise
 from kvalloc.budget_profile import Level
+from kvalloc.capacity import full_cost
 from kvalloc.checking import solve_unbounded
 from kvalloc.costs import Cost
 from kvalloc.errors import InfeasibleError, InputError
@@ -20,7 +21,6 @@ from kvalloc.formulate import (
     bit_table,
     budget_table,
     formulate,
-    full_cost,
 )
 from kvalloc.limits import Limits
 from kvalloc.predicting import mean_retention, predicted_loss

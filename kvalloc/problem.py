@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget, SideConstraint
-from kvalloc.costs import MOST_BYTES
 from kvalloc.dual import DualBound, concave_response, dense_response, dual_bound
 from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.problem_checks import check_arrays, is_broadcast, valid_options
 from kvalloc.rounding import apportion
 from kvalloc.workloads import (
     TailBound,
@@ -157,7 +157,7 @@ class AllocationProblem:
     tail_share: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_arrays(self)
+        check_arrays(self)
         check_scenarios(self)
         if self.sense is Sense.MAX_VALUE and (
             self.capacity_bytes is None or self.target is not None
@@ -230,10 +230,10 @@ class AllocationProblem:
         """The one cost step between neighbouring options of all units, or None."""
         if self.n_options == 1:
             return None
-        rows = self.costs[:1] if _is_broadcast(self.costs) else self.costs
+        rows = self.costs[:1] if is_broadcast(self.costs) else self.costs
         steps = np.diff(rows, axis=1)
         if rows.shape[0] > 1:
-            steps = steps[_valid(self)[:, 1:]]
+            steps = steps[valid_options(self)[:, 1:]]
         first = int(steps.flat[0]) if steps.size else 0
         return first if first and bool(np.all(steps == first)) else None
 
@@ -242,7 +242,7 @@ class AllocationProblem:
         """Greatest common divisor of all cost differences: the grain of the total cost."""
         if self.step_bytes is not None:
             return self.step_bytes
-        rows = self.costs[:1] if _is_broadcast(self.costs) else self.costs
+        rows = self.costs[:1] if is_broadcast(self.costs) else self.costs
         differences = (rows - rows[:, :1])[:, 1:]
         return max(1, int(np.gcd.reduce(differences, axis=None))) if differences.size else 1
 
@@ -373,7 +373,7 @@ class AllocationProblem:
 
         A unit whose smallest option is larger gets that one.
         """
-        if _is_broadcast(self.tokens):
+        if is_broadcast(self.tokens):
             found = np.searchsorted(self.tokens[0], tokens, side="right") - 1
         else:
             found = (self.tokens <= np.asarray(tokens)[:, None]).sum(axis=1) - 1
@@ -452,7 +452,7 @@ class AllocationProblem:
         hasher = hashlib.sha256()
         for name in _ARRAYS:
             array = getattr(self, name)
-            rows = array[:1] if _is_broadcast(array) else array
+            rows = array[:1] if is_broadcast(array) else array
             hasher.update(f"{name}{array.shape}".encode())
             hasher.update(np.ascontiguousarray(rows).data)
         if self.bits is not None:
@@ -465,14 +465,6 @@ class AllocationProblem:
             for values in self.scenarios:
                 hasher.update(np.ascontiguousarray(values).data)
         return hasher.hexdigest()
-
-
-def _is_broadcast(array: npt.NDArray[np.generic]) -> bool:
-    return array.ndim == 2 and (array.shape[0] == 1 or array.strides[0] == 0)
-
-
-def _valid(problem: AllocationProblem) -> npt.NDArray[np.bool_]:
-    return np.arange(problem.n_options)[None, :] < problem.option_counts[:, None]
 
 
 def _rows_are_concave(rows: FloatArray) -> bool:
@@ -489,48 +481,3 @@ def _rows_are_concave(rows: FloatArray) -> bool:
     falling = np.minimum.accumulate(coarse, axis=1)
     rises = np.maximum((coarse - falling).sum(axis=1), -falling[:, -1] * coarse.shape[1])
     return bool(rises.max() <= CONCAVE_TOLERANCE)
-
-
-def _check_arrays(problem: AllocationProblem) -> None:
-    values = problem.values
-    if values.ndim != 2 or values.shape[0] < 1 or values.shape[1] < 1:
-        raise InputError(f"problem: values are shaped {values.shape}, expected (units, options)")
-    for name in ("tokens", "costs"):
-        array = getattr(problem, name)
-        if array.shape != values.shape or array.dtype != np.int64:
-            raise InputError(
-                f"problem: {name} are {array.dtype} shaped {array.shape}, expected int64 shaped "
-                f"{values.shape}"
-            )
-    bits = problem.bits
-    if bits is not None and (bits.shape != values.shape or bits.dtype != np.int64):
-        raise InputError(
-            f"problem: bits are {bits.dtype} shaped {bits.shape}, expected int64 shaped "
-            f"{values.shape}"
-        )
-    for name in ("option_counts", "weights", "layers", "heads"):
-        if getattr(problem, name).shape != values.shape[:1]:
-            raise InputError(f"problem: {name} must have one number for each unit")
-    counts = problem.option_counts
-    if int(counts.min()) < 1 or int(counts.max()) > values.shape[1]:
-        unit = int(np.argmin(counts))
-        raise InputError(f"problem: unit {unit} has {int(counts[unit])} options, expected >= 1")
-    if not (math.isfinite(float(values.min())) and math.isfinite(float(values.max()))):
-        raise InputError("problem: values are not all finite numbers")
-    if not np.all(np.isfinite(problem.weights)) or np.any(problem.weights < 0):
-        raise InputError("problem: weights must be finite and not negative")
-    for name in ("tokens", "costs"):
-        array = getattr(problem, name)
-        rows = array[:1] if _is_broadcast(array) else array
-        rising = np.diff(rows, axis=1) > 0
-        if rows.shape[0] > 1:
-            rising |= ~_valid(problem)[:, 1:]
-        if name == "tokens" and problem.bits is not None:
-            rising = np.ones_like(rising)
-        if not np.all(rising) or int(rows[:, 0].min()) < 0:
-            raise InputError(f"problem: {name} must be >= 0 and rise from option to option")
-    dearest = problem.costs[np.arange(problem.n_units), problem.last_options].tolist()
-    if sum(dearest) > MOST_BYTES:  # of Python's numbers, which do not overflow
-        raise InputError(
-            f"problem: costs add up to more than the {MOST_BYTES:,} bytes that can be counted with"
-        )

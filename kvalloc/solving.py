@@ -14,19 +14,11 @@ import numpy as np
 
 from kvalloc.advising import advise
 from kvalloc.budget_profile import BudgetProfile, Level, Policy
+from kvalloc.capacity import fixed_bytes, full_cost
 from kvalloc.checking import CheckedSolution, solve_problem
 from kvalloc.costs import Cost
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import (
-    Objective,
-    Request,
-    Workloads,
-    bit_table,
-    budget_table,
-    fixed_bytes,
-    formulate,
-    full_cost,
-)
+from kvalloc.formulate import Objective, Request, Workloads, bit_table, budget_table, formulate
 from kvalloc.limits import Limits
 from kvalloc.predicting import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.pricing import price_of

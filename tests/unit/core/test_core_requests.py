@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from factories import make_scores, make_shape
 
+from kvalloc.capacity import fixed_bytes
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Request, fixed_bytes, formulate, parse_bytes, parse_share
+from kvalloc.formulate import Request, formulate, parse_bytes, parse_share
 from kvalloc.problem import Aggregate, Sense
 from kvalloc.solving import solve
 
