@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write
+from kvalloc.layer_groups import Groups, groups_fault
 from kvalloc.rounding import apportion
 from kvalloc.shape import ModelShape
 from kvalloc.stored_bytes import BIT_WIDTHS, stored_bytes
@@ -120,6 +121,10 @@ class BudgetProfile:
     cost_bytes, full_cost_bytes : int or None
         Cost of the decided layers, and of keeping everything in them, where another cost than
         stored bytes was asked for (``requested["cost"]``, `kvalloc.costs`).
+    share_groups : tuple of tuple of int
+        Groups of adjacent layers that keep the same entries, at one budget for each KV head.
+    grouping_bound : float or None
+        Where the groups were chosen: no budgets of any grouping are better than this.
     worst_sample_retention : float or None
         The same of the sample that loses most, where more than the mean of the samples counted.
     batch : int
@@ -159,6 +164,8 @@ class BudgetProfile:
     predicted_loss: float | None = None
     cost_bytes: int | None = None
     full_cost_bytes: int | None = None
+    share_groups: Groups = ()
+    grouping_bound: float | None = None
     worst_sample_retention: float | None = None
     batch: int = 1
     score_digest: str = ""
@@ -210,7 +217,8 @@ class BudgetProfile:
 
         ``proportional``: each head keeps its share of the evictable entries; the sum over all
         heads is the sum of the real-valued shares rounded down, and the one rounding rule
-        (`kvalloc.rounding.apportion`) hands it out, so no entry is lost and none is made up.
+        (`kvalloc.rounding.apportion`) hands it out, so no entry is lost and none is made up; but
+        layers that share entries all get the smallest budget among them.
         ``fixed``: the same number of entries, or everything where the prompt is shorter.
 
         Parameters
@@ -235,6 +243,8 @@ class BudgetProfile:
         budgets[sliding] = self.shape.sliding_entries(context_tokens)
         if context_tokens != self.context_tokens:
             budgets[full] = self._scaled(self.budgets[full], context_tokens)
+            for group in self.share_groups:  # the same entries: never more than was granted
+                budgets[list(group)] = budgets[list(group)].min(axis=0)
         return budgets
 
     def retained_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
@@ -415,6 +425,10 @@ def _first_fault(profile: BudgetProfile) -> tuple[str, object, str] | None:
         return "length_rule", profile.length_rule, "'proportional' or 'fixed'"
     if profile.predicted_loss is not None and not math.isfinite(profile.predicted_loss):
         return "predicted_loss", profile.predicted_loss, "finite nats per token, or None"
+    if groups := groups_fault(profile.share_groups, shape.full_layers):
+        return "share_groups", groups, "runs of adjacent layers from layer 2 on, in order"
+    if any(np.any(budgets[list(g)] != budgets[g[0]]) for g in profile.share_groups):
+        return "budgets", "different within a group", "one budget for layers that share entries"
     if profile.page_tokens < 1 or profile.batch < 1:
         return "page_tokens, batch", (profile.page_tokens, profile.batch), "numbers >= 1"
     if profile.bits is not None and (fault := _bit_fault(profile, profile.bits)):

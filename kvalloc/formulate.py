@@ -14,11 +14,13 @@ from kvalloc.capacity import capacity_of, sliding_layer_bytes
 from kvalloc.costs import Cost, check_cost, check_size, head_cost
 from kvalloc.dominated import Undominated, undominated
 from kvalloc.errors import InputError
+from kvalloc.layer_groups import Groups, parse_groups
 from kvalloc.limits import Limits
 from kvalloc.predicting import even_options, least_loss_tokens, loss_curves
 from kvalloc.problem import Aggregate, AllocationProblem, FloatArray, IntArray, Sense
 from kvalloc.quantities import parse_bytes, parse_share
 from kvalloc.score_profile import ScoreProfile
+from kvalloc.sharing import grouped
 from kvalloc.stored_bytes import BIT_WIDTHS
 from kvalloc.valuing import unit_values, workload_values
 from kvalloc.weighting import Weights, checked_weights
@@ -76,6 +78,9 @@ class Request:
         worst share `tail` of them.
     tail : float or None
         That share, above 0 and up to 1; only with "cvar".
+    share_groups : tuple of tuple of int, int, str or None
+        Groups of adjacent layers that keep the same entries; or how many groups of layers there
+        may be, which `kvalloc.grouping` turns into groups first.
 
     Raises
     ------
@@ -101,6 +106,7 @@ class Request:
     limits: Limits = Limits()
     workloads: Workloads = "mean"
     tail: float | None = None
+    share_groups: Groups | int | str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _TARGETS if getattr(self, name) is not None]
@@ -133,6 +139,7 @@ class Request:
         if self.budget_tokens is not None and self.budget_tokens < 1:
             raise InputError(f"a budget of {self.budget_tokens} tokens keeps nothing; give >= 1")
         _check_workloads(self)
+        _check_sharing(self)
         self.describe()  # parses, so that a bad share or size is refused here
 
     def _check_objective(self) -> None:
@@ -247,6 +254,17 @@ class Request:
         return {"workloads": self.workloads, "tail": self.tail}
 
 
+def _check_sharing(request: Request) -> None:
+    if request.share_groups is None:
+        return
+    object.__setattr__(request, "share_groups", parse_groups(request.share_groups))
+    if request.objective != "mean" or request.weights is not None or request.bits is not None:
+        raise InputError(
+            "layers that share entries are decided by their mean retention at the model's own "
+            "precision; leave out the objective, weights and bits, or the groups"
+        )
+
+
 def _check_workloads(request: Request) -> None:
     if request.workloads not in ("mean", "worst", "cvar"):
         raise InputError(f"workloads is {request.workloads!r}, expected 'mean', 'worst' or 'cvar'")
@@ -337,7 +355,7 @@ def formulate(
     if tail < 1.0:
         scenarios = workload_values(scores, request, context, tokens, shape_as=options.values)
         values, weights = scenarios.mean(axis=0), np.ones(layers.size)
-    return AllocationProblem(
+    problem = AllocationProblem(
         tokens=options.tokens,
         bits=None if request.bits is None else options.bits,
         values=values,
@@ -360,6 +378,13 @@ def formulate(
             sliding_layer_bytes=sliding_layer_bytes(shape, context, request),
         ),
     )
+    if request.share_groups is None:
+        return problem
+    if not isinstance(request.share_groups, tuple):
+        raise InputError(
+            "which layers share entries has to be chosen first; call kvalloc.grouping.settle"
+        )
+    return grouped(problem, scores, request.share_groups, sample=sample)
 
 
 def _aggregate(request: Request, tail: float) -> Aggregate:

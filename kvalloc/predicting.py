@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError
+from kvalloc.layer_groups import Groups
 from kvalloc.score_profile import ScoreProfile, interpolate_curves
 
 FloatArray = npt.NDArray[np.float64]
@@ -26,6 +27,7 @@ def mean_retention(
     *,
     bits: IntArray | None = None,
     sample: int | None = None,
+    share_groups: Groups = (),
 ) -> float:
     """Mean over full-attention layers of the kept share of score mass, times its fidelity.
 
@@ -41,6 +43,8 @@ def mean_retention(
         Bit width of each head; 16 everywhere by default.
     sample : int, optional
         One sample; the mean over all by default.
+    share_groups : tuple of tuple of int
+        Layers that keep the same entries, at one budget.
 
     Returns
     -------
@@ -59,17 +63,30 @@ def mean_retention(
             curves[int(widths[layer, head])][layer, head], scores.ranks, at[layer, [head]]
         )
         for layer in full
+        if not any(layer in group for group in share_groups)
         for head in range(scores.shape.n_kv_heads)
     ]
+    for group in share_groups:
+        joint = scores.shared_contributions(group, sample)
+        kept += [
+            interpolate_curves(joint[head], scores.ranks, at[group[0], [head]])
+            for head in range(scores.shape.n_kv_heads)
+        ]
     return math.fsum(np.concatenate(kept)) / len(full)
 
 
-def worst_sample_retention(scores: ScoreProfile, budgets: IntArray, context_tokens: int) -> float:
+def worst_sample_retention(
+    scores: ScoreProfile,
+    budgets: IntArray,
+    context_tokens: int,
+    *,
+    share_groups: Groups = (),
+) -> float:
     """Mean retention over layers of the sample that loses most.
 
     Parameters
     ----------
-    scores, budgets, context_tokens
+    scores, budgets, context_tokens, share_groups
         See `mean_retention`.
 
     Returns
@@ -78,7 +95,10 @@ def worst_sample_retention(scores: ScoreProfile, budgets: IntArray, context_toke
         0..1.
     """
     samples = range(scores.n_samples)
-    return min(mean_retention(scores, budgets, context_tokens, sample=one) for one in samples)
+    return min(
+        mean_retention(scores, budgets, context_tokens, sample=one, share_groups=share_groups)
+        for one in samples
+    )
 
 
 def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) -> FloatArray:

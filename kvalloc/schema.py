@@ -89,6 +89,10 @@ class BudgetProfileModel(_Strict):
         default=None, description="cost where another one than stored bytes was asked for"
     )
     full_cost_bytes: int | None = None
+    share_groups: list[list[int]] = Field(
+        default_factory=list, description="layers that keep the same entries; left out where none"
+    )
+    grouping_bound: float | None = None
     worst_sample_retention: float | None = Field(default=None, ge=0, le=1 + 1e-9)
     batch: int = Field(ge=1)
     retained_tokens: int
@@ -154,6 +158,8 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
     }
     optional = {
         "predicted_loss": profile.predicted_loss,
+        "share_groups": [list(group) for group in profile.share_groups] or None,
+        "grouping_bound": profile.grouping_bound,
         "worst_sample_retention": profile.worst_sample_retention,
         "cost_bytes": profile.cost_bytes,
         "full_cost_bytes": profile.full_cost_bytes,
@@ -230,6 +236,7 @@ def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
                 "shape",
                 "policy",
                 "budgets",
+                "share_groups",
                 "ranks",
                 "bits",
             ),
@@ -245,6 +252,7 @@ def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
             policy=Policy(**model.policy.model_dump()),
             budgets=np.asarray(model.budgets, dtype=np.int64),
             bits=None if model.bits is None else np.asarray(model.bits, dtype=np.int64),
+            share_groups=tuple(tuple(group) for group in model.share_groups),
             ranks=None if model.ranks is None else np.asarray(model.ranks, dtype=np.int64),
             **copied,
         )

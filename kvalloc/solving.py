@@ -19,12 +19,15 @@ from kvalloc.checking import CheckedSolution, solve_problem
 from kvalloc.costs import Cost
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formulate import Objective, Request, Workloads, bit_table, budget_table, formulate
+from kvalloc.grouping import settle
+from kvalloc.layer_groups import Groups, groups_record
 from kvalloc.limits import Limits
 from kvalloc.predicting import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.pricing import price_of
 from kvalloc.problem import AllocationProblem, IntArray, apportion
 from kvalloc.registry import get_solver, options_of
 from kvalloc.score_profile import ScoreProfile
+from kvalloc.sharing import members_alike
 from kvalloc.solver import Solver, Termination
 from kvalloc.weighting import Weights
 
@@ -62,6 +65,7 @@ def solve(
     cost: Cost = "bytes",
     workloads: Workloads = "mean",
     tail: float | None = None,
+    share_groups: Groups | int | str | None = None,
 ) -> BudgetProfile:
     """Decide how many entries each layer and KV head keeps.
 
@@ -128,6 +132,10 @@ def solve(
         worst share `tail` of them (CVaR).
     tail : float, optional
         That share, above 0 and up to 1: 1 is the mean.
+    share_groups : int, str or tuple of tuple of int, optional
+        Groups of adjacent layers that keep the same entries, such as ``"2-3,4-5"`` (MPCache); or
+        how many groups of layers there may be in all, a layer alone counting as one: which layers
+        share is then chosen. Needs a score profile made with a share length.
 
     Returns
     -------
@@ -172,6 +180,7 @@ def solve(
         cost=cost,
         workloads=workloads,
         tail=tail,
+        share_groups=share_groups,
     )
     try:
         return decide(
@@ -183,6 +192,8 @@ def solve(
             average=average,
         )
     except InfeasibleError as error:
+        if isinstance(request.share_groups, int):
+            raise  # there is no problem to look into before the groups are chosen
         advice = advise(scores, request, error, time_limit_seconds=time_limit)
         if advice is error:
             raise
@@ -229,12 +240,23 @@ def decide(
             "budgets averaged over samples know nothing of the worst of them; leave out average, "
             "or ask for the mean of the workloads"
         )
+    if average == "allocations" and request.share_groups is not None:
+        raise InputError(
+            "budgets averaged over samples cannot share entries between layers; leave out average "
+            "or the groups"
+        )
+    asked_groups = request.share_groups
+    request, grouping = settle(scores, request)
     problem, checked = _solved(scores, request, chosen, time_limit, average)
     options: dict[str, Any]
     options = options_of(solver) if isinstance(solver, Solver) else {**(solver_options or {})}
     if average == "allocations":
         options["average"] = average
     decided = to_budget_profile(scores, request, problem, checked, chosen.name, options)
+    if asked_groups is not None:
+        requested = {**decided.requested, "share_groups": groups_record(asked_groups)}
+        bound = None if grouping is None else grouping.bound
+        decided = replace(decided, requested=requested, grouping_bound=bound)
     price = price_of(problem, chosen, checked, time_limit_seconds=time_limit) if priced else None
     if price is None:
         return decided
@@ -292,7 +314,8 @@ def to_budget_profile(
     BudgetProfile
     """
     shape = scores.shape
-    budgets = budget_table(scores, problem, checked.choice)
+    groups = request.share_groups if isinstance(request.share_groups, tuple) else ()
+    budgets = members_alike(budget_table(scores, problem, checked.choice), groups)
     bits = bit_table(scores, problem, checked.choice)
     requested = {
         **request.describe(),
@@ -319,6 +342,7 @@ def to_budget_profile(
         context_tokens=problem.context_tokens,
         budgets=budgets,
         bits=bits,
+        share_groups=groups,
         ranks=_rank_table(scores, problem, checked),
         length_rule=request.length_rule,
         page_tokens=request.page_tokens,
@@ -340,11 +364,16 @@ def to_budget_profile(
         requested=requested,
         retention=checked.value
         if request.workloads == "mean" and request.objective == "mean" and request.weights is None
-        else mean_retention(scores, budgets, problem.context_tokens, bits=bits),
+        else mean_retention(
+            scores, budgets, problem.context_tokens, bits=bits, share_groups=groups
+        ),
         worst_sample_retention=None
         if request.workloads == "mean"
-        else worst_sample_retention(scores, budgets, problem.context_tokens),
-        predicted_loss=predicted_loss(scores, budgets, problem.context_tokens, bits=bits),
+        else worst_sample_retention(scores, budgets, problem.context_tokens, share_groups=groups),
+        # Losses are measured with entries that each layer chooses for itself.
+        predicted_loss=None
+        if groups
+        else predicted_loss(scores, budgets, problem.context_tokens, bits=bits),
         cost_bytes=checked.cost_bytes if other_cost else None,
         full_cost_bytes=full_cost(scores, request, problem.context_tokens) if other_cost else None,
         batch=request.batch,

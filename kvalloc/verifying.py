@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError
 from kvalloc.formulate import Request, formulate
+from kvalloc.grouping import settle
+from kvalloc.layer_groups import groups_text, parse_groups
 from kvalloc.limits import Limits
 from kvalloc.predicting import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.problem import AllocationProblem, IntArray, Sense
@@ -60,7 +62,7 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
     InputError
         If the profile does not say what was requested, so that nothing can be recomputed.
     """
-    problem = _problem_of(profile, scores)
+    problem = formulate(scores, _request_of(profile))
     tokens, is_option, choice = _choice_of(profile, problem)
     checks = [
         _equal("model", profile.shape.model_id, scores.shape.model_id),
@@ -100,24 +102,44 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         )
     checks.extend(_side_checks(profile, problem, choice))
     checks.append(_close("objective", profile.objective, problem.objective(choice)))
-    context, bits = profile.context_tokens, profile.bits
-    retention = mean_retention(scores, profile.budgets, context, bits=bits)
+    context, bits, groups = profile.context_tokens, profile.bits, profile.share_groups
+    retention = mean_retention(scores, profile.budgets, context, bits=bits, share_groups=groups)
     checks.append(_close("retention", profile.retention, retention))
     if profile.requested.get("cost", "bytes") != "bytes":
         checks.append(_equal("cost", profile.cost_bytes, cost))
-    loss = predicted_loss(scores, profile.budgets, context, bits=bits)
+    loss = None if groups else predicted_loss(scores, profile.budgets, context, bits=bits)
     if loss is None:
         checks.append(_equal("predicted loss", profile.predicted_loss, None))
     else:
         checks.append(_close("predicted loss", profile.predicted_loss, loss))
     if "workloads" in profile.requested:
-        worst = worst_sample_retention(scores, profile.budgets, profile.context_tokens)
+        worst = worst_sample_retention(scores, profile.budgets, context, share_groups=groups)
         checks.append(_close("worst sample", profile.worst_sample_retention, worst))
+    if "share_groups" in profile.requested:
+        checks.extend(_group_checks(profile, scores))
     checks.append(_bound_check(profile, problem, choice))
     return checks
 
 
-def _problem_of(profile: BudgetProfile, scores: ScoreProfile) -> AllocationProblem:
+def _group_checks(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
+    """That the groups are those that were asked for, and the bound over all groupings."""
+    asked = parse_groups(profile.requested["share_groups"])
+    if not isinstance(asked, int):
+        return [_equal("groups", groups_text(profile.share_groups), groups_text(asked))]
+    alone = len(scores.shape.full_layers) - sum(len(group) for group in profile.share_groups)
+    count = alone + len(profile.share_groups)
+    checks = [
+        Check(name="groups", stated=f"at most {asked}", found=f"{count}", passed=count <= asked)
+    ]
+    _, grouping = settle(scores, replace(_request_of(profile), share_groups=asked))
+    if grouping is None:
+        checks.append(_equal("bound over groupings", profile.grouping_bound, None))
+    else:
+        checks.append(_close("bound over groupings", profile.grouping_bound, grouping.bound))
+    return checks
+
+
+def _request_of(profile: BudgetProfile) -> Request:
     asked = profile.requested
     fields = {
         "retention": "target_retention",
@@ -131,7 +153,7 @@ def _problem_of(profile: BudgetProfile, scores: ScoreProfile) -> AllocationProbl
             "the budget profile does not say what was requested, so it cannot be verified; make "
             "it again with 'kvalloc solve'"
         )
-    request = Request(
+    return Request(
         **{fields[asked["target"]]: asked["value"]},
         level=profile.level,
         context_tokens=profile.context_tokens,
@@ -146,8 +168,8 @@ def _problem_of(profile: BudgetProfile, scores: ScoreProfile) -> AllocationProbl
         cost=asked.get("cost", "bytes"),
         workloads=asked.get("workloads", "mean"),
         tail=asked.get("tail"),
+        share_groups=profile.share_groups or None,
     )
-    return formulate(scores, request)
 
 
 def _choice_of(

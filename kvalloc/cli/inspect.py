@@ -167,6 +167,7 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "bits": "16 (the model's dtype)" if profile.bits is None else bits_text(profile),
             **({} if profile.cost_bytes is None else {"cost": cost_text(profile)}),
             **({} if profile.ranks is None else {"ranks": ranks_text(profile)}),
+            **(_sharing(profile) if profile.share_groups else {}),
             **({"price": price} if (price := price_text(profile)) else {}),
             "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average",
             "other lengths": "the same number of entries"
@@ -285,6 +286,20 @@ def _bits_text(profile: ScoreProfile) -> str:
         for width in profile.bit_widths.tolist()
     ]
     return "mean fidelity " + ", ".join(f"{mean:.4f} at {width} bits" for width, mean in means)
+
+
+def _sharing(profile: BudgetProfile) -> dict[str, str]:
+    from kvalloc.layer_groups import groups_text
+
+    text = f"layers {groups_text(profile.share_groups)} keep the same entries"
+    if profile.grouping_bound is None:
+        return {"sharing": text}
+    bound = (
+        f"{profile.grouping_bound:.6f}"
+        if profile.sense == "max_value"
+        else f"{round(profile.grouping_bound):,} bytes"
+    )
+    return {"sharing": f"{text}; bound over all groupings {bound}"}
 
 
 def _parameters(parameters: dict[str, Any]) -> str:

@@ -70,6 +70,7 @@ def solve(
     cost: targets.Cost = "bytes",
     workloads: targets.Workloads = "mean",
     tail: targets.Tail = None,
+    share_groups: targets.ShareGroups = None,
     time_limit: targets.TimeLimit = None,
     output: Annotated[
         Path | None,
@@ -110,6 +111,7 @@ def solve(
         "cost": cost,
         "workloads": workloads,
         "tail": tail,
+        "share_groups": share_groups,
     }
     limits = targets.limits(
         cap=cap,

@@ -137,6 +137,14 @@ Workloads = Annotated[
         "share --tail of them.",
     ),
 ]
+ShareGroups = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GROUPS|N",
+        help="Adjacent layers that keep the same entries, such as 2-3,4-5; or at most N groups of "
+        "layers, chosen for the target. Needs 'kvalloc profile --share-length'.",
+    ),
+]
 Tail = Annotated[
     float | None,
     typer.Option(metavar="SHARE", help="With --workloads cvar: that share, such as 0.25."),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
+from kvalloc.layer_groups import groups_text
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.ragged import IntArray
@@ -47,7 +48,7 @@ def check_profile(profile: BudgetProfile) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For fewer bits than 16.
+        For fewer bits than 16, or layers that share entries.
     InputError
         For budgets below sinks and window.
     """
@@ -56,6 +57,12 @@ def check_profile(profile: BudgetProfile) -> None:
         raise UnsupportedRequestError(
             f"this profile stores entries at {fewest} bits, and the cache cannot quantise yet; "
             "solve again without --bits"
+        )
+    if profile.share_groups:
+        raise UnsupportedRequestError(
+            f"in this profile layers {groups_text(profile.share_groups)} keep the same entries, "
+            "and the cache cannot choose entries for several layers yet; solve again without "
+            "--share-groups"
         )
     full = list(profile.shape.full_layers)
     least = min(profile.policy.protected_tokens, profile.context_tokens)

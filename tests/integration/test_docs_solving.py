@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_tools import refused, run
-from factories import make_bits, make_losses, make_shape
+from factories import make_bits, make_losses, make_shape, make_shared_scores
 
 from kvalloc.cli.solve import solve as solve_command
 from kvalloc.registry import solver_names
@@ -26,7 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = make_shape(n_layers=16, n_kv_heads=4, head_dim=16)
     bits = make_bits(shape=shape, context_tokens=200)
     measured = {"bit_widths": bits.bit_widths, "bit_fidelity": bits.bit_fidelity}
-    scores = dataclasses.replace(make_losses(shape=shape, context_tokens=200), **measured)
+    losses = make_losses(shape=shape, context_tokens=200)
+    names = ("loss_tokens", "losses", "loss_stderr")
+    measured |= {name: getattr(losses, name) for name in names}
+    shared = make_shared_scores(longest=2, n_layers=16, n_kv_heads=4, context_tokens=200)
+    scores = dataclasses.replace(shared, shape=shape, **measured)
     scores.save(path / "s.safetensors")
     (path / "w.json").write_text(json.dumps([1] * 8 + [2] * 8))
     return path

@@ -22,6 +22,8 @@ ALL_KINDS = tuple(
     for side in SIDES
     for curves in CURVES
 )
+ONE_WORKLOAD = tuple(kind for kind in ALL_KINDS if not kind.startswith("tail:"))
+WORKLOADS = tuple(kind for kind in ALL_KINDS if kind.startswith("tail:"))
 
 
 def kinds(*sides: str, curves: Sequence[str] = tuple(CURVES), worst: bool = False) -> list[str]:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from exact_cases import (
     ALL_KINDS,
+    ONE_WORKLOAD,
+    WORKLOADS,
     answer_or_error,
     check_all,
     check_it_repeats,
@@ -37,6 +39,7 @@ from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_backends import stdout_kept_clean
 from kvalloc.solvers._levels import level_sets
 from kvalloc.solvers._prices import best_prices
+from kvalloc.solvers.cvar import CVaR
 from kvalloc.solvers.dp import DP
 from kvalloc.solvers.flow import Flow
 from kvalloc.solvers.hull import Hull
@@ -63,12 +66,12 @@ def test_it_is_exact_under_every_side_constraint() -> None:
 @pytest.mark.parametrize("reduce", [True, False])
 def test_every_back_end_with_and_without_reduction(backend: str, reduce: bool) -> None:
     solver = ILP(backend=backend, reduce=reduce)
-    ends = check_all(solver, tiny_cases(112, ALL_KINDS[:112], seed=3000), exact=True)
+    ends = check_all(solver, tiny_cases(112, ONE_WORKLOAD, seed=3000), exact=True)
     assert ends["optimal"] > 90
 
 
 @pytest.mark.slow
-def test_no_misses_in_3360_problems_of_every_kind() -> None:
+def test_no_misses_in_2240_problems_of_every_kind() -> None:
     """Every exact solver on every kind of problem: not one claim that is not true."""
     solvers: list[tuple[Solver, bool]] = [
         (ILP(), True),
@@ -79,9 +82,18 @@ def test_no_misses_in_3360_problems_of_every_kind() -> None:
     ]
     for solver, exact in solvers:
         ends: Counter[str] = check_all(
-            solver, tiny_cases(3360, ALL_KINDS, seed=20_000), exact=exact, may_give_up=not exact
+            solver, tiny_cases(2240, ONE_WORKLOAD, seed=20_000), exact=exact, may_give_up=not exact
         )
         assert ends["optimal"] > 150, solver.name
+
+
+@pytest.mark.slow
+def test_no_misses_in_1120_problems_of_several_workloads() -> None:
+    solvers: list[tuple[Solver, bool]] = [(ILP(), True), (CVaR(), False)]
+    for solver, exact in solvers:
+        cases = tiny_cases(1120, WORKLOADS, seed=40_000)
+        ends = check_all(solver, cases, exact=exact, may_give_up=not exact)
+        assert ends["optimal"] > 50, solver.name
 
 
 @pytest.mark.parametrize("target", [False, True])
