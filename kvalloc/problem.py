@@ -261,18 +261,19 @@ class AllocationProblem:
         return all(self._rows_are_concave(values) for values in self.scenarios)
 
     def _rows_are_concave(self, values: FloatArray) -> bool:
+        # Two buffers for all, as many rows as fit in the cache: all may be gigabytes.
+        together = max(1, CONCAVE_BLOCK // self.n_options)
+        buffers = (np.empty((together, self.n_options)), np.empty((together, self.n_options)))
         if int(self.option_counts.min()) < self.n_options:
             counts = self.option_counts.tolist()
             return all(
-                _rows_are_concave(row[None, :count])
+                _rows_are_concave(row[None, :count], *buffers)
                 for row, count in zip(values, counts, strict=True)
             )
-        # As many rows at once as fit in the processor's cache: all of them may be gigabytes.
-        rows = max(1, CONCAVE_BLOCK // self.n_options)
         # The first alone: where curves are not concave, one is mostly enough to see it.
-        return _rows_are_concave(values[:1]) and all(
-            _rows_are_concave(values[first : first + rows])
-            for first in range(0, self.n_units, rows)
+        return _rows_are_concave(values[:1], *buffers) and all(
+            _rows_are_concave(values[first : first + together], *buffers)
+            for first in range(0, self.n_units, together)
         )
 
     @cached_property
@@ -467,12 +468,13 @@ class AllocationProblem:
         return hasher.hexdigest()
 
 
-def _rows_are_concave(rows: FloatArray) -> bool:
-    steps = rows.shape[1] - 1
+def _rows_are_concave(rows: FloatArray, first: FloatArray, second: FloatArray) -> bool:
+    """Whether no row falls or bends upwards; the buffers are at least as large as the rows."""
+    n_rows, steps = rows.shape[0], rows.shape[1] - 1
     if steps < 1:
         return True
-    gains = rows[:, 1:] - rows[:, :-1]
-    bends = gains[:, 1:] - gains[:, :-1]
+    gains = np.subtract(rows[:, 1:], rows[:, :-1], out=first[:n_rows, :steps])
+    bends = np.subtract(gains[:, 1:], gains[:, :-1], out=second[:n_rows, : steps - 1])
     if gains.min() < -STEP_TOLERANCE or bends.max(initial=0.0) > STEP_TOLERANCE:
         return False
     if steps <= 2 * CONCAVE_STRIDE:
