@@ -37,6 +37,11 @@ REPAIR_SECONDS = 5.0
 """Longest search for a choice to start from."""
 
 
+JOINT_SECONDS = 60.0
+"""Without a time limit, longest search for budgets and a placement together: few bytes on many
+ranks are a packing problem, of which nobody may ever see the end."""
+
+
 class Search:
     """One solve: the problem's rows, what is asked beyond them, and the time left.
 
@@ -158,6 +163,8 @@ class Search:
             kept = dataclasses.replace(kept, ranks=start)
             if closed:
                 return dataclasses.replace(kept, bound=free.bound)
+        if math.isinf(self.deadline):
+            self.deadline = time.monotonic() + JOINT_SECONDS
         both = self._free(even, Placement(balance=self.balance, ranks=None), kept.picked)
         tighter = max if choices.minimise else min
         bound = tighter(both.bound, free.bound)

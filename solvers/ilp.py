@@ -48,7 +48,8 @@ class ILP(Solver):
 
     Ranks: the problem is solved without them; if the budgets found can be placed in balance, they
     are optimal. Else a good placement is kept and the budgets are solved for it, and then both
-    are decided together.
+    are decided together; where no time limit is given, for a minute, and what is not proven by
+    then is the gap.
 
     Parameters
     ----------

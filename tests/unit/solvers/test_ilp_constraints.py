@@ -70,6 +70,15 @@ def test_every_back_end_with_and_without_reduction(backend: str, reduce: bool) -
     assert ends["optimal"] > 90
 
 
+def test_a_search_for_a_placement_that_is_cut_short_claims_nothing(monkeypatch) -> None:
+    """Budgets and ranks together may never end: without a time limit they get a minute."""
+    monkeypatch.setattr("kvalloc.solvers._ilp_search.JOINT_SECONDS", 0.0)
+    cases = tiny_cases(200, kinds("rank_balance", curves=("concave", "losses")), seed=70_000)
+    ends = check_all(ILP(), cases, exact=False, may_give_up=True)
+    assert ends["optimal"] > 100
+    assert ends["gave up"] + ends["heuristic"] > 0  # else nothing was cut short
+
+
 @pytest.mark.slow
 def test_no_misses_in_2240_problems_of_every_kind() -> None:
     """Every exact solver on every kind of problem: not one claim that is not true."""
