@@ -316,7 +316,7 @@ def climb(
     scores : ScoreProfile
         What was measured.
     solvers : sequence of str
-        Those that decide at layer level.
+        Those that decide: at layer level, else at head level.
     questions : Questions
         What is asked.
     shares : sequence of float
@@ -372,13 +372,19 @@ class _Climber:
         if self._progress is not None:
             gone = min(self._granted_seconds, round(now - self._begun))
             self._progress(gone, self._granted_seconds)
-        profile = solve(self._scores, solver=solver, budget=share)
+        profile = self._decided(solver, share)
         late = now + self._questions.last_seconds > self._deadline
         if late and not self._questions.is_known(profile):
             self.skipped.append((solver, share))
             return None
         cell = self.asked[solver, share] = self._questions.ask(solver, share, profile)
         return cell.n_found == len(cell.rows)
+
+    def _decided(self, solver: str, share: float) -> BudgetProfile:
+        try:
+            return solve(self._scores, solver=solver, budget=share)
+        except SolverError:  # some rules work on single heads only
+            return solve(self._scores, solver=solver, budget=share, level="head")
 
     def report_end(self) -> None:
         if self._progress is not None:

@@ -175,6 +175,12 @@ def test_the_ladder_is_climbed_whole_where_there_is_time(scores):
     assert len(questions.order) == len(set(questions.order)) == 8
 
 
+def test_rules_of_single_heads_climb_too(scores):
+    names = ["uniform", "adaptive_head"]
+    ladder = climb(scores, names, FakeQuestions(0.6), shares=SHARES, deadline=forever())
+    assert {name for name, _ in ladder.asked} == set(names)
+
+
 @pytest.mark.parametrize("finds_from", [0.1, 0.2, 0.4, 0.6, 0.8, 2.0])
 def test_bisection_comes_first(scores, finds_from):
     questions = FakeQuestions(finds_from)
