@@ -131,6 +131,11 @@ class RaggedEntries:
         """Of each segment: start and end of its blocks, start and end of its rest."""
         return _starts(self.lengths)
 
+    @cached_property
+    def span_table(self) -> Tensor:
+        """`spans` as int64, (n_segments, 4), on the entries' device."""
+        return torch.tensor(self.spans, dtype=torch.int64, device=self.keys.device)
+
     def piece(self, row: int, head: int) -> Piece:
         """One segment's entries in position order, all of them kept."""
         start, end, rest, rest_end = self.spans[row * self.lengths.shape[1] + head]

@@ -5,12 +5,15 @@ only the tokens that followed need a causal mask. Blocks of all segments are rea
 product; rests and following tokens in another; the softmax is put together from partial ones:
 with ``m`` the largest logit and ``l = sum exp(logit - m)`` of each part, ``l`` and the weighted
 values of the parts are added after multiplication by ``exp(m - max m)``. Logits are float32 also
-where the model is of half precision. Memory beside the result is bounded by `SCRATCH_ELEMENTS`.
+where the model is of half precision. On CUDA a Triton kernel does all of it in one pass
+(`kvalloc.runtime.ragged_kernel`). Memory beside the result is bounded by `SCRATCH_ELEMENTS`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -78,6 +81,19 @@ def ragged_attention(
     Tensor, (batch, n_new_tokens, n_query_heads, head_dim)
         Of the queries' type, contiguous.
     """
+    if queries.device.type == "cuda" and _has_triton():
+        from kvalloc.runtime.ragged_kernel import kernel_attention
+
+        return kernel_attention(
+            queries,
+            entries,
+            keys,
+            values,
+            scaling=scaling,
+            visible=visible,
+            softcap=softcap,
+            sink_logits=sink_logits,
+        )
     batch, n_query_heads, n_new, head_dim = queries.shape
     n_kv_heads = keys.shape[1]
     group = n_query_heads // n_kv_heads
@@ -95,6 +111,11 @@ def ragged_attention(
         output[:, :, first : first + step] = result.view(*part.shape[:3], -1)
     shaped = output.view(batch, n_query_heads, n_new, -1)
     return shaped.transpose(1, 2).contiguous()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _tokens_at_once(entries: RaggedEntries, keys: Tensor, group: int) -> int:

@@ -107,3 +107,24 @@ def test_generate_with_a_cache_and_with_apply_agree(loaded: Any, ids: Any) -> No
     assert applied.last_cache is not None
     assert applied.last_cache.retained_bytes == cache.retained_bytes
     assert cache.retained_bytes < 0.3 * cache.full_bytes
+
+
+def test_head_level_budgets_free_bytes_and_equal_the_oracle(
+    loaded: Any, ids: Any, oracle: ModuleType, tmp_path: Path
+) -> None:
+    """And so does what comes back from a file."""
+    model = loaded.model
+    profile = oracle.by_head(pyramid(model, 0.4), spread=60)
+    question = loaded.tokenizer(" How many ships ride at anchor tonight?", return_tensors="pt")
+    cache = profile.cache(model)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+        assert cache.retained_bytes == profile.retained_bytes < 0.5 * cache.full_bytes
+        cache.save(tmp_path / "read.safetensors")
+        shadow = oracle.Shadow(model)
+        shadow.logits(ids)
+        shadow.follow(cache)
+        expected = shadow.logits(question.input_ids)
+        for one in (cache, kvalloc.load_cache(tmp_path / "read.safetensors", model)):
+            logits = model(question.input_ids, past_key_values=one).logits
+            assert oracle.worst(logits, expected) < 1e-4

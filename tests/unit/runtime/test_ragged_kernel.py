@@ -1,0 +1,94 @@
+"""The Triton kernel, in its interpreter on the CPU: against the plain computation.
+
+A process of its own, since Triton reads TRITON_INTERPRET when the kernel is defined.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+CHECK = """
+import itertools
+import numpy as np
+import torch
+from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
+from kvalloc.runtime.ragged_attention import ragged_attention
+from kvalloc.runtime.ragged_kernel import kernel_attention
+
+torch.manual_seed(0)
+DEVICE = "cuda" if "cuda" in __import__("sys").argv else "cpu"
+worst = {}
+counts = np.array([[2 * BLOCK_TOKENS + 3, BLOCK_TOKENS], [0, 5]])
+# Triton's interpreter has no bfloat16 (it multiplies the raw bits).
+halves = (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,)
+cases = itertools.product((1, 5), (False, True), (torch.float32, *halves), (1, 3))
+for n_new, extras, dtype, splits in cases:
+    head_dim, group, following = (24 if extras else 64), 3, n_new + 4
+
+    def piece(row, head):
+        n = int(counts[row, head])
+        keys, values = torch.randn(2, n, head_dim, device=DEVICE).to(dtype)
+        bias = torch.rand(n, device=DEVICE) if extras else None
+        every = torch.arange(n, device=DEVICE)
+        return keys, values, every.int(), bias, every
+
+    entries = RaggedEntries.collect(counts, piece, biased=extras)
+    queries = torch.randn(2, 2 * group, n_new, head_dim, device=DEVICE).to(dtype)
+    keys, values = torch.randn(2, 2, 2, following, head_dim, device=DEVICE).to(dtype)
+    options = {"scaling": head_dim**-0.5}
+    if extras:
+        options["visible"] = torch.rand(2, following, device=DEVICE) > 0.4
+        options["softcap"] = 3.0
+        options["sink_logits"] = torch.randn(2 * group, device=DEVICE)
+    found = kernel_attention(queries, entries, keys, values, splits=splits, **options)
+    assert found.dtype == dtype
+    asked, new_keys, new_values = (t.cpu().float() for t in (queries, keys, values))
+    on_cpu = RaggedEntries(
+        keys=entries.keys.cpu().float(), values=entries.values.cpu().float(),
+        positions=entries.positions.cpu(), lengths=counts,
+        bias=None if entries.bias is None else entries.bias.cpu(),
+    )
+    options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    expected = ragged_attention(asked, on_cpu, new_keys, new_values, **options)
+    error = (found.cpu().float() - expected).abs().max().item()
+    worst[dtype] = max(worst.get(dtype, 0.0), error)
+    assert torch.isfinite(found).all()
+assert worst[torch.float32] < 1e-5, worst
+assert all(worst[half] < 2e-2 for half in halves), worst
+print(worst)
+"""
+
+
+def check(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+@needs_triton
+def test_the_kernel_in_the_interpreter_equals_the_plain_computation() -> None:
+    assert "float32" in check(TRITON_INTERPRET="1")
+
+
+@needs_triton
+def test_the_kernel_on_the_device_equals_the_plain_computation() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    assert "float32" in check("cuda")
