@@ -2,7 +2,8 @@
 
     python benchmarks/bench_runtime.py [--lengths 1024 4096] [--device cuda --dtype bfloat16]
 
-Targets are those of layer-level budgets: prefill with eviction at most 1.08x the plain prefill.
+Budgets of layers and of heads, for one prompt or a batch of them (``--batch 4``). The target is
+that of layer-level budgets: prefill with eviction at most 1.08x the plain prefill.
 """
 
 from __future__ import annotations
@@ -28,19 +29,24 @@ def main() -> int:
     loaded = load_model(arguments.model, dtype=arguments.dtype, device=arguments.device)
     ids = prompt_ids(loaded, max(arguments.lengths))
     scores = kvalloc.profile(loaded.model, loaded.tokenizer, [text()], samples=1, context=512)
-    profile = kvalloc.solve(scores, budget=arguments.share)
+    profiles = {
+        level: kvalloc.solve(scores, budget=arguments.share, level=level)
+        for level in ("layer", "head")
+    }
     where = where_it_ran("kvalloc", "torch", "transformers")
     rows = [
-        measure(loaded.model, profile, ids[:, :length], arguments) for length in arguments.lengths
+        measure(loaded.model, profiles, ids[:, :length], arguments) for length in arguments.lengths
     ]
     if arguments.json:
         print(json.dumps({"rows": rows, "where": where}, indent=1))
     else:
         print(describe_where(where))
         device = arguments.device or "cpu"
-        print(f"{arguments.share} kept, greedy, layer level, {arguments.dtype} on {device}")
+        batch = f"batch {arguments.batch}, {arguments.dtype} on {device}"
+        print(f"{arguments.share} kept, {profiles['layer'].decided_by}, {batch}")
         for row in rows:
-            print(describe(row))
+            for level in profiles:
+                print(describe(row, level))
     return 0 if all(row["met"] for row in rows) else 1
 
 
@@ -49,6 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--share", default="20%")
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device")
@@ -70,9 +77,10 @@ def prompt_ids(loaded: Any, length: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def measure(
-    model: Any, profile: Any, ids: torch.Tensor, arguments: argparse.Namespace
+    model: Any, profiles: dict[str, Any], ids: torch.Tensor, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Prefill and decoding of one prompt with a plain and a reduced cache, in turns."""
+    """Prefill and decoding of one prompt with a plain and the reduced caches, in turns."""
+    ids = ids.repeat(arguments.batch, 1)
 
     def prefill(cache: Any) -> Any:
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
@@ -91,40 +99,41 @@ def measure(
 
     make = {
         "plain": lambda: DynamicCache(config=model.config),
-        "reduced": lambda: profile.cache(model),
+        **{level: lambda one=one: one.cache(model) for level, one in profiles.items()},
     }
     prefilled = timed_in_turns(
         {name: lambda new=new: prefill(new()) for name, new in make.items()},
         repeats=arguments.repeats,
     )
     caches = {name: prefill(new()) for name, new in make.items()}
-    retained, full = caches["reduced"].retained_bytes, caches["reduced"].full_bytes
+    retained = {level: caches[level].retained_bytes for level in profiles}
+    full = caches["layer"].full_bytes
     decoded = timed_in_turns(
         {name: lambda cache=cache: decode(cache) for name, cache in caches.items()},
         repeats=arguments.repeats,
     )
-    prefill_ratio = ratios(prefilled, "reduced", "plain")
+    prefill_ratios = {level: ratios(prefilled, level, "plain") for level in profiles}
     return {
         "tokens": ids.shape[1],
         "retained_bytes": retained,
         "full_bytes": full,
         "prefill": {name: summary(seconds) for name, seconds in prefilled.items()},
-        "prefill_ratio": prefill_ratio,
+        "prefill_ratio": prefill_ratios,
         "decode": {name: summary(seconds) for name, seconds in decoded.items()},
-        "decode_speedup": ratios(decoded, "plain", "reduced"),
-        "met": prefill_ratio["ratio"] <= PREFILL_LIMIT,
+        "decode_speedup": {level: ratios(decoded, "plain", level) for level in profiles},
+        "met": prefill_ratios["layer"]["ratio"] <= PREFILL_LIMIT,
     }
 
 
-def describe(row: dict[str, Any]) -> str:
-    prefill, decode = row["prefill_ratio"], row["decode_speedup"]
+def describe(row: dict[str, Any], level: str) -> str:
+    prefill, decode = row["prefill_ratio"][level], row["decode_speedup"][level]
     return (
-        f"{row['tokens']:>5} tokens: prefill {prefill['ratio']:.3f}x plain "
+        f"{row['tokens']:>5} tokens, by {level}: prefill {prefill['ratio']:.3f}x plain "
         f"[{prefill['ratio_quartile_1']:.3f}, {prefill['ratio_quartile_3']:.3f}] "
         f"({row['prefill']['plain']['median_seconds']:.2f} s), target <= {PREFILL_LIMIT}; "
         f"decode {decode['ratio']:.2f}x as fast "
         f"[{decode['ratio_quartile_1']:.2f}, {decode['ratio_quartile_3']:.2f}]; "
-        f"{row['retained_bytes']:,} of {row['full_bytes']:,} bytes"
+        f"{row['retained_bytes'][level]:,} of {row['full_bytes']:,} bytes"
     )
 
 

@@ -89,8 +89,6 @@ class BudgetCache(Cache):
         self._additive = False
         self._interrupted = False
 
-    # What is stored
-
     @property
     def prompt_complete(self) -> bool:
         """Whether the whole prompt has been seen, so that all that comes now follows it."""
@@ -109,10 +107,7 @@ class BudgetCache(Cache):
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes of K and V storage allocated now, read from the tensors' storages.
-
-        A storage that several tensors share counts once, and always in full.
-        """
+        """Bytes of K and V storage allocated now: every storage once and in full."""
         storages = {}
         for layer in self.layers:
             for tensor in stored_tensors(layer):
