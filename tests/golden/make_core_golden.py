@@ -21,6 +21,23 @@ MEASURED = DATA / "measured.safetensors"  # the same with loss curves and fideli
 PROFILE = DATA / "budget_profile.json"
 SCHEMA = Path(__file__).parents[2] / "docs" / "budget_profile.schema.json"
 
+SHARED = DATA / "scores_shared.safetensors"
+SHARED_DECISIONS = DATA / "decisions_shared.json"
+
+# name of the case: arguments of solve, on a profile with joint curves of layers
+SHARED_CASES: dict[str, dict[str, Any]] = {
+    "two pairs, 35%": {"budget": "35%", "share_groups": "2-3,4-5"},
+    "four groups, 35%, head": {"budget": "35%", "share_groups": 4, "level": "head"},
+    "four groups, retention 0.8": {"target_retention": 0.8, "share_groups": 4},
+    "worst sample, 35%": {"budget": "35%", "workloads": "worst", "solver": "cvar"},
+    "worst half, retention 0.8": {
+        "target_retention": 0.8,
+        "workloads": "cvar",
+        "tail": 0.5,
+        "solver": "cvar",
+    },
+}
+
 # name of the case: solver, options, arguments of solve
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     f"{solver}{suffix}, {goal}, {level}": (solver, options, {**target, "level": level})
@@ -68,6 +85,21 @@ def decide(scores: Any, case: str) -> Any:
 
     solver, options, arguments = CASES[case]
     return solve(scores, solver=solver, solver_options=options, **arguments)
+
+
+def decide_shared(scores: Any, case: str) -> Any:
+    from kvalloc.solving import solve
+
+    return solve(scores, **SHARED_CASES[case])
+
+
+def described_shared(profile: Any) -> dict[str, Any]:
+    return {
+        **described(profile),
+        "share_groups": [list(group) for group in profile.share_groups],
+        "grouping_bound": profile.grouping_bound,
+        "worst_sample_retention": profile.worst_sample_retention,
+    }
 
 
 def described(profile: Any) -> dict[str, Any]:
@@ -125,6 +157,13 @@ def make_measured(scores: Any) -> Any:
     )
 
 
+def make_shared() -> Any:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from factories import make_shared_scores
+
+    return make_shared_scores(7, longest=2, n_samples=4)
+
+
 def main() -> None:
     from kvalloc.schema import budget_profile_schema
     from kvalloc.score_profile import ScoreProfile
@@ -142,6 +181,11 @@ def main() -> None:
         f" {json.dumps(case)}: {json.dumps(decision)}" for case, decision in decisions.items()
     )
     DECISIONS.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+    if not SHARED.exists():
+        make_shared().save(SHARED)
+    shared = ScoreProfile.load(SHARED)
+    found = {case: described_shared(decide_shared(shared, case)) for case in SHARED_CASES}
+    SHARED_DECISIONS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     decide(scores, "greedy, retention 0.9, head").save(PROFILE)
     text = json.dumps(budget_profile_schema(), indent=1, sort_keys=True)
     SCHEMA.write_text(text + "\n", encoding="utf-8")

@@ -19,9 +19,14 @@ from make_core_golden import (
     PROFILE,
     SCHEMA,
     SCORES,
+    SHARED,
+    SHARED_CASES,
+    SHARED_DECISIONS,
     decide,
     decide_measured,
+    decide_shared,
     described,
+    described_shared,
 )
 
 from kvalloc.budget_profile import BudgetProfile
@@ -61,6 +66,23 @@ def _check_same(found: dict[str, Any], expected: dict[str, Any], case: str) -> N
         else:
             same = found[name] == value
         assert same, f"behaviour moved: {name} of {case} was {value}, is {found[name]}; {WANTED}"
+
+
+@pytest.mark.parametrize("case", SHARED_CASES)
+def test_decisions_for_layers_that_share_and_for_workloads(case: str) -> None:
+    expected = json.loads(SHARED_DECISIONS.read_text(encoding="utf-8"))[case]
+    found = described_shared(decide_shared(ScoreProfile.load(SHARED), case))
+    for name, value in expected.items():
+        # Bounds over weights of workloads come from a linear program, good to its tolerance.
+        exact = not isinstance(value, float)
+        same = found[name] == value if exact else found[name] == pytest.approx(value, rel=1e-8)
+        assert same, f"behaviour moved: {name} of {case} was {value}, is {found[name]}; {WANTED}"
+
+
+def test_the_score_file_with_joint_curves_is_written_as_it_was(tmp_path: Path) -> None:
+    ScoreProfile.load(SHARED).save(tmp_path / "again.safetensors")
+    same = (tmp_path / "again.safetensors").read_bytes() == SHARED.read_bytes()
+    assert same, f"behaviour moved: the score profile's file format; {WANTED}"
 
 
 def test_every_case_is_golden(decisions: dict[str, Any]) -> None:
