@@ -14,14 +14,7 @@ from kvalloc.capacity import full_cost
 from kvalloc.checking import solve_unbounded
 from kvalloc.costs import Cost
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import (
-    Objective,
-    Request,
-    Workloads,
-    bit_table,
-    budget_table,
-    formulate,
-)
+from kvalloc.formulate import Objective, Request, Workloads, formulate
 from kvalloc.limits import Limits
 from kvalloc.predicting import mean_retention, predicted_loss
 from kvalloc.pricing import bound_at_choice, price_at
@@ -29,6 +22,7 @@ from kvalloc.problem import AllocationProblem, IntArray
 from kvalloc.registry import get_solver
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.solver import Solution, Solver
+from kvalloc.tables import bit_table, budget_table
 from kvalloc.weighting import Weights
 
 

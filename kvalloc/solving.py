@@ -18,7 +18,7 @@ from kvalloc.capacity import fixed_bytes, full_cost
 from kvalloc.checking import CheckedSolution, solve_problem
 from kvalloc.costs import Cost
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Objective, Request, Workloads, bit_table, budget_table, formulate
+from kvalloc.formulate import Objective, Request, Workloads, formulate
 from kvalloc.grouping import settle
 from kvalloc.layer_groups import Groups, groups_record
 from kvalloc.limits import Limits
@@ -29,6 +29,7 @@ from kvalloc.registry import get_solver, options_of
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.sharing import members_alike
 from kvalloc.solver import Solver, Termination
+from kvalloc.tables import bit_table, budget_table
 from kvalloc.weighting import Weights
 
 __all__ = ["Average", "CheckedSolution", "decide", "solve", "solve_problem", "to_budget_profile"]
