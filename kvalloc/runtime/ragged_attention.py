@@ -165,7 +165,7 @@ def _near(
         logits = shaped.masked_fill(hidden, float("-inf")).view(logits.shape)
     parts, rest = [logits], entries.rest_entries
     if rest.shape[1]:
-        rest_keys = entries.keys[rest].to(rows.dtype)
+        rest_keys = _rest(entries.keys, rest).to(rows.dtype)
         found = _capped(rows @ rest_keys.transpose(1, 2), softcap)
         if entries.bias is not None:
             found = found + entries.bias[rest][:, None]
@@ -181,8 +181,13 @@ def _near(
     summed = weights[..., :n_following] @ of_following
     if rest.shape[1]:
         of_rest = weights[..., n_following : n_following + rest.shape[1]]
-        summed += of_rest @ entries.values[rest].to(rows.dtype)
+        summed += of_rest @ _rest(entries.values, rest).to(rows.dtype)
     return _Softmax(most, weights.sum(dim=-1), summed)
+
+
+def _rest(states: Tensor, rest: Tensor) -> Tensor:
+    """The entries at ``rest``, (n_segments, most); whole rows are copied, so not by indexing."""
+    return states.index_select(0, rest.reshape(-1)).view(*rest.shape, -1)
 
 
 def _add_blocks(
@@ -199,7 +204,7 @@ def _add_blocks(
     for first in range(0, n_blocks, step):
         some = slice(first, first + step)
         owner = entries.block_segments[some]
-        logits = rows[owner] @ keys[some].to(rows.dtype).transpose(1, 2)
+        logits = rows.index_select(0, owner) @ keys[some].to(rows.dtype).transpose(1, 2)
         logits = _capped(logits, softcap)
         if entries.bias is not None:
             logits = logits + entries.blocks(entries.bias)[some][:, None]
@@ -216,7 +221,7 @@ def _merge(softmax: _Softmax, owner: Tensor, most: Tensor, total: Tensor, summed
     factor = (softmax.most - highest).exp_()
     softmax.total *= factor
     softmax.summed *= factor.unsqueeze(-1)
-    factor = (most - highest[owner]).exp_()
+    factor = (most - highest.index_select(0, owner)).exp_()
     softmax.total.index_add_(0, owner, total * factor)
     softmax.summed.index_add_(0, owner, summed.mul_(factor.unsqueeze(-1)))
     softmax.most = highest
