@@ -55,6 +55,9 @@ def by_cp_sat(program: Program, limits: Limits) -> Answer:
     solver.parameters.num_workers = limits.workers
     solver.parameters.absolute_gap_limit = max(limits.absolute_gap, 0.5)
     solver.parameters.random_seed = 0
+    # OR-Tools 9.15 looks for rows that are parts of other rows, and with coefficients beyond 32
+    # bits it cuts off solutions there: a tiny problem had a worse answer called optimal.
+    solver.parameters.presolve_inclusion_work_limit = 0
     if math.isfinite(limits.seconds):
         solver.parameters.max_time_in_seconds = limits.seconds
     status = solver.solve(model)

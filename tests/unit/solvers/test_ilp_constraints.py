@@ -46,6 +46,7 @@ from kvalloc.solvers.hull import Hull
 from kvalloc.solvers.ilp import ILP
 from kvalloc.solvers.lagrangian import Lagrangian
 from kvalloc.solving import solve_problem
+from kvalloc.testing import brute_force, tiny_problem
 
 BACKENDS = ("cp_sat", "mathopt", "scipy")
 HEADS_SHARE = SameBudget(groups=tuple(tuple(range(3 * n, 3 * n + 3)) for n in range(6)))
@@ -68,6 +69,16 @@ def test_every_back_end_with_and_without_reduction(backend: str, reduce: bool) -
     solver = ILP(backend=backend, reduce=reduce)
     ends = check_all(solver, tiny_cases(112, ONE_WORKLOAD, seed=3000), exact=True)
     assert ends["optimal"] > 90
+
+
+def test_presolve_keeps_every_solution() -> None:
+    """OR-Tools 9.15 cut the best answer off here while it looked for rows within rows."""
+    problem = tiny_problem("losses+rank_balance", seed=20885, sense=Sense.MIN_COST, level="head")
+    best = brute_force(problem)
+    assert best is not None
+    answer = ILP(backend="cp_sat").solve(problem)
+    assert answer.objective == best.objective == 112
+    assert answer.bound == 112
 
 
 def test_a_search_for_a_placement_that_is_cut_short_claims_nothing(monkeypatch) -> None:
@@ -270,7 +281,7 @@ def test_options_are_checked() -> None:
 def test_a_time_limit_is_kept_and_said(backend: str) -> None:
     """Without reduction this takes far longer than the limit on every back end."""
     problem = medium_problem(
-        1, n_layers=40, n_heads=4, n_options=64, constraints=(MaxDistinct(most=5),)
+        1, n_layers=60, n_heads=8, n_options=64, constraints=(MaxDistinct(most=5),)
     )
     start = time.perf_counter()
     answer = solve_problem(problem, ILP(backend=backend, reduce=False), time_limit_seconds=2.0)
