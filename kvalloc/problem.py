@@ -262,7 +262,7 @@ class AllocationProblem:
 
     def _rows_are_concave(self, values: FloatArray) -> bool:
         # Two buffers for all, as many rows as fit in the cache: all may be gigabytes.
-        together = max(1, CONCAVE_BLOCK // self.n_options)
+        together = max(1, min(self.n_units, CONCAVE_BLOCK // self.n_options))
         buffers = (np.empty((together, self.n_options)), np.empty((together, self.n_options)))
         if int(self.option_counts.min()) < self.n_options:
             counts = self.option_counts.tolist()
