@@ -231,8 +231,8 @@ class AllocationProblem:
         if self.n_options == 1:
             return None
         rows = self.costs[:1] if is_broadcast(self.costs) else self.costs
-        steps = np.diff(rows, axis=1)
-        if rows.shape[0] > 1:
+        steps = rows[:, 1:] - rows[:, :-1]
+        if rows.shape[0] > 1 and int(self.option_counts.min()) < self.n_options:
             steps = steps[valid_options(self)[:, 1:]]
         first = int(steps.flat[0]) if steps.size else 0
         return first if first and bool(np.all(steps == first)) else None

@@ -22,12 +22,8 @@ from kvalloc.problem import (
 )
 from kvalloc.solver import Solution, Solver
 
-EXACT_TAIL_OPTIONS = 256
-"""With more options than this, bound and repair are as good as exact over several workloads."""
-
-EXACT_DENTED_TAIL_OPTIONS = 2048
-"""The same where curves are not concave, which repair is worse at; with more than this, the exact
-optimum takes too long."""
+EXACT_TAIL_OPTIONS = 1500
+"""With more options than this, the exact optimum over several workloads takes too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +54,8 @@ def _is_sum(problem: AllocationProblem) -> bool:
 
 
 def _is_large_tail(problem: AllocationProblem) -> bool:
-    if problem.aggregate is not Aggregate.TAIL or problem.constraints:
-        return False
-    options = int(problem.option_counts.sum())
-    if options <= EXACT_TAIL_OPTIONS:
-        return False
-    return options > EXACT_DENTED_TAIL_OPTIONS or problem.scenarios_are_concave
+    tail = problem.aggregate is Aggregate.TAIL and not problem.constraints
+    return tail and int(problem.option_counts.sum()) > EXACT_TAIL_OPTIONS
 
 
 def _is_plain_concave(problem: AllocationProblem) -> bool:

@@ -142,7 +142,7 @@ def test_it_refuses_what_it_is_not_for() -> None:
 
 
 def test_auto_takes_the_cheapest_that_is_enough() -> None:
-    large = solve_problem(workloads(1), get_solver("auto"))
+    large = solve_problem(workloads(1, n_layers=30), get_solver("auto"))
     assert large.detail.startswith("cvar: ")
     small = workloads(1, n_layers=2, n_heads=2, n_options=8)
     answer = solve_problem(small, get_solver("auto"))
