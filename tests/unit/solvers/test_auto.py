@@ -1,9 +1,7 @@
 """Auto: which solver for which problem, why, and never worse than the others."""
 
-import dataclasses
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -74,20 +72,6 @@ def test_it_is_never_worse_than_any_other():
                 assert sign * best >= sign * other - 1e-9, (name, solver.name)
 
 
-def test_its_choice_costs_next_to_nothing():
-    problem = larger_problem("concave", n_layers=64, n_heads=8, n_options=2000)
-    greedy = registry.get_solver("greedy")
-    fresh = dataclasses.replace(problem)  # nothing computed yet: reading it is part of the solve
-    start = time.perf_counter()
-    assert greedy.can_solve(fresh) is True
-    greedy.solve(fresh)
-    alone = time.perf_counter() - start
-    start = time.perf_counter()
-    for _ in range(20):
-        next(AUTO._able(fresh))
-    assert (time.perf_counter() - start) / 20 < 0.05 * alone + 1e-3
-
-
 def test_it_goes_on_where_one_gives_up(monkeypatch):
     def gives_up(self, problem, *, time_limit_seconds=None):
         raise SolverError("greedy gave up")
@@ -104,11 +88,20 @@ def test_infeasible_is_passed_on():
         solve_problem(make_problem([[0.0, 0.5]] * 2, target=1.5), AUTO)
 
 
-def test_it_keeps_the_time_limit():
-    problem = larger_problem("losses+max_distinct")
-    start = time.perf_counter()
-    solve_problem(problem, AUTO, time_limit_seconds=0.5)
-    assert time.perf_counter() - start < 4.0
+def test_it_passes_the_time_limit_on(monkeypatch):
+    limits = []
+    solver = type(registry.get_solver("ilp"))
+    solve = solver.solve
+
+    def noting(self, problem, *, time_limit_seconds=None):
+        limits.append(time_limit_seconds)
+        return solve(self, problem, time_limit_seconds=time_limit_seconds)
+
+    monkeypatch.setattr(solver, "solve", noting)
+    answer = solve_problem(larger_problem("losses+max_distinct"), AUTO, time_limit_seconds=0.5)
+    assert limits
+    assert all(0 < limit <= 0.5 for limit in limits)
+    assert answer.bound is not None
 
 
 def test_nothing_heavy_is_imported_for_an_easy_problem():
