@@ -32,7 +32,7 @@ from _common import describe_where, guarded, where_it_ran
 from _real import CONTEXT_TOKENS, SAMPLES, real_scores
 
 from kvalloc.errors import InfeasibleError, KVAllocError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.problem import (
     AllocationProblem,
     GroupCap,
@@ -42,6 +42,7 @@ from kvalloc.problem import (
     Sense,
 )
 from kvalloc.registry import get_solver, solver_names
+from kvalloc.request import Request
 from kvalloc.solver import Solver, Termination
 from kvalloc.solvers.auto import Auto
 from kvalloc.solving import CheckedSolution, solve_problem

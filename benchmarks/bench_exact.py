@@ -39,9 +39,10 @@ from _common import (
 )
 from _real import described, real_scores
 
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct, RankBalance, Sense
 from kvalloc.registry import get_solver
+from kvalloc.request import Request
 from kvalloc.solver import Solution
 from kvalloc.solving import solve_problem
 

@@ -37,10 +37,11 @@ from _common import (
 )
 from bench_solvers import BYTES_PER_ENTRY, SHARE, problem_of
 
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.frontier import trace_frontier
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.registry import get_solver
+from kvalloc.request import Request
 from kvalloc.score_profile import ScoreProfile, rank_grid
 from kvalloc.shape import ModelShape
 from kvalloc.solving import solve

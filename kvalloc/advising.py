@@ -19,9 +19,10 @@ from kvalloc.diagnosing import (
     least_that_works,
 )
 from kvalloc.errors import InfeasibleError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.quantities import parse_bytes, parse_share
+from kvalloc.request import Request
 from kvalloc.score_profile import ScoreProfile
 
 

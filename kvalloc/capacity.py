@@ -14,7 +14,7 @@ from kvalloc.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
-    from kvalloc.formulate import Request
+    from kvalloc.request import Request
 
 
 def capacity_of(scores: ScoreProfile, request: Request, context: int, floor_cost: int) -> int:

@@ -14,13 +14,15 @@ from kvalloc.capacity import full_cost
 from kvalloc.checking import solve_unbounded
 from kvalloc.costs import Cost
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Objective, Request, Workloads, formulate
-from kvalloc.limits import Limits
+from kvalloc.formulate import formulate
+from kvalloc.layer_groups import Groups
 from kvalloc.predicting import mean_retention, predicted_loss
 from kvalloc.pricing import bound_at_choice, price_at
 from kvalloc.problem import AllocationProblem, IntArray
 from kvalloc.registry import get_solver
+from kvalloc.request import Objective, Request, Workloads, request_options
 from kvalloc.score_profile import ScoreProfile
+from kvalloc.sharing import members_alike
 from kvalloc.solver import Solution, Solver
 from kvalloc.tables import bit_table, budget_table
 from kvalloc.weighting import Weights
@@ -83,6 +85,7 @@ def frontier(
     cost: Cost = "bytes",
     workloads: Workloads = "mean",
     tail: float | None = None,
+    share_groups: Groups | str | None = None,
     solver: str = "auto",
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
@@ -104,6 +107,9 @@ def frontier(
         As in `kvalloc.solve`.
     cap, max_distinct, ranks, rank_tolerance, equal_heads
         As in `kvalloc.solve`.
+    share_groups : str or tuple of tuple of int, optional
+        Groups of layers that keep the same entries, as in `kvalloc.solve`; not their number, since
+        other groups would be best at every size.
     solver : str
         Registered name.
     solver_options : dict, optional
@@ -127,28 +133,54 @@ def frontier(
     SolverError
         If the solver cannot solve this problem.
     """
-    request = Request(
-        budget=1.0,
-        level=level,
-        context_tokens=context,
-        batch=batch,
-        min_tokens=min_tokens,
-        max_tokens=max_tokens,
-        page_tokens=page,
-        objective=objective,
-        weights=weights,
-        bits=bits,
-        cost=cost,
-        workloads=workloads,
-        tail=tail,
-        limits=Limits(
-            cap=(cap,) if isinstance(cap, str) else tuple(cap),
-            max_distinct=max_distinct,
-            ranks=ranks,
-            rank_tolerance=rank_tolerance,
-            equal_heads=equal_heads,
-        ),
+    request = Request.of(budget=1.0, **request_options(locals()))
+    return trace_request(
+        scores,
+        request,
+        points=points,
+        shares=shares,
+        solver=solver,
+        solver_options=solver_options,
+        time_limit=time_limit,
+        notify=notify,
     )
+
+
+def trace_request(
+    scores: ScoreProfile,
+    request: Request,
+    *,
+    points: int = 50,
+    shares: Sequence[float] | None = None,
+    solver: str = "auto",
+    solver_options: dict[str, Any] | None = None,
+    time_limit: float | None = None,
+    notify: Callable[[int, int], None] | None = None,
+) -> list[FrontierPoint]:
+    """What `frontier` does with a request.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    request : Request
+        Its target is ``budget=1.0``.
+    points, shares, solver, solver_options, time_limit, notify
+        As in `frontier`.
+
+    Returns
+    -------
+    list of FrontierPoint
+
+    Raises
+    ------
+    InputError, InfeasibleError, SolverError
+        As `frontier`.
+    """
+    if isinstance(request.share_groups, int):
+        raise InputError(
+            "the best groups of layers differ from size to size; name them, such as "
+            "--share-groups 2-3,4-5 (kvalloc solve chooses them for one size)"
+        )
     problem = formulate(scores, request)
     chosen = get_solver(solver, **(solver_options or {}))
     whole_bytes = full_cost(scores, request, problem.context_tokens)
@@ -167,21 +199,30 @@ def frontier(
         if advice is error:
             raise
         raise advice from error
-    plain = objective == "mean" and weights is None and workloads == "mean"
-    return [_told(point, scores, problem, plain=plain) for point in traced]
+    plain = request.objective == "mean" and request.weights is None and request.workloads == "mean"
+    groups = request.share_groups if isinstance(request.share_groups, tuple) else ()
+    return [_told(point, scores, problem, groups, plain=plain) for point in traced]
 
 
 def _told(
-    point: FrontierPoint, scores: ScoreProfile, problem: AllocationProblem, *, plain: bool
+    point: FrontierPoint,
+    scores: ScoreProfile,
+    problem: AllocationProblem,
+    groups: Groups,
+    *,
+    plain: bool,
 ) -> FrontierPoint:
     """The point with what the measured curves say about its budgets."""
     context = problem.context_tokens
-    budgets = budget_table(scores, problem, point.choice)
+    budgets = members_alike(budget_table(scores, problem, point.choice), groups)
     bits = bit_table(scores, problem, point.choice)
     return replace(
         point,
-        retention=point.value if plain else mean_retention(scores, budgets, context, bits=bits),
-        predicted_loss=predicted_loss(scores, budgets, context, bits=bits),
+        retention=point.value
+        if plain
+        else mean_retention(scores, budgets, context, bits=bits, share_groups=groups),
+        # Losses are measured with entries that each layer chooses for itself.
+        predicted_loss=None if groups else predicted_loss(scores, budgets, context, bits=bits),
     )
 
 

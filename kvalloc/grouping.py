@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.layer_groups import Groups, parse_groups
 from kvalloc.problem import AllocationProblem, Sense
+from kvalloc.request import Request
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.sharing import group_values, grouped
 

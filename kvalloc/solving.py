@@ -18,14 +18,14 @@ from kvalloc.capacity import fixed_bytes, full_cost
 from kvalloc.checking import CheckedSolution, solve_problem
 from kvalloc.costs import Cost
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Objective, Request, Workloads, formulate
+from kvalloc.formulate import formulate
 from kvalloc.grouping import settle
 from kvalloc.layer_groups import Groups, groups_record
-from kvalloc.limits import Limits
 from kvalloc.predicting import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.pricing import price_of
 from kvalloc.problem import AllocationProblem, IntArray, apportion
 from kvalloc.registry import get_solver, options_of
+from kvalloc.request import Objective, Request, Workloads, request_options
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.sharing import members_alike
 from kvalloc.solver import Solver, Termination
@@ -156,33 +156,43 @@ def solve(
     >>> profile = solve(scores, target_retention=0.9, solver="greedy")  # doctest: +SKIP
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
-    request = Request(
-        target_retention=target_retention,
-        target_loss=target_loss,
-        budget=budget,
-        budget_tokens=budget_tokens,
-        memory=memory,
-        level=level,
-        context_tokens=context,
-        batch=batch,
-        min_tokens=min_tokens,
-        max_tokens=max_tokens,
-        page_tokens=page,
-        objective=objective,
-        limits=Limits(
-            cap=(cap,) if isinstance(cap, str) else tuple(cap),
-            max_distinct=max_distinct,
-            ranks=ranks,
-            rank_tolerance=rank_tolerance,
-            equal_heads=equal_heads,
-        ),
-        weights=weights,
-        bits=bits,
-        cost=cost,
-        workloads=workloads,
-        tail=tail,
-        share_groups=share_groups,
+    return solve_request(
+        scores,
+        Request.of(**request_options(locals())),
+        solver=solver,
+        solver_options=solver_options,
+        time_limit=time_limit,
+        average=average,
     )
+
+
+def solve_request(
+    scores: ScoreProfile,
+    request: Request,
+    *,
+    solver: str | Solver = "auto",
+    solver_options: dict[str, Any] | None = None,
+    time_limit: float | None = None,
+    average: Average = "curves",
+) -> BudgetProfile:
+    """What `solve` does with a request: decide, and where that is infeasible, say what is not.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    request : Request
+    solver, solver_options, time_limit, average
+        As in `solve`.
+
+    Returns
+    -------
+    BudgetProfile
+
+    Raises
+    ------
+    InputError, InfeasibleError, SolverError
+        As `solve`.
+    """
     try:
         return decide(
             scores,

@@ -13,7 +13,7 @@ from kvalloc.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.weighting import head_weights
 
 if TYPE_CHECKING:
-    from kvalloc.formulate import Request
+    from kvalloc.request import Request
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -8,12 +8,13 @@ import numpy as np
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.grouping import settle
 from kvalloc.layer_groups import groups_text, parse_groups
 from kvalloc.limits import Limits
 from kvalloc.predicting import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.problem import AllocationProblem, IntArray, Sense
+from kvalloc.request import Request
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
 

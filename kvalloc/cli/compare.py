@@ -32,7 +32,7 @@ from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverErro
 
 if TYPE_CHECKING:
     from kvalloc.budget_profile import BudgetProfile
-    from kvalloc.formulate import Request
+    from kvalloc.request import Request
     from kvalloc.score_profile import ScoreProfile
 
 EXAMPLES = """\
@@ -109,6 +109,7 @@ def compare(
     cost: targets.Cost = "bytes",
     workloads: targets.Workloads = "mean",
     tail: targets.Tail = None,
+    share_groups: targets.ShareGroups = None,
     time_limit: targets.TimeLimit = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -119,35 +120,9 @@ def compare(
     The best comes first. A solver that cannot solve this problem is listed with its reason.
     """
     from kvalloc.advising import advise
-    from kvalloc.formulate import Request
     from kvalloc.registry import get_solver, solver_names
-    from kvalloc.weighting import read_weights
 
-    options: dict[str, Any] = {
-        "target_retention": target_retention,
-        "target_loss": target_loss,
-        "budget": budget,
-        "budget_tokens": budget_tokens,
-        "memory": memory,
-        "batch": batch,
-        "level": level,
-        "min_tokens": min_tokens,
-        "max_tokens": max_tokens,
-        "objective": objective,
-        "weights": None if weights is None else read_weights(weights),
-        "bits": targets.bit_widths(bits),
-        "cost": cost,
-        "workloads": workloads,
-        "tail": tail,
-    }
-    limits = targets.limits(
-        cap=cap,
-        max_distinct=max_distinct,
-        ranks=ranks,
-        rank_tolerance=rank_tolerance,
-        equal_heads=equal_heads,
-    )
-    request = Request(**options, context_tokens=context, page_tokens=page, limits=limits)
+    request = targets.request(locals())  # refuses before the scores are read
     targets.check_time_limit(time_limit)
     for name in solver or []:
         get_solver(name)
@@ -205,10 +180,13 @@ def _check_feasible(scores: ScoreProfile, request: Request) -> None:
     """
     from kvalloc.advising import advise
     from kvalloc.formulate import formulate
+    from kvalloc.grouping import settle
 
     try:
-        formulate(scores, request).check_feasible()
+        formulate(scores, settle(scores, request)[0]).check_feasible()
     except InfeasibleError as error:
+        if isinstance(request.share_groups, int):
+            raise  # there is no problem to look into before the groups are chosen
         advice = advise(scores, request, error)
         if advice is error:
             raise

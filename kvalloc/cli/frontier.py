@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +45,7 @@ def frontier(
     cost: targets.Cost = "bytes",
     workloads: targets.Workloads = "mean",
     tail: targets.Tail = None,
+    share_groups: targets.ShareGroups = None,
     solver: Annotated[
         str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")
     ] = "auto",
@@ -66,39 +66,20 @@ def frontier(
     """
     from kvalloc.cli.progress import ProgressBar
     from kvalloc.files import check_writable
-    from kvalloc.frontier import frontier as trace
-    from kvalloc.weighting import read_weights
+    from kvalloc.frontier import trace_request
 
+    request = targets.request({"budget": 1.0, **locals()})  # refuses before the scores are read
     targets.check_time_limit(time_limit)
     if png is not None:
         check_writable(png)
-    limits = targets.limits(
-        cap=cap,
-        max_distinct=max_distinct,
-        ranks=ranks,
-        rank_tolerance=rank_tolerance,
-        equal_heads=equal_heads,
-    )
     chosen = targets.solver_options(solver, solver_option or [])
     profile = targets.load_scores(scores)
     start = time.perf_counter()
     with ProgressBar(f"tracing with {solver}", unit="sizes", quiet=quiet) as progress:
-        traced = trace(
+        traced = trace_request(
             profile,
+            request,
             points=points,
-            context=context,
-            batch=batch,
-            level=level,  # type: ignore[arg-type]  # the request checks it
-            min_tokens=min_tokens,
-            max_tokens=max_tokens,
-            page=page,
-            **asdict(limits),
-            objective=objective,  # type: ignore[arg-type]  # the request checks it
-            weights=None if weights is None else read_weights(weights),
-            bits=targets.bit_widths(bits),
-            workloads=workloads,  # type: ignore[arg-type]  # the request checks it
-            tail=tail,
-            cost=cost,  # type: ignore[arg-type]  # the request checks it
             solver=solver,
             solver_options=chosen,
             time_limit=time_limit,

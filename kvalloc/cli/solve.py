@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,37 +90,9 @@ def solve(
     """
     from kvalloc.cli.progress import slow
     from kvalloc.files import check_writable
-    from kvalloc.formulate import Request
-    from kvalloc.solving import solve as decide
-    from kvalloc.weighting import read_weights
+    from kvalloc.solving import solve_request
 
-    options: dict[str, Any] = {
-        "target_retention": target_retention,
-        "target_loss": target_loss,
-        "budget": budget,
-        "budget_tokens": budget_tokens,
-        "memory": memory,
-        "batch": batch,
-        "level": level,
-        "min_tokens": min_tokens,
-        "max_tokens": max_tokens,
-        "objective": objective,
-        "weights": None if weights is None else read_weights(weights),
-        "bits": targets.bit_widths(bits),
-        "cost": cost,
-        "workloads": workloads,
-        "tail": tail,
-        "share_groups": share_groups,
-    }
-    limits = targets.limits(
-        cap=cap,
-        max_distinct=max_distinct,
-        ranks=ranks,
-        rank_tolerance=rank_tolerance,
-        equal_heads=equal_heads,
-    )
-    # Refuses before anything is read.
-    Request(**options, context_tokens=context, page_tokens=page, limits=limits)
+    request = targets.request(locals())  # refuses before the scores are read
     targets.check_time_limit(time_limit)
     _check_output(output, scores, json=json)
     if output is not None:
@@ -130,12 +101,9 @@ def solve(
     profile = targets.load_scores(scores)
     start = time.perf_counter()
     with slow(f"solving with {solver}", quiet=quiet):
-        decided = decide(
+        decided = solve_request(
             profile,
-            **options,
-            **asdict(limits),
-            context=context,
-            page=page,
+            request,
             solver=solver,
             solver_options=chosen,
             time_limit=time_limit,

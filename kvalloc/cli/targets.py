@@ -12,7 +12,9 @@ import typer
 from kvalloc.errors import InputError, ProfileFileError
 
 if TYPE_CHECKING:
-    from kvalloc.limits import Limits
+    from collections.abc import Mapping
+
+    from kvalloc.request import Request
     from kvalloc.score_profile import ScoreProfile
 
 Scores = Annotated[
@@ -155,30 +157,27 @@ TimeLimit = Annotated[
 ]
 
 
-def limits(
-    *,
-    cap: list[str] | None,
-    max_distinct: int | None,
-    ranks: int | None,
-    rank_tolerance: float | None,
-    equal_heads: bool,
-) -> Limits:
-    """What must hold beside the target; its fields are keywords of `kvalloc.solve`.
+def request(given: Mapping[str, Any]) -> Request:
+    """The request that a command's options make.
+
+    Parameters
+    ----------
+    given : mapping
+        The command's options by name, and any others, as ``locals()`` holds them at its start.
 
     Raises
     ------
     InputError
-        If one of them cannot be.
+        If one of them cannot be; before anything but a file of weights is read.
     """
-    from kvalloc.limits import Limits
+    from kvalloc.request import Request, request_options
+    from kvalloc.weighting import read_weights
 
-    return Limits(
-        cap=tuple(cap or ()),
-        max_distinct=max_distinct,
-        ranks=ranks,
-        rank_tolerance=rank_tolerance,
-        equal_heads=equal_heads,
-    )
+    options = request_options(given)
+    options["bits"] = bit_widths(options["bits"])
+    if options["weights"] is not None:
+        options["weights"] = read_weights(options["weights"])
+    return Request.of(**options)
 
 
 def load_scores(path: Path) -> ScoreProfile:

@@ -8,7 +8,8 @@ from factories import curves_of, make_scores, make_shape, random_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
+from kvalloc.request import Request
 from kvalloc.score_profile import interpolate_curves, rank_grid
 from kvalloc.solving import solve
 

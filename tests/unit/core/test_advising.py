@@ -9,8 +9,8 @@ from factories import make_scores, make_shape
 
 from kvalloc.advising import advise
 from kvalloc.errors import InfeasibleError
-from kvalloc.formulate import Request
 from kvalloc.limits import Limits
+from kvalloc.request import Request
 from kvalloc.solver import Solution, Solver
 from kvalloc.solving import solve
 

@@ -19,10 +19,11 @@ from kvalloc.checking import solve_problem
 from kvalloc.comparing import compare_profiles
 from kvalloc.dominated import undominated
 from kvalloc.errors import InputError, ProfileFileError, SolverError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.predicting import mean_retention
 from kvalloc.problem import MaxDistinct, SameBudget
 from kvalloc.registry import get_solver, solver_names
+from kvalloc.request import Request
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.solving import solve
 from kvalloc.stored_bytes import stored_bytes

@@ -11,8 +11,10 @@ from factories import make_scores, make_shape
 
 from kvalloc.capacity import fixed_bytes
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Request, formulate, parse_bytes, parse_share
+from kvalloc.formulate import formulate
 from kvalloc.problem import Aggregate, Sense
+from kvalloc.quantities import parse_bytes, parse_share
+from kvalloc.request import Request
 from kvalloc.solving import solve
 
 

@@ -17,9 +17,10 @@ from kvalloc.budget_profile import BudgetProfile
 from kvalloc.checking import solve_problem
 from kvalloc.costs import GATHER_CONSTANT_BYTES, check_cost, gather_bytes, head_cost
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.problem import AllocationProblem
 from kvalloc.registry import get_solver, solver_names
+from kvalloc.request import Request
 from kvalloc.solving import solve
 from kvalloc.testing import brute_force
 from kvalloc.verifying import verify

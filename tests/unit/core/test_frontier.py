@@ -7,9 +7,10 @@ import pytest
 
 import kvalloc
 from kvalloc.errors import InputError, SolverError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.frontier import frontier, trace_frontier
 from kvalloc.registry import get_solver
+from kvalloc.request import Request
 from tests.factories import make_scores
 
 

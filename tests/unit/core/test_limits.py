@@ -12,9 +12,10 @@ from factories import make_problem, make_scores, make_shape
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
 from kvalloc.errors import InputError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.limits import RANK_TOLERANCE, LayerCap, Limits
 from kvalloc.quantities import parse_indices
+from kvalloc.request import Request
 from kvalloc.solving import solve
 from kvalloc.verifying import verify
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from kvalloc.budget_profile import BudgetProfile, relative_gap
 from kvalloc.errors import InfeasibleError, InputError, ProfileFileError, SolverError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.predicting import EVEN_OPTIONS, mean_retention, predicted_loss
+from kvalloc.request import Request
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.solving import solve
 from kvalloc.verifying import verify

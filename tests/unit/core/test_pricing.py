@@ -11,11 +11,12 @@ from factories import make_problem, make_scores
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.constraints import GroupCap
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.limits import Limits
 from kvalloc.pricing import AGAIN_SECONDS, MORE, bound_at_choice, price_at, price_of
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.registry import get_solver
+from kvalloc.request import Request
 from kvalloc.solving import solve, solve_problem
 from kvalloc.testing import tiny_problem
 

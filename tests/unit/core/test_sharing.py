@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -9,11 +10,14 @@ from factories import make_scores, make_shape, make_shared_scores
 
 import kvalloc.solving
 from kvalloc.budget_profile import BudgetProfile
+from kvalloc.cli.main import main
 from kvalloc.errors import InfeasibleError, InputError, UnsupportedRequestError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
+from kvalloc.frontier import frontier
 from kvalloc.grouping import choose_groups, settle
 from kvalloc.problem import Sense
 from kvalloc.registry import get_solver
+from kvalloc.request import Request
 from kvalloc.runtime.refusals import check_profile
 from kvalloc.solving import solve_problem
 from kvalloc.verifying import verify
@@ -169,6 +173,35 @@ def test_solved_saved_and_verified(goal, level, tmp_path):
     # Sharing gives something up; the bound over groupings says how little more there is.
     assert sign * free.objective >= sign * chosen.objective - 1e-9
     assert chosen.retained_bytes <= chosen.full_bytes
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_the_frontier_of_fixed_groups_agrees_with_solve(level):
+    scores = make_shared_scores(2)
+    points = frontier(scores, points=5, level=level, share_groups="2-3,4-5")
+    assert len(points) >= 3
+    for point in points:
+        decided = solve(scores, budget=point.share, level=level, share_groups="2-3,4-5")
+        assert point.cost_bytes <= decided.full_bytes
+        assert point.retention == pytest.approx(decided.retention, abs=1e-9)
+
+
+def test_a_frontier_needs_the_groups_by_name():
+    with pytest.raises(InputError, match="best groups of layers differ from size to size"):
+        frontier(make_shared_scores(2), share_groups=4)
+
+
+@pytest.mark.parametrize("groups", ["2-3,4-5", "4"])
+def test_compare_shows_solvers_on_shared_layers(groups, tmp_path, capsys):
+    make_shared_scores(2).save(tmp_path / "s.safetensors")
+    asked = ["compare", str(tmp_path / "s.safetensors"), "--budget", "35%", "--json", "-q"]
+    picked = ["--solver", "ilp", "--solver", "dp", "--share-groups", groups]
+    assert main([*asked, *picked]) == 0
+    rows = {row["solver"]: row for row in json.loads(capsys.readouterr().out)}
+    share_groups = int(groups) if groups.isdigit() else groups
+    alone = solve(make_shared_scores(2), budget="35%", solver="ilp", share_groups=share_groups)
+    assert rows["ilp"]["objective"] == pytest.approx(alone.objective, abs=1e-12)
+    assert rows["dp"]["objective"] == pytest.approx(rows["ilp"]["objective"], abs=1e-9)
 
 
 def test_verify_notices_forged_groups():

@@ -11,8 +11,9 @@ import pytest
 from factories import make_losses, make_scores, make_shape
 
 from kvalloc.errors import InputError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.predicting import mean_retention
+from kvalloc.request import Request
 from kvalloc.solving import solve
 from kvalloc.verifying import verify
 from kvalloc.weighting import checked_weights, head_weights, read_weights

@@ -13,8 +13,9 @@ from scipy.optimize import linprog
 
 import kvalloc.solving
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.problem import Aggregate, AllocationProblem, Sense
+from kvalloc.request import Request
 from kvalloc.testing import brute_force, tiny_problems
 from kvalloc.verifying import verify
 from kvalloc.workloads import tail_places, tail_value

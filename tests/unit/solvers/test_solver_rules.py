@@ -10,8 +10,9 @@ from factories import curves_of, make_problem, make_scores, make_shape
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.formulate import Request, formulate
+from kvalloc.formulate import formulate
 from kvalloc.registry import get_solver
+from kvalloc.request import Request
 from kvalloc.solver import Termination
 from kvalloc.solvers.pyramid import pyramid_line, reference_schedule
 from kvalloc.solving import solve, solve_problem
