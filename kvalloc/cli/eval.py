@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvalloc.budget_profile import BudgetProfile
-    from kvalloc.evaluate.caches import MakeCache
+    from kvalloc.evaluate.methods import Method
     from kvalloc.evaluate.scoring import Score
     from kvalloc.models import LoadedModel
 
@@ -71,6 +71,8 @@ def eval(
     95% bootstrap interval over the prompts.
     """
     from kvalloc.cli.progress import ProgressBar, slow
+    from kvalloc.evaluate.methods import CacheMethod
+    from kvalloc.evaluate.tasks import TASKS
     from kvalloc.models import load_model, require_run_packages
 
     require_run_packages()
@@ -80,12 +82,17 @@ def eval(
         loaded = load_model(
             model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
         )
-    makers: dict[str, MakeCache] = {}
+    methods: dict[str, Method] = {}
     for name, budgets in profiles.items():
-        makers[name] = partial(budgets.cache, loaded.model, allow_other_model=allow_other_model)
-        makers[name]()  # refuses the profile of another model before anything runs
-        note(f"{name}: {_describe(budgets)}", quiet=quiet or json)
+        make = partial(budgets.cache, loaded.model, allow_other_model=allow_other_model)
+        make()  # refuses the profile of another model before anything runs
+        methods[name] = CacheMethod(make_cache=make)
+    if any(task.name in TASKS for task, _ in wanted):
+        _check_context(loaded, context)
     cases = [(task, make(loaded.tokenizer, samples, context, seed)) for task, make in wanted]
+    _check_lengths(loaded, cases)
+    for name, budgets in profiles.items():
+        note(f"{name}: {_describe(budgets)}", quiet=quiet or json)
     total = sum(len(some) for _, some in cases) * (1 + len(profiles))
     with ProgressBar("evaluating", unit="prompts", quiet=quiet) as progress:
         finished = 0
@@ -95,7 +102,7 @@ def eval(
             finished += 1
             progress(finished, total)
 
-        rows = [score.row() for score in _scores(loaded, makers, cases, context, done)]
+        rows = [score.row() for score in _scores(loaded, methods, cases, context, done)]
     if json:
         print_json(rows)
     else:
@@ -117,7 +124,7 @@ def _profiles(names: list[str]) -> dict[str, BudgetProfile]:
 
 
 def _wanted(names: str | None, prompts: Path | None) -> list[tuple[Any, Callable[..., Any]]]:
-    from kvalloc.evaluate.tasks import Task, find_tasks, prompt_cases
+    from kvalloc.evaluate.tasks import Task, check_answers, find_tasks, prompt_cases
 
     if names is None:
         names = "" if prompts is not None else "needle,kl"
@@ -131,28 +138,55 @@ def _wanted(names: str | None, prompts: Path | None) -> list[tuple[Any, Callable
         from kvalloc.measure import read_prompts
 
         own = read_prompts(prompts)
-        missing = next((prompt for prompt in own if not prompt.answer), None)
-        if missing is not None:
-            raise InputError(f"{missing.where} has no 'answer' or 'answers'; give it one")
+        check_answers(own)
 
         def make(tokenizer: Any, n_cases: int, n_tokens: int, seed: int) -> Any:
             return prompt_cases(tokenizer, own[:n_cases])
 
-        task = Task(name=prompts.name, summary="your prompts", make=make, asks=True)
+        task = Task(name=prompts.name, summary="your prompts", make=make)
         wanted.append((task, make))
     return wanted
 
 
+def _check_context(loaded: LoadedModel, context: int) -> None:
+    limit = _limit(loaded)
+    if limit is not None and context > limit:
+        raise InputError(
+            f"--context {context} is beyond the {limit} tokens of {loaded.model_id}; ask for less"
+        )
+
+
+def _check_lengths(loaded: LoadedModel, cases: list[tuple[Any, Any]]) -> None:
+    """Refuse a prompt that leaves no room for its answer, before anything runs."""
+    limit = _limit(loaded)
+    for task, some in cases:
+        for case in some:
+            if limit is not None and case.longest_tokens > limit:
+                raise InputError(
+                    f"{case.source or task.name}: a prompt of {case.n_tokens} tokens and its "
+                    f"answer go beyond the {limit} tokens of {loaded.model_id}; "
+                    "give a shorter prompt, or ask for a shorter --context"
+                )
+
+
+def _limit(loaded: LoadedModel) -> int | None:
+    from kvalloc.models import shape_of
+
+    return shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
+
+
 def _scores(
     loaded: LoadedModel,
-    makers: dict[str, MakeCache],
+    methods: dict[str, Method],
     cases: list[tuple[Any, Any]],
     context: int,
     done: Callable[[], None],
 ) -> list[Score]:
     from kvalloc.evaluate.scoring import evaluate
 
-    return list(evaluate(loaded.model, loaded.tokenizer, cases, makers, context=context, done=done))
+    return list(
+        evaluate(loaded.model, loaded.tokenizer, cases, methods, context=context, done=done)
+    )
 
 
 def _describe(budgets: BudgetProfile) -> str:

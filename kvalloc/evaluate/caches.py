@@ -277,9 +277,9 @@ def answer_with(
     """
     if max_new_tokens < 1:
         raise InputError(f"an answer of {max_new_tokens} tokens says nothing; allow at least 1")
-    ends = _end_tokens(model, tokenizer)
+    ends = end_tokens(model, tokenizer)
     start = time.perf_counter()
-    token = int(_logits(model, cache, prompt_ids, last=1)[-1].argmax())
+    token = int(next_logits(model, cache, prompt_ids, last=1)[-1].argmax())
     prefill_seconds = time.perf_counter() - start
     kept = stored_bytes(cache)
     # A copy instead of a crop: a sliding-window layer cannot take back what slid out.
@@ -287,7 +287,7 @@ def answer_with(
     answer_ids = [token]
     start = time.perf_counter()
     while token not in ends and len(answer_ids) < max_new_tokens:
-        token = int(_logits(model, cache, [token], last=1)[-1].argmax())
+        token = int(next_logits(model, cache, [token], last=1)[-1].argmax())
         answer_ids.append(token)
     return Run(
         answer=str(tokenizer.decode(answer_ids, skip_special_tokens=True)).strip(),
@@ -317,10 +317,10 @@ def forced_logits(model: PreTrainedModel, cache: Cache, answer_ids: Sequence[int
 
     if len(answer_ids) < 2:
         return torch.empty(0, model.config.vocab_size)
-    return _logits(model, cache, answer_ids[:-1], last=len(answer_ids) - 1)
+    return next_logits(model, cache, answer_ids[:-1], last=len(answer_ids) - 1)
 
 
-def _logits(model: PreTrainedModel, cache: Cache, ids: Sequence[int], *, last: int) -> Tensor:
+def next_logits(model: PreTrainedModel, cache: Cache, ids: Sequence[int], *, last: int) -> Tensor:
     """Float32 logits of the last positions after feeding tokens, ``(last, vocabulary)``."""
     import torch
 
@@ -335,7 +335,8 @@ def _logits(model: PreTrainedModel, cache: Cache, ids: Sequence[int], *, last: i
     return logits
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end an answer, by the model's and by the tokenizer's word."""
     ends: set[int] = set()
     for marks in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
         if isinstance(marks, int):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError
-from kvalloc.evaluate.caches import ANSWER_TOKENS, MakeCache, Run, answer_with, forced_logits
-from kvalloc.evaluate.kl import Divergence, divergence
+from kvalloc.evaluate.caches import end_tokens
+from kvalloc.evaluate.kl import divergence
+from kvalloc.evaluate.methods import CacheMethod, Compressed, answer_greedily
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvalloc.evaluate.tasks import EvaluationCase, Task
+    from kvalloc.evaluate.cases import Case
+    from kvalloc.evaluate.methods import Answer, Method
+    from kvalloc.evaluate.tasks import Task
 
 FloatArray = npt.NDArray[np.float64]
 FULL = "full"
@@ -27,22 +30,29 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one cache made of one prompt.
+    """What one method made of one prompt, the mean over its turns where there are several.
 
     Attributes
     ----------
+    answers : tuple of str, (n_turns,)
+        What was written greedily.
     kl : float or None
         Mean teacher-forced KL(full cache || this cache) over the continuation, nats per token:
-        what follows in the text, or the full cache's own answer; 0 for the full cache, None where
-        that has one token only.
+        what follows in the text, or the full cache's own answer. A first token that is predicted
+        while the prompt is read is left out: nothing is evicted yet. 0 for the full cache, None
+        where nothing is left to compare.
     top1_agreement : float or None
         Share of the continuation's tokens on which both agree, 0..1.
     nll : float or None
         Mean negative log likelihood of what really follows in the text, nats per token.
-    found : bool
-        Whether the answer is right.
+    score : float or None
+        The answers by the task's metric, 0..1; None where nothing is asked.
+    found : float or None
+        Share of the turns whose answer holds a right one, 0..1; None where nothing is asked.
     retained_bytes, full_bytes : int
         Bytes of K and V after the prompt, read from the tensors; those of the full cache.
+    kept_bytes : int
+        Bytes of the entries that can be attended to; see `Compressed`.
     prefill_seconds : float
         Wall time of the prompt.
     decoded_tokens : int
@@ -51,12 +61,15 @@ class Outcome:
         Wall time of those.
     """
 
+    answers: tuple[str, ...]
     kl: float | None
     top1_agreement: float | None
     nll: float | None
-    found: bool
+    score: float | None
+    found: float | None
     retained_bytes: int
     full_bytes: int
+    kept_bytes: int
     prefill_seconds: float
     decoded_tokens: int
     decode_seconds: float
@@ -64,33 +77,32 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One cache on one task.
+    """One method on one task.
 
     Attributes
     ----------
     name : str
-        The cache.
+        The method.
     task : str
         The task.
     context : int
         Longest prompt, tokens.
     outcomes : tuple of Outcome
         One a prompt, in the order of the prompts.
-    asks : bool
-        Whether the task has right answers.
     """
 
     name: str
     task: str
     context: int
     outcomes: tuple[Outcome, ...]
-    asks: bool
 
     def row(self) -> dict[str, Any]:
         """Means over the prompts as plain values; ``ci95`` is that of the KL, by bootstrap."""
-        kls = [outcome.kl for outcome in self.outcomes if outcome.kl is not None]
-        agreed = [o.top1_agreement for o in self.outcomes if o.top1_agreement is not None]
-        nlls = [outcome.nll for outcome in self.outcomes if outcome.nll is not None]
+        kls = known(outcome.kl for outcome in self.outcomes)
+        scores = known(outcome.score for outcome in self.outcomes)
+        agreed = known(outcome.top1_agreement for outcome in self.outcomes)
+        found = known(outcome.found for outcome in self.outcomes)
+        nlls = known(outcome.nll for outcome in self.outcomes)
         decoded = sum(outcome.decoded_tokens for outcome in self.outcomes)
         seconds = sum(outcome.decode_seconds for outcome in self.outcomes)
         return {
@@ -99,10 +111,13 @@ class Score:
             "context": self.context,
             "retained_bytes": round(_mean([o.retained_bytes for o in self.outcomes])),
             "full_bytes": round(_mean([o.full_bytes for o in self.outcomes])),
+            "kept_bytes": round(_mean([o.kept_bytes for o in self.outcomes])),
             "kl": _mean(kls) if kls else None,
             "ci95": bootstrap_interval(kls) if kls else None,
             "top1_agreement": _mean(agreed) if agreed else None,
-            "exact_match": _mean([o.found for o in self.outcomes]) if self.asks else None,
+            "exact_match": _mean(found) if found else None,
+            "score": _mean(scores) if scores else None,
+            "score_ci95": bootstrap_interval(scores) if scores else None,
             "perplexity": math.exp(_mean(nlls)) if nlls else None,
             "n": len(self.outcomes),
             "prefill_seconds": _mean([o.prefill_seconds for o in self.outcomes]),
@@ -113,25 +128,25 @@ class Score:
 def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[tuple[Task, Sequence[EvaluationCase]]],
-    caches: Mapping[str, MakeCache],
+    tasks: Sequence[tuple[Task, Sequence[Case]]],
+    methods: Mapping[str, Method],
     *,
     context: int,
     done: Callable[[], None] = lambda: None,
 ) -> Iterator[Score]:
-    """Put every cache through every task, prompt by prompt, all caches on the same prompts.
+    """Put every method through every task, prompt by prompt, all methods on the same prompts.
 
     Parameters
     ----------
     model : PreTrainedModel
     tokenizer : PreTrainedTokenizerBase
     tasks : sequence of (Task, cases)
-    caches : mapping of str to callable
-        Each gives a new, empty cache, such as ``lambda: profile.cache(model)``.
+    methods : mapping of str to Method
+        Such as ``CacheMethod(make_cache=lambda: profile.cache(model))``.
     context : int
         For the rows.
     done : callable
-        Called after each prompt and cache.
+        Called after each prompt and method.
 
     Yields
     ------
@@ -141,65 +156,131 @@ def evaluate(
     Raises
     ------
     InputError
-        If a cache is called as the full one is.
+        If a method is called as the full cache is.
     """
     from transformers import DynamicCache
 
-    if FULL in caches:
-        raise InputError(f"a cache cannot be called {FULL!r}; give it another name")
+    if FULL in methods:
+        raise InputError(f"a method cannot be called {FULL!r}; give it another name")
+    full = CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
     for task, cases in tasks:
-        outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *caches)}
+        outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *methods)}
         for case in cases:
-            yardstick = _Yardstick.of(model, tokenizer, case, DynamicCache(config=model.config))
-            outcomes[FULL].append(yardstick.outcome(case, yardstick.run, yardstick.logits))
+            compressed = full.compress(model, case.input_ids)
+            yardstick = read_turns(compressed, tokenizer, case)
+            outcomes[FULL].append(_outcome(case, compressed, yardstick, yardstick, compressed))
             done()
-            for name, make in caches.items():
-                run = answer_with(model, tokenizer, case.input_ids, make(), _answer_tokens(case))
-                logits = forced_logits(model, run.after_prompt, yardstick.continuation_ids)
-                outcomes[name].append(yardstick.outcome(case, run, logits))
+            for name, method in methods.items():
+                reduced = method.compress(model, case.input_ids)
+                turns = read_turns(reduced, tokenizer, case, yardstick)
+                outcomes[name].append(_outcome(case, reduced, turns, yardstick, compressed))
                 done()
         for name, found in outcomes.items():
-            yield Score(
-                name=name, task=task.name, context=context, outcomes=tuple(found), asks=task.asks
-            )
+            yield Score(name=name, task=task.name, context=context, outcomes=tuple(found))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Yardstick:
-    """The full cache's predictions on one prompt."""
+class ReadTurn:
+    """One turn with one cache.
 
-    run: Run
+    Attributes
+    ----------
+    answer : Answer
+        Written greedily.
+    continuation_ids : tuple of int, (n_continuation,)
+        What was then read: the text, or the full cache's answer.
+    logits : Tensor of float32, (n_predictions, vocabulary)
+        Predictions of the continuation while it was read; without that of the first token where
+        the prompt's own prefill made it.
+    """
+
+    answer: Answer
     continuation_ids: tuple[int, ...]
     logits: Tensor
-    is_text: bool
 
-    @classmethod
-    def of(cls, model: Any, tokenizer: Any, case: EvaluationCase, cache: Any) -> _Yardstick:
-        run = answer_with(model, tokenizer, case.input_ids, cache, _answer_tokens(case))
-        text = _follows(case)
-        continuation = run.answer_ids if text is None else text
-        return cls(
-            run=run,
-            continuation_ids=continuation,
-            logits=forced_logits(model, run.after_prompt, continuation),
-            is_text=text is not None,
-        )
 
-    def outcome(self, case: EvaluationCase, run: Run, logits: Tensor) -> Outcome:
-        compared: Divergence | None = None
-        if len(self.continuation_ids) > 1:
-            compared = divergence(self.logits, logits)
-        return Outcome(
-            kl=None if compared is None else compared.kl,
-            top1_agreement=None if compared is None else compared.top1_agreement,
-            nll=_nll(logits, self.continuation_ids[1:]) if self.is_text else None,
-            found=case.is_found(run.answer),
-            retained_bytes=run.stored_bytes,
-            full_bytes=self.run.stored_bytes,
-            prefill_seconds=run.prefill_seconds,
-            decoded_tokens=len(run.answer_ids) - 1,
-            decode_seconds=run.decode_seconds,
-        )
+def read_turns(
+    compressed: Compressed,
+    tokenizer: PreTrainedTokenizerBase,
+    case: Case,
+    yardstick: Sequence[ReadTurn] | None = None,
+) -> list[ReadTurn]:
+    """Answer every turn greedily on a copy, and read the full cache's answer.
+
+    Parameters
+    ----------
+    compressed : Compressed
+        Grows by the questions and the full cache's answers.
+    tokenizer : PreTrainedTokenizerBase
+    case : Case
+    yardstick : sequence of ReadTurn, optional
+        The full cache's; None while it is made.
+
+    Returns
+    -------
+    list of ReadTurn, (n_turns,)
+    """
+    turns: list[ReadTurn] = []
+    unread: tuple[int, ...] = ()
+    for number, turn in enumerate(case.turns):
+        question = unread + turn.question_ids
+        answer = answer_greedily(compressed.fork(), tokenizer, question, turn.max_new_tokens)
+        if turn.continuation_ids:
+            continuation = turn.continuation_ids
+        else:
+            continuation = answer.ids if yardstick is None else yardstick[number].continuation_ids
+        fed = question + continuation[:-1]
+        n_predicted = len(continuation) - (0 if question else 1)
+        logits = compressed.feed(fed, last=n_predicted) if fed else _nothing(compressed)
+        turns.append(ReadTurn(answer=answer, continuation_ids=continuation, logits=logits))
+        # The last token was predicted, not read; an end mark is for the next question to bring.
+        unread = continuation[-1:]
+        if unread and unread[0] in end_tokens(compressed.model, tokenizer):
+            unread = ()
+    return turns
+
+
+def known(values: Iterable[float | None]) -> list[float]:
+    """Those that are not None."""
+    return [value for value in values if value is not None]
+
+
+def _outcome(
+    case: Case,
+    compressed: Compressed,
+    turns: Sequence[ReadTurn],
+    yardstick: Sequence[ReadTurn],
+    full: Compressed,
+) -> Outcome:
+    compared = [
+        divergence(right.logits, mine.logits)
+        for right, mine in zip(yardstick, turns, strict=True)
+        if len(right.logits)
+    ]
+    scores, found, nlls = [], [], []
+    for turn, read in zip(case.turns, turns, strict=True):
+        scores.append(turn.score(read.answer.text))
+        found.append(float(turn.is_found(read.answer.text)) if turn.answers else None)
+        if turn.continuation_ids and len(read.logits):
+            nlls.append(_nll(read.logits, turn.continuation_ids[-len(read.logits) :]))
+    return Outcome(
+        answers=tuple(read.answer.text for read in turns),
+        kl=_mean_or_none([one.kl for one in compared]),
+        top1_agreement=_mean_or_none([one.top1_agreement for one in compared]),
+        nll=_mean_or_none(nlls),
+        score=_mean_or_none(known(scores)),
+        found=_mean_or_none(known(found)),
+        retained_bytes=compressed.stored_bytes,
+        full_bytes=full.stored_bytes,
+        kept_bytes=compressed.kept_bytes,
+        prefill_seconds=compressed.prefill_seconds,
+        decoded_tokens=sum(len(read.answer.ids) - 1 for read in turns),
+        decode_seconds=sum(read.answer.decode_seconds for read in turns),
+    )
+
+
+def _nothing(compressed: Compressed) -> Tensor:
+    return compressed.logits[None, :][:0]
 
 
 def bootstrap_interval(
@@ -240,21 +321,15 @@ def bootstrap_interval(
     return [float(found.low), float(found.high)]
 
 
-def _follows(case: EvaluationCase) -> tuple[int, ...] | None:
-    continuation: tuple[int, ...] | None = getattr(case, "continuation_ids", None)
-    return continuation
-
-
-def _answer_tokens(case: EvaluationCase) -> int:
-    """A text asks nothing, but a few tokens show the speed."""
-    return ANSWER_TOKENS if _follows(case) is None else 8
-
-
 def _nll(logits: Tensor, ids: Sequence[int]) -> float:
     import torch
 
     chosen = torch.tensor(list(ids))[:, None]
     return -float(logits.float().log_softmax(dim=-1).gather(-1, chosen).double().mean())
+
+
+def _mean_or_none(values: Sequence[float]) -> float | None:
+    return _mean(values) if values else None
 
 
 def _mean(values: Sequence[float]) -> float:

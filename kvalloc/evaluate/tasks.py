@@ -5,70 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError
-from kvalloc.evaluate.needle import NeedleCase, haystack_texts, make_needle_cases
+from kvalloc.evaluate.cases import Case, Turn
+from kvalloc.evaluate.needle import haystack_texts, make_needle_cases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KL_TOKENS = 24
 PERPLEXITY_TOKENS = 64
+SPEED_TOKENS = 8
+"""A text asks nothing, but a few tokens decoded one by one show the speed."""
 PAIRS_FRAME = "Here are keys and their values.\n\n{pairs}\n\nWhat is the value of the key {key}?"
 PAIRS_PREFIX = "The value of the key {key} is"
-
-
-class EvaluationCase(Protocol):
-    """One prompt of a task."""
-
-    @property
-    def input_ids(self) -> tuple[int, ...]:
-        """The prompt, ``(n_tokens,)``."""
-
-    def is_found(self, answer: str) -> bool:
-        """Whether an answer is right; False where nothing is asked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextCase:
-    """A piece of running text, and how it goes on.
-
-    Attributes
-    ----------
-    input_ids : tuple of int, (n_tokens,)
-        The piece.
-    continuation_ids : tuple of int, (n_continuation,)
-        What follows it in the text.
-    """
-
-    input_ids: tuple[int, ...]
-    continuation_ids: tuple[int, ...]
-
-    def is_found(self, answer: str) -> bool:
-        """Nothing is asked."""
-        return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerCase:
-    """A question with a right answer.
-
-    Attributes
-    ----------
-    input_ids : tuple of int, (n_tokens,)
-        The prompt.
-    answers : tuple of str
-        Any of them in what the model writes is right, whatever the case of its letters.
-    """
-
-    input_ids: tuple[int, ...]
-    answers: tuple[str, ...]
-
-    def is_found(self, answer: str) -> bool:
-        """Whether a right answer stands in what the model wrote."""
-        said = answer.casefold()
-        return any(right.casefold() in said for right in self.answers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +33,12 @@ class Task:
     summary : str
         One line.
     make : callable
-        ``make(tokenizer, n_cases, n_tokens, seed)`` gives a list of `EvaluationCase`.
-    asks : bool
-        Whether there is a right answer.
+        ``make(tokenizer, n_cases, n_tokens, seed)`` gives a list of `Case`.
     """
 
     name: str
     summary: str
-    make: Callable[[Any, int, int, int], Sequence[EvaluationCase]]
-    asks: bool
+    make: Callable[[Any, int, int, int], Sequence[Case]]
 
 
 def text_cases(
@@ -101,7 +49,7 @@ def text_cases(
     *,
     continuation_tokens: int,
     texts: Mapping[str, str] | None = None,
-) -> list[TextCase]:
+) -> list[Case]:
     """Pieces of running text with what follows them.
 
     Parameters
@@ -120,7 +68,7 @@ def text_cases(
 
     Returns
     -------
-    list of TextCase
+    list of Case
 
     Raises
     ------
@@ -140,13 +88,19 @@ def text_cases(
         raise InputError(f"no text for evaluation has {needed} tokens; ask for a shorter --context")
     cases = []
     for index in range(n_cases):
-        _, ids = long_enough[index % len(long_enough)]
+        name, ids = long_enough[index % len(long_enough)]
         begin = draw.randrange(len(ids) - needed + 1)
         middle = begin + n_tokens
         cases.append(
-            TextCase(
+            Case(
                 input_ids=tuple(ids[begin:middle]),
-                continuation_ids=tuple(ids[middle : begin + needed]),
+                turns=(
+                    Turn(
+                        continuation_ids=tuple(ids[middle : begin + needed]),
+                        max_new_tokens=SPEED_TOKENS,
+                    ),
+                ),
+                source=name,
             )
         )
     return cases
@@ -154,7 +108,7 @@ def text_cases(
 
 def pair_cases(
     tokenizer: PreTrainedTokenizerBase, n_cases: int, n_tokens: int, seed: int
-) -> list[AnswerCase]:
+) -> list[Case]:
     """Key-value retrieval: random keys with random values, and a question for one of them.
 
     Parameters
@@ -167,7 +121,7 @@ def pair_cases(
 
     Returns
     -------
-    list of AnswerCase
+    list of Case
 
     Raises
     ------
@@ -184,7 +138,7 @@ def pair_cases(
     ]
 
 
-def prompt_cases(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any]) -> list[AnswerCase]:
+def prompt_cases(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any]) -> list[Case]:
     """The user's own prompts, each with an answer.
 
     Parameters
@@ -198,10 +152,9 @@ def prompt_cases(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any]) -> 
     InputError
         If one has no answer; names file and line.
     """
+    check_answers(prompts)
     cases = []
     for prompt in prompts:
-        if not prompt.answer:
-            raise InputError(f"{prompt.where} has no 'answer' or 'answers'; give it one")
         if prompt.messages:
             text = tokenizer.apply_chat_template(
                 list(prompt.messages), tokenize=False, add_generation_prompt=True
@@ -209,16 +162,41 @@ def prompt_cases(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any]) -> 
             ids = _encode(tokenizer, str(text))
         else:
             ids = [int(token) for token in tokenizer(prompt.text)["input_ids"]]
-        cases.append(AnswerCase(input_ids=tuple(ids), answers=(prompt.answer,)))
+        turn = Turn(answers=(prompt.answer,))
+        cases.append(Case(input_ids=tuple(ids), turns=(turn,), source=prompt.where))
     return cases
 
 
-def _needles(tokenizer: Any, n_cases: int, n_tokens: int, seed: int) -> list[NeedleCase]:
-    return make_needle_cases(tokenizer, n_cases, n_tokens, seed=seed)
+def check_answers(prompts: Sequence[Any]) -> None:
+    """Refuse the first prompt without an answer.
+
+    Parameters
+    ----------
+    prompts : sequence of Prompt
+
+    Raises
+    ------
+    InputError
+        Names file and line.
+    """
+    for prompt in prompts:
+        if not prompt.answer:
+            raise InputError(f"{prompt.where} has no 'answer' or 'answers'; give it one")
 
 
-def _texts(continuation_tokens: int) -> Callable[[Any, int, int, int], list[TextCase]]:
-    def make(tokenizer: Any, n_cases: int, n_tokens: int, seed: int) -> list[TextCase]:
+def _needles(tokenizer: Any, n_cases: int, n_tokens: int, seed: int) -> list[Case]:
+    return [
+        Case(
+            input_ids=needle.input_ids,
+            turns=(Turn(answers=(needle.number,)),),
+            source=needle.source,
+        )
+        for needle in make_needle_cases(tokenizer, n_cases, n_tokens, seed=seed)
+    ]
+
+
+def _texts(continuation_tokens: int) -> Callable[[Any, int, int, int], list[Case]]:
+    def make(tokenizer: Any, n_cases: int, n_tokens: int, seed: int) -> list[Case]:
         return text_cases(
             tokenizer, n_cases, n_tokens, seed, continuation_tokens=continuation_tokens
         )
@@ -233,25 +211,21 @@ TASKS: dict[str, Task] = {
             name="needle",
             summary="a number hidden in real text, the question at its end",
             make=_needles,
-            asks=True,
         ),
         Task(
             name="pairs",
             summary="the value of one key among many (key-value retrieval)",
             make=pair_cases,
-            asks=True,
         ),
         Task(
             name="kl",
             summary=f"the next {KL_TOKENS} tokens of running text",
             make=_texts(KL_TOKENS),
-            asks=False,
         ),
         Task(
             name="perplexity",
             summary=f"the next {PERPLEXITY_TOKENS} tokens of running text",
             make=_texts(PERPLEXITY_TOKENS),
-            asks=False,
         ),
     )
 }
@@ -276,7 +250,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def _pair_case(tokenizer: Any, depth: float, n_tokens: int, draw: random.Random) -> AnswerCase:
+def _pair_case(tokenizer: Any, depth: float, n_tokens: int, draw: random.Random) -> Case:
     pairs: list[tuple[str, str]] = []
     seen: set[str] = set()
     while len(pairs) < n_tokens:  # more than can fit: a pair takes many tokens
@@ -306,4 +280,4 @@ def _pair_case(tokenizer: Any, depth: float, n_tokens: int, draw: random.Random)
     if low < 2:
         raise InputError(f"no two pairs fit into {n_tokens} tokens; ask for a longer --context")
     ids, value = prompt(low)
-    return AnswerCase(input_ids=tuple(ids), answers=(value,))
+    return Case(input_ids=tuple(ids), turns=(Turn(answers=(value,)),))

@@ -409,3 +409,10 @@ def test_eval_refuses(models, profiles, folder):
     assert "deeper" in refused(
         folder, "eval", models / "deeper", "--profile", budgets, "--tasks", "needle"
     )
+    assert "--context 600 is beyond the 512 tokens" in refused(
+        folder, "eval", models / "tiny", "--profile", budgets, "--tasks", "kl", "--context", 600
+    )
+    long = folder / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "w1 " * 505, "answer": "w2"}))
+    line = refused(folder, "eval", models / "tiny", "--profile", budgets, "--prompts", long)
+    assert "long.jsonl, line 1: a prompt of 505 tokens and its answer go beyond the 512" in line

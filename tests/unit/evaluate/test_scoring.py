@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +14,12 @@ from transformers import DynamicCache
 
 from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError
-from kvalloc.evaluate.scoring import bootstrap_interval, evaluate
+from kvalloc.evaluate.cases import Case, Turn
+from kvalloc.evaluate.methods import CacheMethod
+from kvalloc.evaluate.scoring import bootstrap_interval, evaluate, read_turns
 from kvalloc.evaluate.tasks import (
     TASKS,
-    AnswerCase,
     Task,
-    TextCase,
     find_tasks,
     pair_cases,
     prompt_cases,
@@ -35,8 +37,8 @@ class Tokenizer(WordTokenizer):
 
 
 TOKENIZER = Tokenizer()
-TEXT_TASK = Task(name="text", summary="", make=lambda *_: [], asks=False)
-ASKING_TASK = Task(name="asking", summary="", make=lambda *_: [], asks=True)
+TEXT_TASK = Task(name="text", summary="", make=lambda *_: [])
+ASKING_TASK = Task(name="asking", summary="", make=lambda *_: [])
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +66,16 @@ def budgets(model, kept):
 
 
 def scores_of(model, task, cases, **caches):
-    made = {name: (lambda p=profile: p.cache(model)) for name, profile in caches.items()}
+    made = {
+        name: CacheMethod(make_cache=lambda p=profile: p.cache(model))
+        for name, profile in caches.items()
+    }
     found = evaluate(model, TOKENIZER, [(task, cases)], made, context=40)
     return {score.name: score.row() for score in found}
 
 
 def test_what_keeps_everything_loses_nothing_and_less_loses_more(model):
-    case = TextCase(input_ids=ids(40), continuation_ids=ids(6, seed=4))
+    case = Case(input_ids=ids(40), turns=(Turn(continuation_ids=ids(6, seed=4)),))
     rows = scores_of(model, TEXT_TASK, [case], all=budgets(model, 40), few=budgets(model, 8))
     assert list(rows) == ["full", "all", "few"]
     assert rows["full"]["kl"] == rows["all"]["kl"] == 0
@@ -83,12 +88,13 @@ def test_what_keeps_everything_loses_nothing_and_less_loses_more(model):
 
 
 def test_perplexity_is_that_of_what_follows(model):
-    case = TextCase(input_ids=ids(40), continuation_ids=ids(6, seed=4))
+    case = Case(input_ids=ids(40), turns=(Turn(continuation_ids=ids(6, seed=4)),))
     row = scores_of(model, TEXT_TASK, [case])["full"]
+    follows = case.turns[0].continuation_ids
     with torch.no_grad():
-        logits = model(torch.tensor([case.input_ids + case.continuation_ids])).logits[0]
+        logits = model(torch.tensor([case.input_ids + follows])).logits[0]
     likely = logits[40:45].double().log_softmax(-1)
-    expected = -likely[torch.arange(5), list(case.continuation_ids[1:])].mean()
+    expected = -likely[torch.arange(5), list(follows[1:])].mean()
     assert row["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-4)
 
 
@@ -98,8 +104,8 @@ def test_right_answers_are_counted(model):
     with torch.no_grad():
         first = int(model(torch.tensor([prompt]), past_key_values=cache).logits[0, -1].argmax())
     cases = [
-        AnswerCase(input_ids=prompt, answers=("nothing", f"T{first} ")),
-        AnswerCase(input_ids=prompt, answers=("nothing",)),
+        Case(input_ids=prompt, turns=(Turn(answers=("nothing", f"T{first} ")),)),
+        Case(input_ids=prompt, turns=(Turn(answers=("nothing",)),)),
     ]
     row = scores_of(model, ASKING_TASK, cases)["full"]
     assert row["exact_match"] == 0.5
@@ -116,7 +122,7 @@ def test_texts_are_cut_where_they_go_on():
     whole = TOKENIZER(text)["input_ids"]
     cases = text_cases(TOKENIZER, 3, 50, 1, continuation_tokens=10, texts={"a": text})
     for case in cases:
-        joined = list(case.input_ids + case.continuation_ids)
+        joined = list(case.input_ids + case.turns[0].continuation_ids)
         assert len(case.input_ids) == 50
         assert any(whole[at : at + 60] == joined for at in range(141))
     again = text_cases(TOKENIZER, 3, 50, 1, continuation_tokens=10, texts={"a": text})
@@ -128,8 +134,8 @@ def test_texts_are_cut_where_they_go_on():
 def test_pairs_hold_the_answer_and_fit():
     cases = pair_cases(TOKENIZER, 4, 60, 2)
     assert all(len(case.input_ids) <= 60 for case in cases)
-    assert len({case.answers for case in cases}) == 4
-    assert all(case.is_found(f"it is {case.answers[0]}.") for case in cases)
+    assert len({case.turns[0].answers for case in cases}) == 4
+    assert all(case.turns[0].is_found(f"it is {case.turns[0].answers[0]}.") for case in cases)
     assert cases == pair_cases(TOKENIZER, 4, 60, 2)
     with pytest.raises(InputError, match="two pairs"):
         pair_cases(TOKENIZER, 1, 5, 0)
@@ -137,7 +143,7 @@ def test_pairs_hold_the_answer_and_fit():
 
 def test_own_prompts_need_answers():
     found = prompt_cases(TOKENIZER, [Prompt(text="a b c", answer="Blue")])
-    assert found[0].is_found("it is BLUE")
+    assert found[0].turns[0].is_found("it is BLUE")
     with pytest.raises(InputError, match=r"p.jsonl, line 3 has no 'answer'"):
         prompt_cases(TOKENIZER, [Prompt(text="a b c", name="p.jsonl", line=3)])
 
@@ -159,3 +165,54 @@ def test_bootstrap_interval_holds_the_mean_and_shrinks():
     assert few_high - few_low > high - low
     assert bootstrap_interval([0.5, 0.5]) == [0.5, 0.5]
     assert bootstrap_interval([0.5]) is None
+
+
+def test_the_question_after_compression_and_later_turns_are_teacher_forced(model):
+    prompt, first, second = ids(40), ids(5, seed=6), ids(4, seed=7)
+    case = Case(
+        input_ids=prompt,
+        turns=(
+            Turn(question_ids=first, answers=("t1",), max_new_tokens=3),
+            Turn(question_ids=second, answers=("t1",), max_new_tokens=3),
+        ),
+    )
+    compressed = CacheMethod(make_cache=lambda: DynamicCache(config=model.config)).compress(
+        model, prompt
+    )
+    turns = read_turns(compressed, TOKENIZER, case)
+    asked = prompt + first
+    for turn, question in zip(turns, (first, second), strict=True):
+        if question is second:
+            asked += turns[0].continuation_ids + second
+        with torch.no_grad():
+            whole = model(torch.tensor([asked + turn.continuation_ids])).logits[0]
+        expected = whole[len(asked) - 1 : len(asked) + 2]
+        assert turn.logits.shape == expected.shape
+        torch.testing.assert_close(turn.logits, expected, atol=1e-4, rtol=1e-4)
+        assert turn.answer.ids == turn.continuation_ids == tuple(expected.argmax(-1).tolist())
+    rows = scores_of(model, ASKING_TASK, [case], all=budgets(model, 40), few=budgets(model, 8))
+    assert rows["all"]["kl"] == 0
+    assert rows["few"]["kl"] > 0
+
+
+def test_what_a_method_keeps_on_the_model_is_there_while_it_is_asked(model):
+    inside = []
+
+    class Masking:
+        def compress(self, model, prompt_ids):
+            plain = CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
+            return replace(plain.compress(model, prompt_ids), kept_bytes=7, during=self.during)
+
+        @contextmanager
+        def during(self):
+            inside.append("in")
+            yield
+            inside.append("out")
+
+    case = Case(input_ids=ids(20), turns=(Turn(answers=("x",), max_new_tokens=3),))
+    score = list(evaluate(model, TOKENIZER, [(ASKING_TASK, [case])], {"m": Masking()}, context=20))
+    row = score[1].row()
+    assert row["kept_bytes"] == 7 < row["retained_bytes"]
+    assert row["kl"] == 0
+    # two tokens decoded one by one, and the answer read once
+    assert inside == ["in", "out"] * 3

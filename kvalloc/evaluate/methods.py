@@ -1,0 +1,180 @@
+"""What is evaluated: anything that reads a prompt into a cache that can be asked."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from kvalloc.errors import InputError
+from kvalloc.evaluate.caches import MakeCache, end_tokens, next_logits, stored_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """A prompt that was read into a cache.
+
+    Attributes
+    ----------
+    model : PreTrainedModel
+    cache : transformers.Cache
+        Holds the prompt, compressed.
+    logits : Tensor of float32, (vocabulary,)
+        Prediction of the token after the prompt.
+    stored_bytes : int
+        Bytes of K and V that are stored now, read from the tensors.
+    kept_bytes : int
+        Bytes of the entries that later tokens can attend to: less than what is stored where a
+        method only masks entries and frees nothing.
+    prefill_seconds : float
+        Wall time of reading and compressing.
+    during : callable
+        Gives a context manager that is entered around every forward on this cache, for methods
+        that keep something on the model.
+    """
+
+    model: PreTrainedModel
+    cache: Cache
+    logits: Tensor
+    stored_bytes: int
+    kept_bytes: int
+    prefill_seconds: float
+    during: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def fork(self) -> Compressed:
+        """A copy that can be asked without changing this one."""
+        # A copy instead of a crop: a sliding-window layer cannot take back what slid out.
+        return replace(self, cache=copy.deepcopy(self.cache))
+
+    def feed(self, ids: Sequence[int], *, last: int) -> Tensor:
+        """Read more tokens.
+
+        Parameters
+        ----------
+        ids : sequence of int, (n_tokens,)
+            They stay in the cache.
+        last : int
+            Positions whose predictions are wanted, counted from the end.
+
+        Returns
+        -------
+        Tensor of float32, (last, vocabulary)
+        """
+        with self.during():
+            return next_logits(self.model, self.cache, ids, last=last)
+
+
+class Method(Protocol):
+    """A way to make a compressed cache of a prompt."""
+
+    def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
+        """Read a prompt into a new, compressed cache.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            To be left as it was: other methods use it in turn.
+        prompt_ids : sequence of int, (n_tokens,)
+
+        Returns
+        -------
+        Compressed
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheMethod:
+    """Caches that compress by themselves while the prompt is read, as kvalloc's do.
+
+    Attributes
+    ----------
+    make_cache : callable
+        Gives a new, empty cache, such as ``lambda: profile.cache(model)``.
+    """
+
+    make_cache: MakeCache
+
+    def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
+        """Read a prompt into a new cache."""
+        cache = self.make_cache()
+        start = time.perf_counter()
+        logits = next_logits(model, cache, prompt_ids, last=1)[-1]
+        seconds = time.perf_counter() - start
+        stored = stored_bytes(cache)
+        return Compressed(
+            model=model,
+            cache=cache,
+            logits=logits,
+            stored_bytes=stored,
+            kept_bytes=stored,
+            prefill_seconds=seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was written greedily.
+
+    Attributes
+    ----------
+    text : str
+        Without special tokens.
+    ids : tuple of int, (n_answer,)
+        The end mark included.
+    decode_seconds : float
+        Wall time after the first token.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    decode_seconds: float
+
+
+def answer_greedily(
+    compressed: Compressed,
+    tokenizer: PreTrainedTokenizerBase,
+    question_ids: Sequence[int],
+    max_new_tokens: int,
+) -> Answer:
+    """Read a question and decode greedily until an end mark; the cache grows.
+
+    Parameters
+    ----------
+    compressed : Compressed
+    tokenizer : PreTrainedTokenizerBase
+    question_ids : sequence of int, (n_question,)
+        Empty where the prompt ends with the question.
+    max_new_tokens : int
+        Longest answer, tokens.
+
+    Returns
+    -------
+    Answer
+
+    Raises
+    ------
+    InputError
+        If the answer may not have a token.
+    """
+    if max_new_tokens < 1:
+        raise InputError(f"an answer of {max_new_tokens} tokens says nothing; allow at least 1")
+    ends = end_tokens(compressed.model, tokenizer)
+    logits = compressed.feed(question_ids, last=1)[-1] if question_ids else compressed.logits
+    token = int(logits.argmax())
+    answer_ids = [token]
+    start = time.perf_counter()
+    while token not in ends and len(answer_ids) < max_new_tokens:
+        token = int(compressed.feed([token], last=1)[-1].argmax())
+        answer_ids.append(token)
+    return Answer(
+        text=str(tokenizer.decode(answer_ids, skip_special_tokens=True)).strip(),
+        ids=tuple(answer_ids),
+        decode_seconds=time.perf_counter() - start,
+    )
