@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,25 @@ if TYPE_CHECKING:
     from kvalloc.attention_hook import Compute
     from kvalloc.scorers import Scorer
     from kvalloc.shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """A prompt's continuation with entries of several layers hidden at once.
+
+    Attributes
+    ----------
+    keep : dict of int to Tensor of bool, (1, n_kv_heads, n_tokens)
+        What is kept in each layer that hides some.
+    entering : dict of int to Tensor, (1, n_continuation, hidden_size)
+        What enters each layer.
+    losses : Tensor of float64, (n_continuation,)
+        KL(full cache || reduced cache) of each prediction, nats.
+    """
+
+    keep: dict[int, Tensor]
+    entering: dict[int, Tensor]
+    losses: Tensor
 
 
 class LossProbe:
@@ -94,8 +113,10 @@ class LossProbe:
             self._stored = self.n_tokens = int(prompt_ids.numel())
             self._hidden, logits = self._reference()
             self._log_probabilities = logits.float().log_softmax(dim=-1)
+            self._probabilities = self._log_probabilities.exp()
+            self._some_impossible = bool((self._log_probabilities == float("-inf")).any())
 
-    def losses(self, layer: int, keep: Tensor) -> Tensor:
+    def losses(self, layer: int, keep: Tensor, *, around: Settled | None = None) -> Tensor:
         """KL(full cache || reduced cache) of each prediction, for each variant.
 
         Parameters
@@ -104,6 +125,8 @@ class LossProbe:
             The one layer whose entries are hidden.
         keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
             Which entries of the prompt each variant keeps there.
+        around : Settled, optional
+            What the other layers keep, from `settle`; everything by default.
 
         Returns
         -------
@@ -111,23 +134,44 @@ class LossProbe:
             Nats. Rounding may take a loss of nothing a little below 0.
         """
 
+        entering = self._hidden if around is None else around.entering
+        others = {} if around is None else around.keep
+
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
-            return self._attend(states, keep if states.layer == layer else None), None
+            at = states.layer
+            return self._attend(states, keep if at == layer else others.get(at)), None
 
         with (
             torch.no_grad(),
             evaluating(self._model),
-            _begun_at(self._layers, layer, self._hidden[layer], int(keep.shape[0])),
+            _begun_at(self._layers, layer, entering[layer], int(keep.shape[0])),
             intercept_attention(self._model, handler),
         ):
-            embeddings = self._hidden[layer].expand(keep.shape[0], -1, -1)
+            embeddings = entering[layer].expand(keep.shape[0], -1, -1)
             logits = self._forward(inputs_embeds=embeddings, n_tokens=embeddings.shape[1])
-            full = self._log_probabilities
-            reduced = logits.float().log_softmax(dim=-1)
-            terms = full.exp() * (full - reduced)
-            # a token that the full cache rules out adds nothing, where 0 * inf would be NaN
-            terms.masked_fill_(full == float("-inf"), 0.0)
-            return terms.sum(dim=-1, dtype=torch.float64)
+            return self._divergence(logits)
+
+    def settle(self, keep: dict[int, Tensor]) -> Settled:
+        """Hide entries of several layers at once.
+
+        Parameters
+        ----------
+        keep : dict of int to Tensor of bool, (n_kv_heads, n_tokens)
+            What is kept in each layer; everything in those that are not named.
+
+        Returns
+        -------
+        Settled
+            The loss, and what `losses` needs to change one layer of it.
+        """
+        rows = {layer: kept[None] for layer, kept in keep.items()}
+
+        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+            return self._attend(states, rows.get(states.layer)), None
+
+        with torch.no_grad(), evaluating(self._model):
+            entering, logits = self._watched(handler)
+            return Settled(keep=rows, entering=entering, losses=self._divergence(logits)[0])
 
     def outputs(self, layer: int, keep: Tensor | None) -> Tensor:
         """What a layer's heads put out on the continuation when entries are hidden there.
@@ -180,7 +224,7 @@ class LossProbe:
                 output = output + offsets[states.layer]
             return output, None
 
-        probabilities = self._log_probabilities.exp().double().cpu()
+        probabilities = self._probabilities.double().cpu()
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.multinomial(probabilities, n_draws, replacement=True, generator=generator)
         ids = self.continuation_ids.expand(n_draws, -1)
@@ -236,11 +280,17 @@ class LossProbe:
 
     def _reference(self) -> tuple[dict[int, Tensor], Tensor]:
         """What enters each layer on the continuation, and the full cache's predictions."""
-        entering: dict[int, Tensor] = {}
 
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
             self._states[states.layer] = states
             return self._attend(states, None), None
+
+        entering, logits = self._watched(handler)
+        return entering, logits[0]
+
+    def _watched(self, handler: Any) -> tuple[dict[int, Tensor], Tensor]:
+        """Run the continuation; what enters each layer, and the logits."""
+        entering: dict[int, Tensor] = {}
 
         def watch(index: int) -> Any:
             def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -255,7 +305,16 @@ class LossProbe:
                 stack.callback(handle.remove)
             stack.enter_context(intercept_attention(self._model, handler))
             logits = self._forward(input_ids=ids[None], n_tokens=int(ids.numel()))
-        return entering, logits[0]
+        return entering, logits
+
+    def _divergence(self, logits: Tensor) -> Tensor:
+        """KL from the full cache's predictions, ``(n_variants, n_continuation)``, float64."""
+        full = self._log_probabilities
+        terms = logits.float().log_softmax(dim=-1).neg_().add_(full).mul_(self._probabilities)
+        # a token that the full cache rules out adds nothing, where 0 * inf would be NaN
+        if self._some_impossible:
+            terms.masked_fill_(full == float("-inf"), 0.0)
+        return terms.sum(dim=-1, dtype=torch.float64)
 
     def _forward(self, *, n_tokens: int, **inputs: Tensor) -> Tensor:
         """Logits of tokens that follow what is stored."""
