@@ -32,7 +32,15 @@ from kvalloc.solver import Solver, Termination
 from kvalloc.tables import bit_table, budget_table
 from kvalloc.weighting import Weights
 
-__all__ = ["Average", "CheckedSolution", "decide", "solve", "solve_problem", "to_budget_profile"]
+__all__ = [
+    "Average",
+    "CheckedSolution",
+    "decide",
+    "default_objective",
+    "solve",
+    "solve_problem",
+    "to_budget_profile",
+]
 
 Average = Literal["curves", "allocations"]
 
@@ -60,7 +68,7 @@ def solve(
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
     average: Average = "curves",
-    objective: Objective = "mean",
+    objective: Objective | None = None,
     weights: Weights | None = None,
     bits: Sequence[int] | None = None,
     cost: Cost = "bytes",
@@ -116,9 +124,11 @@ def solve(
     average : {"curves", "allocations"}
         Solve once on the mean curves (the sample-average problem), or solve each sample and
         average the budgets (XKV, Sec. IV-C).
-    objective : {"mean", "worst", "loss"}
+    objective : {"mean", "worst", "loss"}, optional
         Retention as the mean over layers, or that of the worst unit (PrefixKV); or the least
-        predicted loss, which ``target_loss`` implies.
+        predicted loss, which ``target_loss`` implies. By default the loss where a size is the
+        target and the score profile holds loss curves that fit (`default_objective`), else the
+        mean.
     weights : sequence of float or of sequences of float, optional
         How much each layer, or each KV head of each layer, counts in what is optimised. The
         retention that the profile states is the plain mean all the same.
@@ -156,14 +166,78 @@ def solve(
     >>> profile = solve(scores, target_retention=0.9, solver="greedy")  # doctest: +SKIP
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
+    asked = request_options(locals())
+    if objective is None:
+        del asked["objective"]
+    request = Request.of(**asked)
+    if objective is None:
+        request, _ = default_objective(scores, request, solver, solver_options)
     return solve_request(
         scores,
-        Request.of(**request_options(locals())),
+        request,
         solver=solver,
         solver_options=solver_options,
         time_limit=time_limit,
         average=average,
     )
+
+
+def default_objective(
+    scores: ScoreProfile,
+    request: Request,
+    solver: str | Solver = "auto",
+    solver_options: dict[str, Any] | None = None,
+) -> tuple[Request, str]:
+    """What is optimised where nobody said so: the loss where loss curves were measured.
+
+    Retention says little of harm, so a size is spent by loss curves where the score profile holds
+    some for such units, the request asks for nothing that they do not know (bits, shared entries,
+    the worst of several workloads), and the solver takes them.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    request : Request
+        With the objective ``"mean"``.
+    solver, solver_options
+        As in `solve`.
+
+    Returns
+    -------
+    request : Request
+    said : str
+        One line on what was taken and why; empty where there were no curves to choose from.
+    """
+    sized = request.target_retention is None and request.target_loss is None
+    if not scores.has_losses or not sized:
+        return request, ""
+    try:
+        by_loss = replace(request, objective="loss")
+        refusal = _refusal(scores, by_loss, solver, solver_options)
+    except InputError as error:
+        refusal = str(error)
+    if refusal:
+        return request, f"retention decides, not the loss curves: {refusal}"
+    return by_loss, (
+        "the score profile holds loss curves, so the least predicted loss decides; --objective "
+        "mean asks for retention"
+    )
+
+
+def _refusal(
+    scores: ScoreProfile,
+    request: Request,
+    solver: str | Solver,
+    solver_options: dict[str, Any] | None,
+) -> str:
+    """Why a solver does not take a request; empty where it does."""
+    try:
+        problem = formulate(scores, request)
+    except InfeasibleError:
+        return ""  # solving tells what is in the way
+    chosen = solver if isinstance(solver, Solver) else get_solver(solver, **(solver_options or {}))
+    able = chosen.can_solve(problem)
+    return "" if able is True else f"{chosen.name}: {able}"
 
 
 def solve_request(

@@ -14,6 +14,7 @@ from kvalloc.cli.output import (
     Quiet,
     duration,
     gap_text,
+    note,
     print_fields,
     print_json,
     size,
@@ -63,7 +64,7 @@ def solve(
     rank_tolerance: targets.RankTolerance = None,
     equal_heads: targets.EqualHeads = False,
     average: targets.Average = "curves",
-    objective: targets.Objective = "mean",
+    objective: targets.DefaultObjective = None,
     weights: targets.Weights = None,
     bits: targets.Bits = None,
     cost: targets.Cost = "bytes",
@@ -90,7 +91,7 @@ def solve(
     """
     from kvalloc.cli.progress import slow
     from kvalloc.files import check_writable
-    from kvalloc.solving import solve_request
+    from kvalloc.solving import default_objective, solve_request
 
     request = targets.request(locals())  # refuses before the scores are read
     targets.check_time_limit(time_limit)
@@ -99,6 +100,10 @@ def solve(
         check_writable(output)
     chosen = targets.solver_options(solver, solver_option or [])
     profile = targets.load_scores(scores)
+    if objective is None:
+        request, said = default_objective(profile, request, solver, chosen)
+        if said:
+            note(said, quiet=quiet)
     start = time.perf_counter()
     with slow(f"solving with {solver}", quiet=quiet):
         decided = solve_request(

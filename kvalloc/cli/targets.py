@@ -42,6 +42,14 @@ Objective = Annotated[
         "loss.",
     ),
 ]
+DefaultObjective = Annotated[
+    str | None,
+    typer.Option(
+        metavar="mean|worst|loss",
+        help="Most retention as the mean over layers, or of the worst unit, or least predicted "
+        "loss; by default the loss where a size is asked for and loss curves were measured.",
+    ),
+]
 Weights = Annotated[
     Path | None,
     typer.Option(
@@ -174,6 +182,8 @@ def request(given: Mapping[str, Any]) -> Request:
     from kvalloc.weighting import read_weights
 
     options = request_options(given)
+    if options["objective"] is None:
+        del options["objective"]  # the request's own default
     options["bits"] = bit_widths(options["bits"])
     if options["weights"] is not None:
         options["weights"] = read_weights(options["weights"])

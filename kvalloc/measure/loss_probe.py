@@ -133,7 +133,6 @@ class LossProbe:
         Tensor of float64, (n_variants, n_continuation)
             Nats. Rounding may take a loss of nothing a little below 0.
         """
-
         entering = self._hidden if around is None else around.entering
         others = {} if around is None else around.keep
 

@@ -43,8 +43,26 @@ def test_the_least_loss_in_a_size(scores: Path) -> None:
     ).json
     assert found["predicted_loss"] == pytest.approx(-found["objective"])
     assert NOTE in found["predicted_loss_note"]
-    by_retention = run("solve", scores, "--budget", "50%", "--solver", "greedy", "--json").json
+    by_retention = run("solve", scores, "--budget", "50%", "--objective", "mean", "--json").json
     assert by_retention["predicted_loss"] >= found["predicted_loss"]
+
+
+def test_loss_decides_where_nothing_was_said_and_it_was_measured(scores: Path) -> None:
+    asked = ("solve", scores, "--budget", "50%", "--json")
+    by_default = run(*asked)
+    assert "least predicted loss decides" in by_default.err
+    assert by_default.err.count("\n") == 1
+    assert by_default.json["budgets"] == run(*asked, "--objective", "loss").json["budgets"]
+    assert run(*asked, "--objective", "mean").err == ""
+    # a solver that takes concave curves only, and curves of other units
+    make_losses(per="layer").save(scores)
+    by_head = run(*asked, "--level", "head")
+    assert "retention decides, not the loss curves" in by_head.err
+    assert by_head.json["requested"]["objective"] == "mean"
+    asked_for = run("solve", scores, "--target-retention", "0.8", "--json")
+    assert asked_for.err == ""
+    make_scores().save(scores)
+    assert run(*asked).err == ""
 
 
 def test_compare_shows_the_loss_where_it_is_known(scores: Path) -> None:
@@ -77,9 +95,8 @@ def test_weights_from_a_file(scores: Path) -> None:
     weights = scores.parent / "w.json"
     weights.write_text("[0, 1, 1]")
     out = scores.parent / "p.json"
-    ran = run(
-        "solve", scores, "--budget", "40%", "--solver", "greedy", "--weights", weights, "-o", out
-    )
+    asked = ("--budget", "40%", "--objective", "mean", "--weights", weights)
+    ran = run("solve", scores, *asked, "--solver", "greedy", "-o", out)
     assert "most weighted retention" in ran.out
     assert BudgetProfile.load(out).budgets[0].tolist() == [5, 5]
     assert run("verify", out, scores).code == 0

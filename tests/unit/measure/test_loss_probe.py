@@ -42,13 +42,20 @@ def job(level: Any) -> LossJob:
 
 def masked_logits(model: Any, ids: torch.Tensor, layer: int | None, keep: Any) -> torch.Tensor:
     """One forward over everything; later tokens do not see what is hidden in that layer."""
-    n_prompt = keep.shape[-1]
+    return masked_everywhere(model, ids, {} if layer is None else {layer: keep}, keep.shape[-1])
+
+
+def masked_everywhere(
+    model: Any, ids: torch.Tensor, kept: dict[int, torch.Tensor], n_prompt: int
+) -> torch.Tensor:
+    """The same with entries of several layers hidden."""
     n_all = ids.numel()
     group = model.config.num_attention_heads // model.config.num_key_value_heads
 
     def handler(states: AttentionStates, compute: Any) -> Any:
-        if states.layer != layer:
+        if states.layer not in kept:
             return compute(states.mask)
+        keep = kept[states.layer]
         mask = torch.ones(n_all, n_all).tril().bool().expand(1, keep.shape[0] * group, -1, -1)
         mask = mask.clone()
         hidden = ~keep.repeat_interleave(group, dim=0)
@@ -74,6 +81,29 @@ def test_loss_equals_that_of_a_masked_forward(kind: str) -> None:
             expected = (full.exp() * (full - reduced)).sum(-1)
             torch.testing.assert_close(found[variant], expected, rtol=1e-3, atol=1e-6)
             assert float(expected.max()) > 1e-3  # something was at stake
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_loss_around_what_all_layers_keep_equals_that_of_a_masked_forward(kind: str) -> None:
+    model, ids, probe = make_probe(kind)
+    everything = torch.cat([ids, probe.continuation_ids])
+    generator = torch.Generator().manual_seed(6)
+    masks = torch.rand(len(FULL_LAYERS[kind]), 3, 2, ids.numel(), generator=generator) < 0.5
+    kept = {layer: masks[row, 0] for row, layer in enumerate(FULL_LAYERS[kind])}
+    full = masked_everywhere(model, everything, {}, ids.numel())
+
+    def expected(masked: dict[int, torch.Tensor]) -> torch.Tensor:
+        reduced = masked_everywhere(model, everything, masked, ids.numel())
+        return (full.exp() * (full - reduced)).sum(-1)
+
+    settled = probe.settle(kept)
+    torch.testing.assert_close(settled.losses, expected(kept), rtol=1e-3, atol=1e-6)
+    for row, layer in enumerate(FULL_LAYERS[kind]):
+        found = probe.losses(layer, masks[row], around=settled)
+        torch.testing.assert_close(found[0], settled.losses, rtol=1e-3, atol=1e-6)
+        for variant in (1, 2):
+            wanted = expected({**kept, layer: masks[row, variant]})
+            torch.testing.assert_close(found[variant], wanted, rtol=1e-3, atol=1e-6)
 
 
 def test_continuation_is_what_the_model_writes() -> None:
