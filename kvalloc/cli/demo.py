@@ -202,7 +202,7 @@ def _ask(
     from kvalloc.cli.progress import ProgressBar, slow
     from kvalloc.evaluate.caches import measure_references
     from kvalloc.evaluate.needle import make_needle_cases
-    from kvalloc.evaluate.showcase import Experiment, Questions, ask_each, climb, decide
+    from kvalloc.evaluate.showcase import Experiment, Questions, ask_each, climb, decide, rules_of
     from kvalloc.report.showcase import ladder_table, question_tables, summary_table
 
     plan, quiet = asking.plan, asking.quiet
@@ -229,8 +229,7 @@ def _ask(
     names = [entry.solver for entry in asked]
     with ProgressBar("searching", unit="seconds at most", quiet=quiet) as progress:
         ladder = climb(
-            scores,
-            names,
+            rules_of(scores, names),
             questions,
             shares=plan.shares,
             deadline=asking.deadline,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,8 @@ ORDER = ("uniform", "greedy", "ilp", "pyramid", "adaptive_head", "max_min", "pro
 NO_TIME = "the time limit was near (--time-limit)"
 
 Target = dict[str, float | int]
-Notify = Callable[[str], None]
+Rule = Callable[[float], BudgetProfile]
+"""Gives the budgets at a share of all entries, 0..1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +215,8 @@ class Questions:
         for asked in self._known:
             other = asked.profile
             if (
-                other.length_rule == profile.length_rule
+                other.policy == profile.policy
+                and other.length_rule == profile.length_rule
                 and other.context_tokens == profile.context_tokens
                 and np.array_equal(other.budgets, profile.budgets)
             ):
@@ -296,27 +299,42 @@ def ask_each(
     return asked, missing
 
 
-def climb(
-    scores: ScoreProfile,
-    solvers: Sequence[str],
-    questions: Questions,
-    *,
-    shares: Sequence[float] = SHARES,
-    deadline: float,
-    progress: Callable[[int, int], None] | None = None,
-) -> Ladder:
-    """Look at which share of the entries each solver's cache finds the needles.
-
-    Each solver's rungs are bisected first, all solvers side by side, so that little time still
-    brackets where all needles are found. With the time left the other rungs are asked too: that
-    more entries never lose a needle is not taken for granted.
+def rules_of(scores: ScoreProfile, solvers: Sequence[str]) -> dict[str, Rule]:
+    """What these solvers decide at any share, at layer level where they can, else at head level.
 
     Parameters
     ----------
     scores : ScoreProfile
         What was measured.
     solvers : sequence of str
-        Those that decide: at layer level, else at head level.
+        Registered names.
+
+    Returns
+    -------
+    dict of callable
+        By solver.
+    """
+    return {name: partial(_budgets, scores, name) for name in solvers}
+
+
+def climb(
+    rules: Mapping[str, Rule],
+    questions: Questions,
+    *,
+    shares: Sequence[float] = SHARES,
+    deadline: float,
+    progress: Callable[[int, int], None] | None = None,
+) -> Ladder:
+    """Look at which share of the entries each rule's cache finds the needles.
+
+    Each rule's rungs are bisected first, all rules side by side, so that little time still
+    brackets where all needles are found. With the time left the other rungs are asked too: that
+    more entries never lose a needle is not taken for granted.
+
+    Parameters
+    ----------
+    rules : mapping of str to callable
+        Who decides, by the name to show; those asked first where time is short stand first.
     questions : Questions
         What is asked.
     shares : sequence of float
@@ -331,8 +349,8 @@ def climb(
     -------
     Ladder
     """
-    climber = _Climber(scores, questions, deadline, progress)
-    ranges = dict.fromkeys(solvers, (0, len(shares)))
+    climber = _Climber(rules, questions, deadline, progress)
+    ranges = dict.fromkeys(rules, (0, len(shares)))
     while any(low < high for low, high in ranges.values()):
         for name, (low, high) in ranges.items():
             if low < high:
@@ -342,7 +360,7 @@ def climb(
                     (low, low) if found is None else (low, middle) if found else (middle + 1, high)
                 )
     for share in shares:
-        for name in solvers:
+        for name in rules:
             if (name, share) not in climber.asked and (name, share) not in climber.skipped:
                 climber.finds_all(name, share)
     climber.report_end()
@@ -354,12 +372,12 @@ class _Climber:
 
     def __init__(
         self,
-        scores: ScoreProfile,
+        rules: Mapping[str, Rule],
         questions: Questions,
         deadline: float,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._scores, self._questions = scores, questions
+        self._rules, self._questions = rules, questions
         self._begun, self._deadline = time.monotonic(), deadline
         self._progress = progress
         self._granted_seconds = max(1, round(deadline - self._begun))
@@ -372,7 +390,7 @@ class _Climber:
         if self._progress is not None:
             gone = min(self._granted_seconds, round(now - self._begun))
             self._progress(gone, self._granted_seconds)
-        profile = self._decided(solver, share)
+        profile = self._rules[solver](share)
         late = now + self._questions.last_seconds > self._deadline
         if late and not self._questions.is_known(profile):
             self.skipped.append((solver, share))
@@ -380,15 +398,16 @@ class _Climber:
         cell = self.asked[solver, share] = self._questions.ask(solver, share, profile)
         return cell.n_found == len(cell.rows)
 
-    def _decided(self, solver: str, share: float) -> BudgetProfile:
-        try:
-            return solve(self._scores, solver=solver, budget=share)
-        except SolverError:  # some rules work on single heads only
-            return solve(self._scores, solver=solver, budget=share, level="head")
-
     def report_end(self) -> None:
         if self._progress is not None:
             self._progress(self._granted_seconds, self._granted_seconds)
+
+
+def _budgets(scores: ScoreProfile, solver: str, share: float) -> BudgetProfile:
+    try:
+        return solve(scores, solver=solver, budget=share)
+    except SolverError:  # some rules work on single heads only
+        return solve(scores, solver=solver, budget=share, level="head")
 
 
 def _decide_one(

@@ -232,7 +232,10 @@ def _draw_harm(
     axes.set_ylabel("KL to the full cache, nats per token")
     axes.set_xlim(0, 100)
     axes.set_ylim(0, None)
-    axes.legend(fontsize=9, frameon=False, loc="upper right")
+    # Below the panel, where no line can run through it.
+    axes.legend(
+        fontsize=8.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3
+    )
     _tidy(axes)
 
 

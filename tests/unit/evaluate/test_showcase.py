@@ -23,6 +23,7 @@ from kvalloc.evaluate.showcase import (
     ask_each,
     climb,
     decide,
+    rules_of,
 )
 from kvalloc.solving import solve
 
@@ -166,7 +167,9 @@ def test_without_time_the_first_two_are_asked_all_the_same(scores):
 
 def test_the_ladder_is_climbed_whole_where_there_is_time(scores):
     questions = FakeQuestions(finds_from=0.6)
-    ladder = climb(scores, ["uniform", "greedy"], questions, shares=SHARES, deadline=forever())
+    ladder = climb(
+        rules_of(scores, ["uniform", "greedy"]), questions, shares=SHARES, deadline=forever()
+    )
     assert set(ladder.asked) == {
         (name, share) for name in ("uniform", "greedy") for share in SHARES
     }
@@ -177,14 +180,14 @@ def test_the_ladder_is_climbed_whole_where_there_is_time(scores):
 
 def test_rules_of_single_heads_climb_too(scores):
     names = ["uniform", "adaptive_head"]
-    ladder = climb(scores, names, FakeQuestions(0.6), shares=SHARES, deadline=forever())
+    ladder = climb(rules_of(scores, names), FakeQuestions(0.6), shares=SHARES, deadline=forever())
     assert {name for name, _ in ladder.asked} == set(names)
 
 
 @pytest.mark.parametrize("finds_from", [0.1, 0.2, 0.4, 0.6, 0.8, 2.0])
 def test_bisection_comes_first(scores, finds_from):
     questions = FakeQuestions(finds_from)
-    climb(scores, ["uniform"], questions, shares=SHARES, deadline=forever())
+    climb(rules_of(scores, ["uniform"]), questions, shares=SHARES, deadline=forever())
     asked = [share for _, share in questions.order[:3]]
     assert asked[0] == 0.6
     below = [share for share in SHARES if share < finds_from]
@@ -196,7 +199,9 @@ def test_bisection_comes_first(scores, finds_from):
 
 def test_what_there_is_no_time_for_is_said(scores):
     questions = FakeQuestions(finds_from=0.6, seconds=10.0)
-    ladder = climb(scores, ["uniform"], questions, shares=SHARES, deadline=time.monotonic() + 5)
+    ladder = climb(
+        rules_of(scores, ["uniform"]), questions, shares=SHARES, deadline=time.monotonic() + 5
+    )
     assert ladder.asked == {}
     assert sorted(ladder.skipped) == [("uniform", share) for share in SHARES]
     assert ladder.first_share("uniform") is None
@@ -205,8 +210,7 @@ def test_what_there_is_no_time_for_is_said(scores):
 def test_progress_counts_seconds_up_to_the_deadline(scores):
     seen = []
     climb(
-        scores,
-        ["uniform"],
+        rules_of(scores, ["uniform"]),
         FakeQuestions(0.6),
         shares=SHARES,
         deadline=time.monotonic() + 100,
@@ -230,7 +234,9 @@ def test_found_and_kl_are_taken_from_the_rows(scores):
 def test_the_record_is_plain_json(scores):
     decisions = decide(scores, {"budget": 0.5})
     refused = Decision(solver="never", profile=None, reason="no", seconds=0.0)
-    ladder = climb(scores, ["uniform"], FakeQuestions(0.6), shares=SHARES, deadline=forever())
+    ladder = climb(
+        rules_of(scores, ["uniform"]), FakeQuestions(0.6), shares=SHARES, deadline=forever()
+    )
     profile = solve(scores, budget=0.5)
     asked = Asked(solver="greedy", share=0.5, profile=profile, rows=(make_row(),), same_as=None)
     experiment = Experiment(
@@ -250,4 +256,4 @@ def test_the_record_is_plain_json(scores):
 
 def test_shares_out_of_range_are_the_solvers_error(scores):
     with pytest.raises(InputError):
-        climb(scores, ["uniform"], FakeQuestions(0.5), shares=(1.5,), deadline=forever())
+        climb(rules_of(scores, ["uniform"]), FakeQuestions(0.5), shares=(1.5,), deadline=forever())
