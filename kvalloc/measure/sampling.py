@@ -163,6 +163,8 @@ def _tokenise_prose(documents: Sequence[Document], tokenizer: Any) -> IntArray:
 
 
 def _tokenise(prompt: Prompt, tokenizer: Any) -> IntArray:
+    if prompt.token_ids:
+        return np.asarray(prompt.token_ids, dtype=np.int64)
     if not prompt.messages:
         return _encode(tokenizer, prompt.text, special=True)
     try:
@@ -179,6 +181,8 @@ def _tokenise(prompt: Prompt, tokenizer: Any) -> IntArray:
 
 def _tokenise_answer(prompt: Prompt, tokenizer: Any) -> IntArray | None:
     """The answer as it would go on: after a text that ends in a word comes a space first."""
+    if prompt.answer_ids:
+        return np.asarray(prompt.answer_ids, dtype=np.int64)
     if not prompt.answer:
         return None
     goes_on = bool(prompt.text) and not prompt.text[-1].isspace()

@@ -44,11 +44,13 @@ class Prompt:
     Attributes
     ----------
     text : str
-        The prompt; empty when `messages` is given.
+        The prompt; empty when `messages` or `token_ids` is given.
     messages : tuple of dict
         A chat, brought into the model's own form by the tokenizer's chat template.
     answer : str
         What the model should write next, where the data says so; empty where it does not.
+    token_ids, answer_ids : tuple of int
+        Prompt and answer of who has the tokens already; they go before texts.
     name : str
         For messages: the file it came from.
     line : int or None
@@ -58,6 +60,8 @@ class Prompt:
     text: str = ""
     messages: tuple[dict[str, Any], ...] = field(default=())
     answer: str = ""
+    token_ids: tuple[int, ...] = ()
+    answer_ids: tuple[int, ...] = ()
     name: str = ""
     line: int | None = None
 

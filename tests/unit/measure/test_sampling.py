@@ -58,6 +58,13 @@ def test_samples_are_spread_evenly_and_repeatable():
     assert len(digests) == 3
 
 
+def test_a_prompt_may_bring_its_tokens():
+    prompt = Prompt(text="not read", answer="nor this", token_ids=(5, 6, 7), answer_ids=(8, 9))
+    found = choose([prompt], samples=1, least_tokens=1)
+    assert [ids.tolist() for ids in found.token_ids] == [[5, 6, 7]]
+    assert [ids.tolist() for ids in found.answer_ids] == [[8, 9]]
+
+
 def test_a_prompt_is_one_sample():
     long, short = words(31), words(7, seed=1)
     ids = TOKENIZER(long)["input_ids"]
