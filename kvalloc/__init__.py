@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from kvalloc.library import load_profile, shipped_profiles
     from kvalloc.measure import profile
     from kvalloc.problem import AllocationProblem
-    from kvalloc.runtime import apply, load_cache
+    from kvalloc.prompting import apply
+    from kvalloc.runtime import load_cache
     from kvalloc.score_profile import ScoreProfile
     from kvalloc.shape import ModelShape
     from kvalloc.solver import Solution, Solver, Termination
@@ -33,7 +34,7 @@ _WHERE = {
     "Solution": "kvalloc.solver",
     "Solver": "kvalloc.solver",
     "Termination": "kvalloc.solver",
-    "apply": "kvalloc.runtime",
+    "apply": "kvalloc.prompting",
     "load_cache": "kvalloc.runtime",
     "load_profile": "kvalloc.library",
     "profile": "kvalloc.measure",

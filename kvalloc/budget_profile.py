@@ -269,6 +269,8 @@ class BudgetProfile:
         policy: str | Policy | None = None,
         policy_options: dict[str, Any] | None = None,
         decode_every: int | None = None,
+        adapt: float | None = None,
+        measured_tokens: int | None = None,
     ) -> Cache:
         """A transformers cache that keeps these budgets.
 
@@ -286,6 +288,11 @@ class BudgetProfile:
         decode_every : int, optional
             Keep the budget while decoding, too: go back to it whenever so many tokens have
             followed the prompt. By default they are never evicted.
+        adapt : float, optional
+            Let the prompt move the budgets: each unit's by at most this share of it, 0..1, with
+            the total as it was; see `kvalloc.adapting.adapt_budgets`. 0 is the stored profile.
+        measured_tokens : int, optional
+            With adapt: of a longer prompt, measure only so many tokens.
 
         Returns
         -------
@@ -301,16 +308,20 @@ class BudgetProfile:
         InputError
             If there is no such policy, or it has no such option.
         """
+        options: dict[str, Any] = {
+            "allow_other_model": allow_other_model,
+            "policy": policy,
+            "policy_options": policy_options,
+            "decode_every": decode_every,
+        }
         # The core must not depend on torch: the runtime is looked up by name when it is wanted.
-        runtime = importlib.import_module("kvalloc.runtime")
-        cache: Cache = runtime.make_cache(
-            self,
-            model,
-            allow_other_model=allow_other_model,
-            policy=policy,
-            policy_options=policy_options,
-            decode_every=decode_every,
-        )
+        where, name = "kvalloc.runtime", "make_cache"
+        if adapt is not None:
+            where, name = "kvalloc.prompting", "make_adapting_cache"
+            options |= {"adapt": adapt, "measured_tokens": measured_tokens}
+        elif measured_tokens is not None:
+            raise InputError("measured_tokens says how much adapt measures; give adapt, too")
+        cache: Cache = getattr(importlib.import_module(where), name)(self, model, **options)
         return cache
 
     def save(self, path: str | Path) -> None:
@@ -368,7 +379,7 @@ class BudgetProfile:
             return np.minimum(budgets, context_tokens)
         # Whole pages are handed out, as the solver did. Floors stay at sinks and window.
         page = self.page_tokens
-        before = self.context_tokens - protected
+        before = max(1, self.context_tokens - protected)  # nothing evictable: all is kept whole
         after = context_tokens - protected
         wanted = protected + (budgets - protected) * (after / before)
         floor = -(-protected // page)

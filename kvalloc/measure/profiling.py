@@ -171,7 +171,7 @@ def profile(
     kept = None
     if checkpoint is not None:
         kept = Checkpoint(checkpoint, job.record(), resume=resume)
-    result = _assemble(job, _measure_all(job, kept, progress))
+    result = measure_job(job, kept, progress)
     if kept is not None and not keep_checkpoint:
         kept.remove()
     return result
@@ -217,6 +217,13 @@ def profile_to_file(
     result.save(output)
     Checkpoint.remove_folder(folder)
     return result
+
+
+def measure_job(
+    job: Job, kept: Checkpoint | None = None, progress: Progress | None = None
+) -> ScoreProfile:
+    """Measure all samples of a job and put them together."""
+    return _assemble(job, _measure_all(job, kept, progress))
 
 
 def _measure_all(

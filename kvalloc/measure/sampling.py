@@ -124,7 +124,7 @@ def choose_samples(
             answer_ids.append(None)
         else:
             prompt = prompts[index - n_pieces]
-            token_ids.append(_cut(_tokenise(prompt, tokenizer), context_tokens))
+            token_ids.append(cut_middle(_tokenise(prompt, tokenizer), context_tokens))
             answer_ids.append(_tokenise_answer(prompt, tokenizer))
             _check_length(prompt, token_ids[-1].size, least_tokens)
     description = _describe(documents, prompts, chosen, n_pieces, context_tokens)
@@ -203,7 +203,7 @@ def _start_tokens(tokenizer: Any) -> IntArray:
     return ids[:0]
 
 
-def _cut(ids: IntArray, context_tokens: int) -> IntArray:
+def cut_middle(ids: IntArray, context_tokens: int) -> IntArray:
     """Drop the middle of what is too long: the question stands at one of the ends."""
     if ids.size <= context_tokens:
         return ids

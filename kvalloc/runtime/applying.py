@@ -1,118 +1,127 @@
-"""Give every ``generate()`` inside a ``with`` a reduced cache of its own."""
+"""Give every ``generate()`` of a model a reduced cache of its own, for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
-from kvalloc.budget_profile import BudgetProfile, Policy
-from kvalloc.errors import UnsupportedModelError
+from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.refusals import check_generate
 
-__all__ = ["Applied", "apply"]
+__all__ = ["Applied", "MakeCache"]
+
+MakeCache = Callable[[int | None], BudgetCache]
+"""A new cache for a prompt of that length, where it arrives in several forwards."""
+
+_APPLIED = "_kvalloc_applied"
 
 
 class Applied:
-    """What ``with apply(...) as applied`` gives.
+    """Reduced caches in effect: from now on until `remove`, or until the ``with`` is left.
 
-    Attributes
-    ----------
-    last_cache : BudgetCache or None
-        The cache of the latest ``generate()`` inside the ``with``; None before the first.
-    """
-
-    def __init__(self) -> None:
-        self.last_cache: BudgetCache | None = None
-
-
-@contextmanager
-def apply(
-    model: Any,
-    profile: BudgetProfile,
-    *,
-    allow_other_model: bool = False,
-    policy: str | Policy | None = None,
-    policy_options: Mapping[str, Any] | None = None,
-    decode_every: int | None = None,
-) -> Iterator[Applied]:
-    """Inside the ``with``, each ``model.generate()`` reduces its prompt to the profile's budgets.
-
-    Every call gets a fresh cache. A call that brings its own ``past_key_values`` keeps it, and
-    so do calls of ``model(...)``, which are left alone. Prompts may be prefilled in chunks
-    (``prefill_chunk_size``). Nesting works: the innermost profile counts.
+    Every ``generate()`` gets a fresh cache. A call that brings its own ``past_key_values`` keeps
+    it, and so do calls of ``model(...)``, which are left alone. Prompts may be prefilled in chunks
+    (``prefill_chunk_size``). Nesting works: the latest one counts, in whichever order they end.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         A model that can generate.
-    profile : BudgetProfile
-        Budgets made for this model.
-    allow_other_model : bool
-        Accept a model of another name with the same sizes.
-    policy, policy_options, decode_every : optional
-        As for `make_cache`: how the entries are picked, and whether the budget is kept while
-        decoding.
+    make : callable
+        Makes the caches.
 
-    Yields
-    ------
-    Applied
-        Its ``last_cache`` tells what the latest call stored.
+    Attributes
+    ----------
+    last_cache : BudgetCache or None
+        The cache of the latest ``generate()``; None before the first.
 
     Raises
     ------
+    UnsupportedModelError
+        If the model cannot generate.
     KVAllocError
-        As `make_cache`, already on entering.
+        As `make`, which is called once.
     """
-    generate = getattr(model, "generate", None)
-    if generate is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot generate; pass the model with its language-model head"
-        )
-    # Made once on entering, so that a profile that cannot work is refused here; held, so that the
-    # hooks stay for all calls.
-    chunked = _chunk_size(model, {}) is not None
-    options: dict[str, Any] = {
-        "allow_other_model": allow_other_model,
-        "policy": policy,
-        "policy_options": policy_options,
-        "decode_every": decode_every,
-    }
-    held = make_cache(profile, model, prompt_tokens=1 if chunked else None, **options)
-    applied = Applied()
+
+    def __init__(self, model: Any, make: MakeCache) -> None:
+        generate = getattr(model, "generate", None)
+        if generate is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot generate; pass the model with its language-model "
+                "head"
+            )
+        self.last_cache: BudgetCache | None = None
+        chunked = _chunk_size(model, {}) is not None
+        # Made once, so that what cannot work is refused here; held, so that the hooks stay.
+        self._held: BudgetCache | None = make(1 if chunked else None)
+        self._model = model
+        self._before = vars(model).get("generate", _MISSING)
+        model.generate = _reduced(self, model, generate, make)
+
+    @property
+    def active(self) -> bool:
+        """Whether it is still in effect."""
+        return self._held is not None
+
+    def remove(self) -> None:
+        """Let the model generate as before; does nothing the second time."""
+        if self._held is None:
+            return
+        self._held = None
+        # One that ended earlier, below a later one, is still in the chain: take it out, too.
+        current = vars(self._model).get("generate")
+        while (applied := getattr(current, _APPLIED, None)) is not None and not applied.active:
+            current = applied._before
+            if current is _MISSING:
+                del self._model.generate
+            else:
+                self._model.generate = current
+
+    def __enter__(self) -> Applied:
+        if not self.active:
+            raise UnsupportedRequestError(
+                "these budgets have been removed from the model; call kvalloc.apply() again"
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+_MISSING = object()
+
+
+def _reduced(
+    applied: Applied, model: Any, generate: Callable[..., Any], make: MakeCache
+) -> Callable[..., Any]:
+    """`generate` with a cache of `make`, while that is in effect."""
 
     @wraps(generate)
     def reduced_generate(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not None:
+        if not applied.active or kwargs.get("past_key_values") is not None:
             return generate(*args, **kwargs)
         check_generate(model, kwargs)
-        tokens = _prompt_tokens(args, kwargs) if _chunk_size(model, kwargs) else None
-        cache = make_cache(profile, model, prompt_tokens=tokens, **options)
+        ids = _prompt(args, kwargs)
+        chunked = _chunk_size(model, kwargs) is not None
+        cache = make(int(ids.shape[1]) if chunked and ids is not None else None)
+        if chunked and ids is not None:  # a chunk alone would not show the prompt
+            name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
+            cache.decide({name: ids, "attention_mask": kwargs.get("attention_mask")})
         applied.last_cache = cache
         return generate(*args, **{**kwargs, "past_key_values": cache})
 
-    with _replaced_generate(model, reduced_generate):
-        yield applied
-    del held
-
-
-@contextmanager
-def _replaced_generate(model: Any, function: Callable[..., Any]) -> Iterator[None]:
-    missing = object()
-    before = vars(model).get("generate", missing)
-    model.generate = function
-    try:
-        yield
-    finally:
-        if before is missing:
-            del model.generate
-        else:
-            model.generate = before
+    setattr(reduced_generate, _APPLIED, applied)
+    return reduced_generate
 
 
 def _chunk_size(model: Any, arguments: dict[str, Any]) -> int | None:
@@ -124,10 +133,10 @@ def _chunk_size(model: Any, arguments: dict[str, Any]) -> int | None:
     return next((value for value in values if value is not None), None)
 
 
-def _prompt_tokens(args: tuple[Any, ...], arguments: dict[str, Any]) -> int | None:
-    """Length of the prompt that ``generate()`` was given, if it can be read off."""
+def _prompt(args: tuple[Any, ...], arguments: dict[str, Any]) -> Tensor | None:
+    """The prompt that ``generate()`` was given, if it can be read off."""
     named = (arguments.get(name) for name in ("inputs_embeds", "inputs", "input_ids"))
     for tensor in (*args[:1], *named):
         if isinstance(tensor, Tensor) and tensor.ndim >= 2:
-            return int(tensor.shape[1])
+            return tensor
     return None

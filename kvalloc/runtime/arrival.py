@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,6 +115,33 @@ class Arrival:
         self.complete = False
         self.open = False
         self.visible: Tensor | None = None
+        self.row_profiles: tuple[BudgetProfile, ...] | None = None
+
+    def decide(self, row_profiles: Sequence[BudgetProfile]) -> None:
+        """Give the rows of the prompt budgets of their own, before any of it arrives."""
+        self.row_profiles = tuple(row_profiles)
+
+    def _profiles_of(self, batch: int) -> tuple[BudgetProfile, ...] | None:
+        """One profile a row; each stands for several where rows were repeated since."""
+        if self.row_profiles is None:
+            return None
+        times, rest = divmod(batch, len(self.row_profiles))
+        if rest or not times:
+            raise UnsupportedRequestError(
+                f"the budgets were decided for {len(self.row_profiles)} rows, but this input has "
+                f"{batch}; call cache.reset() and decide for these rows"
+            )
+        return tuple(one for one in self.row_profiles for _ in range(times))
+
+    def padding(self, batch: int, tokens: int, mask: object) -> Tensor | None:
+        """What of a new prompt is no padding, ``(batch, tokens)``; None where all is.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If the mask cannot be followed.
+        """
+        return self._visible(0, batch, tokens, mask)
 
     def afresh(self) -> Arrival:
         """The same for a new prompt."""
@@ -190,6 +218,7 @@ class Arrival:
     def commit(self, step: Step) -> None:
         """The forward went through."""
         self.visible = step.visible
+        self.row_profiles = self._profiles_of(step.batch)
         if step.follows:
             self._followed = 0 if step.budgets is not None else self._followed + step.new_tokens
         elif step.budgets is not None:
@@ -204,6 +233,8 @@ class Arrival:
             self.visible = self.visible[rows.to(self.visible.device)]
         if self._kept_budgets is not None:
             self._kept_budgets = self._kept_budgets[rows.cpu().numpy()]
+        if self.row_profiles is not None:
+            self.row_profiles = tuple(self.row_profiles[row] for row in rows.tolist())
 
     def crop(self, columns: int) -> None:
         """Forget all but the first columns."""
@@ -266,13 +297,16 @@ class Arrival:
         if visible is not None:
             lengths = visible.sum(dim=1).cpu().numpy().astype(np.int64)
         lengths = lengths + (expected - end)
-        found = {int(n): self._row_budgets(int(n)) for n in np.unique(lengths)}
+        profiles = self._profiles_of(batch)
+        if profiles is not None:
+            rows = zip(profiles, lengths.tolist(), strict=True)
+            return np.stack([_row_budgets(profile, tokens) for profile, tokens in rows])
+        found = {int(n): _row_budgets(self._profile, int(n)) for n in np.unique(lengths)}
         return np.stack([found[int(n)] for n in lengths])
 
-    def _row_budgets(self, tokens: int) -> IntArray:
-        if tokens == 0:
-            return np.zeros_like(self._profile.budgets)
-        return self._profile.budgets_for(tokens)
+
+def _row_budgets(profile: BudgetProfile, tokens: int) -> IntArray:
+    return np.zeros_like(profile.budgets) if tokens == 0 else profile.budgets_for(tokens)
 
 
 def _or_none(visible: Tensor) -> Tensor | None:

@@ -26,6 +26,7 @@ from kvalloc.errors import (
 )
 from kvalloc.runtime import hooks, refusals
 from kvalloc.runtime.arrival import Arrival, Step
+from kvalloc.runtime.deciding import Decide, DecidesByPrompt
 from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.layers import BudgetLayer, gathered
 from kvalloc.runtime.masks import biased_mask, stored_mask
@@ -39,7 +40,7 @@ from kvalloc.runtime.sizes import decoder_of
 __all__ = ["BudgetCache"]
 
 
-class BudgetCache(Cache):
+class BudgetCache(Cache, DecidesByPrompt):
     """Keeps, of a prompt, the entries that a budget profile grants each layer and KV head.
 
     While the prompt runs, each full-attention layer first attends to all it holds, then the
@@ -68,9 +69,11 @@ class BudgetCache(Cache):
         layers: list[Any],
         prompt_tokens: int | None = None,
         decode_every: int | None = None,
+        decide: Decide | None = None,
     ) -> None:
         super().__init__(layers=layers)
-        self.profile = profile
+        self.profile = self._stored_profile = profile
+        self._decide = decide
         self._policy = policy_of(profile.policy)
         self.decoder = weakref.ref(decoder_of(model))
         self._model_name = type(model).__name__
@@ -83,6 +86,8 @@ class BudgetCache(Cache):
         if self._reader is not None:
             self._reader.forget()
         self.arrival = self.arrival.afresh()
+        self.profile = self._stored_profile
+        self.decision_seconds, self._decided_ahead = None, False
         self._step: Step | None = None
         self._targets: dict[int, IntArray] = {}
         self._masks: dict[tuple[int, int, torch.device], Tensor | None] = {}
@@ -245,6 +250,7 @@ class BudgetCache(Cache):
         mask = arguments.get("attention_mask")
         if self.prompt_complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
             mask = None  # nothing was evicted, so any mask of transformers' own fits
+        self._decide_on_arrival(batch, arguments, mask)
         step = self.arrival.step(self.get_seq_length(), batch, new_tokens, mask)
         refusals.check_chunk(self._policy, step)
         self._targets = {}
@@ -486,10 +492,9 @@ class BudgetCache(Cache):
         """A cache that goes on from here on its own, e.g. one prompt for several questions."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
-        shared = {id(self.profile): self.profile, id(self._policy): self._policy}
-        memo.update(shared)
+        for shared in (self._stored_profile, self._policy, self._decide, *self.row_profiles):
+            memo[id(shared)] = shared
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        decoder = self.decoder()
-        if decoder is not None:
+        if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone

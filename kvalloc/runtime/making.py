@@ -13,10 +13,11 @@ from kvalloc.errors import InputError
 from kvalloc.models import shape_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.policies import changed_policy, policy_class
 from kvalloc.runtime.sizes import make_layers
 
-__all__ = ["make_cache"]
+__all__ = ["make_cache", "with_policy"]
 
 
 def make_cache(
@@ -28,6 +29,7 @@ def make_cache(
     policy: str | Policy | None = None,
     policy_options: Mapping[str, Any] | None = None,
     decode_every: int | None = None,
+    decide: Decide | None = None,
 ) -> BudgetCache:
     """A cache for one conversation that keeps the profile's budgets of its prompt.
 
@@ -52,6 +54,10 @@ def make_cache(
         Keep the budget while decoding: whenever so many tokens have followed, the policy goes
         back to the budgets of the prompt, decoded tokens among the candidates, the latest of them
         in the window. 1 is a hard cap. By default what follows the prompt is never evicted.
+    decide : callable, optional
+        Decides the budgets of each row when the prompt has come, see `Decide`; the profile then
+        says which entries are kept, and holds for later prompts no more than for this one.
+        `kvalloc.prompting` makes such callables.
 
     Returns
     -------
@@ -69,7 +75,7 @@ def make_cache(
     InputError
         If the budgets or the scorer do not fit sinks and window, or there is no such policy.
     """
-    profile = _with_policy(profile, policy, policy_options)
+    profile = with_policy(profile, policy, policy_options)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)
     refusals.check_decoding(policy_class(profile.policy.name), decode_every)
@@ -77,13 +83,19 @@ def make_cache(
     profile.shape.require_same_model(shape, allow_other_model=allow_other_model)
     layers = make_layers(model, shape)
     return BudgetCache(
-        profile, model, layers=layers, prompt_tokens=prompt_tokens, decode_every=decode_every
+        profile,
+        model,
+        layers=layers,
+        prompt_tokens=prompt_tokens,
+        decode_every=decode_every,
+        decide=decide,
     )
 
 
-def _with_policy(
+def with_policy(
     profile: BudgetProfile, policy: str | Policy | None, options: Mapping[str, Any] | None
 ) -> BudgetProfile:
+    """The profile with another way to pick the entries, where one is named."""
     if isinstance(policy, str):
         return replace(profile, policy=changed_policy(profile.policy, policy, options))
     if options:

@@ -23,6 +23,7 @@ MAY_USE_TORCH = {
     "kvalloc.attention_hook",
     "kvalloc.gguf_cache",
     "kvalloc.models",
+    "kvalloc.prompting",
     "kvalloc.quiet",
 }
 SOLVERS_MAY_IMPORT = {

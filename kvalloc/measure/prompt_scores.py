@@ -1,0 +1,105 @@
+"""The score profile of one prompt, for budgets of its own (XKV's mini-prefill before prefill)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError
+from kvalloc.measure.job import Job
+from kvalloc.measure.profiling import measure_job
+from kvalloc.measure.sampling import SampleSet, cut_middle
+from kvalloc.score_profile import ScoreProfile, rank_grid
+from kvalloc.scorers import Scorer
+from kvalloc.shape import ModelShape
+
+__all__ = ["check_measured_tokens", "prompt_scores"]
+
+
+def check_measured_tokens(measured_tokens: object, protected_tokens: int) -> None:
+    """Refuse a length to measure on that leaves nothing but sinks and window.
+
+    Raises
+    ------
+    InputError
+    """
+    if measured_tokens is None:
+        return
+    whole = isinstance(measured_tokens, int) and not isinstance(measured_tokens, bool)
+    if not whole or int(measured_tokens) <= protected_tokens:  # type: ignore[call-overload]
+        raise InputError(
+            f"measured_tokens is {measured_tokens!r}, but sinks and window alone are "
+            f"{protected_tokens} tokens; measure on more, such as 1024, or on the whole prompt"
+        )
+
+
+def prompt_scores(
+    model: Any,
+    token_ids: npt.NDArray[np.int64],
+    *,
+    scorer: Scorer,
+    sinks: int,
+    shape: ModelShape,
+    measured_tokens: int | None = None,
+) -> ScoreProfile:
+    """Retention curves of one prompt.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model, or its decoder; the same afterwards.
+    token_ids : ndarray of int64, (n_tokens,)
+        The prompt, without padding.
+    scorer : Scorer
+        Whose scores count.
+    sinks : int
+        First tokens, never evicted.
+    shape : ModelShape
+        The model's sizes, under the name that the profile is to bear.
+    measured_tokens : int, optional
+        Of a longer prompt, run only so many tokens, the first half and the last half of them, and
+        stretch the curves by the share kept. That bounds what the mini-prefill takes; by default
+        the whole prompt runs, as in XKV.
+
+    Returns
+    -------
+    ScoreProfile
+        Of one sample; its context is the prompt's length.
+
+    Raises
+    ------
+    InputError
+        If the prompt is not longer than sinks and window, or a score is not finite.
+    UnsupportedModelError
+        If the model's attention cannot be seen.
+
+    References
+    ----------
+    XKV, Section IV-A.
+    """
+    protected, n_tokens = sinks + scorer.window, int(token_ids.size)
+    check_measured_tokens(measured_tokens, protected)
+    if n_tokens <= protected:
+        raise InputError(
+            f"a prompt of {n_tokens} tokens leaves nothing to decide beside {sinks} sinks and a "
+            f"window of {scorer.window}"
+        )
+    measured = cut_middle(token_ids, n_tokens if measured_tokens is None else measured_tokens)
+    part = "" if measured.size == n_tokens else f", {measured.size} of them measured"
+    job = Job(
+        model=model,
+        shape=shape,
+        scorer=scorer,
+        sinks=sinks,
+        context_tokens=n_tokens,
+        ranks=rank_grid(n_tokens - protected, n_tokens),
+        samples=SampleSet(
+            token_ids=(measured,), description=f"one prompt of {n_tokens} tokens{part}"
+        ),
+        batch=1,
+        losses=None,
+        share_length=1,
+    )
+    return measure_job(job)

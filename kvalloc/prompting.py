@@ -1,0 +1,398 @@
+"""Budgets for each prompt: decided from the prompt itself, or a stored decision moved by it.
+
+XKV's per-task mode (Section IV): a mini-prefill of the prompt measures its retention curves, the
+same solvers as everywhere decide, then the prompt is prefilled with eviction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from kvalloc.adapting import adapt_budgets, check_adapt, may_move
+from kvalloc.budget_profile import BudgetProfile, Level, Policy
+from kvalloc.errors import InputError
+from kvalloc.measure.prompt_scores import check_measured_tokens, prompt_scores
+from kvalloc.models import shape_of
+from kvalloc.registry import get_solver
+from kvalloc.request import Request
+from kvalloc.runtime.applying import Applied
+from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.making import make_cache, with_policy
+from kvalloc.scorers import Scorer, get_scorer
+from kvalloc.shape import ModelShape
+from kvalloc.solving import decide
+
+__all__ = ["PromptTarget", "apply", "make_adapting_cache", "make_prompt_cache"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTarget:
+    """What is to be reached for each prompt, and how it is measured and decided.
+
+    Attributes
+    ----------
+    target_retention, budget, budget_tokens, memory, min_tokens, max_tokens, page, level
+        As for `kvalloc.solve`; exactly one of the first four. ``memory`` is for all rows of a
+        batch together, each getting what it would if all were as long.
+    solver : str
+        Who decides.
+    solver_options : mapping or None
+        Its options.
+    scorer : str
+        Whose scores are measured, and rank the entries unless another policy is named.
+    scorer_options : mapping or None
+        Its parameters, such as ``window``.
+    sinks : int
+        First tokens, never evicted.
+    measured_tokens : int or None
+        Longest mini-prefill, tokens; see `kvalloc.measure.prompt_scores.prompt_scores`.
+
+    Raises
+    ------
+    InputError
+        If a value is out of range, there is no such solver or scorer, or not exactly one target.
+    """
+
+    target_retention: float | None = None
+    budget: str | float | None = None
+    budget_tokens: int | None = None
+    memory: str | int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    page: int = 1
+    level: Level = "layer"
+    solver: str = "auto"
+    solver_options: Mapping[str, Any] | None = None
+    scorer: str = "xkv"
+    scorer_options: Mapping[str, Any] | None = None
+    sinks: int = 4
+    measured_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.request(1)
+        get_solver(self.solver, **(self.solver_options or {}))
+        if self.sinks < 0:
+            raise InputError(f"sinks is {self.sinks!r}, expected a number of tokens >= 0")
+        check_measured_tokens(self.measured_tokens, self.sinks + self.make_scorer().window)
+
+    def request(self, rows: int) -> Request:
+        """The target for a prompt that is one of several rows."""
+        return Request(
+            target_retention=self.target_retention,
+            budget=self.budget,
+            budget_tokens=self.budget_tokens,
+            memory=self.memory,
+            min_tokens=self.min_tokens,
+            max_tokens=self.max_tokens,
+            page_tokens=self.page,
+            level=self.level,
+            batch=rows,
+        )
+
+    def make_scorer(self) -> Scorer:
+        """The scorer that is measured with."""
+        return get_scorer(self.scorer, **(self.scorer_options or {}))
+
+    def undecided(self, shape: ModelShape) -> BudgetProfile:
+        """What holds until a prompt has come: its sinks and window, and everything is kept."""
+        scorer = self.make_scorer()
+        context = self.sinks + scorer.window
+        return BudgetProfile(
+            shape=shape,
+            level=self.level,
+            context_tokens=context,
+            budgets=np.full((shape.n_layers, shape.n_kv_heads), context, dtype=np.int64),
+            policy=Policy(
+                scorer=scorer.name,
+                scorer_parameters=dict(scorer.parameters()),
+                sinks=self.sinks,
+                window=scorer.window,
+            ),
+            detail="everything, until a prompt has come",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SolveForPrompt:
+    """Decides each row for itself; see `kvalloc.runtime.deciding.Decide`."""
+
+    target: PromptTarget
+    undecided: BudgetProfile
+
+    def __call__(self, decoder: nn.Module, rows: Sequence[IntArray]) -> list[BudgetProfile]:
+        return [self._row(decoder, row, len(rows)) for row in rows]
+
+    def _row(self, decoder: nn.Module, row: IntArray, rows: int) -> BudgetProfile:
+        target, policy = self.target, self.undecided.policy
+        scorer = target.make_scorer()
+        if row.size <= target.sinks + scorer.window:
+            return self.undecided
+        scores = prompt_scores(
+            decoder,
+            row,
+            scorer=scorer,
+            sinks=target.sinks,
+            shape=self.undecided.shape,
+            measured_tokens=target.measured_tokens,
+        )
+        options = dict(target.solver_options or {})
+        request = target.request(rows)
+        decided = decide(
+            scores, request, solver=target.solver, solver_options=options, priced=False
+        )
+        return replace(decided, policy=policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MoveForPrompt:
+    """Moves a stored decision for each row; see `kvalloc.runtime.deciding.Decide`.
+
+    The scores are those that the stored budgets were decided from, also where the entries are
+    picked by another policy.
+    """
+
+    stored: BudgetProfile
+    policy: Policy
+    limit: float
+    measured_tokens: int | None
+
+    def __call__(self, decoder: nn.Module, rows: Sequence[IntArray]) -> list[BudgetProfile]:
+        return [replace(self._row(decoder, row), policy=self.policy) for row in rows]
+
+    def _row(self, decoder: nn.Module, row: IntArray) -> BudgetProfile:
+        stored = self.stored
+        if not may_move(stored, self.limit, int(row.size)):
+            return stored
+        policy = stored.policy
+        scores = prompt_scores(
+            decoder,
+            row,
+            scorer=get_scorer(policy.scorer, **policy.scorer_parameters),
+            sinks=policy.sinks,
+            shape=stored.shape,
+            measured_tokens=self.measured_tokens,
+        )
+        return adapt_budgets(stored, scores, self.limit)
+
+
+def make_prompt_cache(
+    model: Any,
+    target: PromptTarget,
+    *,
+    policy: str | Policy | None = None,
+    policy_options: Mapping[str, Any] | None = None,
+    decode_every: int | None = None,
+    prompt_tokens: int | None = None,
+) -> BudgetCache:
+    """A cache whose budgets are decided from its prompt.
+
+    In the prompt's forward, a mini-prefill over the prompt comes first, then the solver, then the
+    prefill with eviction. That takes about as long as another prefill, less with
+    ``measured_tokens``; no cache exists meanwhile, so peak memory stays that of a reduced prefill.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    target : PromptTarget
+        What is to be reached.
+    policy, policy_options, decode_every, prompt_tokens
+        As for `kvalloc.runtime.make_cache`.
+
+    Returns
+    -------
+    BudgetCache
+        Its ``profile`` is the decision once the prompt has come, its ``row_profiles`` those of
+        the rows, its ``decision_seconds`` what deciding took.
+
+    Raises
+    ------
+    KVAllocError
+        As `kvalloc.runtime.make_cache`.
+
+    References
+    ----------
+    XKV, Section IV-A.
+    """
+    undecided = with_policy(target.undecided(shape_of(model)), policy, policy_options)
+    return make_cache(
+        undecided,
+        model,
+        decode_every=decode_every,
+        prompt_tokens=prompt_tokens,
+        decide=_SolveForPrompt(target=target, undecided=undecided),
+    )
+
+
+def make_adapting_cache(
+    profile: BudgetProfile,
+    model: Any,
+    *,
+    adapt: float,
+    measured_tokens: int | None = None,
+    policy: str | Policy | None = None,
+    policy_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> BudgetCache:
+    """A cache whose stored budgets follow its prompt, within a limit.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+        The stored decision.
+    model : transformers.PreTrainedModel
+    adapt : float
+        Share of its own budget that a unit may gain or lose, 0..1, at the same total; see
+        `kvalloc.adapting.adapt_budgets`. At 0 nothing is measured.
+    measured_tokens : int, optional
+        Longest mini-prefill, tokens; the whole prompt by default.
+    policy, policy_options, **options
+        As for `kvalloc.runtime.make_cache`.
+
+    Returns
+    -------
+    BudgetCache
+
+    Raises
+    ------
+    KVAllocError
+        As `kvalloc.runtime.make_cache` and `kvalloc.adapting.check_adapt`.
+    """
+    check_adapt(profile, adapt)
+    check_measured_tokens(measured_tokens, profile.policy.protected_tokens)
+    changed = with_policy(profile, policy, policy_options)
+    move = _MoveForPrompt(
+        stored=profile, policy=changed.policy, limit=adapt, measured_tokens=measured_tokens
+    )
+    return make_cache(changed, model, **options, decide=move if adapt else None)
+
+
+def apply(
+    model: Any,
+    profile: BudgetProfile | None = None,
+    *,
+    target_retention: float | None = None,
+    budget: str | float | None = None,
+    budget_tokens: int | None = None,
+    memory: str | int | None = None,
+    adapt: float | None = None,
+    measured_tokens: int | None = None,
+    level: Level | None = None,
+    solver: str | None = None,
+    solver_options: Mapping[str, Any] | None = None,
+    min_tokens: int | None = None,
+    max_tokens: int | None = None,
+    page: int | None = None,
+    scorer: str | None = None,
+    scorer_options: Mapping[str, Any] | None = None,
+    sinks: int | None = None,
+    allow_other_model: bool = False,
+    policy: str | Policy | None = None,
+    policy_options: Mapping[str, Any] | None = None,
+    decode_every: int | None = None,
+) -> Applied:
+    """From now on, each ``model.generate()`` reduces its prompt.
+
+    To the budgets of a stored profile, or to budgets decided from each prompt itself::
+
+        with kvalloc.apply(model, profile):              # a stored decision
+        with kvalloc.apply(model, profile, adapt=0.25):  # the same, moved by each prompt
+        with kvalloc.apply(model, target_retention=0.9): # decided for each prompt (XKV)
+            model.generate(**inputs)
+
+    It ends with the ``with``; without one, with ``remove()`` of what is returned. Every call gets
+    a fresh cache, one that brings its own ``past_key_values`` keeps it.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model that can generate.
+    profile : BudgetProfile, optional
+        Budgets made for this model. Without one, exactly one target is given.
+    target_retention, budget, budget_tokens, memory : optional
+        What each prompt is to reach, as for `kvalloc.solve`.
+    adapt : float, optional
+        Let each prompt move the profile's budgets by at most this share; see
+        `make_adapting_cache`.
+    measured_tokens : int, optional
+        Longest mini-prefill, tokens; the whole prompt by default.
+    level, solver, solver_options, min_tokens, max_tokens, page, scorer, scorer_options, sinks
+        How a target is measured and decided; see `PromptTarget`. They do not go with a profile.
+    allow_other_model : bool
+        Accept the profile of a model of another name with the same sizes.
+    policy, policy_options, decode_every : optional
+        As for `kvalloc.runtime.make_cache`.
+
+    Returns
+    -------
+    Applied
+        Its ``last_cache`` tells what the latest call stored.
+
+    Raises
+    ------
+    KVAllocError
+        As `kvalloc.runtime.make_cache`, and for a profile and a target at once, or neither.
+    """
+    picked: dict[str, Any] = {
+        "policy": policy,
+        "policy_options": policy_options,
+        "decode_every": decode_every,
+    }
+    targets = {
+        "target_retention": target_retention,
+        "budget": budget,
+        "budget_tokens": budget_tokens,
+        "memory": memory,
+    }
+    deciding = {
+        "level": level,
+        "solver": solver,
+        "solver_options": solver_options,
+        "min_tokens": min_tokens,
+        "max_tokens": max_tokens,
+        "page": page,
+        "scorer": scorer,
+        "scorer_options": scorer_options,
+        "sinks": sinks,
+    }
+    asked: dict[str, Any] = {
+        name: value for name, value in (targets | deciding).items() if value is not None
+    }
+    if profile is None:
+        if adapt is not None:
+            raise InputError("adapt moves the budgets of a stored profile; give one, too")
+        target = PromptTarget(measured_tokens=measured_tokens, **asked)
+        return Applied(model, _for_target(model, target, picked))
+    if asked:
+        raise InputError(
+            f"a profile and {next(iter(asked))} are two decisions at once; give the profile, with "
+            "adapt if each prompt is to move it, or a target alone"
+        )
+    picked["allow_other_model"] = allow_other_model
+    if adapt is not None:
+        picked |= {"adapt": adapt, "measured_tokens": measured_tokens}
+    elif measured_tokens is not None:
+        raise InputError(
+            "with a stored profile nothing is measured; leave out measured_tokens, or give adapt"
+        )
+    return Applied(model, _for_profile(model, profile, picked))
+
+
+def _for_target(
+    model: Any, target: PromptTarget, options: dict[str, Any]
+) -> Callable[[int | None], BudgetCache]:
+    return lambda tokens: make_prompt_cache(model, target, prompt_tokens=tokens, **options)
+
+
+def _for_profile(
+    model: Any, profile: BudgetProfile, options: dict[str, Any]
+) -> Callable[[int | None], BudgetCache]:
+    make: Callable[..., BudgetCache] = make_adapting_cache if "adapt" in options else make_cache
+    return lambda tokens: make(profile, model, prompt_tokens=tokens, **options)

@@ -1,0 +1,354 @@
+"""Budgets decided from the prompt itself, and stored ones that follow it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.errors import InfeasibleError, InputError, KVAllocError, UnsupportedRequestError
+from kvalloc.measure.prompt_scores import prompt_scores
+from kvalloc.models import shape_of
+from kvalloc.prompting import PromptTarget, make_prompt_cache
+from kvalloc.runtime import make_cache
+from kvalloc.runtime.hooks import hooked_models
+from kvalloc.scorers import get_scorer
+
+CONTEXT, SINKS, NEW = 70, 2, 6
+WINDOW = {"window": 4}
+TARGET: dict[str, Any] = {"sinks": SINKS, "scorer_options": WINDOW}
+
+
+@pytest.fixture
+def model(tiny: ModuleType) -> Any:
+    return tiny.tiny_model()
+
+
+def scores_of(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    """What the mini-prefill is to measure, by the parts it is made of."""
+    return prompt_scores(
+        model,
+        ids.numpy().astype(np.int64),
+        scorer=get_scorer("xkv", **WINDOW),
+        sinks=SINKS,
+        shape=shape_of(model),
+        **options,
+    )
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, past_key_values=cache)
+    logits: torch.Tensor = out.logits
+    return logits
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    settings = {"max_new_tokens": NEW, "do_sample": False, **options}
+    mask = settings.pop("attention_mask", torch.ones_like(ids))
+    with torch.no_grad():
+        out: torch.Tensor = model.generate(ids, attention_mask=mask, **settings)
+    return out
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_a_target_is_what_profile_and_solve_give_the_prompt(
+    tiny: ModuleType, family: str, level: Any
+) -> None:
+    model = tiny.tiny_model(family)
+    ids = tiny.prompt(CONTEXT)
+    expected = kvalloc.solve(scores_of(model, ids[0]), target_retention=0.7, level=level)
+    by_hand = expected.cache(model)
+    answer = generate(model, ids, past_key_values=by_hand)
+    with kvalloc.apply(model, target_retention=0.7, level=level, **TARGET) as applied:
+        assert torch.equal(generate(model, ids), answer)
+        cache = applied.last_cache
+    assert cache is not None
+    assert (cache.profile.budgets == expected.budgets).all()
+    assert cache.profile.retention >= 0.7 - 1e-9
+    assert cache.retained_bytes == by_hand.retained_bytes
+    assert cache.retained_bytes < cache.full_bytes
+    assert cache.decision_seconds > 0
+    assert by_hand.decision_seconds is None
+
+
+def test_each_prompt_gets_its_own_budgets(tiny: ModuleType, model: Any) -> None:
+    ids = [tiny.prompt(CONTEXT, seed=1), torch.full((1, CONTEXT), 5), tiny.prompt(30, seed=2)]
+    with kvalloc.apply(model, target_retention=0.8, **TARGET) as applied:
+        found = []
+        for one in ids:
+            generate(model, one)
+            assert applied.last_cache is not None
+            found.append(applied.last_cache.profile)
+    for one, profile in zip(ids, found, strict=True):
+        alone = kvalloc.solve(scores_of(model, one[0]), target_retention=0.8)
+        assert (profile.budgets == alone.budgets).all()
+    assert (found[0].budgets != found[1].budgets).any()
+    assert found[2].context_tokens == 30
+
+
+@pytest.mark.parametrize(
+    "target",
+    [{"budget": "30%"}, {"budget": 0.3}, {"budget_tokens": 20}, {"memory": 4 * 2 * 20 * 128}],
+)
+def test_every_target_of_a_size_is_met(
+    tiny: ModuleType, model: Any, target: dict[str, Any]
+) -> None:
+    with kvalloc.apply(model, **target, **TARGET) as applied:
+        generate(model, tiny.prompt(CONTEXT), max_new_tokens=1)
+    cache = applied.last_cache
+    assert cache is not None
+    most = 0.3 * cache.full_bytes if "budget" in target else 4 * 2 * 20 * 128
+    assert most - 4 * 2 * 128 < cache.retained_bytes <= most
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("adapt", [None, 0.4])
+def test_padded_rows_are_decided_as_if_alone(
+    tiny: ModuleType, model: Any, side: str, adapt: float | None
+) -> None:
+    ids, mask = tiny.prompt(CONTEXT, 3), torch.ones(3, CONTEXT, dtype=torch.long)
+    hidden = slice(0, 25) if side == "left" else slice(CONTEXT - 25, CONTEXT)
+    mask[1, hidden] = 0
+    stored = tiny.make_profile(model, CONTEXT, 0.4)
+    if adapt is None:
+        cache = make_prompt_cache(model, PromptTarget(target_retention=0.7, **TARGET))
+    else:
+        cache = stored.cache(model, adapt=adapt)
+    run(model, ids, cache, mask)
+    for row in range(3):
+        own = ids[row][mask[row].bool()]
+        scores = scores_of(model, own)
+        if adapt is None:
+            expected = kvalloc.solve(scores, target_retention=0.7).budgets
+        else:
+            expected = kvalloc.adapting.adapt_budgets(stored, scores, adapt).budgets
+            assert expected.sum() == stored.budgets_for(own.numel()).sum()
+        assert (cache.kept_tokens_by_row[row] == expected).all()
+        assert (cache.row_profiles[row].budgets == expected).all()
+    logits = run(model, tiny.prompt(3, 3, seed=9), cache)
+    assert torch.isfinite(logits).all()
+
+
+def test_adapt_keeps_the_total_and_zero_is_the_stored_profile(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    ids = tiny.prompt(CONTEXT)
+    plain, none, moved = (profile.cache(model, adapt=limit) for limit in (None, 0, 0.5))
+    logits = [run(model, ids, cache) for cache in (plain, none, moved)]
+    after = [run(model, tiny.prompt(1, seed=3), cache) for cache in (plain, none, moved)]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(after[0], after[1])
+    assert not torch.equal(after[0], after[2])
+    assert (none.kept_tokens == plain.kept_tokens).all()
+    assert none.decision_seconds is None
+    assert moved.retained_bytes == plain.retained_bytes
+    base = profile.budgets
+    assert (moved.profile.budgets != base).any()
+    assert (np.abs(moved.profile.budgets - base) <= 0.5 * base).all()
+    with kvalloc.apply(model, profile, adapt=0.5) as applied:
+        generate(model, ids, max_new_tokens=1)
+    assert applied.last_cache is not None
+    assert (applied.last_cache.kept_tokens == moved.profile.budgets).all()
+
+
+def test_adapt_agrees_with_the_oracle(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)).cache(model, adapt=0.3)
+    ids = tiny.prompt(CONTEXT, 2)
+    prompt_logits = run(model, ids, cache)
+    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+    assert tiny.worst(prompt_logits, oracle.prompt_logits) < 1e-4
+    for tokens in (1, 5):
+        follow = tiny.prompt(tokens, 2, seed=tokens)
+        assert tiny.worst(run(model, follow, cache), oracle.logits(follow)) < 1e-4
+
+
+def test_a_shorter_measurement_is_the_ends_of_the_prompt(tiny: ModuleType, model: Any) -> None:
+    ids = tiny.prompt(CONTEXT)
+    cut = torch.cat([ids[0, :20], ids[0, -20:]])
+    part, short = scores_of(model, ids[0], measured_tokens=40), scores_of(model, cut)
+    assert part.context_tokens == CONTEXT
+    assert part.sample_tokens.tolist() == [40]
+    assert np.allclose(part.masses, short.masses)
+    with kvalloc.apply(model, target_retention=0.7, measured_tokens=40, **TARGET) as applied:
+        generate(model, ids, max_new_tokens=1)
+    assert applied.last_cache is not None
+    expected = kvalloc.solve(part, target_retention=0.7)
+    assert (applied.last_cache.kept_tokens == expected.budgets).all()
+
+
+@pytest.mark.parametrize("adapt", [None, 0.4])
+def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any, adapt: Any) -> None:
+    ids = tiny.prompt(CONTEXT, 2)
+    stored = tiny.make_profile(model, CONTEXT, 0.4)
+    how = {"target_retention": 0.7, **TARGET} if adapt is None else {"adapt": adapt}
+    profile = stored if adapt else None
+    with kvalloc.apply(model, profile, **how) as applied:
+        generate(model, ids, max_new_tokens=1)
+        assert applied.last_cache is not None
+        expected = applied.last_cache.kept_tokens_by_row
+        generate(model, ids, max_new_tokens=1, prefill_chunk_size=16)
+        assert (applied.last_cache.kept_tokens_by_row == expected).all()
+        generate(model, ids, max_new_tokens=1, prefill_chunk_size=16, num_beams=3)
+        assert (applied.last_cache.kept_tokens_by_row == expected.repeat(3, axis=0)).all()
+        generate(model, ids, num_beams=3)
+        assert applied.last_cache.kept_tokens_by_row.shape[0] == 6
+        assert applied.last_cache.kept_tokens_by_row.min() >= expected.min()
+
+
+def test_short_prompts_keep_everything(tiny: ModuleType, model: Any) -> None:
+    with kvalloc.apply(model, target_retention=0.5, **TARGET) as applied:
+        generate(model, tiny.prompt(6), max_new_tokens=1)
+    assert applied.last_cache is not None
+    assert not applied.last_cache.reduced
+    cache = tiny.make_profile(model, CONTEXT, 0.4).cache(model, adapt=0.5)
+    run(model, tiny.prompt(5), cache)
+    assert not cache.reduced
+
+
+def test_a_cache_decides_anew_after_reset_and_after_a_failure(tiny: ModuleType, model: Any) -> None:
+    target = PromptTarget(target_retention=0.7, **TARGET)
+    cache = make_prompt_cache(model, target)
+    first, second = tiny.prompt(CONTEXT, seed=1), tiny.prompt(50, seed=2)
+    run(model, first, cache)
+    cache.reset()
+    assert cache.profile.retained_tokens == cache.profile.full_tokens
+    run(model, second, cache)
+    expected = kvalloc.solve(scores_of(model, second[0]), target_retention=0.7)
+    assert (cache.kept_tokens == expected.budgets).all()
+    other = make_prompt_cache(model, target)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    handle = model.model.layers[0].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        run(model, first, other)
+    handle.remove()
+    other.reset()
+    run(model, second, other)
+    assert (other.kept_tokens == expected.budgets).all()
+
+
+def test_copies_saved_caches_and_caches_side_by_side(
+    tiny: ModuleType, model: Any, tmp_path: Path
+) -> None:
+    ids = tiny.prompt(CONTEXT)
+    stored = tiny.make_profile(model, CONTEXT, 0.4)
+    cache, other = stored.cache(model, adapt=0.4), stored.cache(model)
+    run(model, tiny.prompt(CONTEXT, seed=5), other)
+    run(model, ids, cache)
+    clone = copy.deepcopy(cache)
+    assert clone.profile is cache.profile
+    cache.save(tmp_path / "c")
+    loaded = kvalloc.load_cache(tmp_path / "c", model)
+    assert (loaded.profile.budgets == cache.profile.budgets).all()
+    question = tiny.prompt(3, seed=7)
+    answers = [run(model, question, one) for one in (cache, clone, loaded)]
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+    assert (other.profile.budgets == stored.budgets).all()
+
+
+def test_the_model_is_as_before(tiny: ModuleType, model: Any) -> None:
+    before, ids = hooked_models(), tiny.prompt(CONTEXT)
+    plain = generate(model, ids)
+    with kvalloc.apply(model, target_retention=0.6, **TARGET) as applied:
+        generate(model, ids)
+    applied.last_cache = None
+    del applied
+    gc.collect()
+    assert hooked_models() == before
+    assert "generate" not in vars(model)
+    assert torch.equal(generate(model, ids), plain)
+
+
+def test_a_plain_call_lasts_until_it_is_removed(tiny: ModuleType, model: Any) -> None:
+    ids = tiny.prompt(CONTEXT)
+    applied = kvalloc.apply(model, target_retention=0.6, **TARGET)
+    later = kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3))
+    generate(model, ids)
+    assert (applied.last_cache, later.last_cache is None) == (None, False)
+    applied.remove()  # below the later one, which goes on
+    generate(model, ids)
+    later.remove()
+    later.remove()
+    assert "generate" not in vars(model)
+    generate(model, ids, past_key_values=DynamicCache(config=model.config))
+    assert applied.last_cache is None
+    with pytest.raises(UnsupportedRequestError, match="apply\\(\\) again"), applied:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({}, "no target"),
+        ({"target_retention": 1.2}, "retention of 1.2"),
+        ({"target_retention": 0.9, "budget": "20%"}, "two targets"),
+        ({"target_retention": 0.9, "solver": "none"}, "no solver 'none'"),
+        ({"target_retention": 0.9, "scorer": "none"}, "no scorer 'none'"),
+        ({"target_retention": 0.9, "sinks": -1}, "sinks is -1"),
+        ({"target_retention": 0.9, "measured_tokens": 12}, "measured_tokens is 12"),
+        ({"target_retention": 0.9, "level": "model"}, "level is 'model'"),
+        ({"target_retention": 0.9, "adapt": 0.2}, "stored profile"),
+        ({"target_retention": 0.9, "decode_every": 0}, "decode_every is 0"),
+        ({"target_retention": 0.9, "policy": "none"}, "no policy or scorer 'none'"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused_on_entering(
+    model: Any, options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(KVAllocError, match=match):
+        kvalloc.apply(model, **options)
+    assert "generate" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"target_retention": 0.9}, "two decisions at once"),
+        ({"solver": "greedy"}, "solver are two decisions"),
+        ({"adapt": 2}, "adapt is 2"),
+        ({"measured_tokens": 40}, "leave out measured_tokens"),
+        ({"adapt": 0.2, "measured_tokens": 6}, "measured_tokens is 6"),
+    ],
+)
+def test_what_does_not_go_with_a_profile_is_refused(
+    tiny: ModuleType, model: Any, options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(InputError, match=match):
+        kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3), **options)
+    with pytest.raises(InputError, match="give adapt"):
+        tiny.make_profile(model, CONTEXT, 0.3).cache(model, measured_tokens=40)
+
+
+def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
+    tiny: ModuleType, model: Any
+) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    ids = tiny.prompt(CONTEXT)
+    cache = profile.cache(model, adapt=0.3)
+    embeds = model.model.embed_tokens(ids)
+    with torch.no_grad(), pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
+        model(inputs_embeds=embeds, past_key_values=cache)
+    with pytest.raises(UnsupportedRequestError, match="only a chunk"), cache.prefill():
+        run(model, ids[:, :20], cache)
+    run(model, ids, cache)
+    with pytest.raises(UnsupportedRequestError, match="holds one already"):
+        cache.decide({"input_ids": ids})
+    small = make_prompt_cache(model, PromptTarget(memory=1000, **TARGET))
+    with pytest.raises(InfeasibleError, match="too little"):
+        run(model, ids, small)
+    assert not small.retained_bytes
+    announced = make_cache(profile, model, prompt_tokens=CONTEXT)
+    announced.decide({"input_ids": ids})  # nothing to decide
+    assert announced.decision_seconds is None
