@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write
 from kvalloc.layer_groups import Groups, groups_fault
+from kvalloc.policy import Policy, others_fault
 from kvalloc.rounding import apportion
 from kvalloc.shape import ModelShape
 from kvalloc.stored_bytes import BIT_WIDTHS, stored_bytes
@@ -22,42 +23,13 @@ from kvalloc.stored_bytes import BIT_WIDTHS, stored_bytes
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
+__all__ = ["SCHEMA_VERSION", "BudgetProfile", "LengthRule", "Level", "Policy", "relative_gap"]
+
 SCHEMA_VERSION = 1
 
 IntArray = npt.NDArray[np.int64]
 Level = Literal["layer", "head"]
 LengthRule = Literal["proportional", "fixed"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """How the runtime picks which entries to keep within a budget.
-
-    Attributes
-    ----------
-    scorer : str
-        Name of the scorer.
-    scorer_parameters : dict
-        What rebuilds it.
-    sinks, window : int
-        First and last tokens of the prompt, never evicted and part of every budget.
-    name : str
-        Name of the policy; ``"score"`` keeps the scorer's best entries.
-    parameters : dict
-        What rebuilds the policy, apart from the scorer.
-    """
-
-    scorer: str
-    scorer_parameters: dict[str, Any]
-    sinks: int
-    window: int
-    name: str = "score"
-    parameters: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def protected_tokens(self) -> int:
-        """Sinks plus window."""
-        return self.sinks + self.window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +60,11 @@ class BudgetProfile:
         Memory is accounted in pages of so many tokens.
     policy : Policy
         Which entries are kept.
+    other_policies : tuple of Policy
+        Policies of single units beside that one, with the same sinks and window.
+    unit_policies : ndarray of int64, (n_layers, n_kv_heads), or None
+        Which policy each KV head has: 0 for ``policy``, k for ``other_policies[k - 1]``; 0 in
+        sliding layers. None where all have ``policy``.
     solver : str
         Who was asked to decide.
     solver_options : dict
@@ -150,6 +127,8 @@ class BudgetProfile:
     length_rule: LengthRule = "proportional"
     page_tokens: int = 1
     policy: Policy
+    other_policies: tuple[Policy, ...] = ()
+    unit_policies: IntArray | None = None
     solver: str = ""
     solver_options: dict[str, Any] = field(default_factory=dict)
     decided_by: str = ""
@@ -183,7 +162,7 @@ class BudgetProfile:
             name, found, expected = fault
             raise InputError(f"budget profile: {name} is {found}, expected {expected}")
         self.budgets.flags.writeable = False
-        for array in (self.ranks, self.bits):
+        for array in (self.ranks, self.bits, self.unit_policies):
             if array is not None:
                 array.flags.writeable = False
 
@@ -191,6 +170,15 @@ class BudgetProfile:
     def gap(self) -> float | None:
         """Relative distance between objective and bound; None without a bound."""
         return relative_gap(self.objective, self.bound)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """All policies: the profile's own, then the others."""
+        return (self.policy, *self.other_policies)
+
+    def with_policy(self, policy: Policy) -> BudgetProfile:
+        """The same budgets with one policy for all units."""
+        return replace(self, policy=policy, other_policies=(), unit_policies=None)
 
     @property
     def retained_tokens(self) -> int:
@@ -442,9 +430,31 @@ def _first_fault(profile: BudgetProfile) -> tuple[str, object, str] | None:
         return "budgets", "different within a group", "one budget for layers that share entries"
     if profile.page_tokens < 1 or profile.batch < 1:
         return "page_tokens, batch", (profile.page_tokens, profile.batch), "numbers >= 1"
+    if fault := _policy_fault(profile):
+        return fault
     if profile.bits is not None and (fault := _bit_fault(profile, profile.bits)):
         return fault
     return None if profile.ranks is None else _rank_fault(profile, profile.ranks)
+
+
+def _policy_fault(profile: BudgetProfile) -> tuple[str, object, str] | None:
+    table, others = profile.unit_policies, profile.other_policies
+    if table is None:
+        if not others:
+            return None
+        return "other_policies", "given", "unit_policies that say which KV head has which"
+    if (fault := others_fault(profile.policy, others)) is not None:
+        return "other_policies", *fault
+    if table.shape != profile.budgets.shape or table.dtype != np.int64:
+        expected = f"int64 shaped {profile.budgets.shape}"
+        return "unit_policies", f"{table.dtype} shaped {table.shape}", expected
+    if int(table.min()) < 0 or int(table.max()) > len(others):
+        found = f"{int(table.min())}..{int(table.max())}"
+        return "unit_policies", found, f"0..{len(others)}, places in the list of policies"
+    sliding = [i for i in range(len(table)) if i not in profile.shape.full_layers]
+    if np.any(table[sliding] != 0):
+        return "unit_policies", "not 0 in a sliding layer", "0 there: nothing is decided"
+    return None
 
 
 def _bit_fault(profile: BudgetProfile, bits: IntArray) -> tuple[str, object, str] | None:

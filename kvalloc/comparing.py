@@ -26,7 +26,7 @@ class ProfileDifference:
     retention : tuple of float or None
         Predicted, as each profile states it.
     fields : dict of tuple of str
-        Other things that differ: solver, level, policy, target, bits.
+        Other things that differ: solver, level, scorer, policies, target, bits.
     """
 
     difference: npt.NDArray[np.int64]
@@ -71,6 +71,7 @@ def compare_profiles(first: BudgetProfile, second: BudgetProfile) -> ProfileDiff
         "solver": (first.solver, second.solver),
         "level": (first.level, second.level),
         "scorer": (first.policy.scorer, second.policy.scorer),
+        **_policies(first, second),
         "context": (str(context), str(second.context_tokens)),
         "target": (_target(first), _target(second)),
         "bits": (_bits(first), _bits(second)),
@@ -90,6 +91,28 @@ def _bits(profile: BudgetProfile) -> str:
     widths, counts = np.unique(profile.bits, return_counts=True)
     heads = zip(widths[::-1].tolist(), counts[::-1].tolist(), strict=True)
     return ", ".join(f"{width} in {count} heads" for width, count in heads)
+
+
+def _policies(first: BudgetProfile, second: BudgetProfile) -> dict[str, tuple[str, str]]:
+    """How many heads have which policy, where any head has another one in the other profile."""
+    tables = [_titles(profile) for profile in (first, second)]
+    changed = int((tables[0] != tables[1]).sum())
+    if not changed or (first.unit_policies is None and second.unit_policies is None):
+        return {}  # with one policy each, the scorers tell
+    texts = []
+    for profile, table in zip((first, second), tables, strict=True):
+        titles, heads = np.unique(table[list(profile.shape.full_layers)], return_counts=True)
+        counted = sorted(zip(heads.tolist(), titles.tolist(), strict=True), reverse=True)
+        texts.append(", ".join(f"{title} in {count}" for count, title in counted))
+    return {"policies": (texts[0], f"{texts[1]} heads; {changed} have another")}
+
+
+def _titles(profile: BudgetProfile) -> npt.NDArray[np.str_]:
+    """What the policy of each head is called, ``(n_layers, n_kv_heads)``."""
+    titles = np.array([policy.title for policy in profile.policies])
+    table = profile.unit_policies
+    found: npt.NDArray[np.str_] = titles[np.zeros_like(profile.budgets) if table is None else table]
+    return found
 
 
 def _target(profile: BudgetProfile) -> str:

@@ -15,7 +15,7 @@ from kvalloc.problem import Aggregate, AllocationProblem, FloatArray, Sense
 from kvalloc.request import Request
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.sharing import grouped
-from kvalloc.valuing import unit_values, workload_values
+from kvalloc.valuing import least_loss_policies, unit_values, workload_values
 
 MOST_OPTIONS = 2**22
 """Most options of a unit: thirty times a context of 131,072 tokens, one by one."""
@@ -37,10 +37,11 @@ def formulate(
     are left out, unit by unit.
 
     With the objective ``"loss"`` an option's value is less the loss that was measured there, linear
-    between the measured levels, and the value of a choice the sum over units. Options are the
-    pages down from the context, every n-th one where there are more than
-    `kvalloc.predicting.LOSS_OPTIONS`, down to the floor or the lowest measured level, whichever is
-    higher.
+    between the measured levels, and the value of a choice the sum over units. Where losses of
+    several policies were measured, it is that of the policy that loses least there, which the
+    problem notes. Options are the pages down from the context, every n-th one where there are more
+    than `kvalloc.predicting.EVEN_OPTIONS`, down to the floor or the lowest measured level,
+    whichever is higher.
 
     Parameters
     ----------
@@ -86,6 +87,7 @@ def formulate(
     problem = AllocationProblem(
         tokens=options.tokens,
         bits=None if request.bits is None else options.bits,
+        policies=_policies(scores, request, context, tokens, sample, options),
         values=values,
         costs=options.costs,
         option_counts=options.counts,
@@ -156,6 +158,21 @@ def _options(
         table = np.concatenate([values for values, _ in valued], axis=1)
         options = undominated(*every, table, costs)
     return options, weights
+
+
+def _policies(
+    scores: ScoreProfile,
+    request: Request,
+    context: int,
+    tokens: np.ndarray[Any, np.dtype[np.int64]],
+    sample: int | None,
+    options: Undominated,
+) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """The policy behind each option, where there are several."""
+    best = least_loss_policies(scores, request, context, tokens, sample)
+    if best is None:
+        return None
+    return np.take_along_axis(best, np.searchsorted(tokens, options.tokens), axis=1)
 
 
 def _check_context(scores: ScoreProfile, context: int, request: Request) -> None:

@@ -24,7 +24,7 @@ from kvalloc.request import Objective, Request, Workloads, request_options
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.sharing import members_alike
 from kvalloc.solver import Solution, Solver
-from kvalloc.tables import bit_table, budget_table
+from kvalloc.tables import bit_table, budget_table, policy_table
 from kvalloc.weighting import Weights
 
 
@@ -48,7 +48,8 @@ class FrontierPoint:
     choice : ndarray of int64, (n_units,)
         Chosen option of each unit.
     retention : float or None
-        Mean over layers of the kept share of score mass; None where only a problem is known.
+        Mean over layers of the kept share of score mass; None where only a problem is known, or
+        units keep other entries than the scorer's best.
     predicted_loss : float or None
         Sum of the measured losses, nats per token; None where loss was not measured.
     """
@@ -86,6 +87,7 @@ def frontier(
     workloads: Workloads = "mean",
     tail: float | None = None,
     share_groups: Groups | str | None = None,
+    loss_policies: Sequence[str] | str | None = None,
     solver: str = "auto",
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
@@ -106,6 +108,8 @@ def frontier(
     workloads, tail
         As in `kvalloc.solve`.
     cap, max_distinct, ranks, rank_tolerance, equal_heads
+        As in `kvalloc.solve`.
+    loss_policies : sequence of str, optional
         As in `kvalloc.solve`.
     share_groups : str or tuple of tuple of int, optional
         Groups of layers that keep the same entries, as in `kvalloc.solve`; not their number, since
@@ -216,13 +220,21 @@ def _told(
     context = problem.context_tokens
     budgets = members_alike(budget_table(scores, problem, point.choice), groups)
     bits = bit_table(scores, problem, point.choice)
+    policies = policy_table(scores, problem, point.choice)
+    retention = None  # of the scorer's best entries; where units keep others, it is not known
+    if policies is None:
+        retention = (
+            point.value
+            if plain
+            else mean_retention(scores, budgets, context, bits=bits, share_groups=groups)
+        )
     return replace(
         point,
-        retention=point.value
-        if plain
-        else mean_retention(scores, budgets, context, bits=bits, share_groups=groups),
+        retention=retention,
         # Losses are measured with entries that each layer chooses for itself.
-        predicted_loss=None if groups else predicted_loss(scores, budgets, context, bits=bits),
+        predicted_loss=None
+        if groups
+        else predicted_loss(scores, budgets, context, bits=bits, policies=policies),
     )
 
 

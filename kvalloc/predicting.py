@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -144,6 +145,39 @@ def loss_curves(scores: ScoreProfile, *, sample: int | None = None) -> FloatArra
     return mean
 
 
+def policy_loss_curves(
+    scores: ScoreProfile, *, sample: int | None = None, places: Sequence[int] | None = None
+) -> FloatArray:
+    """Mean loss curves of several policies over samples, or those of one sample.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    sample : int, optional
+        One sample; the mean over all by default.
+    places : sequence of int, optional
+        Of the policies wanted in `ScoreProfile.policies`; all by default.
+
+    Returns
+    -------
+    ndarray of float64, (n_policies, n_layers, n_kv_heads or 1, n_levels)
+        Nats per token.
+
+    Raises
+    ------
+    InputError
+        If no losses were measured.
+    """
+    own = loss_curves(scores, sample=sample)[None]
+    every = own
+    if scores.other_losses is not None:
+        others = scores.other_losses
+        mean = others.mean(axis=0) if sample is None else others[sample]
+        every = np.concatenate([own, np.moveaxis(mean, 2, 0)])
+    chosen: FloatArray = every if places is None else every[list(places)]
+    return chosen
+
+
 def loss_at(
     scores: ScoreProfile, curves: FloatArray, tokens: IntArray, context_tokens: int
 ) -> FloatArray:
@@ -227,6 +261,7 @@ def predicted_loss(
     *,
     bits: IntArray | None = None,
     sample: int | None = None,
+    policies: IntArray | None = None,
 ) -> float | None:
     """Sum of the units' measured losses at their budgets, nats per token.
 
@@ -242,6 +277,8 @@ def predicted_loss(
         Bit width of each head; 16 everywhere by default.
     sample : int, optional
         One sample; the mean over all by default.
+    policies : ndarray of int64, (n_layers, n_kv_heads), optional
+        Place of each head's policy in `ScoreProfile.policies`; the scorer's own by default.
 
     Returns
     -------
@@ -254,12 +291,18 @@ def predicted_loss(
     decided = budgets[list(scores.shape.full_layers)]
     if int(decided.min()) < least_loss_tokens(scores, context_tokens):
         return None
-    curves = loss_curves(scores, sample=sample)
-    columns = curves.shape[1]
-    if columns == 1 and np.any(decided != decided[:, :1]):
+    curves = policy_loss_curves(scores, sample=sample)
+    table = np.zeros_like(budgets) if policies is None else policies
+    columns, chosen = curves.shape[2], table[list(scores.shape.full_layers)]
+    if columns == 1 and (np.any(decided != decided[:, :1]) or np.any(chosen != chosen[:, :1])):
         return None
     lost = [
-        loss_at(scores, curves[layer, head], budgets[layer, [head]], context_tokens)
+        loss_at(
+            scores,
+            curves[table[layer, head], layer, head],
+            budgets[layer, [head]],
+            context_tokens,
+        )
         for layer in scores.shape.full_layers
         for head in range(columns)
     ]

@@ -105,6 +105,9 @@ class AllocationProblem:
     bits : ndarray of int64, (n_units, n_options), or None
         Bit width of each option, where that is chosen too; a dearer option may then keep fewer
         tokens, and a solver has to say that it takes such problems (`Solver.takes_bits`).
+    policies : ndarray of int64, (n_units, n_options), or None
+        Place of the policy behind each option's value, where units choose among several; solvers
+        need not look at it.
     option_counts : ndarray of int64, (n_units,)
         Options that a unit really has: ``values[u, :option_counts[u]]``; the rest is padding.
     weights : ndarray of float64, (n_units,)
@@ -142,6 +145,7 @@ class AllocationProblem:
     values: FloatArray
     costs: IntArray
     bits: IntArray | None = None
+    policies: IntArray | None = None
     option_counts: IntArray
     weights: FloatArray
     layers: IntArray
@@ -186,8 +190,9 @@ class AllocationProblem:
                 )
         for name in _ARRAYS:  # a solver must not change what its answer is checked against
             getattr(self, name).flags.writeable = False
-        if self.scenarios is not None:
-            self.scenarios.flags.writeable = False
+        for array in (self.scenarios, self.policies):
+            if array is not None:
+                array.flags.writeable = False
 
     @property
     def n_units(self) -> int:
@@ -358,6 +363,10 @@ class AllocationProblem:
         """Bit width of each unit, ``(n_units,)``; None where it is not chosen."""
         return None if self.bits is None else self.bits[np.arange(self.n_units), choice]
 
+    def chosen_policies(self, choice: IntArray) -> IntArray | None:
+        """Place of each unit's policy, ``(n_units,)``; None where it is not chosen."""
+        return None if self.policies is None else self.policies[np.arange(self.n_units), choice]
+
     def meets_target(self, value: float) -> bool:
         """Whether a value reaches the target, within `VALUE_TOLERANCE`."""
         return self.target is None or value >= self.lowest_accepted_value
@@ -458,6 +467,8 @@ class AllocationProblem:
             hasher.update(np.ascontiguousarray(rows).data)
         if self.bits is not None:
             hasher.update(b"bits" + np.ascontiguousarray(self.bits).data)
+        if self.policies is not None:
+            hasher.update(b"policies" + np.ascontiguousarray(self.policies).data)
         goal = (self.sense.value, self.aggregate.value, self.capacity_bytes, self.target)
         where = (self.context_tokens, self.protected_tokens, self.constraints)
         hasher.update(repr((*goal, *where)).encode())

@@ -42,12 +42,13 @@ def check_arrays(problem: AllocationProblem) -> None:
                 f"problem: {name} are {array.dtype} shaped {array.shape}, expected int64 shaped "
                 f"{values.shape}"
             )
-    bits = problem.bits
-    if bits is not None and (bits.shape != values.shape or bits.dtype != np.int64):
-        raise InputError(
-            f"problem: bits are {bits.dtype} shaped {bits.shape}, expected int64 shaped "
-            f"{values.shape}"
-        )
+    for name in ("bits", "policies"):
+        array = getattr(problem, name)
+        if array is not None and (array.shape != values.shape or array.dtype != np.int64):
+            raise InputError(
+                f"problem: {name} are {array.dtype} shaped {array.shape}, expected int64 shaped "
+                f"{values.shape}"
+            )
     for name in ("option_counts", "weights", "layers", "heads"):
         if getattr(problem, name).shape != values.shape[:1]:
             raise InputError(f"problem: {name} must have one number for each unit")

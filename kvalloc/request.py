@@ -69,6 +69,9 @@ class Request:
     share_groups : tuple of tuple of int, int, str or None
         Groups of adjacent layers that keep the same entries; or how many groups of layers there
         may be, which `kvalloc.grouping` turns into groups first.
+    loss_policies : sequence of str, str or None
+        Names of the policies that units choose from by their loss, which the objective then is;
+        all whose losses the score profile holds by default. A text has commas between them.
 
     Raises
     ------
@@ -95,6 +98,7 @@ class Request:
     workloads: Workloads = "mean"
     tail: float | None = None
     share_groups: Groups | int | str | None = None
+    loss_policies: Sequence[str] | str | None = None
 
     @classmethod
     def of(cls, **asked: Any) -> Request:
@@ -114,6 +118,11 @@ class Request:
         InputError
             As the class itself, and for the limits.
         """
+        if asked.get("loss_policies") is not None and asked.get("objective") == "mean":
+            raise InputError(
+                "policies are chosen by what they lose, and the objective is 'mean', retention; "
+                "take the objective 'loss', or leave the policies out"
+            )
         limits = {name: asked.pop(name) for name in LIMIT_OPTIONS if name in asked}
         cap = limits.pop("cap", None) or ()
         for ours, theirs in _RENAMED.items():
@@ -132,6 +141,7 @@ class Request:
             raise InputError(f"{both} are two targets at once; give one of {options}")
         if self.level not in ("layer", "head"):
             raise InputError(f"the level is {self.level!r}, expected 'layer' or 'head'")
+        _check_policies(self)
         self._check_objective()
         if self.batch < 1 or self.page_tokens < 1:
             raise InputError("batch and page must be at least 1")
@@ -267,6 +277,12 @@ class Request:
             return {}
         return {"workloads": self.workloads, "tail": self.tail}
 
+    def describe_policies(self) -> dict[str, Any]:
+        """The policies to choose from, where they were named."""
+        if self.loss_policies is None:
+            return {}
+        return {"loss_policies": list(self.loss_policies)}
+
 
 def _check_sharing(request: Request) -> None:
     if request.share_groups is None:
@@ -277,6 +293,20 @@ def _check_sharing(request: Request) -> None:
             "layers that share entries are decided by their mean retention at the model's own "
             "precision; leave out the objective, weights and bits, or the groups"
         )
+
+
+def _check_policies(request: Request) -> None:
+    if request.loss_policies is None:
+        return
+    names = request.loss_policies
+    names = names.split(",") if isinstance(names, str) else names
+    object.__setattr__(request, "loss_policies", tuple(name.strip() for name in names))
+    if request.objective == "worst" or request.target_retention is not None:
+        raise InputError(
+            "policies are chosen by what they lose, and retention is asked for; give "
+            "--target-loss or --objective loss, or leave the policies out"
+        )
+    object.__setattr__(request, "objective", "loss")
 
 
 def _check_workloads(request: Request) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvalloc.budget_profile import SCHEMA_VERSION, BudgetProfile, Policy
+from kvalloc.budget_profile import SCHEMA_VERSION, BudgetProfile
 from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.policy import Policy
 from kvalloc.shape import ModelShape
 
 WAY_OUT = "make it again with 'kvalloc solve'"
@@ -45,6 +47,7 @@ class PolicyModel(_Strict):
     window: int = Field(ge=0)
     name: str = "score"
     parameters: dict[str, Any] = Field(default_factory=dict)
+    label: str = Field(default="", description="what it was asked for as, left out where empty")
 
 
 class BudgetProfileModel(_Strict):
@@ -67,6 +70,15 @@ class BudgetProfileModel(_Strict):
     length_rule: Literal["proportional", "fixed"]
     page_tokens: int = Field(ge=1)
     policy: PolicyModel
+    other_policies: list[PolicyModel] = Field(
+        default_factory=list,
+        description="policies that single heads have instead; left out where none has",
+    )
+    unit_policies: list[list[int]] | None = Field(
+        default=None,
+        description="policy of each head, one row a layer: 0 is policy, k is the k-th of "
+        "other_policies; left out where all have policy",
+    )
     solver: str
     solver_options: dict[str, Any]
     decided_by: str = ""
@@ -124,14 +136,7 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
         "ranks": None if profile.ranks is None else profile.ranks.tolist(),
         "length_rule": profile.length_rule,
         "page_tokens": profile.page_tokens,
-        "policy": {
-            "scorer": profile.policy.scorer,
-            "scorer_parameters": profile.policy.scorer_parameters,
-            "sinks": profile.policy.sinks,
-            "window": profile.policy.window,
-            "name": profile.policy.name,
-            "parameters": profile.policy.parameters,
-        },
+        "policy": profile.policy.record(),
         "solver": profile.solver,
         "solver_options": profile.solver_options,
         "decided_by": profile.decided_by,
@@ -164,6 +169,8 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
         "cost_bytes": profile.cost_bytes,
         "full_cost_bytes": profile.full_cost_bytes,
         "bits": None if profile.bits is None else profile.bits.tolist(),
+        "other_policies": [other.record() for other in profile.other_policies] or None,
+        "unit_policies": None if profile.unit_policies is None else profile.unit_policies.tolist(),
     }
     data |= {name: value for name, value in optional.items() if value is not None}
     data["digest"] = _digest(data)
@@ -173,9 +180,8 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
 def budget_profile_json(profile: BudgetProfile) -> str:
     """The file's text: one key a line, one row of budgets a line."""
     data = budget_profile_dict(profile)
-    tables = {
-        name: data[name] for name in ("budgets", "ranks", "bits") if data.get(name) is not None
-    }
+    names = ("budgets", "ranks", "bits", "unit_policies")
+    tables = {name: data[name] for name in names if data.get(name) is not None}
     marks = {name: f"ROWS OF {name}" for name in tables}
     text = json.dumps({**data, **marks}, indent=2, sort_keys=True, allow_nan=False)
     for name, rows in tables.items():
@@ -239,6 +245,8 @@ def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
                 "share_groups",
                 "ranks",
                 "bits",
+                "other_policies",
+                "unit_policies",
             ),
             *("retained_tokens", "full_tokens", "retained_bytes", "full_bytes"),
         }
@@ -250,16 +258,22 @@ def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
         return BudgetProfile(
             shape=ModelShape.from_dict(model.shape.model_dump()),
             policy=Policy(**model.policy.model_dump()),
+            other_policies=tuple(Policy(**other.model_dump()) for other in model.other_policies),
+            unit_policies=_table(model.unit_policies),
             budgets=np.asarray(model.budgets, dtype=np.int64),
-            bits=None if model.bits is None else np.asarray(model.bits, dtype=np.int64),
+            bits=_table(model.bits),
             share_groups=tuple(tuple(group) for group in model.share_groups),
-            ranks=None if model.ranks is None else np.asarray(model.ranks, dtype=np.int64),
+            ranks=_table(model.ranks),
             **copied,
         )
     except (InputError, OverflowError, ValueError) as error:
         raise ProfileFileError(
             path, field="content", found=str(error), expected="a sound profile", way_out=WAY_OUT
         ) from error
+
+
+def _table(rows: list[list[int]] | None) -> npt.NDArray[np.int64] | None:
+    return None if rows is None else np.asarray(rows, dtype=np.int64)
 
 
 def _check_derived(path: str | Path, model: BudgetProfileModel, profile: BudgetProfile) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.layer_groups import shared_fault
+from kvalloc.policy import others_fault
 from kvalloc.stored_bytes import BIT_WIDTHS
 
 if TYPE_CHECKING:
@@ -91,9 +92,12 @@ def _loss_fault(profile: ScoreProfile) -> Fault | None:
     """
     levels, losses, stderr = profile.loss_tokens, profile.losses, profile.loss_stderr
     if levels is None or losses is None:
-        if levels is None and losses is None and stderr is None:
-            return None
-        return "loss_tokens, losses", "one without the other", "both or neither (and loss_stderr)"
+        if any(array is not None for array in (levels, losses, stderr)):
+            both = "both or neither (and loss_stderr)"
+            return "loss_tokens, losses", "one without the other", both
+        if profile.loss_policies or profile.other_losses is not None:
+            return "other_losses", "given", "losses of the scorer's own entries beside them"
+        return None
     if levels.ndim != 1 or levels.size < 2 or levels.dtype != np.int64:
         return "loss_tokens", f"{levels.dtype} shaped {levels.shape}", "int64, two levels or more"
     least, most = profile.protected_tokens, profile.context_tokens
@@ -103,27 +107,62 @@ def _loss_fault(profile: ScoreProfile) -> Fault | None:
             f"{levels.tolist()[:4]}..{int(levels[-1])}",
             f"rising from at least {max(1, least)} (sinks and window) to the context of {most}",
         )
-    shape = profile.shape
-    rows = (profile.n_samples, shape.n_layers)
-    sizes = {(*rows, heads, levels.size) for heads in (1, shape.n_kv_heads)}
-    for name, array in (("losses", losses), ("loss_stderr", stderr)):
+    columns = {1, profile.shape.n_kv_heads}
+    fault = _losses_fault(profile, ("losses", "loss_stderr"), (losses, stderr), columns)
+    return fault or _other_losses_fault(profile, losses.shape[2])
+
+
+def _other_losses_fault(profile: ScoreProfile, columns: int) -> Fault | None:
+    """The same of the policies beside the scorer's own, which are measured for the same units."""
+    others, losses, stderr = profile.loss_policies, profile.other_losses, profile.other_loss_stderr
+    if not others and losses is None and stderr is None:
+        return None
+    if not others or losses is None:
+        return "loss_policies, other_losses", "one without the other", "both or neither"
+    if (fault := others_fault(profile.policy, others)) is not None:
+        return "loss_policies", *fault
+    names = ("other_losses", "other_loss_stderr")
+    return _losses_fault(profile, names, (losses, stderr), {columns}, (len(others),))
+
+
+def _losses_fault(
+    profile: ScoreProfile,
+    names: tuple[str, str],
+    arrays: tuple[FloatArray, FloatArray | None],
+    columns: set[int],
+    middle: tuple[int, ...] = (),
+) -> Fault | None:
+    """What cannot be in losses and their standard errors.
+
+    They are shaped (n_samples, n_layers, one of `columns`, `middle`, n_levels).
+    """
+    assert profile.loss_tokens is not None  # the caller has looked
+    losses, stderr = arrays
+    rows, full = (profile.n_samples, profile.shape.n_layers), list(profile.shape.full_layers)
+    sizes = {(*rows, heads, *middle, profile.loss_tokens.size) for heads in columns}
+    for name, array in zip(names, arrays, strict=True):
         if array is None:
             continue
         if array.shape not in sizes or array.shape != losses.shape or array.dtype != np.float64:
             return name, f"{array.dtype} shaped {array.shape}", f"float64 shaped {sorted(sizes)}"
-        decided = array[:, list(shape.full_layers)]
+        decided = array[:, full]
         if not np.all(np.isfinite(decided)):
-            sample, layer, head, level = np.argwhere(~np.isfinite(decided))[0].tolist()
-            place = f"sample {sample}, layer {shape.full_layers[layer]}, head {head}, level {level}"
+            sample, layer, head, *others = np.argwhere(~np.isfinite(decided))[0].tolist()
+            policy = "".join(f", policy {place}" for place in others[:-1])
+            place = f"sample {sample}, layer {full[layer]}, head {head}{policy}, level {others[-1]}"
             return name, f"not finite in {place}", "finite nats per token"
     if stderr is not None and np.any(stderr < 0):
-        return "loss_stderr", "negative", "standard errors >= 0"
-    decided = losses[:, list(shape.full_layers)]
+        return names[1], "negative", "standard errors >= 0"
+    decided = losses[:, full]
     if np.any(np.abs(decided[..., -1]) > CURVE_TOLERANCE):
-        return "losses", "not 0 where everything is kept", "C(context) = 0, levels rising"
+        return names[0], "not 0 where everything is kept", "C(context) = 0, levels rising"
     low, high = float(decided.min()), float(decided.max())
     if low < -max(LOSS_NOISE_NATS, high):
-        return "losses", f"{low:.6g}..{high:.6g}", "KL in nats: what is lost, above 0 but for noise"
+        return (
+            names[0],
+            f"{low:.6g}..{high:.6g}",
+            "KL in nats: what is lost, above 0 but for noise",
+        )
     return None
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write
 from kvalloc.layer_groups import run_index
+from kvalloc.policy import Policy
 from kvalloc.score_checks import first_fault
 from kvalloc.shape import ModelShape
 
@@ -29,6 +30,7 @@ IntArray = npt.NDArray[np.int64]
 _ARRAYS = ("ranks", "curves", "masses", "sample_tokens")
 _OPTIONAL_ARRAYS = (
     *("loss_tokens", "losses", "loss_stderr"),
+    *("other_losses", "other_loss_stderr"),
     *("bit_widths", "bit_fidelity"),
     *("shared_runs", "shared_curves"),
 )
@@ -80,6 +82,14 @@ class ScoreProfile:
         fall, be convex, or stay above 0 everywhere.
     loss_stderr : ndarray of float64, shaped as ``losses``, or None
         Standard error of each loss.
+    loss_policies : tuple of Policy
+        Policies whose losses were measured beside those of the scorer's best entries, each with a
+        name of its own and the same sinks and window.
+    other_losses : ndarray of float64, (n_samples, n_layers, n_kv_heads or 1, n_policies, n_levels)
+        Their loss curves, at the same levels; or None. Every policy keeps the same where nothing
+        but sinks and window is kept, and where everything is.
+    other_loss_stderr : ndarray of float64, shaped as ``other_losses``, or None
+        Standard error of each.
     bit_widths : ndarray of int64, (n_bits,), or None
         Bit widths whose fidelity was measured, of 16, 8 and 4.
     bit_fidelity : ndarray of float64, (n_samples, n_layers, n_kv_heads, n_bits), or None
@@ -129,6 +139,9 @@ class ScoreProfile:
     loss_tokens: IntArray | None = None
     losses: FloatArray | None = None
     loss_stderr: FloatArray | None = None
+    loss_policies: tuple[Policy, ...] = ()
+    other_losses: FloatArray | None = None
+    other_loss_stderr: FloatArray | None = None
     bit_widths: IntArray | None = None
     bit_fidelity: FloatArray | None = None
     interpolation_error: float = 0.0
@@ -166,6 +179,21 @@ class ScoreProfile:
     def has_losses(self) -> bool:
         """Whether loss curves were measured."""
         return self.losses is not None
+
+    @property
+    def policy(self) -> Policy:
+        """The scorer's best entries: what the curves, and ``losses``, are about."""
+        return Policy(
+            scorer=self.scorer,
+            scorer_parameters=dict(self.scorer_parameters),
+            sinks=self.sinks,
+            window=self.window,
+        )
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """All policies whose losses can be told apart: the scorer's own, then the others."""
+        return (self.policy, *self.loss_policies)
 
     @property
     def is_exact(self) -> bool:
@@ -331,6 +359,9 @@ class ScoreProfile:
                 )
         try:
             header["shape"] = ModelShape.from_dict(header["shape"])
+            header["loss_policies"] = tuple(
+                Policy(**record) for record in header.get("loss_policies", ())
+            )
             for name, kind in (("ranks", np.int64), ("sample_tokens", np.int64)):
                 if arrays[name].dtype != kind:
                     raise InputError(f"{name} has dtype {arrays[name].dtype}, expected int64")
@@ -356,6 +387,7 @@ class ScoreProfile:
         return {name: getattr(self, name) for name in _ARRAYS} | present
 
     def _header(self) -> dict[str, Any]:
+        others = [policy.record() for policy in self.loss_policies]
         return {
             "schema_version": SCHEMA_VERSION,
             "shape": self.shape.to_dict(),
@@ -369,6 +401,7 @@ class ScoreProfile:
             "text_description": self.text_description,
             "versions": self.versions,
             "created": self.created,
+            **({"loss_policies": others} if others else {}),
         }
 
 

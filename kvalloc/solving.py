@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvalloc.advising import advise
-from kvalloc.budget_profile import BudgetProfile, Level, Policy
+from kvalloc.budget_profile import BudgetProfile, Level
 from kvalloc.capacity import fixed_bytes, full_cost
 from kvalloc.checking import CheckedSolution, solve_problem
 from kvalloc.costs import Cost
@@ -29,7 +29,7 @@ from kvalloc.request import Objective, Request, Workloads, request_options
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.sharing import members_alike
 from kvalloc.solver import Solver, Termination
-from kvalloc.tables import bit_table, budget_table
+from kvalloc.tables import bit_table, budget_table, policies_in_use, policy_table
 from kvalloc.weighting import Weights
 
 __all__ = [
@@ -75,6 +75,7 @@ def solve(
     workloads: Workloads = "mean",
     tail: float | None = None,
     share_groups: Groups | int | str | None = None,
+    loss_policies: Sequence[str] | str | None = None,
 ) -> BudgetProfile:
     """Decide how many entries each layer and KV head keeps.
 
@@ -147,6 +148,10 @@ def solve(
         Groups of adjacent layers that keep the same entries, such as ``"2-3,4-5"`` (MPCache); or
         how many groups of layers there may be in all, a layer alone counting as one: which layers
         share is then chosen. Needs a score profile made with a share length.
+    loss_policies : sequence of str, optional
+        The policies that each unit chooses from together with its budget, by loss, which the
+        objective then is; by the names that ``kvalloc.profile(loss_policies=...)`` gave them. All
+        that the score profile holds by default.
 
     Returns
     -------
@@ -402,6 +407,8 @@ def to_budget_profile(
     groups = request.share_groups if isinstance(request.share_groups, tuple) else ()
     budgets = members_alike(budget_table(scores, problem, checked.choice), groups)
     bits = bit_table(scores, problem, checked.choice)
+    policies = policy_table(scores, problem, checked.choice)
+    other_policies, unit_policies = policies_in_use(scores, policies)
     requested = {
         **request.describe(),
         "objective": request.objective,
@@ -409,6 +416,7 @@ def to_budget_profile(
         "max_tokens": request.max_tokens,
         **request.limits.describe(),
         **request.describe_workloads(),
+        **request.describe_policies(),
     }
     if request.weights is not None:
         requested["weights"] = np.asarray(request.weights).tolist()
@@ -431,12 +439,9 @@ def to_budget_profile(
         ranks=_rank_table(scores, problem, checked),
         length_rule=request.length_rule,
         page_tokens=request.page_tokens,
-        policy=Policy(
-            scorer=scores.scorer,
-            scorer_parameters=dict(scores.scorer_parameters),
-            sinks=scores.sinks,
-            window=scores.window,
-        ),
+        policy=scores.policy,
+        other_policies=other_policies,
+        unit_policies=unit_policies,
         solver=solver_name,
         solver_options=solver_options,
         decided_by=checked.decided_by or solver_name,
@@ -447,7 +452,10 @@ def to_budget_profile(
         bound_source=checked.bound_source,
         termination=checked.termination.value,
         requested=requested,
-        retention=checked.value
+        # Retention is about the scorer's best entries, and some units keep others.
+        retention=None
+        if policies is not None
+        else checked.value
         if request.workloads == "mean" and request.objective == "mean" and request.weights is None
         else mean_retention(
             scores, budgets, problem.context_tokens, bits=bits, share_groups=groups
@@ -458,7 +466,7 @@ def to_budget_profile(
         # Losses are measured with entries that each layer chooses for itself.
         predicted_loss=None
         if groups
-        else predicted_loss(scores, budgets, problem.context_tokens, bits=bits),
+        else predicted_loss(scores, budgets, problem.context_tokens, bits=bits, policies=policies),
         cost_bytes=checked.cost_bytes if other_cost else None,
         full_cost_bytes=full_cost(scores, request, problem.context_tokens) if other_cost else None,
         batch=request.batch,

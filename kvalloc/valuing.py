@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError
-from kvalloc.predicting import evictable_rank, loss_at, loss_curves
+from kvalloc.policy import places_of
+from kvalloc.predicting import evictable_rank, loss_at, policy_loss_curves
 from kvalloc.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.weighting import head_weights
 
@@ -56,7 +57,8 @@ def unit_values(
         If losses or bits are asked for and were not measured for such units.
     """
     if request.objective == "loss":
-        values = -_unit_losses(scores, request, sample, context, tokens)
+        losses = _unit_losses(scores, request, sample, context, tokens)
+        values = -losses.min(axis=0)
         return values, np.ones(values.shape[0])
     if request.weights is not None:
         return _weighted(scores, request, context, tokens, sample, bits)
@@ -169,26 +171,72 @@ def _unit_losses(
     context: int,
     tokens: IntArray,
 ) -> FloatArray:
-    """Loss of each unit at each option, ``(n_units, n_options)``, nats per token."""
-    curves = loss_curves(scores, sample=sample)[list(scores.shape.full_layers)]
+    """Loss of each unit at each option with each policy on offer, nats per token.
+
+    Returns
+    -------
+    ndarray of float64, (n_policies, n_units, n_options)
+    """
+    layers = list(scores.shape.full_layers)
+    places = offered_policies(scores, request)
+    curves = policy_loss_curves(scores, sample=sample, places=places)[:, layers]
     if request.weights is not None:
         weights = head_weights(scores.shape, request.weights)
-        if curves.shape[1] == 1 and np.any(weights != weights[:, :1]):
+        if curves.shape[2] == 1 and np.any(weights != weights[:, :1]):
             raise InputError(
                 "the loss curves of this score profile were measured on whole layers, so heads of "
                 "a layer cannot weigh differently; give one weight a layer"
             )
-        curves = curves * weights[:, : curves.shape[1], None]
+        curves = curves * weights[:, : curves.shape[2], None]
     if request.level == "layer":
-        curves = curves.sum(axis=1)
-    elif curves.shape[1] == scores.shape.n_kv_heads:
-        curves = curves.reshape(-1, curves.shape[-1])
+        curves = curves.sum(axis=2)
+    elif curves.shape[2] == scores.shape.n_kv_heads:
+        curves = curves.reshape(len(places), -1, curves.shape[-1])
     else:
         raise InputError(
             "the loss curves of this score profile were measured on whole layers, so they cannot "
             "tell KV heads apart; ask for --level layer, or measure every head"
         )
     return loss_at(scores, curves, tokens, context)
+
+
+def offered_policies(scores: ScoreProfile, request: Request) -> tuple[int, ...]:
+    """Places in `ScoreProfile.policies` of those that units can choose from.
+
+    Raises
+    ------
+    InputError
+        If the request names one whose losses were not measured.
+    """
+    if request.loss_policies is None:
+        return tuple(range(len(scores.policies)))
+    return places_of(scores.policy, scores.loss_policies, request.loss_policies)
+
+
+def least_loss_policies(
+    scores: ScoreProfile, request: Request, context: int, tokens: IntArray, sample: int | None
+) -> IntArray | None:
+    """The policy that loses least in each unit at each option.
+
+    At equal bytes nothing but the loss counts, so that the problem of choosing budgets and
+    policies together is the one over each unit's least losses, exactly.
+
+    Parameters
+    ----------
+    scores, request, context, tokens, sample
+        See `unit_values`.
+
+    Returns
+    -------
+    ndarray of int64, (n_units, n_options), or None
+        Places in `ScoreProfile.policies`, of equal ones the first; None where only the scorer's
+        own is on offer, or something else than loss is asked for.
+    """
+    if request.objective != "loss" or (places := offered_policies(scores, request)) == (0,):
+        return None
+    losses = _unit_losses(scores, request, sample, context, tokens)
+    best: IntArray = np.asarray(places, dtype=np.int64)[losses.argmin(axis=0)]
+    return best
 
 
 def _weighted(

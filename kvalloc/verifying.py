@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError
 from kvalloc.formulate import formulate
 from kvalloc.grouping import settle
@@ -17,6 +18,7 @@ from kvalloc.problem import AllocationProblem, IntArray, Sense
 from kvalloc.request import Request
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
+from kvalloc.tables import policy_table
 
 TOLERANCE = 1e-9
 """Recomputed and stated numbers this close, relative to the larger of 1 and them, agree."""
@@ -104,11 +106,19 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
     checks.extend(_side_checks(profile, problem, choice))
     checks.append(_close("objective", profile.objective, problem.objective(choice)))
     context, bits, groups = profile.context_tokens, profile.bits, profile.share_groups
-    retention = mean_retention(scores, profile.budgets, context, bits=bits, share_groups=groups)
-    checks.append(_close("retention", profile.retention, retention))
+    policies, named = _policies_of(profile, scores, problem, choice)
+    checks += named
+    if policies is not None:
+        checks.append(_equal("retention", profile.retention, None))
+    else:
+        found = mean_retention(scores, profile.budgets, context, bits=bits, share_groups=groups)
+        checks.append(_close("retention", profile.retention, found))
     if profile.requested.get("cost", "bytes") != "bytes":
         checks.append(_equal("cost", profile.cost_bytes, cost))
-    loss = None if groups else predicted_loss(scores, profile.budgets, context, bits=bits)
+    loss = None
+    if not groups:
+        budgets = profile.budgets
+        loss = predicted_loss(scores, budgets, context, bits=bits, policies=policies)
     if loss is None:
         checks.append(_equal("predicted loss", profile.predicted_loss, None))
     else:
@@ -120,6 +130,54 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         checks.extend(_group_checks(profile, scores))
     checks.append(_bound_check(profile, problem, choice))
     return checks
+
+
+def _policies_of(
+    profile: BudgetProfile, scores: ScoreProfile, problem: AllocationProblem, choice: IntArray
+) -> tuple[IntArray | None, list[Check]]:
+    """The units' policies as places in those of the score profile; that each loses least.
+
+    Found is what loses least; the table is what the profile states, where the score profile has
+    its policies, so that what follows is recomputed for the statement.
+    """
+    found = policy_table(scores, problem, choice)
+    if found is None and profile.unit_policies is None:
+        return None, []
+    places = {_identity(policy): place for place, policy in enumerate(scores.policies)}
+    own = [places.get(_identity(policy)) for policy in profile.policies]
+    least = np.zeros_like(profile.budgets) if found is None else found
+    if any(place is None for place in own):
+        unknown = profile.policies[own.index(None)].title
+        return found, [
+            Check(
+                name="policies",
+                stated=unknown,
+                found=f"losses of {', '.join(policy.title for policy in scores.policies)}",
+                passed=False,
+            )
+        ]
+    table = profile.unit_policies
+    stated = np.asarray(own)[np.zeros_like(profile.budgets) if table is None else table]
+    check = Check(
+        name="policies",
+        stated=_policies_text(scores, stated),
+        found=_policies_text(scores, least)
+        if np.array_equal(stated, least)
+        else f"{int((stated != least).sum())} heads lose less with another one",
+        passed=np.array_equal(stated, least),
+    )
+    return stated.astype(np.int64) if stated.any() else None, [check]
+
+
+def _identity(policy: Policy) -> str:
+    return json.dumps(policy.record(), sort_keys=True)
+
+
+def _policies_text(scores: ScoreProfile, table: IntArray) -> str:
+    """How many heads have which policy."""
+    places, heads = np.unique(table[list(scores.shape.full_layers)], return_counts=True)
+    counted = zip(places.tolist(), heads.tolist(), strict=True)
+    return ", ".join(f"{scores.policies[place].title} {count}" for place, count in counted)
 
 
 def _group_checks(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
@@ -170,6 +228,7 @@ def _request_of(profile: BudgetProfile) -> Request:
         workloads=asked.get("workloads", "mean"),
         tail=asked.get("tail"),
         share_groups=profile.share_groups or None,
+        loss_policies=asked.get("loss_policies"),
     )
 
 

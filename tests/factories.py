@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,36 @@ def make_losses(
     fields = {name: getattr(scores, name) for name in scores.__dataclass_fields__}
     measured = {"loss_tokens": np.array(levels, dtype=np.int64), "losses": losses}
     return ScoreProfile(**{**fields, **measured, "loss_stderr": np.full(size, noise)})
+
+
+def make_choices(
+    seed: int = 0, *, names: tuple[str, ...] = ("tova", "critical"), **changes: Any
+) -> ScoreProfile:
+    """A score profile with loss curves of several policies, each the better one somewhere."""
+    scores = make_losses(seed, **changes)
+    assert scores.losses is not None
+    rng = np.random.default_rng([seed, 3])
+    factors = rng.lognormal(0.0, 0.7, (*scores.losses.shape[:3], len(names), 1))
+    others = scores.losses[:, :, :, None] * factors
+    others += 0.002 * rng.standard_normal(others.shape)
+    others[..., 0], others[..., -1] = scores.losses[..., None, 0], 0.0
+    policies = tuple(
+        Policy(
+            scorer="xkv" if name == "critical" else name,
+            scorer_parameters=dict(scores.scorer_parameters),
+            sinks=scores.sinks,
+            window=scores.window,
+            name="critical" if name == "critical" else "score",
+            label=name,
+        )
+        for name in names
+    )
+    return replace(
+        scores,
+        loss_policies=policies,
+        other_losses=others,
+        other_loss_stderr=np.full(others.shape, 0.002),
+    )
 
 
 def make_bits(seed: int = 0, **changes: Any) -> ScoreProfile:

@@ -110,6 +110,7 @@ def compare(
     workloads: targets.Workloads = "mean",
     tail: targets.Tail = None,
     share_groups: targets.ShareGroups = None,
+    loss_policies: targets.LossPolicies = None,
     time_limit: targets.TimeLimit = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -249,7 +250,7 @@ def _cells(outcome: _Decided) -> dict[str, str]:
     loss = decided.predicted_loss
     return {
         "solver": solver_text(decided),
-        "retention": f"{decided.retention:.4f}",
+        "retention": "?" if decided.retention is None else f"{decided.retention:.4f}",
         **({extra: f"{decided.objective:.4f}"} if extra and decided.sense == "max_value" else {}),
         "loss": "?" if loss is None else f"{loss:.4f}",
         "tokens": f"{decided.retained_tokens / decided.budgets.size:,.0f}",

@@ -46,6 +46,7 @@ def frontier(
     workloads: targets.Workloads = "mean",
     tail: targets.Tail = None,
     share_groups: targets.ShareGroups = None,
+    loss_policies: targets.LossPolicies = None,
     solver: Annotated[
         str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")
     ] = "auto",
@@ -141,7 +142,7 @@ def _print_table(traced: list[FrontierPoint], *, objective: str, own: str) -> No
             [
                 f"{point.share:.2%}",
                 size(point.cost_bytes),
-                f"{retention:.4f}",
+                _number(point.retention, ".4f"),
                 *([f"{point.value:.4f}"] if own else []),
                 *([_number(point.predicted_loss, ".4f")] if lossy else []),
                 f"{point.bound - point.value:.1e}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -165,7 +165,7 @@ def _with_policy(budgets: BudgetProfile, name: str, pairs: list[str]) -> BudgetP
         options = typed_options("policy", name, known, pairs, example="seed=1")
     policy = changed_policy(budgets.policy, name, options)
     policy_of(policy)  # refused before the model is loaded
-    return replace(budgets, policy=policy)
+    return budgets.with_policy(policy)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
@@ -311,6 +311,7 @@ def _as_json(
         "profile": profile,
         "policy": None if budgets is None else budgets.policy.name,
         "scorer": None if budgets is None else budgets.policy.scorer,
+        "other_policies": [] if budgets is None else [p.title for p in budgets.other_policies],
         "answer": answer.text,
         "prompt_tokens": answer.prompt_tokens,
         "new_tokens": answer.new_tokens,

@@ -19,7 +19,7 @@ from kvalloc.cli.output import (
 from kvalloc.errors import InputError, ProfileFileError
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.budget_profile import BudgetProfile, Policy
     from kvalloc.score_profile import ScoreProfile
 
 EXAMPLES = """\
@@ -137,9 +137,11 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
         bound_text,
         cost_text,
         objective_text,
+        policies_text,
         price_text,
         ranks_text,
         request_text,
+        retention_text,
         solver_text,
         why_text,
     )
@@ -147,8 +149,8 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
     least, mean, most = _spread(profile)
     kept, whole = profile.retained_bytes, profile.full_bytes
     options = ", ".join(f"{key}={value}" for key, value in profile.solver_options.items())
-    policy = profile.policy
-    parameters = _parameters(policy.scorer_parameters)
+    chosen = policies_text(profile)
+    others = "; ".join(_policy_text(other) for other in profile.other_policies)
     print_fields(
         {
             "budget profile": file,
@@ -157,7 +159,7 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "solver": f"{solver_text(profile)}{f' with {options}' if options else ''}, "
             f"{profile.termination}, {profile.level} level, {profile.created}",
             **({"why": why_text(profile)} if profile.detail else {}),
-            "retention": "unknown" if profile.retention is None else f"{profile.retention:.6f}",
+            "retention": retention_text(profile),
             "predicted loss": "unknown, no loss curves"
             if profile.predicted_loss is None
             else f"{profile.predicted_loss:.6f} nats per token; {LOSS_NOTE}",
@@ -173,12 +175,19 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "other lengths": "the same number of entries"
             if profile.length_rule == "fixed"
             else "the same share of the evictable entries",
-            "policy": f"{policy.name}{_parameters(policy.parameters)} by {policy.scorer}"
-            f"{parameters}, {policy.sinks} sinks, window {policy.window}",
+            "policy": f"{_policy_text(profile.policy)}, {profile.policy.sinks} sinks, window "
+            f"{profile.policy.window}",
+            **({"other policies": others, "chosen": chosen} if chosen else {}),
         }
     )
     print()
     print("\n".join(budget_picture(profile)))
+
+
+def _policy_text(policy: Policy) -> str:
+    label = f"{policy.label}: " if policy.label else ""
+    by = f"{policy.scorer}{_parameters(policy.scorer_parameters)}"
+    return f"{label}{policy.name}{_parameters(policy.parameters)} by {by}"
 
 
 def _show_scores(file: str, profile: ScoreProfile, *, json: bool) -> None:
@@ -253,6 +262,9 @@ def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
         "interpolation_error": profile.interpolation_error,
         "loss_tokens": None if profile.loss_tokens is None else profile.loss_tokens.tolist(),
         "losses_per": _losses_per(profile),
+        "loss_policies": [policy.title for policy in profile.policies]
+        if profile.losses is not None
+        else None,
         "bit_widths": None if profile.bit_widths is None else profile.bit_widths.tolist(),
         "text_description": profile.text_description,
         "text_digest": profile.text_digest,
@@ -272,9 +284,11 @@ def _loss_text(profile: ScoreProfile) -> str:
     if profile.loss_tokens is None:
         return "not measured"
     levels = profile.loss_tokens
+    titles = ", ".join(policy.title for policy in profile.policies)
+    several = f", with each of {titles}" if profile.loss_policies else ""
     return (
         f"measured one {_losses_per(profile)} at a time, at {levels.size} budgets from "
-        f"{int(levels[0]):,} to {int(levels[-1]):,} tokens"
+        f"{int(levels[0]):,} to {int(levels[-1]):,} tokens{several}"
     )
 
 

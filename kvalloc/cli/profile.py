@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from kvalloc.measure import Document, Prompt
     from kvalloc.models import LoadedModel
     from kvalloc.score_profile import ScoreProfile
+    from kvalloc.scorers import Scorer
 
 EXAMPLES = """\
   kvalloc profile demo --samples 4 --context 1024 -o s.safetensors
   kvalloc profile ./my-model --text docs/ --context 8192 --resume -o s.safetensors
   kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
   kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
+  kvalloc profile demo --scorer snapkv --window 32 --loss fast --loss-level head \\
+      --loss-policies critical,tova -o s.safetensors
 """
 
 DEFAULT_SINKS = 4
@@ -114,6 +117,15 @@ def profile(
     loss_level: Annotated[
         str, typer.Option(metavar="layer|head", help="What is reduced alone for --loss.")
     ] = "layer",
+    loss_policies: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Policies or scorers whose losses are measured beside the scorer's, so that "
+            "'kvalloc solve' chooses one for each unit with its budget; options after a colon, "
+            "such as tova,critical,snapkv:window=4:pool=1.",
+        ),
+    ] = None,
     dtype: Dtype = "float32",
     device: Device = None,
     resume: Annotated[
@@ -130,10 +142,11 @@ def profile(
     given = {"window": window, "pool": pool, "group_reduce": group_reduce}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     # Everything that can be refused without the model is refused before it is loaded.
-    folder = _check(output, scorer, options, resume=resume)
+    chosen, folder = _check(output, scorer, options, resume=resume)
     if sinks is not None and count_sinks:
         raise InputError("--sinks and --count-sinks contradict each other; give one of them")
-    _check_loss(loss, loss_level)
+    policies = tuple(loss_policies.split(",")) if loss_policies else ()
+    _check_loss(loss, loss_level, policies, chosen, DEFAULT_SINKS if sinks is None else sinks)
     texts = _read(text or [], prompts or [])
     options |= {
         "samples": samples,
@@ -146,6 +159,7 @@ def profile(
         "seed": seed,
         "loss": loss,
         "loss_level": loss_level,
+        "loss_policies": policies,
         "bits": bit_widths(bits),
         "resume": resume,
     }
@@ -161,23 +175,30 @@ def profile(
     _report(measured, output, time.perf_counter() - start, json=json, quiet=quiet)
 
 
-def _check(output: Path, scorer: str, parameters: dict[str, Any], *, resume: bool) -> Path:
-    """Refuse what is wrong with output and scorer; the folder for finished samples."""
+def _check(
+    output: Path, scorer: str, parameters: dict[str, Any], *, resume: bool
+) -> tuple[Scorer, Path]:
+    """Refuse what is wrong with output and scorer; that and the folder for finished samples."""
     from kvalloc.files import check_writable
     from kvalloc.models import require_run_packages
     from kvalloc.scorers import get_scorer
 
     check_writable(output)
-    get_scorer(scorer, **parameters)
+    chosen = get_scorer(scorer, **parameters)
     require_run_packages()
-    return _partial_folder(output, resume=resume)
+    return chosen, _partial_folder(output, resume=resume)
 
 
-def _check_loss(loss: str | None, level: str) -> None:
+def _check_loss(
+    loss: str | None, level: str, policies: tuple[str, ...], scorer: Scorer, sinks: int
+) -> None:
     from kvalloc.measure.loss_plan import LossPlan
 
     if loss is not None:
-        LossPlan(method=loss, level=level)  # type: ignore[arg-type]  # it checks them
+        plan = LossPlan(method=loss, level=level, policies=policies)  # type: ignore[arg-type]
+        plan.named_policies(scorer, sinks=sinks)
+    elif policies:
+        raise InputError("--loss-policies are measured by their losses; add --loss measured|fast")
 
 
 def _measure(
@@ -257,6 +278,9 @@ def _report(
         "window": measured.window,
         "interpolation_error": measured.interpolation_error,
         "text_description": measured.text_description,
+        "loss_policies": [policy.title for policy in measured.policies]
+        if measured.has_losses
+        else None,
         "loss_tokens": None if measured.loss_tokens is None else measured.loss_tokens.tolist(),
         "seconds": seconds,
         "file_bytes": file_bytes,

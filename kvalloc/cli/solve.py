@@ -71,6 +71,7 @@ def solve(
     workloads: targets.Workloads = "mean",
     tail: targets.Tail = None,
     share_groups: targets.ShareGroups = None,
+    loss_policies: targets.LossPolicies = None,
     time_limit: targets.TimeLimit = None,
     output: Annotated[
         Path | None,
@@ -281,6 +282,24 @@ def bits_text(decided: BudgetProfile) -> str:
     return f"{widths}, of the kept entries"
 
 
+def retention_text(decided: BudgetProfile) -> str:
+    """The retention, or why there is none."""
+    if decided.retention is not None:
+        return f"{decided.retention:.6f}"
+    chosen = decided.unit_policies is not None
+    return "unknown: some heads keep others than the scorer's best" if chosen else "unknown"
+
+
+def policies_text(decided: BudgetProfile) -> str:
+    """How many KV heads have which policy; empty where all have the same."""
+    if decided.unit_policies is None:
+        return ""
+    table = decided.unit_policies[list(decided.shape.full_layers)]
+    heads = [(int((table == place).sum()), one) for place, one in enumerate(decided.policies)]
+    listed = ", ".join(f"{one.title} in {count}" for count, one in heads if count)
+    return f"{listed} of {table.size} KV heads"
+
+
 def cost_text(decided: BudgetProfile) -> str:
     """What was bounded instead of stored bytes, in the layers that get budgets."""
     assert decided.cost_bytes is not None  # the caller has looked
@@ -334,6 +353,8 @@ def _decision(decided: BudgetProfile, output: Path | None) -> dict[str, Any]:
         "budgets": decided.budgets.tolist(),
         "bits": None if decided.bits is None else decided.bits.tolist(),
         "ranks": None if decided.ranks is None else decided.ranks.tolist(),
+        "policies": [policy.title for policy in decided.policies],
+        "unit_policies": None if decided.unit_policies is None else decided.unit_policies.tolist(),
         "output": None if output is None else str(output),
     }
 
@@ -352,14 +373,15 @@ def _summary(
         "asked": request_text(decided),
         "solver": f"{solver_text(decided)}, {ended_text(decided)}, {duration(seconds)}",
         "why": why_text(decided),
-        "retention": f"{decided.retention:.6f}",
+        "retention": retention_text(decided),
+        "policies": policies_text(decided),
         "tokens": f"{decided.retained_tokens / heads:,.1f} of {decided.full_tokens / heads:,.1f} "
         f"per KV head on average ({decided.retained_tokens:,} entries)",
         "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
         "objective": objective_text(decided.objective, decided),
         "bound": bound_text(decided),
         "price": price_text(decided),
-        "note": RETENTION_NOTE,
+        "note": "" if decided.retention is None else RETENTION_NOTE,
     }
     fields = {name: text for name, text in fields.items() if text}
     if decided.ranks is not None:

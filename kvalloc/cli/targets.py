@@ -155,6 +155,14 @@ ShareGroups = Annotated[
         "layers, chosen for the target. Needs 'kvalloc profile --share-length'.",
     ),
 ]
+LossPolicies = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,NAME",
+        help="With --objective loss or --target-loss: the policies that each unit chooses from; "
+        "all whose losses the score profile holds by default.",
+    ),
+]
 Tail = Annotated[
     float | None,
     typer.Option(metavar="SHARE", help="With --workloads cvar: that share, such as 0.25."),

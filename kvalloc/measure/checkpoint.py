@@ -18,6 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
+_LOSSES = ("losses", "loss_stderr", "other_losses", "other_loss_stderr")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,9 @@ class MeasuredSample:
         Largest difference between a curve and its interpolation.
     losses, loss_stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_levels), or None
         Loss curves and their standard errors, where those are measured.
+    other_losses, other_loss_stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_policies,
+            n_levels), or None
+        The same with other policies.
     fidelity : ndarray of float64, (n_layers, n_kv_heads, n_bits), or None
         What each bit width leaves of the attention output, where that was asked for.
     shared : ndarray of float64, (n_runs, n_kv_heads, n_points), or None
@@ -45,6 +49,8 @@ class MeasuredSample:
     interpolation_error: float
     losses: FloatArray | None = None
     loss_stderr: FloatArray | None = None
+    other_losses: FloatArray | None = None
+    other_loss_stderr: FloatArray | None = None
     fidelity: FloatArray | None = None
     shared: FloatArray | None = None
 
@@ -99,7 +105,7 @@ class Checkpoint:
             "masses": np.ascontiguousarray(sample.masses),
             "interpolation_error": np.array([sample.interpolation_error]),
         }
-        for name in ("losses", "loss_stderr", "fidelity"):
+        for name in (*_LOSSES, "fidelity"):
             array = getattr(sample, name)
             if array is not None:
                 arrays[name] = np.ascontiguousarray(array)
@@ -131,8 +137,7 @@ class Checkpoint:
                 curves=arrays["curves"],
                 masses=arrays["masses"],
                 interpolation_error=float(arrays["interpolation_error"][0]),
-                losses=arrays.get("losses"),
-                loss_stderr=arrays.get("loss_stderr"),
+                **{name: arrays.get(name) for name in _LOSSES},
                 fidelity=arrays.get("fidelity"),
                 shared=arrays.get("shared"),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvalloc.measure.checkpoint import MeasuredSample
 from kvalloc.measure.fingerprint import fingerprint
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.sampling import SampleSet
+from kvalloc.policy import Policy
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
 
@@ -81,7 +83,20 @@ class Job:
         """What measuring the losses of one layer takes, in layers of a mini-prefill."""
         if self.losses is None:
             return 0
-        return MEASURED_LAYERS if self.losses.method == "measured" else 1
+        return (MEASURED_LAYERS if self.losses.method == "measured" else 1) * len(self.policies)
+
+    @cached_property
+    def policies(self) -> tuple[Policy, ...]:
+        """Whose losses are measured: the scorer's best entries first."""
+        own = Policy(
+            scorer=self.scorer.name,
+            scorer_parameters=dict(self.scorer.parameters()),
+            sinks=self.sinks,
+            window=self.scorer.window,
+        )
+        if self.losses is None:
+            return (own,)
+        return (own, *self.losses.named_policies(self.scorer, sinks=self.sinks))
 
     def groups(self) -> Iterator[list[int]]:
         """Samples that run together: neighbours of equal length, at most `batch`."""
@@ -104,11 +119,14 @@ class Job:
             return True
         heads = self.shape.n_kv_heads if self.losses.level == "head" else 1
         assert self.loss_levels is not None
-        wanted = (self.shape.n_layers, heads, self.loss_levels.size)
-        found = (sample.losses, sample.loss_stderr)
+        wanted: tuple[int, ...] = (self.shape.n_layers, heads, self.loss_levels.size)
+        found = [(sample.losses, wanted), (sample.loss_stderr, wanted)]
+        if others := len(self.policies) - 1:
+            each = (*wanted[:2], others, wanted[2])
+            found += [(sample.other_losses, each), (sample.other_loss_stderr, each)]
         return all(
-            array is not None and array.shape == wanted and bool(np.isfinite(array).all())
-            for array in found
+            array is not None and array.shape == shape and bool(np.isfinite(array).all())
+            for array, shape in found
         )
 
     def record(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import select_entries
 
 if TYPE_CHECKING:
@@ -21,8 +22,11 @@ IntArray = npt.NDArray[np.int64]
 LossLevel = Literal["layer", "head"]
 
 
-_Variant = tuple[tuple[int, int], Tensor]
-"""Where a loss belongs (KV head, level), and what is kept for it, ``(n_kv_heads, n_tokens)``."""
+_Place = tuple[int, int, int]
+"""KV head, policy and level that a loss belongs to."""
+
+_Variant = tuple[list[_Place], Tensor]
+"""Where a loss belongs, and what is kept for it, ``(n_kv_heads, n_tokens)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +68,15 @@ class MeasuredLosses:
         token; 0 in sliding layers and at the last level, where nothing is hidden.
     stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_levels)
         Standard error of that mean.
+    other_losses, other_stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_policies,
+            n_levels), or None
+        The same with the probe's policies, where it has any.
     """
 
     losses: FloatArray
     stderr: FloatArray
+    other_losses: FloatArray | None = None
+    other_stderr: FloatArray | None = None
 
 
 def measure_losses(
@@ -98,16 +107,17 @@ def measure_losses(
     -------
     MeasuredLosses
     """
-    measured = _nothing_lost(probe, levels, job)
+    losses, stderr = _nothing_lost(probe, levels, job)
     for layer, variants in _variants_by_layer(probe, levels, job):
         for begin in range(0, len(variants), batch):
             some = variants[begin : begin + batch]
             found = probe.losses(layer, torch.stack([keep for _, keep in some])).cpu().numpy()
-            for (where, _), values in zip(some, found, strict=True):
-                measured.losses[layer, *where] = values.mean()
-                measured.stderr[layer, *where] = _stderr(values)
+            for (places, _), values in zip(some, found, strict=True):
+                for place in places:
+                    losses[layer, *place] = values.mean()
+                    stderr[layer, *place] = _stderr(values)
         layer_done()
-    return measured
+    return _by_policy(losses, stderr)
 
 
 def estimate_losses(
@@ -148,7 +158,7 @@ def estimate_losses(
     S. Amari, Natural Gradient Works Efficiently in Learning (1998): the Fisher information as
     the second-order term of the KL divergence. Its use for cache budgets is ours.
     """
-    estimated = _nothing_lost(probe, levels, job)
+    losses, stderr = _nothing_lost(probe, levels, job)
     gradients = probe.sensitivities(n_draws, seed=seed)
     for layer, variants in _variants_by_layer(probe, levels, job):
         whole = probe.outputs(layer, None)
@@ -158,25 +168,38 @@ def estimate_losses(
             some = variants[begin : begin + batch]
             shifts = probe.outputs(layer, torch.stack([keep for _, keep in some])) - whole
             squares = (shifts.double().flatten(1) @ slopes.T) ** 2 / (2 * n_predictions)
-            for (where, _), values in zip(some, squares.cpu().numpy(), strict=True):
-                estimated.losses[layer, *where] = values.mean()
-                estimated.stderr[layer, *where] = _stderr(values)
+            for (places, _), values in zip(some, squares.cpu().numpy(), strict=True):
+                for place in places:
+                    losses[layer, *place] = values.mean()
+                    stderr[layer, *place] = _stderr(values)
         layer_done()
-    return estimated
+    return _by_policy(losses, stderr)
 
 
-def _nothing_lost(probe: LossProbe, levels: IntArray, job: LossJob) -> MeasuredLosses:
+def _nothing_lost(
+    probe: LossProbe, levels: IntArray, job: LossJob
+) -> tuple[FloatArray, FloatArray]:
+    """Losses and standard errors to fill in, (n_layers, n_heads, 1 + n_policies, n_levels)."""
     n_kv_heads = next(iter(probe.scores.values())).shape[0]
-    shape = (job.n_layers, n_kv_heads if job.level == "head" else 1, levels.size)
-    return MeasuredLosses(losses=np.zeros(shape), stderr=np.zeros(shape))
+    heads = n_kv_heads if job.level == "head" else 1
+    shape = (job.n_layers, heads, 1 + len(probe.policies), levels.size)
+    return np.zeros(shape), np.zeros(shape)
+
+
+def _by_policy(losses: FloatArray, stderr: FloatArray) -> MeasuredLosses:
+    """The scorer's own and the others."""
+    own = MeasuredLosses(losses=losses[:, :, 0], stderr=stderr[:, :, 0])
+    if losses.shape[2] == 1:
+        return own
+    return replace(own, other_losses=losses[:, :, 1:], other_stderr=stderr[:, :, 1:])
 
 
 def _variants_by_layer(
     probe: LossProbe, levels: IntArray, job: LossJob
 ) -> Iterator[tuple[int, list[_Variant]]]:
     kept = _tokens_of_prompt(levels[:-1], job.context_tokens, probe.n_tokens, job.protected_tokens)
-    for layer, scores in sorted(probe.scores.items()):
-        yield layer, list(_variants(scores, kept, job))
+    for layer in sorted(probe.scores):
+        yield layer, _variants(_kept_by_policy(probe, layer, kept, job), job)
 
 
 def _stderr(values: FloatArray) -> float:
@@ -191,15 +214,50 @@ def _tokens_of_prompt(
     return [min(n_tokens, protected_tokens + round(float(s) * evictable)) for s in share]
 
 
-def _variants(scores: Tensor, kept: list[int], job: LossJob) -> Iterator[_Variant]:
-    for index, budget in enumerate(kept):
-        best = select_entries(scores[None], budget, sinks=job.sinks, window=job.window)[0]
-        keep = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-        keep.scatter_(1, best, True)
-        if job.level == "layer":
-            yield (0, index), keep
-            continue
-        for head in range(scores.shape[0]):
-            alone = torch.ones_like(keep)
-            alone[head] = keep[head]
-            yield (head, index), alone
+def _kept_by_policy(
+    probe: LossProbe, layer: int, budgets: list[int], job: LossJob
+) -> list[list[Tensor]]:
+    """What each policy keeps at each budget, ``(n_kv_heads, n_tokens)`` each; the scorer's first.
+
+    Every policy at the same budgets, so all of them come from the same prefill and, where losses
+    are estimated, from the same gradients.
+    """
+    scores, room = probe.scores[layer], {"sinks": job.sinks, "window": job.window}
+    own = []
+    for budget in budgets:
+        best = select_entries(scores[None], budget, **room)[0]
+        own.append(torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True))
+    kept = [own]
+    for policy in probe.policies:
+        n_kv_heads = scores.shape[0]
+        each = [torch.full((1, n_kv_heads), budget, device=scores.device) for budget in budgets]
+        with torch.no_grad():
+            found = policy.keep_each(probe.prompt_states[layer], each, **room)
+        for one, wanted in zip(found, each, strict=True):
+            check_kept(policy, one, wanted)
+        kept.append([one[0] for one in found])
+    return kept
+
+
+def _variants(kept: list[list[Tensor]], job: LossJob) -> list[_Variant]:
+    """What is run: each set of entries once, whichever policies and levels keep it."""
+    places: dict[bytes, list[_Place]] = {}
+    masks: dict[bytes, Tensor] = {}
+    for policy, by_level in enumerate(kept):
+        for level, keep in enumerate(by_level):
+            for head, alone in _alone(keep, job):
+                same = alone.cpu().numpy().tobytes()
+                places.setdefault(same, []).append((head, policy, level))
+                masks.setdefault(same, alone)
+    return [(places[same], masks[same]) for same in masks]
+
+
+def _alone(keep: Tensor, job: LossJob) -> Iterator[tuple[int, Tensor]]:
+    """Each unit reduced alone: the layer, or one head after the other."""
+    if job.level == "layer":
+        yield 0, keep
+        return
+    for head in range(keep.shape[0]):
+        alone = torch.ones_like(keep)
+        alone[head] = keep[head]
+        yield head, alone

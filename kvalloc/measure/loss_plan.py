@@ -13,6 +13,7 @@ from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
     from kvalloc.measure.loss_curves import LossLevel, MeasuredLosses
+    from kvalloc.policy import Policy
     from kvalloc.scorers import Scorer
     from kvalloc.shape import ModelShape
 
@@ -40,6 +41,9 @@ class LossPlan:
         Tokens after the prompt on which the distributions are compared, at most.
     batch : int
         Variants that run together.
+    policies : tuple of str
+        Policies whose losses are measured beside those of the scorer's best entries, as
+        `kvalloc.measure.loss_policies.named_policies` reads them.
 
     Raises
     ------
@@ -52,6 +56,7 @@ class LossPlan:
     shares: tuple[float, ...] = DEFAULT_SHARES
     continuation_tokens: int = 24
     batch: int = 8
+    policies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, choices in (("method", ("measured", "fast")), ("level", ("layer", "head"))):
@@ -65,6 +70,18 @@ class LossPlan:
             raise InputError(
                 f"the loss levels {self.shares} are not shares within 0..1; give some such"
             )
+
+    def named_policies(self, scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
+        """The policies beside the scorer's own; see `kvalloc.measure.loss_policies`.
+
+        Raises
+        ------
+        InputError, UnsupportedRequestError
+            If one of them cannot be.
+        """
+        from kvalloc.measure.loss_policies import named_policies
+
+        return named_policies(self.policies, scorer, sinks=sinks)
 
     def levels(self, context_tokens: int, protected_tokens: int) -> IntArray:
         """Budgets at which losses are measured.
@@ -125,6 +142,7 @@ class LossPlan:
 
         from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
         from kvalloc.measure.loss_probe import LossProbe
+        from kvalloc.runtime.policies import policy_of
 
         device = model.get_input_embeddings().weight.device
         probe = LossProbe(
@@ -135,6 +153,7 @@ class LossPlan:
             shape=shape,
             answer_ids=None if answer_ids is None else torch.from_numpy(answer_ids).to(device),
             continuation_tokens=self.continuation_tokens,
+            policies=[policy_of(one) for one in self.named_policies(scorer, sinks=sinks)],
         )
         job = LossJob(
             n_layers=shape.n_layers,
@@ -150,6 +169,7 @@ class LossPlan:
     def record(self) -> dict[str, Any]:
         """What decides the numbers, as plain values."""
         return {
+            **({"policies": list(self.policies)} if self.policies else {}),
             "method": self.method,
             "level": self.level,
             "shares": list(self.shares),

@@ -7,7 +7,7 @@ many variants in one batch that share the prompt's keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from kvalloc.measure.mini_prefill import decoder_of, evaluating
 
 if TYPE_CHECKING:
     from kvalloc.attention_hook import Compute
+    from kvalloc.runtime.policies import EvictionPolicy
     from kvalloc.scorers import Scorer
     from kvalloc.shape import ModelShape
 
@@ -64,11 +65,18 @@ class LossProbe:
     continuation_tokens : int
         How many tokens it writes at most, up to its end-of-turn token; how many of the answer
         are used at most.
+    policies : sequence of EvictionPolicy, optional
+        What else is to choose from the prompt's entries.
 
     Attributes
     ----------
     scores : dict of int to Tensor, (n_kv_heads, n_tokens)
         The scorer's scores of each full-attention layer.
+    policies : tuple of EvictionPolicy
+        As given.
+    prompt_states : dict of int to AttentionStates
+        What each full-attention layer saw of the prompt, with as many of the last queries as
+        ``policies`` look at; empty without any.
     continuation_ids : Tensor of int64, (n_continuation,)
         What the losses are measured on: after each of these tokens, one prediction.
 
@@ -90,6 +98,7 @@ class LossProbe:
         shape: ModelShape,
         answer_ids: Tensor | None = None,
         continuation_tokens: int = 24,
+        policies: Sequence[EvictionPolicy] = (),
     ) -> None:
         if prompt_ids.numel() == 0 or continuation_tokens < 1:
             raise InputError("a loss needs a prompt and a continuation of at least one token")
@@ -104,6 +113,8 @@ class LossProbe:
         self._stored = 0
         self._states: dict[int, AttentionStates] = {}
         self.scores: dict[int, Tensor] = {}
+        self.policies = tuple(policies)
+        self.prompt_states: dict[int, AttentionStates] = {}
         with torch.no_grad(), evaluating(model):
             first = self._prefill(prompt_ids)
             if answer_ids is None:
@@ -245,6 +256,7 @@ class LossProbe:
             self._store(states)
             if states.layer in self._shape.full_layers:
                 self.scores[states.layer] = self._scorer.score(states, sinks=self._sinks)[0]
+                self._hold(states)
             return compute(states.mask)
 
         with intercept_attention(self._model, handler):
@@ -260,6 +272,22 @@ class LossProbe:
         self._stored = int(prompt_ids.numel())
         first: Tensor = logits[0, -1].argmax()[None]
         return first
+
+    def _hold(self, states: AttentionStates) -> None:
+        """Hold back what the policies choose by; keys and values are held in any case."""
+        if not self.policies:
+            return
+        n_tokens = int(states.keys.shape[2])
+        rows = max(policy.query_rows(n_tokens) for policy in self.policies)
+        if any(policy.observes for policy in self.policies):
+            rows = n_tokens
+        self.prompt_states[states.layer] = replace(
+            states,
+            queries=states.queries[:, :, -max(rows, 1) :].clone(),
+            keys=self._keys[states.layer][None, :, :n_tokens],
+            values=self._values[states.layer][None, :, :n_tokens],
+            mask=None,  # a prompt without padding is plainly causal
+        )
 
     def _write(self, first: Tensor, n_tokens: int) -> Tensor:
         """The greedy continuation with the full cache."""

@@ -53,6 +53,7 @@ def profile(
     batch: int = 1,
     loss: LossMethod | LossPlan | None = None,
     loss_level: LossLevel = "layer",
+    loss_policies: Sequence[str] = (),
     share_length: int = 1,
     progress: Progress | None = None,
     checkpoint: str | Path | None = None,
@@ -102,6 +103,10 @@ def profile(
         the model itself writes next. Off by default.
     loss_level : {"layer", "head"}
         What is reduced alone.
+    loss_policies : sequence of str
+        Policies or scorers, with options such as ``"snapkv:window=4"``, whose losses are measured
+        beside those of the scorer's best entries, so that `kvalloc.solve` can choose a policy for
+        each unit together with its budget.
     share_length : int
         Also measure what each run of 2 to so many adjacent layers keeps when its layers keep the
         same entries, which sharing them needs (MPCache, Sec. 4.4); 1 for nothing, 4 at most.
@@ -164,10 +169,11 @@ def profile(
         ranks=rank_grid(context - protected, context),
         samples=chosen,
         batch=batch,
-        losses=_loss_plan(loss, loss_level),
+        losses=_loss_plan(loss, loss_level, loss_policies),
         bits=checked_widths(bits),
         share_length=share_length,
     )
+    _ = job.policies  # refuses what cannot be, before anything is measured
     kept = None
     if checkpoint is not None:
         kept = Checkpoint(checkpoint, job.record(), resume=resume)
@@ -335,30 +341,45 @@ def _with_losses(
             sinks=job.sinks,
             layer_done=one_more,
         )
-        if not np.isfinite(found.losses).all():
+        others = found.losses if found.other_losses is None else found.other_losses
+        if not (np.isfinite(found.losses).all() and np.isfinite(others).all()):
             raise InputError(
                 f"the losses of {job.shape.model_id} in sample {index} are not finite; load the "
                 "model in float32 or bfloat16, or check its weights"
             )
-        complete.append(replace(sample, losses=found.losses, loss_stderr=found.stderr))
+        complete.append(
+            replace(
+                sample,
+                losses=found.losses,
+                loss_stderr=found.stderr,
+                other_losses=found.other_losses,
+                other_loss_stderr=found.other_stderr,
+            )
+        )
     return complete
 
 
-def _loss_plan(loss: LossMethod | LossPlan | None, level: LossLevel) -> LossPlan | None:
+def _loss_plan(
+    loss: LossMethod | LossPlan | None, level: LossLevel, policies: Sequence[str]
+) -> LossPlan | None:
+    if policies and (loss is None or isinstance(loss, LossPlan)):
+        raise InputError(
+            "loss_policies are measured by their losses: say how with loss='measured' or 'fast', "
+            "or name the policies in the plan"
+        )
     if loss is None or isinstance(loss, LossPlan):
         return loss
-    return LossPlan(method=loss, level=level)
+    return LossPlan(method=loss, level=level, policies=tuple(policies))
 
 
 def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
     losses: dict[str, Any] = {}
     if job.losses is not None:
+        several = ("other_losses", "other_loss_stderr") if len(job.policies) > 1 else ()
         losses = {
             "loss_tokens": job.loss_levels,
-            "losses": np.stack([result.losses for result in results if result.losses is not None]),
-            "loss_stderr": np.stack(
-                [result.loss_stderr for result in results if result.loss_stderr is not None]
-            ),
+            "loss_policies": job.policies[1:],
+            **{name: _stacked(results, name) for name in ("losses", "loss_stderr", *several)},
         }
     fidelities = [result.fidelity for result in results]
     together: dict[str, Any] = {}
@@ -386,6 +407,10 @@ def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
         versions=versions(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _stacked(results: list[MeasuredSample], name: str) -> npt.NDArray[np.float64]:
+    return np.stack([getattr(result, name) for result in results])
 
 
 def _scorer(scorer: str | Scorer, **parameters: int | str | None) -> Scorer:

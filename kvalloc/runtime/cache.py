@@ -31,7 +31,7 @@ from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.layers import BudgetLayer, gathered
 from kvalloc.runtime.masks import biased_mask, stored_mask
 from kvalloc.runtime.plain import free_slid_out, stored_tensors
-from kvalloc.runtime.policies import policy_of
+from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.ragged import IntArray
 from kvalloc.runtime.ragged_attention import ragged_attention
@@ -74,7 +74,7 @@ class BudgetCache(Cache, DecidesByPrompt):
         super().__init__(layers=layers)
         self.profile = self._stored_profile = profile
         self._decide = decide
-        self._policy = policy_of(profile.policy)
+        self._policy = policies_of(profile)
         self.decoder = weakref.ref(decoder_of(model))
         self._model_name = type(model).__name__
         self.arrival = Arrival(profile, prompt_tokens, decode_every)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -78,7 +77,8 @@ def make_cache(
     profile = with_policy(profile, policy, policy_options)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)
-    refusals.check_decoding(policy_class(profile.policy.name), decode_every)
+    for each in profile.policies:
+        refusals.check_decoding(policy_class(each.name), decode_every)
     shape = shape_of(model)
     profile.shape.require_same_model(shape, allow_other_model=allow_other_model)
     layers = make_layers(model, shape)
@@ -97,7 +97,7 @@ def with_policy(
 ) -> BudgetProfile:
     """The profile with another way to pick the entries, where one is named."""
     if isinstance(policy, str):
-        return replace(profile, policy=changed_policy(profile.policy, policy, options))
+        return profile.with_policy(changed_policy(profile.policy, policy, options))
     if options:
         raise InputError("policy_options belong to a policy: name it with policy=")
-    return profile if policy is None else replace(profile, policy=policy)
+    return profile if policy is None else profile.with_policy(policy)

@@ -12,7 +12,7 @@ from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
 from kvalloc.layer_groups import groups_text
 from kvalloc.runtime.arrival import Step
-from kvalloc.runtime.policies import EvictionPolicy
+from kvalloc.runtime.policies import ByHead, EvictionPolicy
 from kvalloc.runtime.ragged import IntArray
 
 if TYPE_CHECKING:
@@ -150,6 +150,13 @@ def check_chunk(policy: EvictionPolicy, step: Step) -> None:
         raise UnsupportedRequestError(
             f"the policy {policy.name} merges entries, for which it has to see the whole prompt; "
             "send it in one piece, or choose another policy"
+        )
+    several = isinstance(policy, ByHead) and policy.needs_whole_prompt
+    if several and step.remember:  # something follows that has to be added up
+        raise UnsupportedRequestError(
+            "one of this profile's policies adds up the attention of all tokens, which works for "
+            "prompts in one piece only where heads have different policies; send the prompt in "
+            "one piece without decode_every, or give all heads one policy"
         )
 
 

@@ -38,6 +38,24 @@ SHARED_CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+CHOICES = DATA / "choices.safetensors"  # with loss curves of several policies
+CHOICE_DECISIONS = DATA / "decisions_choices.json"
+CHOICE_PROFILE = DATA / "budget_profile_choices.json"
+
+CHOICE_CASES: dict[str, dict[str, Any]] = {
+    "least loss in 30%, head": {"budget": "30%", "objective": "loss", "level": "head"},
+    "least loss in 30%, layer": {"budget": "30%", "objective": "loss"},
+    "loss 0.1, head": {"target_loss": 0.1, "level": "head"},
+    "tova alone": {"budget": "30%", "objective": "loss", "loss_policies": ["tova"]},
+    "pages, decode bytes, head": {
+        "budget": "40%",
+        "objective": "loss",
+        "level": "head",
+        "page": 8,
+        "cost": "decode-bytes",
+    },
+}
+
 # name of the case: solver, options, arguments of solve
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     f"{solver}{suffix}, {goal}, {level}": (solver, options, {**target, "level": level})
@@ -58,6 +76,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     for level in (["head"] if solver == "adaptive_head" else ["layer", "head"])
 }
 
+RETAINED = {"budget": "30%", "objective": "mean"}
+
 # of the profile with loss curves and bits
 MEASURED_CASES: dict[str, dict[str, Any]] = {
     f"{name}, {level}": {**arguments, "level": level, "solver": "dp"}
@@ -66,9 +86,9 @@ MEASURED_CASES: dict[str, dict[str, Any]] = {
         ("least loss in 30%", {"budget": "30%", "objective": "loss"}),
         ("bits in 15%", {"budget": "15%", "bits": (16, 8, 4)}),
         ("bits for retention 0.9 in pages", {"target_retention": 0.9, "bits": (8, 4), "page": 8}),
-        ("decode bytes in pages", {"budget": "30%", "cost": "decode-bytes", "page": 8}),
-        ("communication", {"budget": "30%", "cost": "communication"}),
-        ("weights", {"budget": "30%", "weights": (1.0, 0.0, 2.0, 0.5)}),
+        ("decode bytes in pages", {**RETAINED, "cost": "decode-bytes", "page": 8}),
+        ("communication", {**RETAINED, "cost": "communication"}),
+        ("weights", {**RETAINED, "weights": (1.0, 0.0, 2.0, 0.5)}),
     )
     for level in ("layer", "head")
 }
@@ -91,6 +111,21 @@ def decide_shared(scores: Any, case: str) -> Any:
     from kvalloc.solving import solve
 
     return solve(scores, **SHARED_CASES[case])
+
+
+def decide_choice(scores: Any, case: str) -> Any:
+    from kvalloc.solving import solve
+
+    return solve(scores, solver="dp", **CHOICE_CASES[case])
+
+
+def described_choice(profile: Any) -> dict[str, Any]:
+    table = profile.unit_policies
+    return {
+        **described(profile),
+        "policies": [policy.title for policy in profile.policies],
+        "unit_policies": None if table is None else table.tolist(),
+    }
 
 
 def described_shared(profile: Any) -> dict[str, Any]:
@@ -164,6 +199,24 @@ def make_shared() -> Any:
     return make_shared_scores(7, longest=2, n_samples=4)
 
 
+def make_choices() -> Any:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from factories import make_choices
+
+    return make_choices(7)
+
+
+def write_choices() -> None:
+    from kvalloc.score_profile import ScoreProfile
+
+    if not CHOICES.exists():
+        make_choices().save(CHOICES)
+    scores = ScoreProfile.load(CHOICES)
+    found = {case: described_choice(decide_choice(scores, case)) for case in CHOICE_CASES}
+    CHOICE_DECISIONS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    decide_choice(scores, "least loss in 30%, head").save(CHOICE_PROFILE)
+
+
 def main() -> None:
     from kvalloc.schema import budget_profile_schema
     from kvalloc.score_profile import ScoreProfile
@@ -186,6 +239,7 @@ def main() -> None:
     shared = ScoreProfile.load(SHARED)
     found = {case: described_shared(decide_shared(shared, case)) for case in SHARED_CASES}
     SHARED_DECISIONS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_choices()
     decide(scores, "greedy, retention 0.9, head").save(PROFILE)
     text = json.dumps(budget_profile_schema(), indent=1, sort_keys=True)
     SCHEMA.write_text(text + "\n", encoding="utf-8")

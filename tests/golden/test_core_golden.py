@@ -13,6 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from make_core_golden import (
     CASES,
+    CHOICE_CASES,
+    CHOICE_DECISIONS,
+    CHOICE_PROFILE,
+    CHOICES,
     DECISIONS,
     MEASURED,
     MEASURED_CASES,
@@ -23,9 +27,11 @@ from make_core_golden import (
     SHARED_CASES,
     SHARED_DECISIONS,
     decide,
+    decide_choice,
     decide_measured,
     decide_shared,
     described,
+    described_choice,
     described_shared,
 )
 
@@ -79,6 +85,13 @@ def test_decisions_for_layers_that_share_and_for_workloads(case: str) -> None:
         assert same, f"behaviour moved: {name} of {case} was {value}, is {found[name]}; {WANTED}"
 
 
+@pytest.mark.parametrize("case", CHOICE_CASES)
+def test_decisions_of_budgets_and_policies(case: str) -> None:
+    expected = json.loads(CHOICE_DECISIONS.read_text(encoding="utf-8"))[case]
+    found = described_choice(decide_choice(ScoreProfile.load(CHOICES), case))
+    _check_same(found, expected, case)
+
+
 def test_the_score_file_with_joint_curves_is_written_as_it_was(tmp_path: Path) -> None:
     ScoreProfile.load(SHARED).save(tmp_path / "again.safetensors")
     same = (tmp_path / "again.safetensors").read_bytes() == SHARED.read_bytes()
@@ -96,18 +109,21 @@ def test_greedy_and_ilp_agree(decisions: dict[str, Any]) -> None:
             assert decision["objective"] == pytest.approx(other["objective"], rel=1e-12)
 
 
-@pytest.mark.parametrize("file", [SCORES, MEASURED], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [SCORES, MEASURED, CHOICES], ids=lambda file: file.stem)
 def test_the_score_file_of_version_1_is_written_as_it_was(file: Path, tmp_path: Path) -> None:
     ScoreProfile.load(file).save(tmp_path / "again.safetensors")
     same = (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
     assert same, f"behaviour moved: the score profile's file format; {WANTED}"
 
 
-def test_the_budget_file_of_version_1_is_read_and_written_as_it_was(tmp_path: Path) -> None:
-    profile = BudgetProfile.load(PROFILE)
+@pytest.mark.parametrize("file", [PROFILE, CHOICE_PROFILE], ids=lambda file: file.stem)
+def test_the_budget_file_of_version_1_is_read_and_written_as_it_was(
+    file: Path, tmp_path: Path
+) -> None:
+    profile = BudgetProfile.load(file)
     profile.save(tmp_path / "again.json")
     again = (tmp_path / "again.json").read_text(encoding="utf-8")
-    same = again == PROFILE.read_text(encoding="utf-8")
+    same = again == file.read_text(encoding="utf-8")
     assert same, f"behaviour moved: the budget profile's file format; {WANTED}"
 
 
@@ -116,8 +132,9 @@ def test_the_published_schema() -> None:
     assert budget_profile_schema() == expected, f"behaviour moved: the JSON Schema; {WANTED}"
 
 
-def test_the_golden_budget_file_follows_the_schema() -> None:
+@pytest.mark.parametrize("file", [PROFILE, CHOICE_PROFILE], ids=lambda file: file.stem)
+def test_the_golden_budget_file_follows_the_schema(file: Path) -> None:
     import jsonschema
 
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    jsonschema.validate(json.loads(PROFILE.read_text(encoding="utf-8")), schema)
+    jsonschema.validate(json.loads(file.read_text(encoding="utf-8")), schema)

@@ -10,17 +10,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvalloc.budget_profile import Policy
+from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError, SolverError
 from kvalloc.registry import POLICIES, SCORERS, build, load, names
 from kvalloc.runtime.policies.base import Combined, EvictionPolicy
+from kvalloc.runtime.policies.by_head import ByHead
 from kvalloc.scorers import Scorer, get_scorer, scorer_class
 
 __all__ = [
+    "ByHead",
     "Combined",
     "EvictionPolicy",
     "changed_policy",
     "get_policy",
+    "policies_of",
     "policy_class",
     "policy_names",
     "policy_of",
@@ -91,6 +94,23 @@ def policy_of(policy: Policy) -> EvictionPolicy:
     return get_policy(policy.name, scorer=scorer, **policy.parameters)
 
 
+def policies_of(profile: BudgetProfile) -> EvictionPolicy:
+    """The one policy of a budget profile, or all that its KV heads have in one.
+
+    Raises
+    ------
+    InputError
+        As `policy_of`.
+    UnsupportedRequestError
+        If heads have different policies and one of those does more than choose.
+    """
+    own = policy_of(profile.policy)
+    if profile.unit_policies is None:
+        return own
+    others = (policy_of(policy) for policy in profile.other_policies)
+    return ByHead((own, *others), profile.unit_policies)
+
+
 def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """Another way to pick the entries, with the same sinks and window: budgets still fit.
 
@@ -115,7 +135,7 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
     """
     given = dict(options or {})
     if name in policy_names():
-        return replace(policy, name=name, parameters=given)
+        return replace(policy, name=name, parameters=given, label="")
     if name not in names(SCORERS):
         raise InputError(
             f"there is no policy or scorer {name!r}; choose from the policies "
@@ -130,4 +150,5 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
         scorer_parameters=dict(scorer.parameters()),
         name="score",
         parameters={},
+        label="",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -129,6 +130,25 @@ class EvictionPolicy(ABC):
         InputError
             If a budget does not fit the row, or a score is not finite.
         """
+
+    def keep_each(
+        self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int
+    ) -> list[Tensor]:
+        """`keep` at several budgets of one prompt without padding.
+
+        Policies that override it compute what does not depend on the budget once.
+
+        Parameters
+        ----------
+        states, sinks, window
+            As for `keep`.
+        budgets : sequence of Tensor of int64, each (batch, n_kv_heads)
+
+        Returns
+        -------
+        list of Tensor of bool, each (batch, n_kv_heads, n_tokens)
+        """
+        return [self.keep(states, each, sinks=sinks, window=window) for each in budgets]
 
     def combine(
         self,

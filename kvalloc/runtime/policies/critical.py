@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvalloc.attention_hook import AttentionStates
@@ -69,10 +70,24 @@ class Critical(EvictionPolicy):
             If the layer's output projection cannot be read.
         """
         room = Room.of(states.keys, budgets, sinks=sinks, window=window, valid=valid)
+        return self._best(room, *self._rankings(states, sinks))
+
+    def keep_each(
+        self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int
+    ) -> list[Tensor]:
+        """`keep` at several budgets, from the same scores; see `EvictionPolicy.keep_each`."""
+        rankings = self._rankings(states, sinks)
+        rooms = (Room.of(states.keys, each, sinks=sinks, window=window) for each in budgets)
+        return [self._best(room, *rankings) for room in rooms]
+
+    def _rankings(self, states: AttentionStates, sinks: int) -> tuple[Tensor, Tensor]:
+        """A, and what the second stage ranks by."""
         scores = self.scorer.score(states, sinks=sinks)
+        return scores, (scores + self.epsilon) * projected_value_norms(states)
+
+    def _best(self, room: Room, scores: Tensor, weighted: Tensor) -> Tensor:
         first = (room.counts * self.alpha).floor().long()
         stage_1 = best_entries(scores, first, among=room.evictable)
-        weighted = (scores + self.epsilon) * projected_value_norms(states)
         left = room.evictable & ~stage_1
         stage_2 = best_entries(weighted, room.counts - first, among=left)
         return room.always | stage_1 | stage_2

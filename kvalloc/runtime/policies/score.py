@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvalloc.attention_hook import AttentionStates
@@ -38,3 +39,10 @@ class Score(EvictionPolicy):
         """Choose the entries that stay; see `EvictionPolicy.keep`."""
         scores = self.scorer.score(states, sinks=sinks)
         return keep_best(scores, budgets, sinks=sinks, window=window, valid=valid)
+
+    def keep_each(
+        self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int
+    ) -> list[Tensor]:
+        """`keep` at several budgets, from the same scores; see `EvictionPolicy.keep_each`."""
+        scores = self.scorer.score(states, sinks=sinks)
+        return [keep_best(scores, each, sinks=sinks, window=window) for each in budgets]

@@ -1,0 +1,139 @@
+"""Which policies losses are measured with, beside the scorer's best entries."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvalloc.errors import InputError
+from kvalloc.policy import Policy
+from kvalloc.registry import SCORERS, names
+
+if TYPE_CHECKING:
+    from kvalloc.scorers import Scorer
+
+FOLLOWED = ("pool", "pooling", "group_reduce")
+"""What a policy's scorer takes over from the score profile's unless it is told otherwise."""
+
+
+def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
+    """The policies that some texts ask for, all with the same sinks and window.
+
+    A text is the name of a policy, which ranks by the profile's scorer, or of a scorer, whose
+    best entries stay; then its options as ``:KEY=VALUE``, such as ``snapkv:window=4:pool=1``. A
+    policy's text can name options of the scorer, too (``critical:window=4``). Pooling and window
+    are the profile's unless they are given.
+
+    Parameters
+    ----------
+    texts : sequence of str
+        As typed; they become the policies' labels.
+    scorer : Scorer
+        The score profile's. A text that asks for its best entries is left out, since those are
+        measured in any case.
+    sinks : int
+        Of the score profile.
+
+    Returns
+    -------
+    tuple of Policy
+
+    Raises
+    ------
+    InputError
+        If there is no such policy, scorer or option, a text is given twice, or a scorer looks at
+        more of the last tokens than the profile's window.
+    UnsupportedRequestError
+        If a policy does more than choose what is kept.
+    """
+    own = Policy(
+        scorer=scorer.name,
+        scorer_parameters=dict(scorer.parameters()),
+        sinks=sinks,
+        window=scorer.window,
+    )
+    found: list[Policy] = []
+    for text in texts:
+        policy = _named(text.strip(), own, scorer)
+        if replace(policy, label="") == own:
+            continue
+        same = next((one for one in found if replace(one, label=policy.label) == policy), None)
+        if same is not None:
+            raise InputError(
+                f"{policy.label!r} and {same.label!r} are the same policy; name it once"
+            )
+        found.append(policy)
+    return tuple(found)
+
+
+def _named(text: str, own: Policy, scorer: Scorer) -> Policy:
+    from kvalloc.runtime.policies import changed_policy, policy_names, policy_of
+    from kvalloc.runtime.policies.by_head import check_chooses_only
+
+    name, *pairs = text.split(":")
+    options = _options(text, pairs)
+    if name in policy_names():
+        policy = _with_scorer_options(name, options, own, scorer)
+    else:
+        policy = changed_policy(own, name, {**_followed(name, own), **options})
+    policy = replace(policy, label=text)
+    if (least := policy.scorer_parameters.get("window", 0)) > own.window:
+        raise InputError(
+            f"the policy {text!r} looks at the last {least} tokens, but the score profile protects "
+            f"a window of {own.window}; profile with --window {least}, or give it a smaller one"
+        )
+    built = policy_of(policy)
+    check_chooses_only(built)
+    return replace(policy, parameters=dict(built.parameters()))
+
+
+def _with_scorer_options(name: str, options: dict[str, Any], own: Policy, scorer: Scorer) -> Policy:
+    from kvalloc.runtime.policies import changed_policy, policy_class
+    from kvalloc.scorers import get_scorer
+
+    mine = set(inspect.signature(policy_class(name).__init__).parameters)
+    of_scorer = {key: value for key, value in options.items() if key not in mine}
+    if of_scorer:
+        other = get_scorer(scorer.name, **{**own.scorer_parameters, **of_scorer})
+        own = replace(own, scorer_parameters=dict(other.parameters()))
+    return changed_policy(own, name, {key: options[key] for key in options if key in mine})
+
+
+def _followed(name: str, own: Policy) -> dict[str, Any]:
+    """The profile's pooling, as far as a scorer has any."""
+    from kvalloc.scorers import scorer_class
+
+    if name not in names(SCORERS):
+        return {}  # which is told to the user where it is looked up
+    takes = inspect.signature(scorer_class(name).__init__).parameters
+    given = own.scorer_parameters
+    return {key: given[key] for key in FOLLOWED if key in given and key in takes}
+
+
+def _options(text: str, pairs: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key or not value.strip():
+            raise InputError(
+                f"the policy {text!r} is not NAME or NAME:KEY=VALUE, such as snapkv:window=4"
+            )
+        if key in options:
+            raise InputError(f"the policy {text!r} gives {key} twice; give it once")
+        options[key] = _value(value.strip())
+    return options
+
+
+def _value(text: str) -> bool | int | float | str:
+    """A text as the number or truth that it reads as; scorers and policies check the type."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,109 @@
+"""Which entries are kept within a budget: the record of it that both kinds of profile hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvalloc.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How the runtime picks which entries to keep within a budget.
+
+    Attributes
+    ----------
+    scorer : str
+        Name of the scorer.
+    scorer_parameters : dict
+        What rebuilds it.
+    sinks, window : int
+        First and last tokens of the prompt, never evicted and part of every budget.
+    name : str
+        Name of the policy; ``"score"`` keeps the scorer's best entries.
+    parameters : dict
+        What rebuilds the policy, apart from the scorer.
+    label : str
+        What it was asked for as, such as ``"snapkv:window=4"``, where it is one of several.
+    """
+
+    scorer: str
+    scorer_parameters: dict[str, Any]
+    sinks: int
+    window: int
+    name: str = "score"
+    parameters: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def protected_tokens(self) -> int:
+        """Sinks plus window."""
+        return self.sinks + self.window
+
+    @property
+    def title(self) -> str:
+        """What it is called in tables: its label, else its name, else that of its scorer."""
+        return self.label or (self.scorer if self.name == "score" else self.name)
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, the label only where there is one."""
+        return {
+            "scorer": self.scorer,
+            "scorer_parameters": self.scorer_parameters,
+            "sinks": self.sinks,
+            "window": self.window,
+            "name": self.name,
+            "parameters": self.parameters,
+            **({"label": self.label} if self.label else {}),
+        }
+
+
+def others_fault(own: Policy, others: Sequence[Policy]) -> tuple[object, str] | None:
+    """What cannot be in policies that stand beside a profile's own: found, expected; or None.
+
+    Budgets include sinks and window, so all must protect the same; and each needs a name of its
+    own by which it can be asked for.
+    """
+    for other in others:
+        if (other.sinks, other.window) != (own.sinks, own.window):
+            return (
+                f"{other.title} with {other.sinks} sinks and a window of {other.window}",
+                f"the profile's {own.sinks} sinks and window of {own.window} in every policy",
+            )
+    titles = [policy.title for policy in (own, *others)]
+    twice = next((title for title in titles if titles.count(title) > 1), None)
+    if twice is not None or not all(titles):
+        return f"{twice!r} twice", "a name of its own for each policy"
+    return None
+
+
+def places_of(own: Policy, others: Sequence[Policy], names: Sequence[str]) -> tuple[int, ...]:
+    """The places of named policies in ``(own, *others)``, rising.
+
+    Parameters
+    ----------
+    own, others
+        What there is.
+    names : sequence of str
+        Titles.
+
+    Returns
+    -------
+    tuple of int
+
+    Raises
+    ------
+    InputError
+        If there is none of that name, or no name at all; lists those there are.
+    """
+    titles = [policy.title for policy in (own, *others)]
+    unknown = next((name for name in names if name not in titles), None)
+    if unknown is not None or not names:
+        found = "no policy is named" if unknown is None else f"no losses of {unknown!r} are held"
+        raise InputError(
+            f"{found}; this score profile has those of {', '.join(titles)}: choose from them, or "
+            "measure more with 'kvalloc profile --loss-policies'"
+        )
+    return tuple(sorted({titles.index(name) for name in names}))

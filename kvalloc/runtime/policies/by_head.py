@@ -1,0 +1,106 @@
+"""Several policies in one cache: each KV head of each layer has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvalloc.attention_hook import AttentionStates
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime.policies.base import EvictionPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ByHead(EvictionPolicy):
+    """Each KV head keeps what its own policy would keep there.
+
+    A policy that some head of a layer has looks at that layer once, with all its heads, so that
+    a ranking for a whole layer (TOVA) stays one. It has no name to be asked for: a budget profile
+    that gives its heads different policies makes it.
+
+    Parameters
+    ----------
+    policies : sequence of EvictionPolicy
+        The first one's scorer counts as this one's.
+    table : ndarray of int64, (n_layers, n_kv_heads)
+        Which of them each KV head has.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If a policy does more than choose what is kept.
+    """
+
+    name: ClassVar[str] = "by_head"
+    summary: ClassVar[str] = "each KV head by its own policy"
+    reference: ClassVar[str] = "ours"
+
+    def __init__(self, policies: Sequence[EvictionPolicy], table: npt.NDArray[np.int64]) -> None:
+        super().__init__(scorer=policies[0].scorer)
+        for policy in policies:
+            check_chooses_only(policy)
+        self.policies = tuple(policies)
+        self.table = table
+
+    def keep(
+        self,
+        states: AttentionStates,
+        budgets: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Choose the entries that stay; see `EvictionPolicy.keep`."""
+        n_heads = int(states.keys.shape[1])
+        places = self.table[states.layer, states.first_head : states.first_head + n_heads]
+        used: list[int] = np.unique(places).tolist()
+        if len(used) == 1:
+            only = self.policies[used[0]]
+            return only.keep(states, budgets, sinks=sinks, window=window, valid=valid)
+        kept = torch.zeros(states.keys.shape[:3], dtype=torch.bool, device=states.keys.device)
+        for place in used:
+            heads = torch.from_numpy(np.flatnonzero(places == place)).to(kept.device)
+            one = self.policies[place]
+            found = one.keep(states, budgets, sinks=sinks, window=window, valid=valid)
+            kept[:, heads] = found[:, heads]
+        return kept
+
+    @property
+    def observes(self) -> bool:
+        """No: where one of them has to, the prompt comes in one piece."""
+        return False
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether one of them adds up what each chunk brings, of which there is one record."""
+        return any(policy.observes for policy in self.policies)
+
+    def query_rows(self, n_tokens: int) -> int:
+        """The most that one of them wants to see: each takes those that it needs from the end."""
+        return max(policy.query_rows(n_tokens) for policy in self.policies)
+
+
+def check_chooses_only(policy: EvictionPolicy) -> None:
+    """Refuse a policy that cannot be one of several.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If it puts something of what is evicted into what is kept, or leaves entries unread while
+        tokens are decoded.
+    """
+    cls = type(policy)
+    merges = cls.combine is not EvictionPolicy.combine
+    if merges or cls.reader is not EvictionPolicy.reader:
+        does = "merges entries" if merges else "leaves stored entries unread"
+        raise UnsupportedRequestError(
+            f"the policy {policy.name} {does} and cannot be one of several in a cache; give it to "
+            "all heads (--policy), or choose another one"
+        )

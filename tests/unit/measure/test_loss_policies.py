@@ -1,0 +1,224 @@
+"""Losses of several policies: which can be named, and that each is measured as it would keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCABULARY, WordTokenizer, tiny_model, words
+
+from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.measure import profile, profile_to_file
+from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
+from kvalloc.measure.loss_plan import LossPlan
+from kvalloc.measure.loss_policies import named_policies
+from kvalloc.measure.loss_probe import LossProbe
+from kvalloc.models import shape_of
+from kvalloc.runtime.policies import policy_of
+from kvalloc.score_profile import ScoreProfile
+from kvalloc.scorers import get_scorer
+from kvalloc.solving import solve
+from kvalloc.verifying import verify
+
+SINKS, WINDOW = 2, 4
+SCORER = get_scorer("snapkv", window=WINDOW, pool=3, pooling="max")
+
+
+def named(*texts: str) -> Any:
+    return named_policies(texts, SCORER, sinks=SINKS)
+
+
+def test_texts_name_policies_and_scorers_at_the_profiles_settings() -> None:
+    critical, tova, other, xkv = named(
+        "critical", "tova", "snapkv:window=2:pool=1", "xkv:group-reduce=max"
+    )
+    assert [each.title for each in (critical, tova)] == ["critical", "tova"]
+    assert (critical.name, critical.scorer) == ("critical", "snapkv")
+    assert critical.scorer_parameters == SCORER.parameters()
+    assert critical.parameters == {"alpha": 0.5, "epsilon": 0.0001}
+    assert (tova.name, tova.scorer, tova.scorer_parameters) == ("score", "tova", {"window": 4})
+    expected = {"window": 2, "pool": 1, "pooling": "max", "group_reduce": "mean"}
+    assert other.scorer_parameters == expected
+    assert other.label == "snapkv:window=2:pool=1"
+    assert (other.sinks, other.window) == (SINKS, WINDOW)
+    assert xkv.scorer_parameters == {"window": 4, "pool": 3, "group_reduce": "max"}
+
+
+def test_options_of_a_policy_may_be_those_of_its_scorer() -> None:
+    (critical,) = named("critical:alpha=0.25:window=2")
+    assert critical.parameters["alpha"] == 0.25
+    assert critical.scorer_parameters == {**SCORER.parameters(), "window": 2}
+
+
+def test_the_scorers_own_is_measured_in_any_case() -> None:
+    assert named("snapkv", "score") == ()
+    assert [each.title for each in named("snapkv", "tova")] == ["tova"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["nothing"], "no policy or scorer 'nothing'"),
+        (["tova:pool=3"], "no option 'pool'"),
+        (["critical:beta=3"], "no option 'beta'"),
+        (["tova:window"], "is not NAME or NAME:KEY=VALUE"),
+        (["snapkv:pool=1:pool=3"], "gives pool twice"),
+        (["snapkv:pool=2"], "expected an odd number"),
+        (["snapkv:window=8"], "looks at the last 8 tokens.*--window 8"),
+        (["tova", "tova:window=4"], "are the same policy"),
+        ([""], "no policy or scorer ''"),
+    ],
+)
+def test_texts_that_name_nothing_are_refused(texts: list[str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        named(*texts)
+
+
+@pytest.mark.parametrize("name", ["merge", "compensate", "mpcache"])
+def test_policies_that_do_more_than_choose_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedRequestError, match="cannot be one of several"):
+        named(name)
+
+
+def make_probe(*texts: str, n_tokens: int = 40) -> LossProbe:
+    model = tiny_model("llama", initializer_range=0.15)
+    ids = torch.randint(2, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(1))
+    policies = [policy_of(each) for each in named(*texts)]
+    return LossProbe(
+        model,
+        ids,
+        SCORER,
+        sinks=SINKS,
+        shape=shape_of(model),
+        continuation_tokens=6,
+        policies=policies,
+    )
+
+
+def job(level: Any) -> LossJob:
+    return LossJob(n_layers=3, context_tokens=40, sinks=SINKS, window=WINDOW, level=level)
+
+
+LEVELS = LossPlan(shares=(0.0, 0.2, 0.6)).levels(40, SINKS + WINDOW)
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("run", [measure_losses, estimate_losses])
+def test_each_policy_gets_the_losses_that_it_gets_as_the_scorer(run: Any, level: Any) -> None:
+    """H2O looks at all queries, TOVA at the last, KeyDiff at none."""
+    found = run(make_probe("tova", "keydiff", "h2o"), LEVELS, job(level))
+    assert found.other_losses is not None
+    assert found.other_stderr is not None
+    for place, name in enumerate(("tova", "keydiff", "h2o")):
+        model = tiny_model("llama", initializer_range=0.15)
+        ids = torch.randint(2, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
+        alone = LossProbe(
+            model,
+            ids,
+            get_scorer(name, window=WINDOW),
+            sinks=SINKS,
+            shape=shape_of(model),
+            continuation_tokens=6,
+        )
+        expected = run(alone, LEVELS, job(level))
+        close: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-7}
+        np.testing.assert_allclose(found.other_losses[:, :, place], expected.losses, **close)
+        np.testing.assert_allclose(found.other_stderr[:, :, place], expected.stderr, **close)
+    plain = run(make_probe(), LEVELS, job(level))
+    assert plain.other_losses is None
+    np.testing.assert_allclose(found.losses, plain.losses, rtol=1e-4, atol=1e-8)
+    assert (found.other_losses[..., 1] != found.losses[:, :, None, 1]).any()
+
+
+def test_policies_that_keep_the_same_are_run_once() -> None:
+    probe = make_probe("tova", "streaming")
+    seen: list[int] = []
+    losses = probe.losses
+
+    def counted(layer: int, keep: torch.Tensor) -> torch.Tensor:
+        seen.append(len(keep))
+        return losses(layer, keep)
+
+    probe.losses = counted  # type: ignore[method-assign]
+    found = measure_losses(probe, LEVELS, job("head"), batch=64)
+    assert found.other_losses is not None
+    # sinks and window alone are the same for all: one variant a head instead of three
+    assert max(seen) <= 2 * (1 + 3 * 2)
+    assert (found.other_losses[..., 0] == found.losses[:, :, None, 0]).all()
+
+
+def test_critical_keeps_what_the_policy_keeps() -> None:
+    probe = make_probe("critical:window=2")
+    policy, states = probe.policies[0], probe.prompt_states[1]
+    budgets = [torch.full((1, 2), budget) for budget in (6, 13, 27)]
+    each = policy.keep_each(states, budgets, sinks=SINKS, window=WINDOW)
+    for budget, kept in zip(budgets, each, strict=True):
+        assert torch.equal(kept, policy.keep(states, budget, sinks=SINKS, window=WINDOW))
+
+
+TOKENIZER = WordTokenizer()
+OPTIONS: dict[str, Any] = {
+    "context": 60,
+    "samples": 2,
+    "model_id": "tests/tiny",
+    "scorer": SCORER,
+    "sinks": SINKS,
+    "loss_level": "head",
+    "loss_policies": ("tova", "critical"),
+}
+
+
+@pytest.mark.parametrize("method", ["measured", "fast"])
+def test_profiles_hold_them_and_budgets_come_of_them(tmp_path: Any, method: str) -> None:
+    output = tmp_path / "s.safetensors"
+    profile_to_file(tiny_model(), TOKENIZER, [words(300)], output, loss=method, **OPTIONS)
+    found = ScoreProfile.load(output)
+    assert [each.title for each in found.policies] == ["snapkv", "tova", "critical"]
+    assert found.other_losses is not None
+    assert found.losses is not None
+    assert found.other_losses.shape == (*found.losses.shape[:3], 2, found.losses.shape[3])
+    decided = solve(found, budget="40%", objective="loss", level="head")
+    assert all(check.passed for check in verify(decided, found))
+
+
+def test_a_killed_measurement_goes_on_with_its_policies(tmp_path: Any) -> None:
+    class Killed(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done >= total - 1:
+            raise Killed
+
+    options = {**OPTIONS, "loss": "fast"}
+    with pytest.raises(Killed):
+        profile(
+            tiny_model(),
+            TOKENIZER,
+            [words(300)],
+            checkpoint=tmp_path / "x",
+            progress=stop,
+            **options,
+        )
+    other = {**options, "loss_policies": ("tova",)}
+    with pytest.raises(InputError, match="begun with losses"):
+        profile(
+            tiny_model(), TOKENIZER, [words(300)], checkpoint=tmp_path / "x", resume=True, **other
+        )
+    model, forwards = tiny_model(), []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    resumed = profile(
+        model, TOKENIZER, [words(300)], checkpoint=tmp_path / "x", resume=True, **options
+    )
+    whole, every = tiny_model(), []
+    whole.register_forward_hook(lambda *_: every.append(1))
+    unbroken = profile(whole, TOKENIZER, [words(300)], **options)
+    assert resumed.other_losses.tobytes() == unbroken.other_losses.tobytes()  # type: ignore[union-attr]
+    assert resumed.loss_policies == unbroken.loss_policies
+    assert 0 < len(forwards) < len(every)
+
+
+def test_policies_need_losses() -> None:
+    with pytest.raises(InputError, match="say how with loss="):
+        profile(tiny_model(), TOKENIZER, [words(300)], **OPTIONS)

@@ -1,0 +1,222 @@
+"""Caches whose KV heads have policies of their own, however the tokens arrive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvalloc
+from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.runtime import make_cache
+from kvalloc.runtime.policies import changed_policy, policies_of, policy_of
+
+CONTEXT = 150
+LENGTHS = (CONTEXT, 97, 30)
+NAMES = ("tova", "critical", "keydiff", "nacl")
+
+
+def mixed(tiny: ModuleType, model: Any, level: str, names: tuple[str, ...] = NAMES) -> Any:
+    """Every head another policy: 0, 1, 2, ... and over again."""
+    profile: BudgetProfile = tiny.make_profile(model, CONTEXT, 0.5)
+    if level == "head":
+        profile = tiny.by_head(profile, spread=40)
+    others = tuple(replace(changed_policy(profile.policy, name), label=name) for name in names)
+    shape = profile.shape
+    table = np.zeros_like(profile.budgets)
+    for place, layer in enumerate(shape.full_layers):
+        heads = 2 * place + np.arange(shape.n_kv_heads)
+        table[layer] = (heads if level == "head" else heads[:1]) % (1 + len(names))
+    return replace(profile, other_policies=others, unit_policies=table)
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, past_key_values=cache)
+    logits: torch.Tensor = out.logits
+    return logits
+
+
+def heads_kept(cache: Any, layer: int, head: int, row: int = 0) -> list[int]:
+    kept = cache.kept_indices(layer)[row, head]
+    return [int(place) for place in kept if place >= 0]
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_questions_after_the_prompt(
+    tiny: ModuleType, family: str, attention: str, level: str
+) -> None:
+    model = tiny.tiny_model(family, attention)
+    profile = mixed(tiny, model, level)
+    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    ids = tiny.prompt(CONTEXT, 2)
+    assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
+    shadow.follow(cache)
+    for tokens in (1, 5, 1):
+        question = tiny.prompt(tokens, 2, seed=tokens)
+        assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+    full = list(profile.shape.full_layers)
+    assert (cache.kept_tokens[full] - 7 == profile.budgets[full]).all()
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_each_head_keeps_what_its_policy_alone_would(tiny: ModuleType, level: str) -> None:
+    model = tiny.tiny_model()
+    profile = mixed(tiny, model, level)
+    ids = tiny.prompt(CONTEXT)
+    cache = profile.cache(model)
+    run(model, ids, cache)
+    alone = []
+    for policy in profile.policies:
+        own = profile.with_policy(policy).cache(model)
+        run(model, ids, own)
+        alone.append(own)
+    differ = 0
+    for layer, head in np.ndindex(profile.budgets.shape):
+        place = int(profile.unit_policies[layer, head])
+        kept = heads_kept(cache, layer, head)
+        assert kept == heads_kept(alone[place], layer, head)
+        differ += kept != heads_kept(alone[(place + 1) % len(alone)], layer, head)
+    assert differ > profile.budgets.size // 2
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_prompt_in_chunks(tiny: ModuleType, announced: bool, level: str) -> None:
+    model = tiny.tiny_model()
+    profile = mixed(tiny, model, level)
+    cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
+    shadow, ids = tiny.Shadow(model), tiny.prompt(CONTEXT, 2)
+    chunks = ids.split(7 if announced else 50, dim=1)
+    if announced:
+        for chunk in chunks:
+            assert tiny.worst(run(model, chunk, cache), shadow.logits(chunk)) < 1e-4
+            shadow.follow(cache)
+    else:
+        with cache.prefill():
+            for chunk in chunks:
+                assert tiny.worst(run(model, chunk, cache), shadow.logits(chunk)) < 1e-4
+                shadow.follow(cache)
+    assert (cache.kept_tokens == profile.budgets).all()
+    question = tiny.prompt(6, 2, seed=9)
+    assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_with_padding_keep_what_they_keep_alone(tiny: ModuleType, side: str) -> None:
+    model = tiny.tiny_model()
+    profile = mixed(tiny, model, "head")
+    columns, count = torch.arange(CONTEXT), torch.tensor(LENGTHS)[:, None]
+    shown = (columns < count) if side == "right" else (columns >= CONTEXT - count)
+    mask = shown.long()
+    ids = tiny.prompt(CONTEXT, len(LENGTHS)) * mask
+    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    assert tiny.worst(run(model, ids, cache, mask), shadow.logits(ids, mask), mask) < 1e-4
+    shadow.follow(cache)
+    more = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], dim=1)
+    question = tiny.prompt(4, 3, seed=4)
+    assert tiny.worst(run(model, question, cache, more), shadow.logits(question, more)) < 1e-4
+    for row, length in enumerate(LENGTHS):
+        own = profile.cache(model)
+        run(model, ids[row : row + 1][:, mask[row].bool()], own)
+        first = 0 if side == "right" else CONTEXT - length
+        for layer, head in np.ndindex(profile.budgets.shape):
+            here = [place - first for place in heads_kept(cache, layer, head, row)]
+            assert here == heads_kept(own, layer, head)
+
+
+def test_a_saved_cache_goes_on_with_its_policies(tiny: ModuleType, tmp_path: Path) -> None:
+    model = tiny.tiny_model()
+    profile = mixed(tiny, model, "head")
+    cache = profile.cache(model)
+    run(model, tiny.prompt(CONTEXT), cache)
+    cache.save(tmp_path / "c.safetensors")
+    loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
+    question = tiny.prompt(5, seed=5)
+    assert torch.equal(run(model, question, loaded), run(model, question, cache))
+    assert loaded.profile.other_policies == profile.other_policies
+    loaded.reset()
+    other = tiny.prompt(CONTEXT, seed=8)
+    fresh = profile.cache(model)
+    assert torch.equal(run(model, other, loaded), run(model, other, fresh))
+    assert (loaded.kept_tokens == fresh.kept_tokens).all()
+
+
+def test_a_policy_that_is_named_counts_for_all_heads(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = mixed(tiny, model, "head")
+    cache = profile.cache(model, policy="streaming")
+    assert cache.profile.unit_policies is None
+    run(model, tiny.prompt(CONTEXT), cache)
+    budget = int(profile.budgets[0, 0])
+    kept = heads_kept(cache, 0, 0)
+    assert kept == [0, 1, *range(CONTEXT - budget + 2, CONTEXT)]
+
+
+def test_the_budget_is_kept_while_decoding(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = mixed(tiny, model, "head")
+    cache, shadow = profile.cache(model, decode_every=1), tiny.Shadow(model)
+    ids = tiny.prompt(CONTEXT)
+    run(model, ids, cache)
+    shadow.logits(ids)
+    shadow.follow(cache)
+    for step in range(5):
+        token = tiny.prompt(1, seed=step)
+        assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
+        shadow.follow(cache)
+    assert (cache.kept_tokens == profile.budgets).all()
+
+
+def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    summing = mixed(tiny, model, "head", ("tova", "h2o"))
+    run(model, tiny.prompt(CONTEXT), summing.cache(model))  # in one piece it is fine
+    with pytest.raises(UnsupportedRequestError, match="prompts in one piece only"):
+        run(model, tiny.prompt(60), make_cache(summing, model, prompt_tokens=CONTEXT))
+    with pytest.raises(UnsupportedRequestError, match="prompts in one piece only"):
+        run(model, tiny.prompt(CONTEXT), summing.cache(model, decode_every=1))
+    with pytest.raises(UnsupportedRequestError, match="merge merges entries and cannot be one"):
+        mixed(tiny, model, "head", ("tova", "merge")).cache(model)
+    with pytest.raises(UnsupportedRequestError, match="leaves stored entries unread"):
+        mixed(tiny, model, "head", ("tova", "mpcache")).cache(model)
+    wide = Policy(scorer="xkv", scorer_parameters={"window": 9}, sinks=2, window=4, label="wide")
+    profile = mixed(tiny, model, "head", ("tova",))
+    with pytest.raises(InputError, match="looks at the last 9 tokens"):
+        replace(profile, other_policies=(wide,)).cache(model)
+
+
+def test_layers_with_one_policy_ask_only_that_one(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = mixed(tiny, model, "layer", ("tova", "keydiff"))
+    policy = policies_of(profile)
+    looked: list[tuple[str, int]] = []
+    for each in policy.policies:  # type: ignore[attr-defined]
+        keep = each.keep
+
+        def watched(states: Any, *args: Any, own: Any = (each, keep), **kwargs: Any) -> Any:
+            looked.append((own[0].scorer.name, states.layer))
+            return own[1](states, *args, **kwargs)
+
+        each.keep = watched
+    cache = profile.cache(model)
+    cache._policy = policy
+    run(model, tiny.prompt(CONTEXT), cache)
+    wanted = [
+        (profile.policies[int(profile.unit_policies[layer, 0])].scorer, layer)
+        for layer in profile.shape.full_layers
+    ]
+    assert looked == wanted
+
+
+def test_one_policy_is_itself(tiny: ModuleType) -> None:
+    profile = tiny.make_profile(tiny.tiny_model(), CONTEXT)
+    assert type(policies_of(profile)) is type(policy_of(profile.policy))
