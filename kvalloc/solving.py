@@ -203,7 +203,7 @@ def default_objective(
     ----------
     scores : ScoreProfile
     request : Request
-        With the objective ``"mean"``.
+        With the objective ``"mean"``, or ``"loss"``, which naming policies implies.
     solver, solver_options
         As in `solve`.
 
@@ -214,7 +214,7 @@ def default_objective(
         One line on what was taken and why; empty where there were no curves to choose from.
     """
     sized = request.target_retention is None and request.target_loss is None
-    if not scores.has_losses or not sized:
+    if not scores.has_losses or not sized or request.objective == "loss":
         return request, ""
     try:
         by_loss = replace(request, objective="loss")
