@@ -27,6 +27,7 @@ from kvalloc.errors import (
 from kvalloc.runtime import hooks, refusals
 from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.deciding import Decide, DecidesByPrompt
+from kvalloc.runtime.even_attention import attends_apart, can_hold_apart, even_attention
 from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.layers import BudgetLayer, gathered
 from kvalloc.runtime.masks import biased_mask, stored_mask
@@ -107,8 +108,10 @@ class BudgetCache(Cache, DecidesByPrompt):
     @property
     def batch(self) -> int:
         """Rows that are stored; 0 before the first forward."""
-        keys = self.layers[0].keys
-        return 0 if keys is None or keys.ndim < 4 else int(keys.shape[0])
+        first = self.layers[0]
+        if isinstance(first, BudgetLayer):
+            return first.batch
+        return 0 if first.keys is None or first.keys.ndim < 4 else int(first.keys.shape[0])
 
     @property
     def retained_bytes(self) -> int:
@@ -125,7 +128,7 @@ class BudgetCache(Cache, DecidesByPrompt):
         """Bytes a plain cache would store for the same tokens seen; padding does not count."""
         if not self.batch:
             return 0
-        shape = replace(self.profile.shape, dtype_bytes=self.layers[0].keys.dtype.itemsize)
+        shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
         tokens = self.arrival.row_tokens(self.get_seq_length(), self.batch)
         lengths, rows = np.unique(tokens, return_counts=True)
         return sum(
@@ -263,6 +266,10 @@ class BudgetCache(Cache, DecidesByPrompt):
             refusals.check_read(self._policy, self._targets.values())
         for index in self._targets:
             self.layers[index].expect_eviction()
+        if self._reader is None and new_tokens == 1:
+            for layer in self._budget_layers:
+                if can_hold_apart(layer, step):
+                    layer.expect_apart()
         self._masks.clear()
         self._additive = base == "eager"
         self._step = step
@@ -326,6 +333,14 @@ class BudgetCache(Cache, DecidesByPrompt):
         if not layer.reduced:
             return compute(states.mask)
         assert self._step is not None
+        if layer.holds_apart:
+            if not attends_apart(states):
+                return compute(None, layer.keys, layer.values)
+            latest = (states.keys, states.values)
+            output = even_attention(
+                states.queries, layer.kept_apart, latest, scaling=states.scaling
+            )
+            return output, None
         n_stored = int(states.keys.shape[2])
         n_kept = 0 if layer.kept_indices is None else int(layer.kept_indices.shape[-1])
         visible = self._step.following_visible(n_stored - n_kept)

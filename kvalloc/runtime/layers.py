@@ -13,7 +13,10 @@ from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.ragged import IntArray, RaggedEntries
 from kvalloc.runtime.unfinished import Unfinished
 
-__all__ = ["BudgetLayer", "gathered"]
+__all__ = ["APART_TOKENS", "BudgetLayer", "gathered"]
+
+APART_TOKENS = 128
+"""Latest tokens that are stored by themselves before they join the others."""
 
 
 class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -42,13 +45,42 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """
 
     is_croppable = False  # evicted entries cannot come back
-    # None before the first update; transformers' own code does not ask either.
-    keys: Any
-    values: Any
 
     def __init__(self) -> None:
+        self._dense: tuple[Any, Any] = (None, None)
+        self._apart: tuple[Tensor, Tensor] | None = None
         super().__init__()  # type: ignore[no-untyped-call]
         self._forget()
+
+    @property
+    def keys(self) -> Any:
+        """Dense keys, see above; None before the first update."""
+        self._join()
+        return self._dense[0]
+
+    @keys.setter
+    def keys(self, states: Any) -> None:
+        self._join()
+        self._dense = (states, self._dense[1])
+
+    @property
+    def values(self) -> Any:
+        """Dense values, see above; None before the first update."""
+        self._join()
+        return self._dense[1]
+
+    @values.setter
+    def values(self, states: Any) -> None:
+        self._join()
+        self._dense = (self._dense[0], states)
+
+    def _join(self) -> None:
+        """Bring the latest tokens that were held apart behind the others."""
+        if self._apart is not None:
+            (keys, values), (new_keys, new_values) = self._dense, self._apart
+            self._apart = None
+            keys = torch.cat([keys, new_keys], dim=-2)
+            self._dense = (keys, torch.cat([values, new_values], dim=-2))
 
     def _forget(self) -> None:
         self.entries: RaggedEntries | None = None
@@ -57,15 +89,36 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.seen_tokens = 0
         self.unfinished = Unfinished()
         self._evict_next = False
+        self._apart_next = False
         self._held: tuple[Tensor, Tensor] | None = None
+
+    def expect_apart(self) -> None:
+        """Let the next update hold its tokens apart, and return only what is held apart.
+
+        To add one token, transformers copies all that is stored. Here the latest tokens are
+        stored by themselves and copied to the others once in `APART_TOKENS`; attention over both
+        is `kvalloc.runtime.even_attention`. Whoever asks for ``keys`` or ``values`` gets them
+        joined.
+        """
+        self._apart_next = True
+
+    @property
+    def holds_apart(self) -> bool:
+        """Whether the latest tokens are stored by themselves now."""
+        return self._apart is not None
+
+    @property
+    def kept_apart(self) -> tuple[Tensor, Tensor]:
+        """Keys and values stored beside the tokens held apart, which come after them."""
+        return self._dense
 
     def expect_eviction(self) -> None:
         """`evict` will follow the next update."""
         self._evict_next = True
 
     def cancel_eviction(self) -> None:
-        """The forward that was to end in an eviction failed."""
-        self._evict_next = False
+        """The forward that was to end in an eviction, or to hold tokens apart, failed."""
+        self._evict_next = self._apart_next = False
 
     @property
     def awaits_eviction(self) -> bool:
@@ -80,7 +133,15 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     @property
     def dense_tokens(self) -> int:
         """Tokens in the dense storage."""
-        return 0 if self.keys is None or self.keys.ndim < 4 else int(self.keys.shape[-2])
+        keys = self._dense[0]
+        apart = 0 if self._apart is None else int(self._apart[0].shape[-2])
+        return apart if keys is None or keys.ndim < 4 else apart + int(keys.shape[-2])
+
+    @property
+    def batch(self) -> int:
+        """Rows that are stored; 0 before the first update."""
+        keys = self._dense[0]
+        return 0 if keys is None or keys.ndim < 4 else int(keys.shape[0])
 
     @property
     def following_tokens(self) -> int:
@@ -90,14 +151,15 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def stored_counts(self) -> IntArray | None:
         """Entries stored now, ``(batch, n_kv_heads)``; None before the first update."""
-        if self.keys is None or self.keys.ndim < 4:
+        keys = self._dense[0]
+        if keys is None or keys.ndim < 4:
             return None
-        dense = np.full(tuple(self.keys.shape[:2]), self.dense_tokens, dtype=np.int64)
+        dense = np.full(tuple(keys.shape[:2]), self.dense_tokens, dtype=np.int64)
         return dense if self.entries is None else dense + self.entries.lengths
 
     def stored_tensors(self) -> list[Tensor]:
         """All K and V tensors that are allocated now."""
-        tensors = [] if self.keys is None else [self.keys, self.values]
+        tensors = [] if self._dense[0] is None else [*self._dense, *(self._apart or ())]
         if self.entries is not None:
             tensors += [self.entries.keys, self.entries.values]
         return [*tensors, *(self._held or ())]
@@ -115,8 +177,11 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Returns
         -------
         tuple of Tensor, each (batch, n_kv_heads, n_dense + n_new_tokens, head_dim)
+            After `expect_apart` only those held apart, the new ones last.
         """
         self.seen_tokens += int(key_states.shape[-2])
+        if self._apart_next:
+            return self._hold_apart(key_states, value_states)
         if not self._evict_next:
             return super().update(key_states, value_states, *args, **kwargs)
         # Of these only a part will stay: hold on to what the model made instead of copying it,
@@ -130,6 +195,22 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.values = value_states[..., :0, :].clone()
         self._held = (key_states, value_states)
         return self._held
+
+    def _hold_apart(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self._apart_next = False
+        before = self._apart
+        if before is not None and int(before[0].shape[-2]) >= APART_TOKENS:
+            self._join()
+            before = None
+        if before is not None:
+            keys = torch.cat([before[0], keys], dim=-2)
+            values = torch.cat([before[1], values], dim=-2)
+        else:  # some models cut them from a larger tensor, whose storage would stay
+            keys, values = (
+                states.clone(memory_format=torch.contiguous_format) for states in (keys, values)
+            )
+        self._apart = (keys, values)
+        return self._apart
 
     def keep_even(
         self, keys: Tensor, values: Tensor, indices: Tensor, logit_bias: Tensor | None
@@ -216,6 +297,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Forget everything, and free it."""
+        self._apart = None
         self.keys = self.values = None
         self.is_initialized = False
         self._forget()

@@ -121,6 +121,48 @@ class RaggedEntries:
         rests = (self.lengths % BLOCK_TOKENS).reshape(-1, 1)
         return torch.from_numpy(np.arange(int(rests.max())) >= rests).to(self.keys.device)
 
+    @cached_property
+    def rest_bias(self) -> Tensor:
+        """Minus infinity where `rest_entries` is beyond a segment's end, (n_segments, 1, most)."""
+        bias = torch.zeros(self.beyond_rest.shape, dtype=self.keys.dtype, device=self.keys.device)
+        return bias.masked_fill_(self.beyond_rest, float("-inf"))[:, None]
+
+    def parts(self, n_rows: int) -> tuple[Tensor, Tensor]:
+        """Which parts make up each segment's rows, and where there are none.
+
+        Where something was computed for ``n_rows`` rows of each block, and then of each segment's
+        rest, this lists for each segment's row its own blocks' and its own rest's.
+
+        Parameters
+        ----------
+        n_rows : int
+            Query rows of a segment.
+
+        Returns
+        -------
+        parts : Tensor of int64, (n_segments * n_rows, most)
+            Places in the flattened ``(n_blocks + n_segments, n_rows)``; 0 where there is none.
+        absent : Tensor of bool, the same shape
+            Where there is none.
+        """
+        if n_rows not in self._parts:
+            counts = (self.lengths // BLOCK_TOKENS).reshape(-1)
+            first, column = np.cumsum(counts) - counts, np.arange(int(counts.max()) + 1)
+            own = np.where(column == counts[:, None], self.n_blocks, 0) + np.where(
+                column < counts[:, None], first[:, None] + column, np.arange(counts.size)[:, None]
+            )
+            absent = np.repeat(column > counts[:, None], n_rows, axis=0)
+            places = own[:, None] * n_rows + np.arange(n_rows)[:, None]
+            places = np.where(absent, 0, places.reshape(absent.shape))
+            device = self.keys.device
+            found = torch.from_numpy(places).to(device), torch.from_numpy(absent).to(device)
+            self._parts[n_rows] = found
+        return self._parts[n_rows]
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
     def blocks(self, states: Tensor) -> Tensor:
         """The whole blocks of ``keys``, ``values`` or ``bias``, (n_blocks, BLOCK_TOKENS, ...)."""
         whole = self.n_blocks * BLOCK_TOKENS

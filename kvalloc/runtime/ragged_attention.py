@@ -5,7 +5,8 @@ only the tokens that followed need a causal mask. Blocks of all segments are rea
 product; rests and following tokens in another; the softmax is put together from partial ones:
 with ``m`` the largest logit and ``l = sum exp(logit - m)`` of each part, ``l`` and the weighted
 values of the parts are added after multiplication by ``exp(m - max m)``. Logits are float32 also
-where the model is of half precision. On CUDA a Triton kernel does all of it in one pass
+where the model is of half precision. One decoded token on the CPU takes a shorter way
+(`kvalloc.runtime.ragged_decoding`). On CUDA a Triton kernel does all of it in one pass
 (`kvalloc.runtime.ragged_kernel`). Memory beside the result is bounded by `SCRATCH_ELEMENTS`.
 """
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
+from kvalloc.runtime.ragged_decoding import decoding_attention
 
 __all__ = ["SCRATCH_ELEMENTS", "ragged_attention"]
 
@@ -95,6 +97,10 @@ def ragged_attention(
             sink_logits=sink_logits,
         )
     batch, n_query_heads, n_new, head_dim = queries.shape
+    exact = queries.dtype == entries.keys.dtype and queries.dtype in (torch.float32, torch.float64)
+    plain = visible is None and softcap is None and sink_logits is None and entries.bias is None
+    if n_new == 1 and queries.device.type == "cpu" and exact and plain:
+        return decoding_attention(queries, entries, keys, values, scaling=scaling)
     n_kv_heads = keys.shape[1]
     group = n_query_heads // n_kv_heads
     grouped = queries.reshape(batch * n_kv_heads, group, n_new, head_dim)

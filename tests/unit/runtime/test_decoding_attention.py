@@ -1,0 +1,167 @@
+"""The short ways that one decoded token takes on the CPU, against the definitions."""
+
+from __future__ import annotations
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvalloc.runtime import layers
+from kvalloc.runtime.even_attention import even_attention
+from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
+from kvalloc.runtime.ragged_decoding import decoding_attention
+
+HEAD_DIM = 8
+TOKENS = 60
+LENGTHS = [0, 1, 5, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS]
+
+
+def by_definition(
+    queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], scaling: float
+) -> torch.Tensor:
+    """Softmax over each segment's entries, (batch, n_query_heads, head_dim), in float64."""
+    flat = queries.double().reshape(len(keys), -1, HEAD_DIM)
+    rows = [
+        (asked @ own.double().T * scaling).softmax(-1) @ value.double()
+        for asked, own, value in zip(flat, keys, values, strict=True)
+    ]
+    return torch.stack(rows).reshape(queries.shape[0], -1, HEAD_DIM)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_one_token_over_ragged_entries(data: st.DataObject) -> None:
+    batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    counts = np.array(
+        [[data.draw(st.sampled_from(LENGTHS)) for _ in range(heads)] for _ in range(batch)]
+    )
+    sharpness = data.draw(st.sampled_from([0.1, 1.0, 30.0]))
+    parts = {
+        place: torch.randn(2, int(counts[place]), HEAD_DIM) * sharpness
+        for place in np.ndindex(batch, heads)
+    }
+
+    def piece(row: int, head: int) -> Any:
+        keys, values = parts[row, head]
+        n = len(keys)
+        return keys, values, torch.arange(n, dtype=torch.int32), None, torch.arange(n)
+
+    entries = RaggedEntries.collect(counts, piece)
+    queries = torch.randn(batch, heads * data.draw(st.integers(1, 3)), 1, HEAD_DIM)
+    latest = torch.randn(2, batch, heads, data.draw(st.integers(1, 4)), HEAD_DIM)
+    found = decoding_attention(queries, entries, *latest, scaling=0.3)
+    joined = [
+        [torch.cat([parts[place][i], latest[i][place]]) for place in np.ndindex(batch, heads)]
+        for i in range(2)
+    ]
+    expected = by_definition(queries, joined[0], joined[1], 0.3)
+    assert found.shape == (batch, 1, queries.shape[1], HEAD_DIM)
+    assert (found[:, 0] - expected).abs().max() < 1e-5 * max(1.0, sharpness)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("group", [1, 3])
+def test_one_token_over_even_entries(dtype: torch.dtype, group: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randn(2, 3 * group, 1, HEAD_DIM, generator=generator, dtype=dtype)
+    kept = torch.randn(2, 2, 3, 50, HEAD_DIM, generator=generator, dtype=dtype)
+    latest = torch.randn(2, 2, 3, 4, HEAD_DIM, generator=generator, dtype=dtype)
+    found = even_attention(queries, tuple(kept), tuple(latest), scaling=0.3)
+    joined = torch.cat([kept, latest], dim=3)
+    expected = by_definition(
+        queries, list(joined[0].flatten(0, 1)), list(joined[1].flatten(0, 1)), 0.3
+    )
+    assert (found[:, 0] - expected).abs().max() < 1e-5
+
+
+@pytest.fixture
+def model(tiny: ModuleType) -> Any:
+    return tiny.tiny_model("phi3")  # keys and values are cut from one larger tensor
+
+
+@pytest.fixture
+def profile(tiny: ModuleType, model: Any) -> Any:
+    return tiny.make_profile(model, TOKENS, 0.4)
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache).logits
+    return logits
+
+
+def test_what_is_kept_stays_where_it_is_while_decoding(
+    tiny: ModuleType, model: Any, profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "APART_TOKENS", 5)
+    cache, ids = profile.cache(model), tiny.prompt(TOKENS, 2)
+    run(model, ids, cache)
+    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+    layer = cache.layers[0]
+    places = []
+    for step in range(1, 13):
+        token = tiny.prompt(1, 2, seed=step)
+        assert tiny.worst(run(model, token, cache), oracle.logits(token)) < 1e-4
+        places.append(layer.kept_apart[0].data_ptr())
+        added = 2 * step * tiny.N_LAYERS * tiny.N_KV_HEADS * profile.shape.bytes_per_entry
+        assert cache.retained_bytes == 2 * profile.retained_bytes + added
+        assert layer.following_tokens == step
+    assert [places.count(place) for place in dict.fromkeys(places)] == [5, 5, 2]
+
+
+def test_what_is_held_apart_joins_for_everything_else(
+    tiny: ModuleType, model: Any, profile: Any
+) -> None:
+    """Questions of several tokens, rows, copies and cuts see one tensor."""
+    cache, ids = profile.cache(model), tiny.prompt(TOKENS, 2)
+    run(model, ids, cache)
+    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+    question = tiny.prompt(3, 2, seed=5)
+    for new in (tiny.prompt(1, 2, seed=1), question, tiny.prompt(1, 2, seed=2)):
+        assert tiny.worst(run(model, new, cache), oracle.logits(new)) < 1e-4
+    assert cache.layers[0].holds_apart
+    other = copy.deepcopy(cache)
+    expected = run(model, question, other)
+    assert cache.layers[0].holds_apart
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert tiny.worst(run(model, question.flip(0), cache), expected.flip(0)) < 1e-5
+    cache.crop(-8)
+    assert cache.retained_bytes == 2 * profile.retained_bytes
+    oracle = tiny.Oracle(model, ids.flip(0), tiny.kept_of(cache))
+    assert tiny.worst(run(model, question, cache), oracle.logits(question)) < 1e-4
+    cache.reset()
+    assert cache.retained_bytes == 0
+
+
+def test_a_soft_cap_is_left_to_the_model(tiny: ModuleType) -> None:
+    """Gemma 2 caps logits in eager attention, which the short way does not."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": tiny.N_QUERY_HEADS,
+        "num_key_value_heads": tiny.N_KV_HEADS,
+        "head_dim": tiny.HEAD_DIM,
+        "vocab_size": tiny.VOCABULARY,
+        "layer_types": ["full_attention", "full_attention"],
+        "attn_logit_softcapping": 0.5,
+        "initializer_range": 0.2,
+    }
+    model = Gemma2ForCausalLM._from_config(Gemma2Config(**sizes), attn_implementation="eager")
+    model.eval().config._name_or_path = "tiny"
+    profile = tiny.make_profile(model, TOKENS, 0.4)
+    cache, ids = profile.cache(model), tiny.prompt(TOKENS)
+    run(model, ids, cache)
+    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+    for step in range(3):
+        token = tiny.prompt(1, seed=step)
+        assert tiny.worst(run(model, token, cache), oracle.logits(token)) < 1e-4
