@@ -27,11 +27,11 @@ from kvalloc.errors import (
 from kvalloc.runtime import hooks, refusals
 from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.deciding import Decide, DecidesByPrompt
-from kvalloc.runtime.even_attention import attends_apart, can_hold_apart, even_attention
+from kvalloc.runtime.even_attention import attend_apart, hold_apart
 from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.layers import BudgetLayer, gathered
 from kvalloc.runtime.masks import biased_mask, stored_mask
-from kvalloc.runtime.plain import free_slid_out, stored_tensors
+from kvalloc.runtime.plain import allocated_bytes, free_slid_out, stored_rows
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.ragged import IntArray
@@ -108,20 +108,12 @@ class BudgetCache(Cache, DecidesByPrompt):
     @property
     def batch(self) -> int:
         """Rows that are stored; 0 before the first forward."""
-        first = self.layers[0]
-        if isinstance(first, BudgetLayer):
-            return first.batch
-        return 0 if first.keys is None or first.keys.ndim < 4 else int(first.keys.shape[0])
+        return stored_rows(self.layers[0])
 
     @property
     def retained_bytes(self) -> int:
         """Bytes of K and V storage allocated now: every storage once and in full."""
-        storages = {}
-        for layer in self.layers:
-            for tensor in stored_tensors(layer):
-                storage = tensor.untyped_storage()
-                storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
-        return sum(storages.values())
+        return allocated_bytes(self.layers)
 
     @property
     def full_bytes(self) -> int:
@@ -266,10 +258,8 @@ class BudgetCache(Cache, DecidesByPrompt):
             refusals.check_read(self._policy, self._targets.values())
         for index in self._targets:
             self.layers[index].expect_eviction()
-        if self._reader is None and new_tokens == 1:
-            for layer in self._budget_layers:
-                if can_hold_apart(layer, step):
-                    layer.expect_apart()
+        if self._reader is None:
+            hold_apart(self._budget_layers, step)
         self._masks.clear()
         self._additive = base == "eager"
         self._step = step
@@ -334,13 +324,7 @@ class BudgetCache(Cache, DecidesByPrompt):
             return compute(states.mask)
         assert self._step is not None
         if layer.holds_apart:
-            if not attends_apart(states):
-                return compute(None, layer.keys, layer.values)
-            latest = (states.keys, states.values)
-            output = even_attention(
-                states.queries, layer.kept_apart, latest, scaling=states.scaling
-            )
-            return output, None
+            return attend_apart(layer, states, compute)
         n_stored = int(states.keys.shape[2])
         n_kept = 0 if layer.kept_indices is None else int(layer.kept_indices.shape[-1])
         visible = self._step.following_visible(n_stored - n_kept)

@@ -8,25 +8,33 @@ softmax here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.attention_hook import AttentionStates, Compute
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.layers import BudgetLayer
 
-__all__ = ["attends_apart", "can_hold_apart", "even_attention"]
+__all__ = ["attend_apart", "even_attention", "hold_apart"]
 
 
-def can_hold_apart(layer: BudgetLayer, step: Step) -> bool:
-    """Whether a layer's next token may be held apart from what it stores.
-
-    Not where something has to look at all that is stored as one tensor (a policy that goes on
-    noting scores, a bias, padding among the latest tokens), nor in half precision, where the
-    model's own attention has kernels without which the products here would be slow or inexact.
-    """
+def hold_apart(layers: Iterable[BudgetLayer], step: Step) -> None:
+    """Let those layers hold the next token apart that may."""
     if step.new_tokens != 1 or step.budgets is not None or step.remember:
-        return False
+        return
+    for layer in layers:
+        if _may_hold_apart(layer, step):
+            layer.expect_apart()
+
+
+def _may_hold_apart(layer: BudgetLayer, step: Step) -> bool:
+    """Not where a bias or padding among the latest tokens asks for a mask over all that is stored.
+
+    Nor in half precision, for which the model's own attention has kernels.
+    """
     if layer.kept_indices is None or layer.logit_bias is not None:
         return False
     if layer.device.type != "cpu" or layer.dtype not in (torch.float32, torch.float64):
@@ -34,9 +42,13 @@ def can_hold_apart(layer: BudgetLayer, step: Step) -> bool:
     return step.following_visible(layer.following_tokens + 1) is None
 
 
-def attends_apart(states: AttentionStates) -> bool:
-    """Whether the model's attention is nothing but a softmax of products."""
-    return states.softcap is None and states.sink_logits is None
+def attend_apart(layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
+    """Attention of one new token, where the layer holds the latest ones apart."""
+    if states.softcap is not None or states.sink_logits is not None:
+        return compute(None, layer.keys, layer.values)
+    latest = (states.keys, states.values)
+    output = even_attention(states.queries, layer.kept_apart, latest, scaling=states.scaling)
+    return output, None
 
 
 def even_attention(

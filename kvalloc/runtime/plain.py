@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,24 @@ from torch import Tensor
 from kvalloc.attention_hook import AttentionStates
 from kvalloc.runtime.layers import BudgetLayer
 
-__all__ = ["free_slid_out", "stored_tensors"]
+__all__ = ["allocated_bytes", "free_slid_out", "stored_rows", "stored_tensors"]
+
+
+def stored_rows(layer: Any) -> int:
+    """Rows of the batch that a layer stores; 0 before the first forward."""
+    if isinstance(layer, BudgetLayer):
+        return layer.batch
+    return 0 if layer.keys is None or layer.keys.ndim < 4 else int(layer.keys.shape[0])
+
+
+def allocated_bytes(layers: Iterable[Any]) -> int:
+    """Bytes of K and V storage of these layers: every storage once and in full."""
+    storages = {}
+    for layer in layers:
+        for tensor in stored_tensors(layer):
+            storage = tensor.untyped_storage()
+            storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
+    return sum(storages.values())
 
 
 def stored_tensors(layer: Any) -> list[Tensor]:
