@@ -34,7 +34,8 @@ def check_adapt(profile: BudgetProfile, limit: object) -> None:
     InputError
         If the limit is not a share from 0 to 1.
     UnsupportedRequestError
-        If layers share their entries, or there may be only few different budgets.
+        If layers share their entries, heads have different policies, or there may be only few
+        different budgets.
     """
     number = isinstance(limit, int | float) and not isinstance(limit, bool)
     if not number or not 0 <= float(limit) <= 1:  # type: ignore[arg-type]
@@ -46,6 +47,11 @@ def check_adapt(profile: BudgetProfile, limit: object) -> None:
         raise UnsupportedRequestError(
             "layers of this profile keep the same entries, so their budgets cannot follow a "
             "prompt one by one; leave out adapt, or solve without --share-groups"
+        )
+    if profile.unit_policies is not None:
+        raise UnsupportedRequestError(
+            "budgets follow a prompt by what the scorer's best entries retain of it, and heads of "
+            "this profile keep others; leave out adapt, or solve with one of --loss-policies"
         )
     if profile.requested.get("max_distinct") is not None:
         raise UnsupportedRequestError(

@@ -185,3 +185,9 @@ def test_profiles_that_cannot_move_are_refused() -> None:
     scores: ScoreProfile = make_scores(shape=shape, n_samples=1)
     with pytest.raises(UnsupportedRequestError, match="--share-groups"):
         adapt_budgets(together, scores, 0.2)
+    several = make_budget_profile(np.full((3, 2), 20))
+    other = dataclasses.replace(several.policy, label="other")
+    table = np.ones((3, 2), dtype=np.int64)
+    several = dataclasses.replace(several, other_policies=(other,), unit_policies=table)
+    with pytest.raises(UnsupportedRequestError, match="heads of this profile keep others"):
+        check_adapt(several, 0.2)
