@@ -1,0 +1,108 @@
+"""Policies chosen with budgets, from the command line: profile, solve, verify, inspect, generate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_tools import prose, refused, run, save_tiny_model
+from factories import make_choices
+from tiny_models import tiny_model
+
+from kvalloc.budget_profile import BudgetProfile
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    path: Path = tmp_path_factory.mktemp("choices")
+    save_tiny_model(path / "tiny", tiny_model(initializer_range=0.2))
+    (path / "text.txt").write_text(prose(1000))
+    (path / "prompt.txt").write_text(prose(100))
+    return path
+
+
+def profiling(folder: Path, *more: object) -> list[object]:
+    return ["profile", folder / "tiny", "--text", folder / "text.txt", "--context", 64,
+            "--samples", 2, "--scorer", "snapkv", "--window", 8, *more]  # fmt: skip
+
+
+def test_from_a_model_to_an_answer(folder: Path) -> None:
+    scores, budgets = folder / "s.safetensors", folder / "p.json"
+    losses = ("--loss", "fast", "--loss-level", "head")
+    names = ("--loss-policies", "tova,critical,snapkv:window=2:pool=1")
+    ran = run(*profiling(folder, *losses, *names, "-o", scores), "--json")
+    assert ran.code == 0
+    titles = ["snapkv", "tova", "critical", "snapkv:window=2:pool=1"]
+    assert ran.json["loss_policies"] == titles
+    assert f"with each of {', '.join(titles)}" in " ".join(run("inspect", scores).out.split())
+    asked = ("solve", scores, "--budget", "50%", "--level", "head")
+    solved = run(*asked, "-o", budgets)
+    assert solved.code == 0
+    assert "retention       unknown: some heads keep others" in solved.out
+    decided = BudgetProfile.load(budgets)
+    assert decided.unit_policies is not None
+    assert f"of {decided.unit_policies.size} KV heads" in solved.out
+    assert run("verify", budgets, scores).code == 0
+    told = " ".join(run("inspect", budgets).out.split())
+    assert "other policies" in told
+    assert "of 6 KV heads" in told
+    one = run(*asked, "--loss-policies", "tova", "--json").json
+    assert one["policies"] == ["snapkv", "tova"]
+    assert one["unit_policies"] == [[1, 1]] * 3
+    assert one["predicted_loss"] >= decided.predicted_loss - 1e-12  # type: ignore[operator]
+    generated = run(
+        "generate", folder / "tiny", "--profile", budgets, "--prompt-file", folder / "prompt.txt",
+        "--max-new-tokens", 3, "--json",
+    ).json  # fmt: skip
+    assert generated["other_policies"] == [each.title for each in decided.other_policies]
+    assert generated["retained_bytes"] < generated["full_bytes"]
+
+
+def test_two_profiles_differ_in_policies(tmp_path: Path) -> None:
+    make_choices(3).save(tmp_path / "s.safetensors")
+    asked = ("solve", tmp_path / "s.safetensors", "--budget", "40%", "--level", "head", "--quiet")
+    assert run(*asked, "-o", tmp_path / "all.json").code == 0
+    own = ("--loss-policies", "xkv", "-o", tmp_path / "own.json")
+    assert run(*asked, *own).code == 0
+    fields = run("diff", tmp_path / "own.json", tmp_path / "all.json", "--json").json["fields"]
+    assert fields["policies"][0] == "xkv in 6"
+    for command in ("compare", "frontier"):
+        options = ("--solver", "dp", "--budget", "40%") if command == "compare" else ()
+        told = run(
+            command, tmp_path / "s.safetensors", *options, "--level", "head",
+            "--objective", "loss", "--json",
+        )  # fmt: skip
+        assert told.code == 0, told.err
+        assert "null" in json.dumps(told.json)  # no retention where heads keep others
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--loss-policies", "tova"), "add --loss measured|fast"),
+        (("--loss", "fast", "--loss-policies", "nothing"), "no policy or scorer 'nothing'"),
+        (("--loss", "fast", "--loss-policies", "snapkv:window=32"), "with --window 32"),
+        (("--loss", "fast", "--loss-policies", "tova,merge"), "cannot be one of several"),
+        (("--loss", "fast", "--loss-policies", "tova,,critical"), "no policy or scorer ''"),
+    ],
+)
+def test_policies_that_cannot_be_measured(
+    folder: Path, tmp_path: Path, more: tuple[str, ...], said: str
+) -> None:
+    assert said in refused(tmp_path, *profiling(folder, *more, "-o", tmp_path / "x.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--loss-policies", "nacl"), "this score profile has those of xkv, tova, critical"),
+        (("--loss-policies", "tova", "--objective", "mean"), "the objective is 'mean'"),
+        (("--loss-policies", "tova", "--objective", "worst"), "retention is asked for"),
+    ],
+)
+def test_policies_that_cannot_be_chosen(tmp_path: Path, more: tuple[str, ...], said: str) -> None:
+    make_choices(3).save(tmp_path / "s.safetensors")
+    asked = ("solve", tmp_path / "s.safetensors", "--budget", "40%", "-o", tmp_path / "p.json")
+    assert said in refused(tmp_path, *asked, *more)
