@@ -1,4 +1,4 @@
-"""Policies chosen with budgets, from the command line: profile, solve, verify, inspect, generate."""
+"""Policies chosen with budgets: profile, solve, verify, inspect, diff and generate."""
 
 from __future__ import annotations
 
