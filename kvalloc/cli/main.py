@@ -20,6 +20,7 @@ COMMANDS = (
     "demo",
     "profile",
     "solve",
+    "tune",
     "compare",
     "frontier",
     "inspect",

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from kvalloc.attention_hook import AttentionStates, Compute
 
 KVPRESS = "kvpress:"
+_SHARE_FREE = (
+    "SnapKVPress",
+    "PyramidKVPress",
+    "TOVAPress",
+    "ExpectedAttentionPress",
+    "KeyDiffPress",
+)
+"""Presses whose scores do not depend on how much is kept."""
 _NAME = re.compile(r"kvpress:(\w+)(?:\((\w+)\))?(?:@([\d.]+)%)?")
 
 
@@ -146,8 +154,8 @@ class PromptReader:
     Attributes
     ----------
     scores : dict of str to Tensor
-        What presses that read the prompt again (KVzip) made of it, by the press's class: the same
-        for every share of entries.
+        What presses made of the prompt that is the same for every share of entries, by the
+        press's class and layer, or by the class alone where it reads the prompt again (KVzip).
     """
 
     def __init__(self) -> None:
@@ -289,6 +297,7 @@ class KvpressMethod:
             with torch.inference_mode(), _named(model, self.tokenizer_path), _unmasked(model):
                 reading = self.reader.read(model, prompt_ids)
                 if _only_hooks(press):
+                    _remember_scores(press, self.reader.scores)
                     return _replayed(press, model, reading, start)
                 return _run_whole(press, model, reading, self.reader.scores, start)
         except (AssertionError, RuntimeError) as error:
@@ -338,6 +347,22 @@ def _only_hooks(press: Any) -> bool:
     from kvpress import BasePress
 
     return type(press).__call__ is BasePress.__call__
+
+
+def _remember_scores(press: Any, scores: dict[str, Tensor]) -> None:
+    """Let a press, or the one that it wraps, score each layer once for all shares."""
+    inner = getattr(press, "press", press)
+    kind, score = type(inner).__name__, getattr(inner, "score", None)
+    if kind not in _SHARE_FREE or score is None:
+        return
+
+    def remembered(module: Any, *args: Any) -> Tensor:
+        key = f"{kind} {module.layer_idx}"
+        if key not in scores:
+            scores[key] = score(module, *args)
+        return scores[key].clone()  # wrappers write into it
+
+    inner.score = remembered
 
 
 def _replayed(press: Any, model: Any, reading: Reading, start: float) -> PeerCompressed:

@@ -7,7 +7,7 @@ many variants in one batch that share the prompt's keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -182,6 +182,41 @@ class LossProbe:
         with torch.no_grad(), evaluating(self._model):
             entering, logits = self._watched(handler)
             return Settled(keep=rows, entering=entering, losses=self._divergence(logits)[0])
+
+    def soft_loss(self, keep: Mapping[int, Tensor]) -> Tensor:
+        """Mean KL(full cache || reduced cache), differentiable in how much of each entry is kept.
+
+        An entry that is kept to a part m counts m times in the softmax: its logit is raised by
+        ``log m``. With every m at 0 or 1 this is the mean of ``settle(...).losses``.
+
+        Parameters
+        ----------
+        keep : mapping of int to Tensor of float, (n_kv_heads, n_tokens)
+            For each layer, above 0 and at most 1; everything in layers that are not named.
+
+        Returns
+        -------
+        Tensor of float32, ()
+            Nats per token.
+        """
+
+        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+            parts = keep.get(states.layer)
+            return self._attend(states, None if parts is None else parts[None].log()), None
+
+        ids = self.continuation_ids
+        with (
+            torch.enable_grad(),
+            evaluating(self._model),
+            intercept_attention(self._model, handler),
+        ):
+            logits = self._forward(input_ids=ids[None], n_tokens=int(ids.numel()))
+            terms = self._probabilities * (
+                self._log_probabilities - logits[0].float().log_softmax(dim=-1)
+            )
+            if self._some_impossible:
+                terms = terms.masked_fill(self._log_probabilities == float("-inf"), 0.0)
+            return terms.sum(dim=-1).mean()
 
     def outputs(self, layer: int, keep: Tensor | None) -> Tensor:
         """What a layer's heads put out on the continuation when entries are hidden there.
@@ -382,7 +417,11 @@ class LossProbe:
         before.masked_fill_(~visible[:, :stored], float("-inf"))
         among.masked_fill_(~visible[:, stored:], float("-inf"))
         if keep is not None:
-            before.masked_fill_(~keep.transpose(0, 1)[:, :, None, None], float("-inf"))
+            kept = keep.transpose(0, 1)[:, :, None, None]
+            if kept.dtype == torch.bool:
+                before.masked_fill_(~kept, float("-inf"))
+            else:  # logarithms of how much is kept of each entry
+                before = before + kept
         logits = [before.transpose(0, 1), among]
         if states.sink_logits is not None:
             extra = states.sink_logits.float().view(1, n_kv_heads, -1, 1, 1)

@@ -1,0 +1,179 @@
+"""``kvalloc tune``: budgets and policies of single heads, by descent on the whole cache's loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvalloc.cli.models import Device, Dtype, ModelName
+from kvalloc.cli.output import Json, Quiet, note, print_json, print_table, size
+from kvalloc.errors import InputError
+
+if TYPE_CHECKING:
+    from kvalloc.measure.tuning import Tuned
+
+EXAMPLES = """\
+  kvalloc tune demo --prompts calibration.jsonl --budget 20% -o p.json
+  kvalloc tune demo --text docs/ --samples 12 --budget 50% --budget 20% -o p.json
+"""
+
+
+def tune(
+    model: ModelName,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="OUT.json",
+            help="Where the budget profile goes; of several budgets each gets its own, such as "
+            "OUT-20.json.",
+        ),
+    ],
+    budget: Annotated[
+        list[str], typer.Option(metavar="20%", help="Share of the entries; can be repeated.")
+    ],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE.jsonl", help="Prompts of the kinds that are to come."),
+    ] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE|DIR", help="Running text; can be repeated.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="How many prompts; all by default.")
+    ] = None,
+    context: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Reference context, tokens.")
+    ] = 1024,
+    scorer: Annotated[
+        str, typer.Option(metavar="NAME", help="Ranks where nothing else is better.")
+    ] = "xkv",
+    window: Annotated[
+        int | None, typer.Option(metavar="N", help="The scorer's window, never evicted, tokens.")
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Scorers that each head chooses from beside that one, options after a colon, "
+            "such as tova,xkv:window=4:pool=1.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of the descent.")] = 60,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the choice of prompts.")] = 0,
+    dtype: Dtype = "float32",
+    device: Device = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Decide budgets and policies of all heads together, on what the reduced cache really does.
+
+    Needs no score profile: the gradient of the whole cache's loss, on the model's own
+    continuations of the prompts, moves entries from heads that can spare them to heads that
+    need them. A fifth of the prompts is held out and chooses among the stages of the descent.
+    """
+    from kvalloc.cli.progress import ProgressBar, slow
+    from kvalloc.files import check_writable
+    from kvalloc.models import load_model, require_run_packages
+    from kvalloc.quantities import parse_share
+
+    require_run_packages()
+    shares = list(dict.fromkeys(parse_share(one) for one in budget))
+    files = _files(output, shares)
+    for file in files:
+        check_writable(file)
+    texts = _texts(text or [], prompts or [])
+    options = _options(scorer, window, policies, steps)
+    with slow(f"loading {model}", quiet=quiet):
+        loaded = load_model(
+            model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
+        )
+    from kvalloc.measure.tuning import tune as descend
+
+    rows = []
+    with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
+        found = descend(
+            loaded.model,
+            loaded.tokenizer,
+            texts,
+            shares=shares,
+            context=context,
+            samples=samples,
+            seed=seed,
+            model_id=loaded.model_id,
+            progress=progress,
+            **options,
+        )
+        for file, tuned in zip(files, found, strict=True):
+            tuned.profile.save(file)
+            rows.append(_row(file, tuned))
+    if json:
+        print_json(rows)
+    elif not quiet:
+        _print(rows)
+
+
+def _files(output: Path, shares: list[float]) -> list[Path]:
+    if len(shares) == 1:
+        return [output]
+    return [output.with_name(f"{output.stem}-{share * 100:g}{output.suffix}") for share in shares]
+
+
+def _texts(text: list[Path], prompts: list[Path]) -> list[Any]:
+    from kvalloc.measure import read_prompts, read_texts
+
+    found: list[Any] = [*read_texts(text)]
+    for file in prompts:
+        found += read_prompts(file)
+    if not found:
+        raise InputError("there is nothing to tune on; give --prompts or --text")
+    return found
+
+
+def _options(scorer: str, window: int | None, policies: str | None, steps: int) -> dict[str, Any]:
+    from kvalloc.measure.descent import Descent
+    from kvalloc.scorers import get_scorer
+
+    given = {} if window is None else {"window": window}
+    options: dict[str, Any] = {
+        "scorer": get_scorer(scorer, **given),
+        "descent": Descent(steps=steps),
+    }
+    if policies is not None:
+        options["policies"] = [name.strip() for name in policies.split(",") if name.strip()]
+    return options
+
+
+def _row(file: Path, tuned: Tuned) -> dict[str, Any]:
+    profile = tuned.profile
+    return {
+        "output": str(file),
+        "retained_bytes": profile.retained_bytes,
+        "full_bytes": profile.full_bytes,
+        "held_out_loss": float(tuned.held_out_losses.mean()),
+        "uniform_loss": float(tuned.uniform_losses.mean()),
+        "held_out_prompts": int(tuned.held_out_losses.size),
+        "stages": [{"step": step, "held_out_loss": loss} for step, loss in tuned.stages],
+        "policies": [policy.title for policy in profile.policies],
+    }
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    headings = ("written", "bytes", "share", "loss", "equal budgets", "held out")
+    print_table(
+        headings,
+        [
+            [
+                row["output"],
+                size(row["retained_bytes"]),
+                f"{row['retained_bytes'] / row['full_bytes']:.1%}",
+                f"{row['held_out_loss']:.4f}",
+                f"{row['uniform_loss']:.4f}",
+                str(row["held_out_prompts"]),
+            ]
+            for row in rows
+        ],
+    )

@@ -1,0 +1,298 @@
+"""Descent on the loss of the whole reduced cache, in the budgets and policies of all heads.
+
+How much of each entry is kept is made a smooth function of its head's budget and policy; the
+gradient of the loss then says at once which heads are starved and which have entries to spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvalloc.errors import InputError
+from kvalloc.measure.loss_probe import LossProbe
+from kvalloc.policy import Policy
+from kvalloc.rounding import apportion
+from kvalloc.runtime.policies import policy_of
+from kvalloc.scorers import get_scorer
+
+if TYPE_CHECKING:
+    from kvalloc.measure.sampling import SampleSet
+    from kvalloc.shape import ModelShape
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_LEAST_PART = 1e-6
+_SCALE_FLOOR = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descent:
+    """How the descent goes.
+
+    Attributes
+    ----------
+    steps : int
+        Steps of Adam.
+    batch : int
+        Prompts a step, in turn.
+    continuation_tokens : int
+        Tokens after each prompt on which the distributions are compared, at most.
+    learning_rate : float
+        Of the logits of shares and policies.
+    softness : tuple of float
+        At the beginning and at the end: over which share of the prompt's entries a head's rank
+        threshold is smeared.
+    temperature : tuple of float
+        At the beginning and at the end: of each head's softmax over the policies.
+    held_out : float
+        Share of the prompts that no step sees; they choose among the stages of the descent.
+    checks : int
+        How often the held-out prompts are asked.
+
+    Raises
+    ------
+    InputError
+        If a value is out of range.
+    """
+
+    steps: int = 60
+    batch: int = 5
+    continuation_tokens: int = 16
+    learning_rate: float = 0.25
+    softness: tuple[float, float] = (0.04, 0.004)
+    temperature: tuple[float, float] = (1.0, 0.05)
+    held_out: float = 0.2
+    checks: int = 3
+
+    def __post_init__(self) -> None:
+        least = min(self.steps, self.batch, self.continuation_tokens, self.checks)
+        if least < 1 or not 0 < self.held_out < 1:
+            raise InputError(
+                "a descent needs at least one step, prompt, token and check, and a share of held "
+                "out prompts between 0 and 1"
+            )
+        if min(*self.softness, *self.temperature, self.learning_rate) <= 0:
+            raise InputError("softness, temperature and learning rate must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescentJob:
+    """What is decided, and how."""
+
+    shape: ModelShape
+    share: float
+    context: int
+    protected: int
+    descent: Descent
+
+    @property
+    def evictable_share(self) -> float:
+        """Share of the evictable entries that all heads keep in the mean."""
+        wanted = self.share * self.context - self.protected
+        return wanted / (self.context - self.protected)
+
+    def budgets(self, shares: FloatArray, n_tokens: int) -> IntArray:
+        """Whole numbers of entries at a length, sinks and window included, `(n_full, n_heads)`."""
+        room = n_tokens - self.protected
+        total = int(self.evictable_share * room * shares.size)
+        kept = apportion(shares.ravel() * room, total, maximum=np.full(shares.size, room))
+        return kept.reshape(shares.shape) + self.protected
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPrompt:
+    """A prompt with its full cache, and every policy's ranking.
+
+    Attributes
+    ----------
+    probe : LossProbe
+    ranks : Tensor of int32, (n_policies, n_full_layers, n_kv_heads, n_tokens)
+        Place of each entry, from 0; sinks and window come first.
+    """
+
+    probe: LossProbe
+    ranks: Tensor
+
+    @classmethod
+    def read(
+        cls,
+        model: Any,
+        found: SampleSet,
+        index: int,
+        policies: Sequence[Policy],
+        shape: ModelShape,
+        descent: Descent,
+    ) -> ReadPrompt:
+        """Read one of the samples with the full cache, and let every policy rank its entries."""
+        device = model.get_input_embeddings().weight.device
+        built = [policy_of(policy) for policy in policies]
+        own = policies[0]
+        answer = found.answer_ids[index]
+        probe = LossProbe(
+            model,
+            torch.from_numpy(found.token_ids[index]).to(device),
+            get_scorer(own.scorer, **own.scorer_parameters),
+            sinks=own.sinks,
+            shape=shape,
+            answer_ids=None if answer is None else torch.from_numpy(answer).to(device),
+            continuation_tokens=descent.continuation_tokens,
+            policies=built,
+        )
+        layers = [
+            torch.stack(
+                [_ranks(policy.scorer.score(states, sinks=own.sinks)[0], own) for policy in built]
+            )
+            for _, states in sorted(probe.prompt_states.items())
+        ]
+        probe.prompt_states.clear()  # their queries are not needed again
+        return cls(probe=probe, ranks=torch.stack(layers, dim=1))
+
+    def soft_loss(
+        self, job: DescentJob, shares: Tensor, mixture: Tensor, softness: float
+    ) -> Tensor:
+        """Loss with the policies' soft masks mixed, differentiable in shares and mixture."""
+        n_tokens = self.probe.n_tokens
+        room = n_tokens - job.protected
+        threshold = shares * room + (job.protected - 0.5)
+        parts = torch.sigmoid((threshold[None, ..., None] - self.ranks) / (softness * room))
+        mixed = torch.einsum("lhp,plht->lht", mixture, parts)
+        mixed = mixed.clamp(min=_LEAST_PART).masked_fill(self.ranks[0] < job.protected, 1.0)
+        return self.probe.soft_loss(dict(zip(job.shape.full_layers, mixed, strict=True)))
+
+    def hard_loss(self, job: DescentJob, shares: FloatArray, places: IntArray) -> float:
+        """Loss of the budgets themselves, with one policy a head."""
+        budgets = torch.from_numpy(job.budgets(shares, self.probe.n_tokens))
+        index = torch.from_numpy(places)[None, ..., None].expand(1, *self.ranks.shape[1:])
+        ranks = self.ranks.gather(0, index.to(self.ranks.device))[0]
+        keep = ranks < budgets.to(ranks.device)[..., None]
+        settled = self.probe.settle(dict(zip(job.shape.full_layers, keep, strict=True)))
+        return float(settled.losses.mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The best stage of a descent on the held-out prompts."""
+
+    shares: FloatArray
+    places: IntArray
+    held_out_losses: FloatArray
+    uniform_losses: FloatArray
+    stages: tuple[tuple[int, float], ...]
+
+
+def descend(
+    job: DescentJob,
+    train: Sequence[ReadPrompt],
+    held_out: Sequence[ReadPrompt],
+    n_policies: int,
+    seed: int,
+    done: Callable[[int], None],
+) -> Stage:
+    """Adam on the logits of shares and policies; the best stage, equal budgets among them."""
+    descent = job.descent
+    size = (len(job.shape.full_layers), job.shape.n_kv_heads)
+    equal = np.full(size, job.evictable_share)
+    first = np.zeros(size, dtype=np.int64)
+    scales = [sample.hard_loss(job, equal, first) + _SCALE_FLOOR for sample in train]
+    uniform = _losses(job, held_out, equal, first)
+    best = (_score(uniform, uniform), equal, first, uniform)
+    stages = [(0, float(uniform.mean()))]
+    device = train[0].ranks.device
+    theta = torch.zeros(size, device=device, requires_grad=True)
+    mixing = torch.zeros(*size, n_policies, device=device, requires_grad=True)
+    adam = torch.optim.Adam([theta, mixing], lr=descent.learning_rate)
+    order = np.random.default_rng(seed).permutation(len(train))
+    for step in range(descent.steps):
+        rest = 1 - step / descent.steps
+        softness = _between(descent.softness, rest)
+        temperature = _between(descent.temperature, rest)
+        adam.zero_grad()
+        for place in range(descent.batch):
+            which = int(order[(step * descent.batch + place) % len(train)])
+            shares = _shares(theta, job.evictable_share)
+            mixture = (mixing / temperature).softmax(dim=-1)
+            loss = train[which].soft_loss(job, shares, mixture, softness) / scales[which]
+            slopes = torch.autograd.grad(loss / descent.batch, [theta, mixing])
+            for variable, slope in zip((theta, mixing), slopes, strict=True):
+                variable.grad = slope if variable.grad is None else variable.grad + slope
+        adam.step()
+        done(step + 1)
+        if (step + 1) in _check_steps(descent):
+            with torch.no_grad():
+                now = _shares(theta, job.evictable_share).double().cpu().numpy()
+                places = mixing.argmax(dim=-1).cpu().numpy()
+            losses = _losses(job, held_out, now, places)
+            stages.append((step + 1, float(losses.mean())))
+            if (score := _score(losses, uniform)) < best[0]:
+                best = (score, now, places, losses)
+    _, shares_found, places_found, losses_found = best
+    return Stage(
+        shares=shares_found,
+        places=places_found,
+        held_out_losses=losses_found,
+        uniform_losses=uniform,
+        stages=tuple(stages),
+    )
+
+
+def _shares(theta: Tensor, mean: float) -> Tensor:
+    """``sigmoid(theta + lambda)`` with the given mean, lambda's own derivative included."""
+    with torch.no_grad():
+        low, high = -40.0 - theta.max(), 40.0 - theta.min()
+        for _ in range(60):
+            middle = (low + high) / 2
+            below = torch.sigmoid(theta + middle).mean() < mean
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        slope = torch.sigmoid(theta + low) * torch.sigmoid(-theta - low)
+        weights = slope / slope.sum()
+    # the mean stays what it is: what one head's theta brings, lambda takes from all
+    shift = (weights * theta).sum()
+    return torch.sigmoid(theta + low - (shift - shift.detach()))
+
+
+def _score(losses: FloatArray, uniform: FloatArray) -> float:
+    """What stages are compared by: each prompt's loss over that of equal budgets."""
+    return float((losses / (uniform + _SCALE_FLOOR)).mean())
+
+
+def _losses(
+    job: DescentJob, samples: Sequence[ReadPrompt], shares: FloatArray, places: IntArray
+) -> FloatArray:
+    return np.array([sample.hard_loss(job, shares, places) for sample in samples])
+
+
+def _between(ends: tuple[float, float], rest: float) -> float:
+    return ends[1] + (ends[0] - ends[1]) * rest
+
+
+def _check_steps(descent: Descent) -> set[int]:
+    return {descent.steps * number // descent.checks for number in range(1, descent.checks + 1)}
+
+
+def held_out(n_samples: int, share: float, seed: int) -> set[int]:
+    """Which prompts no step sees: spread evenly over the file, so that each kind is among them."""
+    count = min(max(1, round(share * n_samples)), n_samples - 1)
+    edges = [number * n_samples // count for number in range(count + 1)]
+    draw = np.random.default_rng(seed)
+    return {int(draw.integers(low, high)) for low, high in zip(edges, edges[1:], strict=False)}
+
+
+def _ranks(scores: Tensor, policy: Policy) -> Tensor:
+    """Place of each entry in the order in which it is kept, `(n_kv_heads, n_tokens)`."""
+    n_tokens = scores.shape[-1]
+    place = torch.arange(n_tokens, device=scores.device)
+    always = (place < policy.sinks) | (place >= n_tokens - policy.window)
+    order = scores.float().masked_fill(always, float("inf"))
+    # stable: among equal scores the earlier position wins, as at run time
+    best = torch.argsort(order, dim=-1, descending=True, stable=True)
+    ranks = torch.empty_like(best)
+    ranks.scatter_(-1, best, place.expand_as(best))
+    return ranks.int()
