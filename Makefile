@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test lint types imports wheel-test notebooks bench bench-solvers bench-runtime peers clean
+.PHONY: help demo test lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-runtime peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -93,8 +93,11 @@ bench: $(READY) ## run every benchmark and write benchmarks/RESULTS.md
 bench-solvers: $(READY) ## the same, solvers only
 	$(BIN)/python benchmarks/record.py $(filter exact solvers scale auto oracle,$(BENCHMARKS))
 
-bench-runtime: $(READY) ## the same, profiling and the reduced cache only
-	$(BIN)/python benchmarks/record.py profile runtime
+bench-profile: $(READY) ## the same, profiling only
+	$(BIN)/python benchmarks/record.py profile
+
+bench-runtime: $(READY) ## the same, the reduced cache only: prefill, decoding, batch that fits
+	$(BIN)/python benchmarks/record.py runtime
 
 clean: ## remove the environment, caches and build products
 	rm -rf .venv .venv-kvpress build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,67 +1,152 @@
-"""A reduced cache against a plain one: prefill with eviction, decoding, bytes.
+"""A reduced cache against a plain one: prefill with eviction, decoding, batch that fits, bytes.
 
-    python benchmarks/bench_runtime.py [--lengths 1024 4096] [--device cuda --dtype bfloat16]
+    python benchmarks/bench_runtime.py [--quick] [--json]
+    python benchmarks/bench_runtime.py --device cuda --dtype bfloat16 --model 8b --tokens 32768
 
-Budgets of layers and of heads, for one prompt or a batch of them (``--batch 4``). The target is
-that of layer-level budgets: prefill with eviction at most 1.08x the plain prefill.
+What is compared runs in turns in one process; a figure is the median of the ratios of each round,
+with their quartiles, in time on the clock and, on the CPU, in processor time.
+
+- prefill: one prompt of ``--prefill-tokens`` with eviction, by layer and by head, against the
+  same with a plain cache.
+- decode: tokens a second at ``--batch`` rows of ``--tokens``. The prompt is prefilled for real,
+  once for each cache, and its row repeated.
+- batch: rows that fit into the bytes of K and V that a plain cache of ``--batch`` rows takes, both
+  after ``--new-tokens`` decoded tokens. The reduced cache is brought to that many rows, decodes,
+  and its storage is measured.
+- bandwidth (CUDA): seconds of a decoded token over those of copying weights and retained bytes at
+  the measured bandwidth.
+
+``--model 8b`` is a model of 8 billion parameters' shape with random weights and made-up budgets.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from typing import Any
 
+import numpy as np
 import torch
-from _common import describe_where, ratios, summary, timed_in_turns, where_it_ran
+from _common import describe_where, guarded, quartiles, where_it_ran
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.models import load_model
+from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.models import load_model, shape_of
 
-PREFILL_LIMIT = 1.08
+PREFILL_TARGET = 1.08
+DECODE_TARGETS = {"layer": 4.0, "head": 3.5}
+BATCH_TARGET = 4.5
+BANDWIDTH_TARGET = 1.25
+SINKS, WINDOW = 4, 8
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
 
 
 def main() -> int:
     arguments = parse_arguments()
-    loaded = load_model(arguments.model, dtype=arguments.dtype, device=arguments.device)
-    ids = prompt_ids(loaded, max(arguments.lengths))
-    scores = kvalloc.profile(loaded.model, loaded.tokenizer, [text()], samples=1, context=512)
-    profiles = {
-        level: kvalloc.solve(scores, budget=arguments.share, level=level)
-        for level in ("layer", "head")
-    }
+    if arguments.quick:
+        arguments.prefill_tokens, arguments.tokens = 512, 512
+        arguments.batch, arguments.repeats = 2, 2
+    model, profiles = (made_up if arguments.model == "8b" else real)(arguments)
     where = where_it_ran("kvalloc", "torch", "transformers")
-    rows = [
-        measure(loaded.model, profiles, ids[:, :length], arguments) for length in arguments.lengths
-    ]
+    if not arguments.json:
+        print(describe_where(where), flush=True)
+        device = arguments.device or f"cpu, {torch.get_num_threads()} threads"
+        print(f"{arguments.model}, {arguments.dtype} on {device}; {arguments.share} kept")
+    rows = []
+    for row in all_rows(model, profiles, arguments):
+        if "met" not in row:
+            row["met"] = row_met(row)
+        rows.append(row)
+        if not arguments.json:
+            print(describe(row), flush=True)
     if arguments.json:
         print(json.dumps({"rows": rows, "where": where}, indent=1))
-    else:
-        print(describe_where(where))
-        device = arguments.device or "cpu"
-        batch = f"batch {arguments.batch}, {arguments.dtype} on {device}"
-        print(f"{arguments.share} kept, {profiles['layer'].decided_by}, {batch}")
-        for row in rows:
-            for level in profiles:
-                print(describe(row, level))
-    return 0 if all(row["met"] for row in rows) else 1
+    return 0 if arguments.quick or all(row["met"] for row in rows) else 1
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="a reduced cache against a plain one")
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--model", default="demo", help="a model, or 8b: random weights")
     parser.add_argument("--share", default="20%")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prefill-tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=8192, help="prompt of the decoded rows")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=8, help="decoded in each round")
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--only", nargs="+", choices=["prefill", "decode"])
+    parser.add_argument("--quick", action="store_true", help="small sizes; targets do not count")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
+
+
+# What is measured
+
+
+def real(arguments: argparse.Namespace) -> tuple[Any, dict[str, BudgetProfile]]:
+    """A real model with budgets from its own scores."""
+    loaded = load_model(arguments.model, dtype=arguments.dtype, device=arguments.device)
+    scores = kvalloc.profile(loaded.model, loaded.tokenizer, [text()], samples=1, context=512)
+    solved = {
+        level: kvalloc.solve(scores, budget=arguments.share, level=level)
+        for level in DECODE_TARGETS
+    }
+    ids = loaded.tokenizer(text(), return_tensors="pt")["input_ids"]
+    wanted = max(arguments.prefill_tokens, arguments.tokens)
+    arguments.ids = ids.repeat(1, -(-wanted // ids.shape[1]))[:, :wanted].to(loaded.model.device)
+    return loaded.model, solved
+
+
+def made_up(arguments: argparse.Namespace) -> tuple[Any, dict[str, BudgetProfile]]:
+    """Random weights of an 8B model's shape, and budgets that differ as real ones do."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**LLAMA_8B, dtype=arguments.dtype)
+    with torch.device(arguments.device or "cpu"):
+        model: Any = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    model = model.to(getattr(torch, arguments.dtype)).eval()
+    model.config._name_or_path = "random-8b"
+    context, share = arguments.tokens, float(arguments.share.rstrip("%")) / 100
+    shape = shape_of(model)
+    spread = np.random.default_rng(0).lognormal(0.0, 0.5, (shape.n_layers, shape.n_kv_heads))
+    profiles = {}
+    for level in DECODE_TARGETS:
+        wanted = spread if level == "head" else spread.mean(axis=1, keepdims=True) + 0 * spread
+        budgets = np.floor(wanted / wanted.mean() * share * context).astype(np.int64)
+        profiles[level] = BudgetProfile(
+            shape=shape,
+            level=level,  # type: ignore[arg-type]
+            context_tokens=context,
+            budgets=np.clip(budgets, SINKS + WINDOW, context),
+            policy=Policy(
+                scorer="xkv",
+                scorer_parameters={"window": WINDOW},
+                sinks=SINKS,
+                window=WINDOW,
+            ),
+        )
+    generator = torch.Generator().manual_seed(0)
+    wanted = max(arguments.prefill_tokens, context)
+    ids = torch.randint(2, config.vocab_size, (1, wanted), generator=generator)
+    arguments.ids = ids.to(model.device)
+    return model, profiles
 
 
 def text() -> str:
@@ -70,70 +155,212 @@ def text() -> str:
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
-def prompt_ids(loaded: Any, length: int) -> torch.Tensor:
-    ids = loaded.tokenizer(text(), return_tensors="pt")["input_ids"][:, :length]
-    return ids.to(loaded.model.device)
-
-
-@torch.inference_mode()
-def measure(
-    model: Any, profiles: dict[str, Any], ids: torch.Tensor, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Prefill and decoding of one prompt with a plain and the reduced caches, in turns."""
-    ids = ids.repeat(arguments.batch, 1)
-
-    def prefill(cache: Any) -> Any:
-        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-        synchronize()
-        return cache
-
-    def decode(cache: Any) -> None:
-        token = ids[:, -1:]
-        for _ in range(arguments.new_tokens):
-            model(input_ids=token, past_key_values=cache)
-        synchronize()
-
-    def synchronize() -> None:
-        if ids.is_cuda:
-            torch.cuda.synchronize()
-
-    make = {
+def all_rows(
+    model: Any, profiles: dict[str, BudgetProfile], arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """The rows of all sections."""
+    make: dict[str, Callable[[], Any]] = {
         "plain": lambda: DynamicCache(config=model.config),
         **{level: lambda one=one: one.cache(model) for level, one in profiles.items()},
     }
-    prefilled = timed_in_turns(
-        {name: lambda new=new: prefill(new()) for name, new in make.items()},
+    wanted = arguments.only or ["prefill", "decode"]
+    if "prefill" in wanted:
+        yield from guarded("prefill", lambda: prefill_rows(model, make, arguments))
+    if "decode" in wanted:
+        yield from guarded("decode", lambda: decode_rows(model, make, arguments))
+
+
+@torch.inference_mode()
+def prefill(model: Any, cache: Any, ids: torch.Tensor) -> Any:
+    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    return cache
+
+
+@torch.inference_mode()
+def decode(model: Any, cache: Any, rows: int, tokens: int, device: Any) -> None:
+    token = torch.full((rows, 1), 100, device=device)
+    for _ in range(tokens):
+        model(input_ids=token, past_key_values=cache)
+    if token.is_cuda:
+        torch.cuda.synchronize()
+
+
+def prefill_rows(
+    model: Any, make: Mapping[str, Callable[[], Any]], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    ids = arguments.ids[:, : arguments.prefill_tokens]
+    found = in_turns(
+        {name: lambda new=new: prefill(model, new(), ids) for name, new in make.items()},
         repeats=arguments.repeats,
     )
-    caches = {name: prefill(new()) for name, new in make.items()}
-    retained = {level: caches[level].retained_bytes for level in profiles}
-    full = caches["layer"].full_bytes
-    decoded = timed_in_turns(
-        {name: lambda cache=cache: decode(cache) for name, cache in caches.items()},
+    plain = statistics.median(found["plain"][0])
+    return [
+        {
+            "name": f"prefill by {level} / plain, {ids.shape[1]:,} tokens",
+            **ratio_of(found, level, "plain"),
+            "target": PREFILL_TARGET,
+            "at_most": True,
+            "note": f"plain {plain:.2f} s",
+        }
+        for level in DECODE_TARGETS
+    ]
+
+
+def decode_rows(
+    model: Any, make: Mapping[str, Callable[[], Any]], arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    ids, rows, new = arguments.ids[:, : arguments.tokens], arguments.batch, arguments.new_tokens
+    caches = {name: prefill(model, one(), ids) for name, one in make.items()}
+    one_row = {level: caches[level].retained_bytes for level in DECODE_TARGETS}
+    for cache in caches.values():
+        cache.batch_repeat_interleave(rows)
+    device = ids.device
+    found = in_turns(
+        {
+            name: lambda cache=cache: decode(model, cache, rows, new, device)
+            for name, cache in caches.items()
+        },
         repeats=arguments.repeats,
     )
-    prefill_ratios = {level: ratios(prefilled, level, "plain") for level in profiles}
+    for level, target in DECODE_TARGETS.items():
+        speed = {name: rows * new / statistics.median(found[name][0]) for name in caches}
+        yield {
+            "name": f"decode by {level} / plain, {rows} rows of {ids.shape[1]:,}, tokens a second",
+            **ratio_of(found, "plain", level),
+            "target": target,
+            "at_most": False,
+            "note": f"{speed[level]:.1f} and {speed['plain']:.1f} tokens/s; "
+            f"{one_row[level]:,} bytes a row retained of {plain_bytes(caches['plain'], ids)[0]:,}",
+        }
+        if device.type == "cuda":
+            yield bandwidth_row(model, caches[level], level, found[level][0], new)
+    decoded = caches["plain"].get_seq_length() - ids.shape[1]
+    memory = plain_bytes(caches["plain"], ids)[1]
+    for level in DECODE_TARGETS:
+        yield fits_row(model, caches[level], level, memory, rows, decoded, device)
+
+
+def plain_bytes(cache: DynamicCache, ids: torch.Tensor) -> tuple[int, int]:
+    """Bytes of K and V that a plain cache stores: one row of the prompt, and all now."""
+    stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    batch, tokens = cache.layers[0].keys.shape[0], cache.get_seq_length()
+    return stored // batch * ids.shape[1] // tokens, stored
+
+
+def fits_row(
+    model: Any, cache: Any, level: str, memory: int, rows: int, decoded: int, device: Any
+) -> dict[str, Any]:
+    """As many rows of the reduced cache as fit, with as many decoded tokens, and one more token."""
+    fitting = memory // (cache.retained_bytes // cache.batch)
+    cache.batch_select_indices(torch.zeros(1, dtype=torch.long, device=device))
+    cache.batch_repeat_interleave(fitting)
+    taken = cache.retained_bytes
+    start = time.perf_counter()
+    decode(model, cache, fitting, 1, device)
+    seconds = time.perf_counter() - start
     return {
-        "tokens": ids.shape[1],
-        "retained_bytes": retained,
-        "full_bytes": full,
-        "prefill": {name: summary(seconds) for name, seconds in prefilled.items()},
-        "prefill_ratio": prefill_ratios,
-        "decode": {name: summary(seconds) for name, seconds in decoded.items()},
-        "decode_speedup": {level: ratios(decoded, "plain", level) for level in profiles},
-        "met": prefill_ratios["layer"]["ratio"] <= PREFILL_LIMIT,
+        "name": f"rows that fit by {level} / plain, {memory:,} bytes of K and V",
+        "ratio": fitting / rows if taken <= memory else 0.0,
+        "target": BATCH_TARGET,
+        "at_most": False,
+        "note": f"{fitting} rows take {taken:,} bytes after {decoded} decoded tokens; "
+        f"the next token {fitting / seconds:.1f} tokens/s",
     }
 
 
-def describe(row: dict[str, Any], level: str) -> str:
-    prefill, decode = row["prefill_ratio"][level], row["decode_speedup"][level]
+def bandwidth_row(
+    model: Any, cache: Any, level: str, seconds: list[float], new: int
+) -> dict[str, Any]:
+    """Seconds of a decoded token over those of reading what it has to read."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copies = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        copies.append(time.perf_counter() - start)
+    bandwidth = 2 * source.nbytes / statistics.median(copies)
+    table = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is table
+    weights = sum(weight.nbytes for weight in model.parameters())
+    weights -= 0 if tied else table.nbytes  # of the input table a token reads one row
+    bound = (weights + cache.retained_bytes) / bandwidth
+    each = [one / new / bound for one in seconds]
+    low, middle, high = quartiles(each)
+    return {
+        "name": f"decode by {level}, seconds / bandwidth bound",
+        "ratio": middle,
+        "ratio_quartile_1": low,
+        "ratio_quartile_3": high,
+        "target": BANDWIDTH_TARGET,
+        "at_most": True,
+        "note": f"bound {bound * 1e3:.2f} ms a token: {weights:,} bytes of weights and "
+        f"{cache.retained_bytes:,} retained at {bandwidth / 1e9:.0f} GB/s",
+    }
+
+
+# How it is measured
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], object]], *, repeats: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds on the clock and of the processor of each call, in another order in each round."""
+    for call in calls.values():
+        call()
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    names = list(calls)
+    for repeat in range(repeats):
+        shift = repeat % len(names)
+        for name in names[shift:] + names[:shift]:
+            wall, processor = time.perf_counter(), time.process_time()
+            calls[name]()
+            found[name][0].append(time.perf_counter() - wall)
+            found[name][1].append(time.process_time() - processor)
+    return found
+
+
+def ratio_of(
+    found: Mapping[str, tuple[list[float], list[float]]], name: str, reference: str
+) -> dict[str, float]:
+    """Median and quartiles of the ratios of each round, and the median in processor time."""
+    clock, processor = (
+        [a / b for a, b in zip(found[name][kind], found[reference][kind], strict=True)]
+        for kind in range(2)
+    )
+    low, middle, high = quartiles(clock)
+    return {
+        "ratio": middle,
+        "ratio_quartile_1": low,
+        "ratio_quartile_3": high,
+        "processor_ratio": statistics.median(processor),
+    }
+
+
+def row_met(row: dict[str, Any]) -> bool:
+    """Whether the ratio is on the right side of its target."""
+    least, most = (0.0, row["target"]) if row["at_most"] else (row["target"], float("inf"))
+    return bool(least <= row["ratio"] <= most)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line: ratio, spread, target, whether it was met, and what it was made of."""
+    if "error" in row:
+        return f"{row['name']}: FAILED: {row['error']}"
+    spread = processor = ""
+    if "ratio_quartile_1" in row:
+        spread = f" [{row['ratio_quartile_1']:.3f}, {row['ratio_quartile_3']:.3f}]"
+    if "processor_ratio" in row:
+        processor = f"; processor time {row['processor_ratio']:.3f}"
+    sign = "<=" if row["at_most"] else ">="
+    verdict = "met" if row["met"] else "MISSED"
     return (
-        f"{row['tokens']:>5} tokens, by {level}: prefill {prefill['ratio']:.3f}x plain "
-        f"[{prefill['ratio_quartile_1']:.3f}, {prefill['ratio_quartile_3']:.3f}] "
-        f"({row['prefill']['plain']['median_seconds']:.2f} s), target <= {PREFILL_LIMIT}; "
-        f"decode {decode['ratio']:.2f}x as fast "
-        f"[{decode['ratio_quartile_1']:.2f}, {decode['ratio_quartile_3']:.2f}]; "
-        f"{row['retained_bytes'][level]:,} of {row['full_bytes']:,} bytes"
+        f"{row['name']}: {row['ratio']:.3f}{spread} (wanted {sign} {row['target']:g}) {verdict}"
+        f"{processor}; {row['note']}"
     )
 
 
