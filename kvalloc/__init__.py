@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvalloc.measure import profile
     from kvalloc.problem import AllocationProblem
     from kvalloc.prompting import apply
+    from kvalloc.refining import refine
     from kvalloc.runtime import load_cache
     from kvalloc.score_profile import ScoreProfile
     from kvalloc.shape import ModelShape
@@ -38,6 +39,7 @@ _WHERE = {
     "load_cache": "kvalloc.runtime",
     "load_profile": "kvalloc.library",
     "profile": "kvalloc.measure",
+    "refine": "kvalloc.refining",
     "shipped_profiles": "kvalloc.library",
     "solve": "kvalloc.solving",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "load_cache",
     "load_profile",
     "profile",
+    "refine",
     "shipped_profiles",
     "solve",
 ]

@@ -94,7 +94,11 @@ class BudgetProfile:
         With fewer bits than 16, times the fidelity that was measured.
     predicted_loss : float or None
         Predicted loss at these budgets, nats per token: the sum of the losses that were measured
-        with each unit reduced alone. None where no loss curves were measured.
+        with each unit reduced alone; with a refinement, what was measured of all units together
+        on the prompts that it learnt from. None where no loss curves were measured.
+    refinement : dict or None
+        What refining measured: predicted and measured loss with their intervals, on which prompts,
+        and every round (`kvalloc.refine`).
     cost_bytes, full_cost_bytes : int or None
         Cost of the decided layers, and of keeping everything in them, where another cost than
         stored bytes was asked for (``requested["cost"]``, `kvalloc.costs`).
@@ -141,6 +145,7 @@ class BudgetProfile:
     requested: dict[str, Any] = field(default_factory=dict)
     retention: float | None = None
     predicted_loss: float | None = None
+    refinement: dict[str, Any] | None = None
     cost_bytes: int | None = None
     full_cost_bytes: int | None = None
     share_groups: Groups = ()

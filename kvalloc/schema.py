@@ -50,6 +50,42 @@ class PolicyModel(_Strict):
     label: str = Field(default="", description="what it was asked for as, left out where empty")
 
 
+class RoundModel(_Strict):
+    """One round of a refinement; losses in nats per token."""
+
+    round: int = Field(ge=0)
+    cost_bytes: int
+    predicted: float
+    training: float
+    held_out: float
+    judged: float
+    spread: float | None = None
+    reach: float
+    kept: bool
+
+
+class RefinementModel(_Strict):
+    """What refining measured, with all units at their budgets at once; losses in nats per token."""
+
+    predicted_loss: float = Field(description="on the prompts that the curves were corrected on")
+    predicted_interval: list[float]
+    measured_loss: float = Field(description="on held-out prompts")
+    measured_interval: list[float]
+    confidence: float = Field(gt=0, lt=1)
+    agrees: bool
+    measured_by_task: dict[str, float]
+    training_prompts: list[int]
+    held_out_prompts: list[int]
+    tasks: list[str]
+    text_digest: str
+    answers_digest: str
+    text_description: str
+    rounds: list[RoundModel]
+    largest_size_beyond_target: int | None = Field(
+        default=None, description="bytes: the largest smaller choice beyond the target loss"
+    )
+
+
 class BudgetProfileModel(_Strict):
     """A kvalloc budget profile."""
 
@@ -95,7 +131,11 @@ class BudgetProfileModel(_Strict):
     retention: float | None = Field(ge=0, le=1 + 1e-9)
     predicted_loss: float | None = Field(
         default=None,
-        description="nats per token, a sum of single-unit measurements; left out where unknown",
+        description="nats per token, a sum of single-unit measurements, or, with a refinement, "
+        "measured; left out where unknown",
+    )
+    refinement: RefinementModel | None = Field(
+        default=None, description="what refining measured; left out where nothing was refined"
     )
     cost_bytes: int | None = Field(
         default=None, description="cost where another one than stored bytes was asked for"
@@ -163,6 +203,7 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
     }
     optional = {
         "predicted_loss": profile.predicted_loss,
+        "refinement": profile.refinement,
         "share_groups": [list(group) for group in profile.share_groups] or None,
         "grouping_bound": profile.grouping_bound,
         "worst_sample_retention": profile.worst_sample_retention,

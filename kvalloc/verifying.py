@@ -58,7 +58,9 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
     -------
     list of Check
         Model, digests, every budget being an option of the problem, target or capacity, cost,
-        objective, retention, predicted loss, and the bound recomputed by duality.
+        objective, retention, predicted loss, and the bound recomputed by duality. What refining
+        measured is not in the score profile: of a refined decision, objective in nats, loss and
+        bound are not recomputed, only whether they fit each other.
 
     Raises
     ------
@@ -76,7 +78,6 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
             passed=profile.shape == scores.shape,
         ),
         _equal("score profile digest", profile.score_digest, scores.digest()),
-        _equal("problem digest", profile.problem_digest, problem.digest()),
         Check(
             name="budgets are options",
             stated=f"{tokens.size} budgets",
@@ -94,7 +95,7 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
                 passed=cost <= problem.capacity_bytes,
             )
         )
-    else:
+    elif profile.refinement is None:
         checks.append(
             Check(
                 name="target met",
@@ -104,7 +105,10 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
             )
         )
     checks.extend(_side_checks(profile, problem, choice))
-    checks.append(_close("objective", profile.objective, problem.objective(choice)))
+    if profile.refinement is None:
+        checks.append(_equal("problem digest", profile.problem_digest, problem.digest()))
+    if profile.refinement is None or problem.sense is Sense.MIN_COST:
+        checks.append(_close("objective", profile.objective, problem.objective(choice)))
     context, bits, groups = profile.context_tokens, profile.bits, profile.share_groups
     policies, named = _policies_of(profile, scores, problem, choice)
     checks += named
@@ -119,7 +123,9 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
     if not groups:
         budgets = profile.budgets
         loss = predicted_loss(scores, budgets, context, bits=bits, policies=policies)
-    if loss is None:
+    if profile.refinement is not None:
+        checks.extend(_refinement_checks(profile))
+    elif loss is None:
         checks.append(_equal("predicted loss", profile.predicted_loss, None))
     else:
         checks.append(_close("predicted loss", profile.predicted_loss, loss))
@@ -128,7 +134,42 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         checks.append(_close("worst sample", profile.worst_sample_retention, worst))
     if "share_groups" in profile.requested:
         checks.extend(_group_checks(profile, scores))
-    checks.append(_bound_check(profile, problem, choice))
+    if profile.refinement is None:
+        checks.append(_bound_check(profile, problem, choice))
+    return checks
+
+
+def _refinement_checks(profile: BudgetProfile) -> list[Check]:
+    """That what refining states fits itself and the target."""
+    stated = profile.refinement
+    assert stated is not None  # the caller has looked
+    held, low_high = stated["measured_loss"], stated["measured_interval"]
+    judging = set(stated["training_prompts"]).isdisjoint(stated["held_out_prompts"])
+    checks = [
+        _close("predicted loss", profile.predicted_loss, stated["predicted_loss"]),
+        Check(
+            name="measured loss",
+            stated=f"{held:.9g} in {low_high[0]:.4g}..{low_high[1]:.4g}",
+            found="within its interval" if low_high[0] <= held <= low_high[1] else "outside",
+            passed=low_high[0] <= held <= low_high[1],
+        ),
+        Check(
+            name="held-out prompts",
+            stated=f"{len(stated['held_out_prompts'])} prompts",
+            found="nothing was learnt from them" if judging else "some were learnt from",
+            passed=judging,
+        ),
+    ]
+    if profile.requested["target"] == "loss":
+        target = profile.requested["value"]
+        checks.append(
+            Check(
+                name="target met",
+                stated=f"{target:.9g}",
+                found=f"{held:.9g} on held-out prompts",
+                passed=held <= target,
+            )
+        )
     return checks
 
 

@@ -131,6 +131,7 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
         print_json({"file": file, **known, **budget_profile_dict(profile), **spread})
         return
     from kvalloc.cli.picture import budget_picture
+    from kvalloc.cli.refining import refinement_fields
     from kvalloc.cli.solve import (
         LOSS_NOTE,
         bits_text,
@@ -163,6 +164,7 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             "predicted loss": "unknown, no loss curves"
             if profile.predicted_loss is None
             else f"{profile.predicted_loss:.6f} nats per token; {LOSS_NOTE}",
+            **({} if profile.refinement is None else refinement_fields(profile)),
             "objective": objective_text(profile.objective, profile),
             "bound": bound_text(profile),
             "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvalloc.cli import targets
+from kvalloc.cli import refining, targets
+from kvalloc.cli.models import Device, Dtype
 from kvalloc.cli.output import (
     Json,
     Quiet,
@@ -29,6 +30,7 @@ EXAMPLES = """\
   kvalloc solve s.safetensors --target-retention 0.9 -o p.json
   kvalloc solve s.safetensors --memory 64MiB --context 8192 --batch 4 -o p.json
   kvalloc solve s.safetensors --budget 20% --solver pyramid --solver-option beta=10 --json
+  kvalloc solve s.safetensors --budget 20% --level head --refine demo -o p.json
 """
 
 LOSS_NOTE = (
@@ -73,6 +75,13 @@ def solve(
     share_groups: targets.ShareGroups = None,
     loss_policies: targets.LossPolicies = None,
     time_limit: targets.TimeLimit = None,
+    refine: refining.Refine = None,
+    refine_prompts: refining.RefinePrompts = None,
+    rounds: refining.Rounds = None,
+    refine_probes: refining.RefineProbes = None,
+    resume: refining.Resume = False,
+    dtype: Dtype = "float32",
+    device: Device = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -94,29 +103,43 @@ def solve(
     from kvalloc.files import check_writable
     from kvalloc.solving import default_objective, solve_request
 
-    request = targets.request(locals())  # refuses before the scores are read
+    given = dict(locals())
+    request = targets.request(given)  # refuses before the scores are read
+    refinement = refining.asked_refinement(given, output)
     targets.check_time_limit(time_limit)
     _check_output(output, scores, json=json)
     if output is not None:
         check_writable(output)
     chosen = targets.solver_options(solver, solver_option or [])
     profile = targets.load_scores(scores)
-    if objective is None:
+    if objective is None and refinement is None:
         request, said = default_objective(profile, request, solver, chosen)
         if said:
             note(said, quiet=quiet)
     start = time.perf_counter()
-    with slow(f"solving with {solver}", quiet=quiet):
-        decided = solve_request(
+    if refinement is not None and output is not None:
+        decided = refining.refined(
             profile,
             request,
+            refinement,
+            output,
             solver=solver,
             solver_options=chosen,
             time_limit=time_limit,
-            average=average,  # type: ignore[arg-type]  # solving checks it
+            quiet=quiet,
         )
+    else:
+        with slow(f"solving with {solver}", quiet=quiet):
+            decided = solve_request(
+                profile,
+                request,
+                solver=solver,
+                solver_options=chosen,
+                time_limit=time_limit,
+                average=average,  # type: ignore[arg-type]  # solving checks it
+            )
     seconds = time.perf_counter() - start
-    if output is not None:
+    if output is not None and refinement is None:
         decided.save(output)
     if json:
         print_json({**row(decided, profile, seconds), **_decision(decided, output)})
@@ -150,7 +173,9 @@ def row(decided: BudgetProfile, scores: ScoreProfile, seconds: float) -> dict[st
         "price_source": decided.price_source or None,
         "retention": decided.retention,
         "predicted_loss": decided.predicted_loss,
-        "predicted_loss_note": None if decided.predicted_loss is None else LOSS_NOTE,
+        "predicted_loss_note": None
+        if decided.predicted_loss is None or decided.refinement is not None
+        else LOSS_NOTE,
         "retained_tokens": decided.retained_tokens,
         "full_tokens": decided.full_tokens,
         "retained_bytes": decided.retained_bytes,
@@ -355,6 +380,7 @@ def _decision(decided: BudgetProfile, output: Path | None) -> dict[str, Any]:
         "ranks": None if decided.ranks is None else decided.ranks.tolist(),
         "policies": [policy.title for policy in decided.policies],
         "unit_policies": None if decided.unit_policies is None else decided.unit_policies.tolist(),
+        "refinement": decided.refinement,
         "output": None if output is None else str(output),
     }
 
@@ -390,7 +416,9 @@ def _summary(
         fields["bits"] = bits_text(decided)
     if decided.cost_bytes is not None and decided.full_cost_bytes:
         fields["cost"] = cost_text(decided)
-    if decided.predicted_loss is not None:
+    if decided.refinement is not None:
+        fields |= refining.refinement_fields(decided)
+    elif decided.predicted_loss is not None:
         fields["predicted loss"] = f"{decided.predicted_loss:.6f} nats per token"
         fields["loss note"] = LOSS_NOTE
     if output is not None:

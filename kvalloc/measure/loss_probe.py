@@ -127,6 +127,12 @@ class LossProbe:
             self._probabilities = self._log_probabilities.exp()
             self._some_impossible = bool((self._log_probabilities == float("-inf")).any())
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the prompt's keys and values that are held."""
+        held = (*self._keys.values(), *self._values.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
     def losses(self, layer: int, keep: Tensor, *, around: Settled | None = None) -> Tensor:
         """KL(full cache || reduced cache) of each prediction, for each variant.
 
@@ -333,6 +339,11 @@ class LossProbe:
             return output, None
 
         written, ends = [first], _end_tokens(self._model)
+        if int(first) in ends:
+            raise InputError(
+                "the model ends its turn at once after this prompt, so there is no continuation to "
+                "measure a loss on; give the prompt an answer, or leave it out"
+            )
         with intercept_attention(self._model, handler):
             while len(written) < n_tokens and int(written[-1]) not in ends:
                 logits = self._forward(input_ids=written[-1][None], n_tokens=1)

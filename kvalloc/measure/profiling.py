@@ -331,16 +331,19 @@ def _with_losses(
             done += job.loss_layers
             layer_done(done // len(group))
 
-        found = job.losses.measure(
-            job.model,
-            job.shape,
-            job.scorer,
-            job.samples.token_ids[index],
-            job.samples.answer_ids[index],
-            context_tokens=job.context_tokens,
-            sinks=job.sinks,
-            layer_done=one_more,
-        )
+        try:
+            found = job.losses.measure(
+                job.model,
+                job.shape,
+                job.scorer,
+                job.samples.token_ids[index],
+                job.samples.answer_ids[index],
+                context_tokens=job.context_tokens,
+                sinks=job.sinks,
+                layer_done=one_more,
+            )
+        except InputError as error:
+            raise InputError(f"sample {index}: {error}") from error
         others = found.losses if found.other_losses is None else found.other_losses
         if not (np.isfinite(found.losses).all() and np.isfinite(others).all()):
             raise InputError(

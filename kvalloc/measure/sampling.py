@@ -186,7 +186,13 @@ def _tokenise_answer(prompt: Prompt, tokenizer: Any) -> IntArray | None:
     if not prompt.answer:
         return None
     goes_on = bool(prompt.text) and not prompt.text[-1].isspace()
-    return _encode(tokenizer, f"{' ' if goes_on else ''}{prompt.answer}", special=False)
+    ids = _encode(tokenizer, f"{' ' if goes_on else ''}{prompt.answer}", special=False)
+    if ids.size == 0:
+        raise InputError(
+            f"{prompt.where}: the answer has no token, so no loss can be measured on it; write "
+            "another one, or leave it out"
+        )
+    return ids
 
 
 def _encode(tokenizer: Any, text: str, *, special: bool) -> IntArray:

@@ -51,6 +51,8 @@ class Prompt:
         What the model should write next, where the data says so; empty where it does not.
     token_ids, answer_ids : tuple of int
         Prompt and answer of who has the tokens already; they go before texts.
+    task : str
+        What it asks for, where the data says so: losses of different tasks are of different size.
     name : str
         For messages: the file it came from.
     line : int or None
@@ -62,6 +64,7 @@ class Prompt:
     answer: str = ""
     token_ids: tuple[int, ...] = ()
     answer_ids: tuple[int, ...] = ()
+    task: str = ""
     name: str = ""
     line: int | None = None
 
@@ -112,8 +115,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     path : str or Path
         Each line an object with ``prompt`` or ``text`` (a string), ``messages`` (a chat), or
         ``context`` and ``input`` (joined by an empty line, the question last). The answer is
-        ``answer`` (a string) or the first of ``answers``, where there is one. Other fields are
-        ignored, empty lines skipped.
+        ``answer`` (a string) or the first of ``answers``, the task ``task`` or ``dataset``, where
+        there is one. Other fields are ignored, empty lines skipped.
 
     Returns
     -------
@@ -213,16 +216,22 @@ def _parse_prompt(line: str, name: str, number: int) -> Prompt:
         ) from error
     if not isinstance(record, dict):
         raise InputError(f"{where} is not an object; each line holds one with {PROMPT_FIELDS}")
-    answer = _answer(record)
+    told: dict[str, Any] = {"answer": _answer(record), "task": _task(record)}
+    told |= {"name": name, "line": number}
     messages = record.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
-        return Prompt(messages=tuple(messages), answer=answer, name=name, line=number)
+        return Prompt(messages=tuple(messages), **told)
     parts = [record.get(key) for key in ("context", "input")]
     joined = "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
     for text in (record.get("prompt"), record.get("text"), joined):
         if isinstance(text, str) and text.strip():
-            return Prompt(text=text, answer=answer, name=name, line=number)
+            return Prompt(text=text, **told)
     raise InputError(f"{where} has no text to measure; each line holds one with {PROMPT_FIELDS}")
+
+
+def _task(record: dict[str, Any]) -> str:
+    named = (record.get(key) for key in ("task", "dataset"))
+    return next((task.strip() for task in named if isinstance(task, str) and task.strip()), "")
 
 
 def _answer(record: dict[str, Any]) -> str:

@@ -1,0 +1,84 @@
+"""The prompts of a refinement, their tasks, and what is said about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvalloc.errors import InputError
+from kvalloc.measure.sampling import SampleSet, choose_samples
+from kvalloc.measure.texts import Document, Prompt, default_texts, read_prompts
+from kvalloc.score_profile import ScoreProfile
+
+DEFAULT_PIECES = 12
+"""Pieces of the shipped texts that are measured on where no prompts are given."""
+
+TEXT_TASK, ANSWER_TASK = "text", "answers"
+
+
+def refinement_prompts(files: Sequence[str | Path] = ()) -> list[Document | Prompt]:
+    """The prompts in some JSONL files; the shipped texts where none is named.
+
+    Parameters
+    ----------
+    files : sequence of str or Path
+
+    Returns
+    -------
+    list of Document or Prompt
+
+    Raises
+    ------
+    InputError
+        If a file cannot be read or holds no prompts.
+    """
+    if not files:
+        return [*default_texts()]
+    return [prompt for file in files for prompt in read_prompts(file)]
+
+
+def chosen_prompts(
+    texts: Iterable[str | Document | Prompt], tokenizer: Any, scores: ScoreProfile
+) -> tuple[SampleSet, list[str]]:
+    """All prompts as samples, running text as `DEFAULT_PIECES` pieces, and the task of each.
+
+    Parameters
+    ----------
+    texts : iterable of str, Document or Prompt
+    tokenizer : transformers.PreTrainedTokenizerBase
+    scores : ScoreProfile
+        Reference context, sinks and window.
+
+    Returns
+    -------
+    samples : SampleSet
+    tasks : list of str
+        A prompt's own, else ``"answers"`` where it comes with an answer, and ``"text"`` where the
+        model's own continuation is measured.
+
+    Raises
+    ------
+    InputError
+        If a prompt is too short, or there is none.
+    """
+    given = [texts] if isinstance(texts, str) else list(texts)
+    prompts = [text for text in given if isinstance(text, Prompt)]
+    if prompts and len(prompts) < len(given):
+        raise InputError(
+            "prompts and running text are mixed; refine on one of them, or write the text as "
+            "prompts, one JSON object a line"
+        )
+    samples = choose_samples(
+        given,
+        tokenizer,
+        context_tokens=scores.context_tokens,
+        least_tokens=scores.protected_tokens + 1,
+        samples=None if prompts else DEFAULT_PIECES,
+        sampling_ratio=1.0,
+    )
+    if not prompts:
+        return samples, [TEXT_TASK] * len(samples.token_ids)
+    return samples, [
+        prompt.task or (ANSWER_TASK if prompt.answer else TEXT_TASK) for prompt in prompts
+    ]

@@ -1,0 +1,347 @@
+"""The rounds of a refinement: solve, measure around the solution, correct, solve again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.checking import CheckedSolution, solve_problem
+from kvalloc.errors import InfeasibleError
+from kvalloc.problem import AllocationProblem
+from kvalloc.refining.correcting import Region, corrected, moved, region
+from kvalloc.refining.measuring import JointProbes
+from kvalloc.refining.neighbours import Figures, most_undecided, neighbours
+from kvalloc.refining.shrinking import Shrunk, shrink_by_folds
+from kvalloc.refining.tasks import Split, comparable_scales, interval, prompt_weights
+from kvalloc.solver import Solver
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Progress = Callable[[int, int], None]
+
+LEAST_REACH = 0.25
+"""A step that did more harm is tried again half as far, down to this share of the way."""
+
+WITHIN = 0.25
+"""Predicted and measured loss agree when they are this close, relative to the measured one."""
+
+NONE = Figures(units=np.empty(0, np.int64), options=np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A solution that was measured with all units at their budgets.
+
+    Attributes
+    ----------
+    problem : AllocationProblem
+        On which curves it was found.
+    checked : CheckedSolution
+        The solver's answer to that problem.
+    choice : ndarray of int64, (n_units,)
+        The same as options of the request's own problem.
+    losses : ndarray of float64, (n_prompts,)
+        Measured, nats per token.
+    """
+
+    problem: AllocationProblem
+    checked: CheckedSolution
+    choice: IntArray
+    losses: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What is told of one round.
+
+    Attributes
+    ----------
+    round : int
+        0 is the solution on the score profile's own curves.
+    cost_bytes : int
+        Of the decided layers.
+    predicted : float
+        What the curves said before it was measured, nats per token.
+    training, held_out : float
+        Measured on the prompts that the curves were corrected on, and on the others.
+    judged : float
+        Held-out loss with the tasks on comparable scales, by which rounds are told apart; the
+        plain one where a loss is the target.
+    spread : float or None
+        How far units were believed to differ from their pooled curve; None for no limit, and in
+        round 0.
+    reach : float
+        How far towards the measured neighbours units could move.
+    kept : bool
+        Whether it is the best so far.
+    """
+
+    round: int
+    cost_bytes: int
+    predicted: float
+    training: float
+    held_out: float
+    judged: float
+    spread: float | None = None
+    reach: float = 1.0
+    kept: bool
+
+
+class Search:
+    """One refinement under way.
+
+    Parameters
+    ----------
+    probes : JointProbes
+        The prompts.
+    solver : Solver
+    time_limit : float or None
+        Seconds for each solve.
+    target_loss : float or None
+        Most held-out loss, nats per token; None where a size is given.
+    split : Split
+        Who learns and who judges.
+    tasks : list of str
+        Task of each prompt.
+    most_probes : int or None
+        Single changes measured a round and prompt.
+    progress : callable or None
+    steps : int
+        Prompts to measure at most, for `progress`.
+    """
+
+    def __init__(
+        self,
+        *,
+        probes: JointProbes,
+        solver: Solver,
+        time_limit: float | None,
+        target_loss: float | None,
+        split: Split,
+        tasks: list[str],
+        most_probes: int | None,
+        progress: Progress | None,
+        steps: int,
+    ) -> None:
+        self._probes, self._solver, self._time_limit = probes, solver, time_limit
+        self._target = target_loss
+        self._split, self._most_probes = split, most_probes
+        self._tasks = tasks
+        self._train = [tasks[i] for i in split.training]
+        self._held = [tasks[i] for i in split.held_out]
+        self._scales: dict[str, float] | None = None
+        self._progress, self._done, self._steps = progress, 0, steps
+
+    def search(self, problem: AllocationProblem, rounds: int) -> tuple[Point, list[Round]]:
+        """The best point, and what was told of every round."""
+        first = self._solved(problem)
+        best = self._point(problem, first, first.choice)
+        if self._target is None:  # the first solution says how the tasks compare
+            losses = best.losses[self._split.training]
+            self._scales = comparable_scales(self._train, losses)
+        told = [self._told(0, best, -first.value, kept=True)]
+        curves, reach = problem, 1.0
+        around: tuple[Figures, FloatArray, Shrunk] | None = None
+        for number in range(1, rounds + 1):
+            if around is None:
+                around = self._around(curves, best)
+            figures, _, shrunk = around
+            allowed = region(curves, best.choice, figures, reach)
+            point, predicted = self._step(curves, best, allowed, shrunk)
+            if point is None:
+                break
+            better = self._better(point, best)
+            one = self._told(number, point, predicted, shrunk, reach, kept=better)
+            told.append(one)
+            if better:
+                whole = region(curves, best.choice, figures)
+                curves = moved(curves, whole, best.choice, self._weighted(shrunk.changes))
+                small = self._is_settled(one, told)
+                best, around = point, None
+                if small:
+                    break
+            else:
+                reach /= 2
+                if reach < LEAST_REACH:
+                    break
+        self._check_target(best)
+        return best, told
+
+    def summary(self, best: Point, told: list[Round]) -> dict[str, Any]:
+        """What the budget profile states."""
+        train, held = best.losses[self._split.training], best.losses[self._split.held_out]
+        predicted, measured = _mean(self._train, train), _mean(self._held, held)
+        of_predicted = interval(self._train, train)
+        of_measured = interval(self._held, held)
+        overlap = of_predicted[0] <= of_measured[1] and of_measured[0] <= of_predicted[1]
+        by_task = {
+            task: float(
+                np.mean([loss for loss, t in zip(held, self._held, strict=True) if t == task])
+            )
+            for task in sorted(set(self._held))
+        }
+        rows = [{**asdict(one), "spread": _finite(one.spread)} for one in told]
+        summary: dict[str, Any] = {
+            "predicted_loss": predicted,
+            "predicted_interval": of_predicted,
+            "measured_loss": measured,
+            "measured_interval": of_measured,
+            "confidence": 0.95,
+            "agrees": overlap or abs(predicted - measured) <= WITHIN * measured,
+            "measured_by_task": by_task,
+            "training_prompts": [int(i) for i in self._split.training],
+            "held_out_prompts": [int(i) for i in self._split.held_out],
+            "tasks": self._tasks,
+            "rounds": rows,
+        }
+        if self._target is not None:
+            over = [r.cost_bytes for r in told if r.held_out > self._target]
+            below = [bytes_ for bytes_ in over if bytes_ < best.checked.cost_bytes]
+            summary["largest_size_beyond_target"] = max(below, default=None)
+        return summary
+
+    def _solved(self, problem: AllocationProblem) -> CheckedSolution:
+        return solve_problem(problem, self._solver, time_limit_seconds=self._time_limit)
+
+    def _step(
+        self, curves: AllocationProblem, best: Point, allowed: Region, shrunk: Shrunk
+    ) -> tuple[Point | None, float]:
+        """Solve on corrected curves and measure; None where nothing changes."""
+        losses = best.losses[self._split.training]
+        weights = prompt_weights(self._train, self._scales)
+        changes = self._weighted(shrunk.changes)
+        problem, options = corrected(curves, allowed, float(weights @ losses), changes)
+        if self._target is not None:
+            problem = problem.with_target(-self._training_target(best))
+        try:
+            checked = self._solved(problem)
+        except InfeasibleError:
+            if self._target is None:
+                raise
+            # As far as this round can go: the least loss whatever it costs.
+            problem = problem.with_capacity(problem.max_cost_bytes)
+            checked = self._solved(problem)
+        choice = options[np.arange(problem.n_units), checked.choice]
+        if np.array_equal(choice, best.choice):
+            return None, 0.0
+        each = losses + shrunk.changes @ self._shares_of(allowed, choice)
+        return self._point(problem, checked, choice), _mean(self._train, each)
+
+    def _training_target(self, best: Point) -> float:
+        """The loss on training prompts that stands for the target on the held-out ones."""
+        assert self._target is not None  # the caller has looked
+        train = _mean(self._train, best.losses[self._split.training])
+        held = _mean(self._held, best.losses[self._split.held_out])
+        ratio = train / held if held > 0 and train > 0 else 1.0
+        return self._target * min(max(ratio, 0.25), 4.0)
+
+    def _shares_of(self, allowed: Region, choice: IntArray) -> FloatArray:
+        """The sum over units of a choice's shares in the figures, ``(n_figures,)``."""
+        taken = allowed.options == choice[allowed.units]
+        total: FloatArray = allowed.shares[taken].sum(axis=0)
+        return total
+
+    def _around(self, curves: AllocationProblem, best: Point) -> tuple[Figures, FloatArray, Shrunk]:
+        """Measure the neighbours of a point on the training prompts."""
+        figures = neighbours(curves, best.choice)
+        if self._most_probes is not None:
+            price = best.checked.multiplier or 0.0
+            figures = most_undecided(curves, best.choice, figures, price, self._most_probes)
+        rows = []
+        for index in self._split.training.tolist():
+            found = self._probes.measure(index, curves, best.choice, figures)
+            rows.append(found.changes)
+            self._advance()
+        weights, values = curves.weights[figures.units], curves.values
+        chosen = best.choice[figures.units]
+        expected = weights * (
+            values[figures.units, chosen] - values[figures.units, figures.options]
+        )
+        changes = np.stack(rows)
+        return figures, changes, shrink_by_folds(changes, expected, self._train)
+
+    def _point(
+        self, problem: AllocationProblem, checked: CheckedSolution, choice: IntArray
+    ) -> Point:
+        """Measure a choice on every prompt, all units at once."""
+        losses = np.zeros(len(self._tasks))
+        for index in range(losses.size):
+            losses[index] = self._probes.measure(index, problem, checked.choice, NONE).loss
+            self._advance()
+        return Point(problem=problem, checked=checked, choice=choice, losses=losses)
+
+    def _weighted(self, changes: FloatArray) -> FloatArray:
+        weighted: FloatArray = prompt_weights(self._train, self._scales) @ changes
+        return weighted
+
+    def _judged(self, point: Point) -> float:
+        losses = point.losses[self._split.held_out]
+        return float(prompt_weights(self._held, self._scales) @ losses)
+
+    def _better(self, point: Point, best: Point) -> bool:
+        new, old = self._judged(point), self._judged(best)
+        if self._target is None:
+            return new < old
+        if old > self._target:
+            return new < old
+        return new <= self._target and point.checked.cost_bytes < best.checked.cost_bytes
+
+    def _is_settled(self, one: Round, told: list[Round]) -> bool:
+        """Whether predicted and measured agree and there is next to nothing left to gain."""
+        agrees = abs(one.predicted - one.held_out) <= WITHIN * one.held_out
+        before = [r for r in told[:-1] if r.kept][-1]
+        if self._target is not None:
+            return agrees and one.held_out <= self._target <= 1.02 * one.held_out
+        return agrees and one.judged > 0.98 * before.judged
+
+    def _told(
+        self,
+        number: int,
+        point: Point,
+        predicted: float,
+        shrunk: Shrunk | None = None,
+        reach: float = 1.0,
+        *,
+        kept: bool,
+    ) -> Round:
+        return Round(
+            round=number,
+            cost_bytes=point.checked.cost_bytes,
+            predicted=float(predicted),
+            training=_mean(self._train, point.losses[self._split.training]),
+            held_out=_mean(self._held, point.losses[self._split.held_out]),
+            judged=self._judged(point),
+            spread=None if shrunk is None else shrunk.spread,
+            reach=reach,
+            kept=kept,
+        )
+
+    def _check_target(self, best: Point) -> None:
+        if self._target is None:
+            return
+        held = _mean(self._held, best.losses[self._split.held_out])
+        if held > self._target:
+            raise InfeasibleError(
+                f"no round came within {self._target:g} nats per token on the held-out prompts; "
+                f"the nearest lost {held:.4g} in {best.checked.cost_bytes:,} bytes: allow more "
+                "rounds, or ask for that",
+                nearest=held,
+            )
+
+    def _advance(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(min(self._done, self._steps), self._steps)
+
+
+def _mean(tasks: list[str], losses: FloatArray) -> float:
+    """Mean over tasks of the means over their prompts."""
+    return float(prompt_weights(tasks) @ losses)
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or np.isinf(value) else value
