@@ -1,0 +1,84 @@
+"""``kvalloc solve --refine`` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_tools import prose, refused, run, save_tiny_model
+from tiny_models import tiny_model
+
+from kvalloc.budget_profile import BudgetProfile
+
+ASKED = ("--budget", "45%", "--level", "head", "--rounds", 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny and other (models), s.safetensors with loss curves, prompts.jsonl."""
+    folder = tmp_path_factory.mktemp("refine")
+    model = tiny_model(initializer_range=0.3)
+    save_tiny_model(folder / "tiny", model)
+    save_tiny_model(folder / "other", tiny_model(num_hidden_layers=2))
+    words = prose(400).split()
+    rows: list[dict[str, Any]] = [
+        {"text": " ".join(words[50 * i : 50 * i + 48]), "answer": "w3 w1 w4 w1", "task": "copy"}
+        for i in range(5)
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "few.jsonl").write_text("\n".join(map(json.dumps, rows[:2])))
+    (folder / "short.jsonl").write_text("\n".join([json.dumps({"text": "w1 w2"})] * 4))
+    (folder / "text.txt").write_text(prose(300))
+    text = ("--text", folder / "text.txt", "--context", 48, "--samples", 2, "--window", 4)
+    loss = ("--loss", "fast", "--loss-level", "head")
+    ran = run("profile", folder / "tiny", *text, *loss, "-o", folder / "s.safetensors")
+    assert ran.code == 0, ran.err
+    return folder
+
+
+def solve(folder: Path, *more: object, prompts: str = "prompts.jsonl") -> tuple[object, ...]:
+    refine = ("--refine", folder / "tiny", "--refine-prompts", folder / prompts)
+    return ("solve", folder / "s.safetensors", *ASKED, *refine, *more)
+
+
+def test_a_refined_profile_states_what_was_measured(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    ran = run(*solve(folder, "-o", out))
+    assert ran.code == 0, ran.err
+    decided = BudgetProfile.load(out)
+    told = decided.refinement
+    assert told is not None
+    assert told["tasks"] == ["copy"] * 5
+    assert f"{told['measured_loss']:.6f} nats per token (95% interval" in ran.out
+    assert "prompts.jsonl" in ran.out
+    assert "sum of single-unit" not in ran.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.json"]
+    printed = run(*solve(folder, "-o", tmp_path / "q.json", "--json")).json
+    assert printed["refinement"] == told
+    assert printed["budgets"] == decided.budgets.tolist()
+    assert printed["predicted_loss_note"] is None
+    assert "held-out loss" in run("inspect", out).out
+    verified = run("verify", out, folder / "s.safetensors")
+    assert verified.code == 0, verified.out
+
+
+def test_what_is_refused(folder: Path) -> None:
+    out = ("-o", folder / "p.json")
+    told = refused(folder, *solve(folder, *out, prompts="few.jsonl"))
+    assert "at least 4 prompts" in told
+    told = refused(folder, *solve(folder, *out, prompts="short.jsonl"))
+    assert "short.jsonl, line 1: the prompt has 2 tokens" in told
+    told = refused(folder, *solve(folder, *out, prompts="none.jsonl"))
+    assert "no file or folder" in told
+    assert "say -o OUT.json" in refused(folder, *solve(folder, "--json"))
+    scores = folder / "s.safetensors"
+    told = refused(folder, "solve", scores, "--budget", "40%", "--rounds", 2, *out)
+    assert "--rounds belongs to a refinement" in told
+    other = ("--refine", folder / "other", "--refine-prompts", folder / "prompts.jsonl")
+    assert "other" in refused(folder, "solve", scores, "--budget", "40%", *other, *out)
+    told = refused(
+        folder, "solve", scores, "--target-retention", 0.9, "--refine", folder / "tiny", *out
+    )
+    assert "leave out the retention" in told
