@@ -109,6 +109,7 @@ def corrected(
             values=values,
             costs=problem.costs[units, options],
             bits=None if problem.bits is None else problem.bits[units, options],
+            policies=None if problem.policies is None else problem.policies[units, options],
             option_counts=counts,
             weights=np.ones(problem.n_units),
         ),

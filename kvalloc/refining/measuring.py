@@ -19,7 +19,9 @@ from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.loss_probe import LossProbe, Settled
 from kvalloc.measure.sampling import SampleSet
 from kvalloc.problem import AllocationProblem
-from kvalloc.refining.neighbours import Figures, kinds_of
+from kvalloc.refining.neighbours import Figures, kinds_of, policies_at
+from kvalloc.runtime.policies import policy_of
+from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import keep_best
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.scorers import get_scorer
@@ -32,6 +34,9 @@ HELD_BYTES = 4 * 2**30
 
 BATCH = 8
 """Variants that run together."""
+
+_Masks = dict[tuple[int, int], Tensor]
+"""What the heads of a unit keep at an option, ``(n_heads, n_tokens)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,7 @@ class JointProbes:
         self._model, self._scores, self._samples = model, scores, samples
         self._continuation_tokens, self._store = continuation_tokens, store
         self._scorer = get_scorer(scores.scorer, **scores.scorer_parameters)
+        self._policies = [policy_of(policy) for policy in scores.loss_policies]
         self._probes: OrderedDict[int, LossProbe] = OrderedDict()
 
     @property
@@ -138,13 +144,15 @@ class JointProbes:
         if found is not None and found.changes.size == figures.size:
             return found
         probe = self._probe(index)
-        kept = {
-            layer: self._keep(probe, layer, problem, choice)
-            for layer in sorted(set(problem.layers.tolist()))
-        }
-        settled = probe.settle(kept)
+        masks = self._masks(probe, problem, choice, figures)
+        settled = probe.settle(
+            {
+                layer: self._keep(masks, problem, layer, choice)
+                for layer in sorted(set(problem.layers.tolist()))
+            }
+        )
         loss = float(settled.losses.mean())
-        changes = self._changes(probe, problem, figures, settled, loss)
+        changes = self._changes(probe, problem, figures, settled, masks, loss)
         if not (np.isfinite(loss) and np.isfinite(changes).all()):
             raise InputError(
                 f"the losses of {self._scores.shape.model_id} on prompt {index} are not finite; "
@@ -161,6 +169,7 @@ class JointProbes:
         problem: AllocationProblem,
         figures: Figures,
         settled: Settled,
+        masks: _Masks,
         loss: float,
     ) -> FloatArray:
         changes = np.zeros(figures.size)
@@ -171,7 +180,7 @@ class JointProbes:
                 some = mine[begin : begin + BATCH]
                 variants = torch.stack(
                     [
-                        self._changed(probe, problem, settled, int(figures.units[f]), option)
+                        _changed(masks, problem, settled, int(figures.units[f]), option)
                         for f, option in zip(some, figures.options[some].tolist(), strict=True)
                     ]
                 )
@@ -179,45 +188,54 @@ class JointProbes:
                 changes[some] = found.cpu().numpy() - loss
         return changes
 
+    def _masks(
+        self, probe: LossProbe, problem: AllocationProblem, choice: IntArray, figures: Figures
+    ) -> _Masks:
+        """What is kept at every option that is measured, each policy and budget of a layer once."""
+        places = policies_at(problem)
+        wanted: dict[tuple[int, int], dict[int, list[tuple[int, int]]]] = {}
+        units = np.concatenate([np.arange(problem.n_units), figures.units])
+        options = np.concatenate([choice, figures.options])
+        for unit, option in set(zip(units.tolist(), options.tolist(), strict=True)):
+            budget = self._budget(probe, problem, int(problem.tokens[unit, option]))
+            of = wanted.setdefault((int(problem.layers[unit]), int(places[unit, option])), {})
+            of.setdefault(budget, []).append((unit, option))
+        masks: _Masks = {}
+        for (layer, place), by_budget in sorted(wanted.items()):
+            budgets = sorted(by_budget)
+            for budget, kept in zip(budgets, self._kept(probe, layer, place, budgets), strict=True):
+                for unit, option in by_budget[budget]:
+                    masks[unit, option] = kept[_heads(problem, unit)]
+        return masks
+
+    def _kept(self, probe: LossProbe, layer: int, place: int, budgets: list[int]) -> list[Tensor]:
+        """What a policy keeps of a layer at some budgets, ``(n_kv_heads, n_tokens)`` each."""
+        scores = probe.scores[layer]
+        rows = [torch.full((1, scores.shape[0]), one, device=scores.device) for one in budgets]
+        sinks, window = self._scores.sinks, self._scores.window
+        if place == 0:
+            return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
+        policy = probe.policies[place - 1]
+        with torch.no_grad():
+            found = policy.keep_each(probe.prompt_states[layer], rows, sinks=sinks, window=window)
+        for one, row in zip(found, rows, strict=True):
+            check_kept(policy, one, row)
+        return [one[0] for one in found]
+
     def _keep(
-        self, probe: LossProbe, layer: int, problem: AllocationProblem, choice: IntArray
+        self, masks: _Masks, problem: AllocationProblem, layer: int, choice: IntArray
     ) -> Tensor:
         """What a layer keeps at a choice, ``(n_kv_heads, n_tokens)``."""
-        keep = torch.ones_like(probe.scores[layer], dtype=torch.bool)
-        for unit in np.flatnonzero(problem.layers == layer):
-            heads = self._heads(problem, int(unit))
-            keep[heads] = self._best(probe, problem, int(unit), int(choice[unit]))
-        return keep
+        units = np.flatnonzero(problem.layers == layer)
+        order = units[np.argsort(problem.heads[units])].tolist()
+        return torch.cat([masks[unit, int(choice[unit])] for unit in order])
 
-    def _changed(
-        self,
-        probe: LossProbe,
-        problem: AllocationProblem,
-        settled: Settled,
-        unit: int,
-        option: int,
-    ) -> Tensor:
-        """What a unit's layer keeps with that unit at another option."""
-        keep = settled.keep[int(problem.layers[unit])][0].clone()
-        keep[self._heads(problem, unit)] = self._best(probe, problem, unit, option)
-        return keep
-
-    def _best(self, probe: LossProbe, problem: AllocationProblem, unit: int, option: int) -> Tensor:
-        """What the heads of a unit keep at an option: the same share of a prompt's entries."""
+    def _budget(self, probe: LossProbe, problem: AllocationProblem, tokens: int) -> int:
+        """The same share of a prompt's evictable entries."""
         protected = problem.protected_tokens
+        share = (tokens - protected) / (problem.context_tokens - protected)
         evictable = max(0, probe.n_tokens - protected)
-        share = (int(problem.tokens[unit, option]) - protected) / (
-            problem.context_tokens - protected
-        )
-        budget = min(probe.n_tokens, protected + round(share * evictable))
-        ranking = probe.scores[int(problem.layers[unit])][self._heads(problem, unit)]
-        budgets = torch.full((1, ranking.shape[0]), budget, device=ranking.device)
-        sinks, window = self._scores.sinks, self._scores.window
-        return keep_best(ranking[None], budgets, sinks=sinks, window=window)[0]
-
-    def _heads(self, problem: AllocationProblem, unit: int) -> slice:
-        head = int(problem.heads[unit])
-        return slice(None) if head < 0 else slice(head, head + 1)
+        return min(probe.n_tokens, protected + round(share * evictable))
 
     def _probe(self, index: int) -> LossProbe:
         if index in self._probes:
@@ -234,6 +252,7 @@ class JointProbes:
                 shape=self._scores.shape,
                 answer_ids=None if answer is None else torch.from_numpy(answer).to(device),
                 continuation_tokens=self._continuation_tokens,
+                policies=self._policies,
             )
         except InputError as error:
             raise InputError(f"prompt {index}: {error}") from error
@@ -244,6 +263,20 @@ class JointProbes:
 
     def _held_bytes(self) -> int:
         return sum(probe.stored_bytes for probe in self._probes.values())
+
+
+def _heads(problem: AllocationProblem, unit: int) -> slice:
+    head = int(problem.heads[unit])
+    return slice(None) if head < 0 else slice(head, head + 1)
+
+
+def _changed(
+    masks: _Masks, problem: AllocationProblem, settled: Settled, unit: int, option: int
+) -> Tensor:
+    """What a unit's layer keeps with that unit at another option."""
+    keep = settled.keep[int(problem.layers[unit])][0].clone()
+    keep[_heads(problem, unit)] = masks[unit, option]
+    return keep
 
 
 def _digest(index: int, problem: AllocationProblem, choice: IntArray, figures: Figures) -> str:

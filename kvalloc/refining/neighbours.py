@@ -116,7 +116,14 @@ def kinds_of(problem: AllocationProblem) -> IntArray:
 
     Options of one kind differ in their tokens only.
     """
-    return np.zeros_like(problem.tokens) if problem.bits is None else problem.bits
+    bits = np.zeros_like(problem.tokens) if problem.bits is None else problem.bits
+    kinds: IntArray = 100 * policies_at(problem) + bits
+    return kinds
+
+
+def policies_at(problem: AllocationProblem) -> IntArray:
+    """Place of the policy behind each option, ``(n_units, n_options)``; 0 where there is one."""
+    return np.zeros_like(problem.tokens) if problem.policies is None else problem.policies
 
 
 def _nearest(kept: FloatArray, allowed: npt.NDArray[np.bool_], where: float) -> int:

@@ -177,7 +177,10 @@ class Search:
         predicted, measured = _mean(self._train, train), _mean(self._held, held)
         of_predicted = interval(self._train, train)
         of_measured = interval(self._held, held)
-        overlap = of_predicted[0] <= of_measured[1] and of_measured[0] <= of_predicted[1]
+        within = (
+            of_predicted[0] <= measured <= of_predicted[1]
+            or of_measured[0] <= predicted <= of_measured[1]
+        )
         by_task = {
             task: float(
                 np.mean([loss for loss, t in zip(held, self._held, strict=True) if t == task])
@@ -185,24 +188,25 @@ class Search:
             for task in sorted(set(self._held))
         }
         rows = [{**asdict(one), "spread": _finite(one.spread)} for one in told]
-        summary: dict[str, Any] = {
+        beyond = []
+        if self._target is not None:
+            most = best.checked.cost_bytes
+            over = (one for one in told if one.held_out > self._target)
+            beyond = [one.cost_bytes for one in over if one.cost_bytes < most]
+        return {
             "predicted_loss": predicted,
             "predicted_interval": of_predicted,
             "measured_loss": measured,
             "measured_interval": of_measured,
             "confidence": 0.95,
-            "agrees": overlap or abs(predicted - measured) <= WITHIN * measured,
+            "agrees": within or abs(predicted - measured) <= WITHIN * measured,
             "measured_by_task": by_task,
             "training_prompts": [int(i) for i in self._split.training],
             "held_out_prompts": [int(i) for i in self._split.held_out],
             "tasks": self._tasks,
             "rounds": rows,
+            "largest_size_beyond_target": max(beyond, default=None),
         }
-        if self._target is not None:
-            over = [r.cost_bytes for r in told if r.held_out > self._target]
-            below = [bytes_ for bytes_ in over if bytes_ < best.checked.cost_bytes]
-            summary["largest_size_beyond_target"] = max(below, default=None)
-        return summary
 
     def _solved(self, problem: AllocationProblem) -> CheckedSolution:
         return solve_problem(problem, self._solver, time_limit_seconds=self._time_limit)

@@ -196,6 +196,35 @@ def test_layers_and_heads(model: Any, scores: ScoreProfile, level: str) -> None:
         assert (decided.budgets == decided.budgets[:, :1]).all()
 
 
+def test_policies_chosen_with_budgets_are_what_is_measured(model: Any) -> None:
+    plan = LossPlan(
+        shares=(0.0, 0.2, 0.5), level="head", method="fast", policies=("tova", "knorm", "critical")
+    )
+    # as long as the reference context, where no budget is rounded
+    every = words(400).split()
+    texts = [" ".join(every[70 * i : 70 * i + 60]) for i in range(5)]
+    given = [Prompt(text=text, answer="w3 w1 w4 w1 w5") for text in texts]
+    found = profile(model, TOKENIZER, given, context=60, samples=4, loss=plan)
+    decided = run(found, model, given, budget="40%", rounds=2)
+    assert decided.unit_policies is not None
+    told = decided.refinement
+    assert told is not None
+    # the cache keeps what was measured: the same answers through the runtime
+    losses = []
+    for index in told["held_out_prompts"]:
+        prompt = given[index]
+        ids = torch.tensor([TOKENIZER(prompt.text)["input_ids"]])
+        answer = torch.tensor([TOKENIZER(prompt.answer, add_special_tokens=False)["input_ids"]])
+        cache = decided.cache(model, allow_other_model=True)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache)
+            reduced = model(input_ids=answer, past_key_values=cache).logits[0].double()
+            full = model(input_ids=torch.cat([ids, answer], dim=1)).logits[0, ids.shape[1] :]
+        full, reduced = full.double().log_softmax(-1), reduced.log_softmax(-1)
+        losses.append(float((full.exp() * (full - reduced)).sum(-1).mean()))
+    assert told["measured_by_task"]["answers"] == pytest.approx(np.mean(losses), rel=1e-3)
+
+
 def test_sliding_layers_are_left_alone() -> None:
     model = tiny_model("gemma3")
     found = profile(model, TOKENIZER, prompts(2), context=60, samples=2, loss=PLAN)
