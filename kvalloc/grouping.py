@@ -139,15 +139,16 @@ class _Search:
         ]
         by_head = bool(problem.heads[0] >= 0)
         tokens, context = problem.tokens[0], problem.context_tokens
+        alone = problem.weights[:, None] * problem.values
         self.values: FloatArray = np.stack(
             [
-                problem.values[problem.layers == segment[0]]
+                alone[problem.layers == segment[0]]
                 if len(segment) == 1
                 else group_values(scores, segment, tokens, context, by_head=by_head)
+                / len(self.layers)
                 for segment in self.segments
             ]
         )
-        self.values *= float(problem.weights[0])
         lengths = np.array([len(segment) for segment in self.segments])
         self.costs: IntArray = lengths[:, None] * (problem.costs[0] - problem.costs[0, 0])
         self.groupings: list[Groups] = []

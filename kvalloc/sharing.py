@@ -117,9 +117,12 @@ def grouped(
             values[mine] = scale * joint
         return values
 
-    values, scenarios = problem.values, problem.scenarios
+    values, scenarios, weights = problem.values, problem.scenarios, problem.weights[kept]
     if scenarios is None:
         values = replaced(values, sample, 1.0)
+        # Joint curves are shares of the layers' mass; a head's weight is its own share of one.
+        joined = [layer for group in groups for layer in group]
+        weights[np.isin(problem.layers[kept], joined)] = 1.0 / n_layers
     else:  # their values hold the weights of the units
         scenarios = np.stack(
             [replaced(rows, one, 1.0 / n_layers) for one, rows in enumerate(scenarios)]
@@ -132,7 +135,7 @@ def grouped(
         scenarios=scenarios,
         costs=lengths[:, None] * problem.costs[0],
         option_counts=problem.option_counts[kept],
-        weights=problem.weights[kept],
+        weights=weights,
         layers=problem.layers[kept],
         heads=problem.heads[kept],
     )

@@ -28,7 +28,7 @@ from kvalloc.runtime import hooks, refusals
 from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.deciding import Decide, DecidesByPrompt
 from kvalloc.runtime.even_attention import attend_apart, hold_apart
-from kvalloc.runtime.eviction import Eviction
+from kvalloc.runtime.groups import GroupEviction, Held, groups_by_layer
 from kvalloc.runtime.layers import BudgetLayer, gathered
 from kvalloc.runtime.masks import biased_mask, stored_mask
 from kvalloc.runtime.plain import allocated_bytes, free_slid_out, stored_rows
@@ -79,6 +79,7 @@ class BudgetCache(Cache, DecidesByPrompt):
         self.decoder = weakref.ref(decoder_of(model))
         self._model_name = type(model).__name__
         self.arrival = Arrival(profile, prompt_tokens, decode_every)
+        self._groups = groups_by_layer(profile.share_groups)
         self._reader = self._policy.reader(sinks=profile.policy.sinks, window=profile.policy.window)
         self._forget()
         hooks.retain(self, decoder_of(model))
@@ -91,6 +92,7 @@ class BudgetCache(Cache, DecidesByPrompt):
         self.decision_seconds, self._decided_ahead = None, False
         self._step: Step | None = None
         self._targets: dict[int, IntArray] = {}
+        self._held: list[Held] = []
         self._masks: dict[tuple[int, int, torch.device], Tensor | None] = {}
         self._additive = False
         self._interrupted = False
@@ -171,17 +173,9 @@ class BudgetCache(Cache, DecidesByPrompt):
         stored = self.layers[layer]
         if not isinstance(stored, BudgetLayer):
             raise InputError(f"layer {layer} is a sliding-window layer: it keeps the last tokens")
-        if stored.kept_indices is not None:
-            return stored.kept_indices
-        if stored.entries is not None:
-            return stored.entries.padded_positions()
-        if not stored.dense_tokens or self.arrival.prompt_tokens is None:
+        if not stored.stored or self.arrival.prompt_tokens is None:
             raise InputError("the cache has seen no prompt yet; run the model with it first")
-        batch, heads = stored.keys.shape[:2]
-        everything = torch.arange(
-            self.arrival.prompt_tokens, dtype=torch.int32, device=stored.keys.device
-        )
-        return everything.expand(batch, heads, -1)
+        return stored.kept_positions(self.arrival.prompt_tokens)
 
     @contextmanager
     def prefill(self) -> Iterator[None]:
@@ -278,9 +272,10 @@ class BudgetCache(Cache, DecidesByPrompt):
         step = self._step
         assert step is not None
         if not layer.awaits_eviction and not step.remember:
+            layer.unfinished.clear()
             return output
         policy = self.profile.policy
-        eviction = Eviction(
+        eviction = GroupEviction(
             policy=self._policy,
             sinks=policy.sinks,
             window=policy.window,
@@ -288,20 +283,20 @@ class BudgetCache(Cache, DecidesByPrompt):
             visible=step.new_visible,
             remember=step.remember,
         )
-        if layer.awaits_eviction:
-            eviction.evict(layer, states, self._targets[states.layer])
-            if self._reader is not None:
-                self._reader.forget()
-        else:
+        if not layer.awaits_eviction:
             eviction.observe(layer, states)
-        if not step.remember:
-            layer.unfinished.clear()
+            return output
+        group = self._groups.get(states.layer)
+        eviction.evict_in_group(layer, states, self._targets[states.layer], group, self._held)
+        if self._reader is not None:
+            self._reader.forget()
         return output
 
     def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
         step, self._step = self._step, None
         self._masks.clear()
+        self._held.clear()
         assert step is not None
         unseen = [layer for layer in self._budget_layers if layer.awaits_eviction]
         if completed and unseen:

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.attention_hook import AttentionStates, Observed
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.unfinished import Part, Unfinished, part_of, parts
 
-__all__ = ["Eviction"]
+__all__ = ["Candidates", "Choice", "Eviction"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Candidates:
+class Candidates:
     """What one piece of a layer chooses from.
 
     Attributes
@@ -39,7 +39,7 @@ class _Candidates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Choice:
+class Choice:
     """What a piece keeps, and where it is taken from."""
 
     keys: Tensor
@@ -49,6 +49,7 @@ class _Choice:
     kept: Tensor
 
     def piece(self, row: int, head: int) -> Piece:
+        """One head of it, as `RaggedEntries.collect` takes it."""
         bias = None if self.bias is None else self.bias[row, head]
         kept = self.kept[row, head].nonzero()[:, 0]
         return self.keys[row, head], self.values[row, head], self.positions[row, head], bias, kept
@@ -107,12 +108,8 @@ class Eviction:
         """
         grain = self._grain(layer)
         after = Unfinished(grain=grain)
-        chosen = self._choices(layer, states, targets, after)
-        if (targets == targets[0, 0]).all():
-            self._store_even(layer, targets, chosen, states)
-        else:
-            self._store_ragged(layer, targets, chosen, states)
-        layer.unfinished = after
+        self._store(layer, targets, self._choices(layer, states, targets, after), states)
+        layer.unfinished = after if self.remember else Unfinished()
 
     def _grain(self, layer: BudgetLayer) -> int:
         if layer.entries is not None:
@@ -124,7 +121,7 @@ class Eviction:
 
     # What there is to choose from
 
-    def _candidates(self, layer: BudgetLayer, states: AttentionStates, part: Part) -> _Candidates:
+    def _candidates(self, layer: BudgetLayer, states: AttentionStates, part: Part) -> Candidates:
         row, head = part
         columns = self._columns(layer, states, row)
         if layer.entries is None:
@@ -138,7 +135,7 @@ class Eviction:
             assert head is not None
             keys, values, positions, bias = _segment(layer, states, row, head, columns)
         own = self._part_states(layer, states, part)
-        return _Candidates(
+        return Candidates(
             states=replace(own, keys=keys, values=values), positions=positions, bias=bias
         )
 
@@ -163,8 +160,9 @@ class Eviction:
         """The states of a piece, but for its keys and values. Without padding, plain causal."""
         row, head = part
         queries = self._row_queries(states, row)
-        wanted = self.policy.query_rows(self.prompt_tokens)
-        queries = layer.unfinished.queries_of(row, queries, wanted)
+        if states.queries.shape[2]:  # none at all: those of a held layer have gone
+            wanted = self.policy.query_rows(self.prompt_tokens)
+            queries = layer.unfinished.queries_of(row, queries, wanted)
         changes: dict[str, Tensor | int | None] = {}
         if head is not None:
             changes["first_head"] = states.first_head + head
@@ -190,13 +188,15 @@ class Eviction:
         if row is None:
             return states.queries
         queries = states.queries[row : row + 1]
-        return queries if self.visible is None else queries[:, :, self.visible[row]]
+        if self.visible is None or not queries.shape[2]:
+            return queries
+        return queries[:, :, self.visible[row]]
 
     # What is chosen
 
     def _choices(
         self, layer: BudgetLayer, states: AttentionStates, targets: IntArray, after: Unfinished
-    ) -> Iterator[tuple[Part, _Choice]]:
+    ) -> Iterator[tuple[Part, Choice]]:
         """One piece after the other, so that only one is taken apart at a time."""
         for part in parts(after.grain, *targets.shape):
             yield part, self._choose(layer, states, part, targets, after)
@@ -208,27 +208,34 @@ class Eviction:
         part: Part,
         targets: IntArray,
         after: Unfinished,
-    ) -> _Choice:
-        row, head = part
+    ) -> Choice:
         found = self._candidates(layer, states, part)
-        device = found.states.keys.device
-        budgets = torch.from_numpy(targets).to(device)
-        budgets = _rows(budgets[..., None], row, head)[..., 0]
-        combined = None
+        budgets = self._part_budgets(targets, part, found)
         if bool((budgets == found.states.keys.shape[2]).all()):
-            kept = torch.ones(found.states.keys.shape[:3], dtype=torch.bool, device=device)
+            kept = torch.ones_like(found.states.keys[..., 0], dtype=torch.bool)
         else:
             kept = self.policy.keep(found.states, budgets, sinks=self.sinks, window=self.window)
             check_kept(self.policy, kept, budgets)
-            combined = self.policy.combine(found.states, kept, sinks=self.sinks, window=self.window)
         if self.remember:
             self._note(after, part, found.states, kept)
             self._note_queries(after, part, states, layer.unfinished)
+        return self._chosen(found, kept)
+
+    def _part_budgets(self, targets: IntArray, part: Part, found: Candidates) -> Tensor:
+        """Entries to keep of a piece, (batch, n_kv_heads)."""
+        budgets = torch.from_numpy(targets).to(found.states.keys.device)
+        return _rows(budgets[..., None], *part)[..., 0]
+
+    def _chosen(self, found: Candidates, kept: Tensor) -> Choice:
+        """What is stored of a piece of which that is kept."""
+        combined = None
+        if not bool(kept.all()):
+            combined = self.policy.combine(found.states, kept, sinks=self.sinks, window=self.window)
         bias = found.bias
         if combined is not None and combined.logit_bias is not None:
             bias = combined.logit_bias
         source = found.states if combined is None else combined
-        return _Choice(
+        return Choice(
             keys=source.keys,
             values=source.values,
             positions=found.positions,
@@ -243,6 +250,13 @@ class Eviction:
         observed = None
         if self.policy.observes:
             observed = self.policy.observe(states, sinks=self.sinks)
+        self._keep_note(notes, part, observed, kept)
+
+    @staticmethod
+    def _keep_note(
+        notes: Unfinished, part: Part, observed: Observed | None, kept: Tensor | None
+    ) -> None:
+        """Write down what was observed of a piece, cut to the entries that stay."""
         notes.observed.pop(part, None)
         if observed is None:
             return
@@ -280,11 +294,23 @@ class Eviction:
 
     # How it is stored
 
+    def _store(
+        self,
+        layer: BudgetLayer,
+        targets: IntArray,
+        chosen: Iterator[tuple[Part, Choice]],
+        states: AttentionStates,
+    ) -> None:
+        if (targets == targets[0, 0]).all():
+            self._store_even(layer, targets, chosen, states)
+        else:
+            self._store_ragged(layer, targets, chosen, states)
+
     def _store_even(
         self,
         layer: BudgetLayer,
         targets: IntArray,
-        chosen: Iterator[tuple[Part, _Choice]],
+        chosen: Iterator[tuple[Part, Choice]],
         states: AttentionStates,
     ) -> None:
         shape = (*targets.shape, int(targets[0, 0]))
@@ -311,7 +337,7 @@ class Eviction:
         self,
         layer: BudgetLayer,
         targets: IntArray,
-        chosen: Iterator[tuple[Part, _Choice]],
+        chosen: Iterator[tuple[Part, Choice]],
         states: AttentionStates,
     ) -> None:
         current = next(chosen)

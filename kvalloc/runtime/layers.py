@@ -149,6 +149,26 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         kept = 0 if self.kept_indices is None else int(self.kept_indices.shape[-1])
         return self.dense_tokens - kept
 
+    @property
+    def stored(self) -> bool:
+        """Whether there is anything, kept or following."""
+        return self.entries is not None or self.dense_tokens > 0
+
+    def kept_positions(self, prompt_tokens: int) -> Tensor:
+        """Columns of the entries that the latest eviction kept, or of the prompt if there was none.
+
+        Returns
+        -------
+        Tensor of int32, (batch, n_kv_heads, n_kept)
+            Increasing; -1 beyond the end of a head that keeps fewer than another.
+        """
+        if self.kept_indices is not None:
+            return self.kept_indices
+        if self.entries is not None:
+            return self.entries.padded_positions()
+        every = torch.arange(prompt_tokens, dtype=torch.int32, device=self.keys.device)
+        return every.expand(*self.keys.shape[:2], -1)
+
     def stored_counts(self) -> IntArray | None:
         """Entries stored now, ``(batch, n_kv_heads)``; None before the first update."""
         keys = self._dense[0]

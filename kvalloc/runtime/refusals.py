@@ -12,7 +12,7 @@ from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
 from kvalloc.layer_groups import groups_text
 from kvalloc.runtime.arrival import Step
-from kvalloc.runtime.policies import ByHead, EvictionPolicy
+from kvalloc.runtime.policies import ByHead, EvictionPolicy, RankedPolicy, policy_class
 from kvalloc.runtime.ragged import IntArray
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def check_profile(profile: BudgetProfile) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For fewer bits than 16, or layers that share entries.
+        For fewer bits than 16, or layers that share entries with a policy that cannot choose
+        for several.
     InputError
         For budgets below sinks and window.
     """
@@ -59,11 +60,7 @@ def check_profile(profile: BudgetProfile) -> None:
             "solve again without --bits"
         )
     if profile.share_groups:
-        raise UnsupportedRequestError(
-            f"in this profile layers {groups_text(profile.share_groups)} keep the same entries, "
-            "and the cache cannot choose entries for several layers yet; solve again without "
-            "--share-groups"
-        )
+        _check_shares(profile)
     full = list(profile.shape.full_layers)
     least = min(profile.policy.protected_tokens, profile.context_tokens)
     if int(profile.budgets[full].min()) < least:
@@ -71,6 +68,20 @@ def check_profile(profile: BudgetProfile) -> None:
             f"the smallest budget is {int(profile.budgets[full].min())} entries, below the "
             f"{least} tokens of sinks and window that are never evicted; solve again with "
             f"--min-tokens {least}"
+        )
+
+
+def _check_shares(profile: BudgetProfile) -> None:
+    groups = f"in this profile layers {groups_text(profile.share_groups)} keep the same entries"
+    if profile.unit_policies is not None:
+        raise UnsupportedRequestError(
+            f"{groups}, but heads have different policies, which cannot choose together; solve "
+            "again without --share-groups, or with one policy"
+        )
+    if not issubclass(policy_class(profile.policy.name), RankedPolicy):
+        raise UnsupportedRequestError(
+            f"{groups}, but the policy {profile.policy.name} chooses for each layer on its own; "
+            "take one that ranks, such as score, or solve again without --share-groups"
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvalloc.errors import InputError
 
-__all__ = ["Room", "best_entries", "keep_best", "select_entries"]
+__all__ = ["Room", "best_entries", "keep_best", "row_places", "select_entries"]
 
 
 def select_entries(scores: Tensor, budget: int, *, sinks: int, window: int) -> Tensor:
@@ -140,12 +140,9 @@ class Room:
             If a budget is below sinks and window or above the row's number of tokens.
         """
         batch, n_kv_heads, columns = entries.shape[:3]
-        if valid is None:
-            valid = torch.ones(batch, columns, dtype=torch.bool)
-        valid, budgets = valid.to(entries.device), budgets.to(entries.device)
-        upto = valid.cumsum(dim=-1)
-        n_tokens = upto[:, -1:]
-        always = valid & ((upto <= sinks) | (n_tokens - upto < window))
+        rank, n_tokens = row_places(entries, valid)
+        valid, budgets = rank >= 0, budgets.to(entries.device)
+        always = valid & ((rank < sinks) | (n_tokens - rank <= window))
         least = always.sum(dim=-1, keepdim=True)
         wrong = (budgets < least) | (budgets > n_tokens)
         if bool(wrong.any()):
@@ -155,9 +152,34 @@ class Room:
             always=always[:, None],
             evictable=(valid & ~always)[:, None].expand(batch, n_kv_heads, columns),
             counts=budgets - least,
-            rank=torch.where(valid, upto - 1, -1),
+            rank=rank,
             n_tokens=n_tokens,
         )
+
+
+def row_places(entries: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Place of each token in its row.
+
+    Parameters
+    ----------
+    entries : Tensor, (batch, n_kv_heads, n_tokens, ...)
+        Its sizes and its device count.
+    valid : Tensor of bool, (batch, n_tokens), optional
+        False marks padding.
+
+    Returns
+    -------
+    rank : Tensor of int64, (batch, n_tokens)
+        From 0, padding left out; -1 for padding.
+    n_tokens : Tensor of int64, (batch, 1)
+        Tokens of each row without padding.
+    """
+    batch, _, columns = entries.shape[:3]
+    if valid is None:
+        valid = torch.ones(batch, columns, dtype=torch.bool)
+    valid = valid.to(entries.device)
+    upto = valid.cumsum(dim=-1)
+    return torch.where(valid, upto - 1, -1), upto[:, -1:]
 
 
 def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:

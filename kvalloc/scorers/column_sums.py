@@ -72,10 +72,10 @@ def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
     columns = torch.zeros(
         (batch, n_kv_heads, n_tokens), dtype=torch.float32, device=states.keys.device
     )
-    rows = max(_BLOCK_ELEMENTS // (batch * n_query_heads * n_tokens), _LEAST_ROWS)
     wanted = weights.any(dim=0).nonzero()
-    if not wanted.numel():
+    if not wanted.numel():  # also a chunk that is all padding: no rows and no columns
         return columns
+    rows = max(_BLOCK_ELEMENTS // (batch * n_query_heads * n_tokens), _LEAST_ROWS)
     for first in range(int(wanted[0]), int(wanted[-1]) + 1, rows):
         end = min(first + rows, n_new)
         found = attention_rows(states, first, end).mean(dim=2)

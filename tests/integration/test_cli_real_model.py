@@ -63,3 +63,32 @@ def test_profile_solve_inspect_generate(tmp_path):
         "prompt.txt",
         "s.safetensors",
     ]
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_layers_that_share_entries_from_solve_to_generate(tmp_path, level):
+    """What the command solves, another one runs: each group of layers keeps the same entries."""
+    text = (resources.files("kvalloc") / "data" / "texts" / "haystack_carter_1978.txt").read_text()
+    (tmp_path / "prompt.txt").write_text(text[:2500] + "\n\nWho speaks here?")
+    kvalloc(
+        tmp_path,
+        *("profile", "demo", "--samples", "2", "--context", "512", "--share-length", "2"),
+        *("-o", "s.safetensors"),
+    )
+    solved = json.loads(
+        kvalloc(
+            tmp_path,
+            *("solve", "s.safetensors", "--budget", "30%", "--share-groups", "20"),
+            *("--level", level, "--json", "-o", "p.json"),
+        ).stdout
+    )
+    kvalloc(tmp_path, "verify", "p.json", "s.safetensors")
+    answered = kvalloc(
+        tmp_path,
+        *("generate", "demo", "--profile", "p.json", "--prompt-file", "prompt.txt"),
+        *("--max-new-tokens", "8", "--json"),
+    )
+    found = json.loads(answered.stdout)
+    assert found["answer"].strip()
+    share = found["retained_bytes"] / found["full_bytes"]
+    assert share == pytest.approx(solved["retained_bytes"] / solved["full_bytes"], abs=0.05)

@@ -13,7 +13,7 @@ from typing import Any
 from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError, SolverError
 from kvalloc.registry import POLICIES, SCORERS, build, load, names
-from kvalloc.runtime.policies.base import Combined, EvictionPolicy
+from kvalloc.runtime.policies.base import Combined, EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.by_head import ByHead
 from kvalloc.scorers import Scorer, get_scorer, scorer_class
 
@@ -21,6 +21,7 @@ __all__ = [
     "ByHead",
     "Combined",
     "EvictionPolicy",
+    "RankedPolicy",
     "changed_policy",
     "get_policy",
     "policies_of",

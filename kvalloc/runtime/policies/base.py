@@ -13,7 +13,7 @@ from kvalloc.scorers.base import Scorer
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Combined", "EvictionPolicy", "Reader"]
+__all__ = ["Combined", "EvictionPolicy", "RankedPolicy", "Reader"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +164,8 @@ class EvictionPolicy(ABC):
         Parameters
         ----------
         states, sinks, window, valid
-            As for `keep`.
+            As for `keep`; but in a group of layers that share entries, without queries: those
+            have gone by the time the group has chosen.
         kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
             What `keep` returned for them.
 
@@ -207,3 +208,81 @@ class EvictionPolicy(ABC):
     def parameters(self) -> dict[str, Any]:
         """What builds this policy again, apart from the scorer."""
         return {}
+
+
+class RankedPolicy(EvictionPolicy):
+    """A policy in two steps: rank the entries of a layer, then choose by the ranks.
+
+    Between the two steps the cache can put the rankings of several layers together, so that the
+    layers of a sharing group keep the same entries. A policy that is not of this kind chooses for
+    every layer on its own only.
+    """
+
+    @abstractmethod
+    def rankings(
+        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """What `keep_ranked` decides by, of one layer.
+
+        Parameters
+        ----------
+        states, sinks, window, valid
+            As for `keep`.
+
+        Returns
+        -------
+        tuple of Tensor, each (batch, n_kv_heads, n_tokens)
+            Numbers >= 0, the same count of them for every layer; higher is kept. Of a group the
+            sum over its layers is chosen by, each layer's divided by its sum over all heads'
+            evictable entries, so that layers count alike.
+        """
+
+    @abstractmethod
+    def keep_ranked(
+        self,
+        rankings: tuple[Tensor, ...],
+        states: AttentionStates,
+        budgets: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Choose the entries that stay by the rankings of a layer, or those of a group.
+
+        Parameters
+        ----------
+        rankings : tuple of Tensor, each (batch, n_kv_heads, n_tokens)
+            As `rankings` returns them; of a group, on the scale of a mean layer.
+        states : AttentionStates
+            The layer, or the last one of the group, then without queries.
+        budgets, sinks, window, valid
+            As for `keep`.
+
+        Returns
+        -------
+        Tensor of bool, (batch, n_kv_heads, n_tokens)
+            As `keep`.
+        """
+
+    def keep(
+        self,
+        states: AttentionStates,
+        budgets: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Choose the entries that stay in one layer; see `EvictionPolicy.keep`."""
+        ranked = self.rankings(states, sinks=sinks, window=window, valid=valid)
+        return self.keep_ranked(ranked, states, budgets, sinks=sinks, window=window, valid=valid)
+
+    def keep_each(
+        self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int
+    ) -> list[Tensor]:
+        """`keep` at several budgets, from the same rankings; see `EvictionPolicy.keep_each`."""
+        ranked = self.rankings(states, sinks=sinks, window=window)
+        return [
+            self.keep_ranked(ranked, states, each, sinks=sinks, window=window) for each in budgets
+        ]

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from kvalloc.attention_hook import AttentionStates
-from kvalloc.runtime.policies.base import Combined, EvictionPolicy
+from kvalloc.runtime.policies.base import Combined, RankedPolicy
 from kvalloc.runtime.selection import Room, best_entries
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Compensate(EvictionPolicy):
+class Compensate(RankedPolicy):
     """The best scores stay but for one, whose place the mean of all dropped entries takes.
 
     The compensation entry has the mean key and the mean value of the n dropped entries and counts
@@ -33,8 +33,15 @@ class Compensate(EvictionPolicy):
     summary: ClassVar[str] = "the best scores, and one entry that is the mean of all dropped ones"
     reference: ClassVar[str] = "RazorAttention (Tang et al., 2024), compensation token"
 
-    def keep(
+    def rankings(
+        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The scores; see `RankedPolicy.rankings`."""
+        return (self.scorer.score(states, sinks=sinks),)
+
+    def keep_ranked(
         self,
+        rankings: tuple[Tensor, ...],
         states: AttentionStates,
         budgets: Tensor,
         *,
@@ -44,11 +51,10 @@ class Compensate(EvictionPolicy):
     ) -> Tensor:
         """Choose the entries that stay, the compensation entry's place among them."""
         room = Room.of(states.keys, budgets, sinks=sinks, window=window, valid=valid)
-        scores = self.scorer.score(states, sinks=sinks)
         place = _place(room)
         place = place & (room.counts > 0)[..., None]
         rest = room.counts - place.sum(dim=-1)
-        return room.always | place | best_entries(scores, rest, among=room.evictable & ~place)
+        return room.always | place | best_entries(rankings[0], rest, among=room.evictable & ~place)
 
     def combine(
         self,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvalloc.attention_hook import AttentionStates
-from kvalloc.runtime.policies.base import EvictionPolicy
+from kvalloc.runtime.policies.base import RankedPolicy
 from kvalloc.runtime.selection import Room, best_entries
 from kvalloc.scorers.base import Scorer, check_number, check_share
 from kvalloc.scorers.projected_values import projected_value_norms
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Critical(EvictionPolicy):
+class Critical(RankedPolicy):
     """Two stages within the evictable budget b, on the scores A of the profile's scorer.
 
     Stage 1 keeps the ``floor(alpha * b)`` best by A. Stage 2 fills the rest with the best by
@@ -53,8 +52,22 @@ class Critical(EvictionPolicy):
         self.alpha = check_share("alpha", alpha, "policy critical")
         self.epsilon = check_number("epsilon", epsilon, "policy critical", least=0.0)
 
-    def keep(
+    def rankings(
+        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """A, and ``(A + epsilon) * || V W_O ||_1``; see `RankedPolicy.rankings`.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the layer's output projection cannot be read.
+        """
+        scores = self.scorer.score(states, sinks=sinks)
+        return scores, (scores + self.epsilon) * projected_value_norms(states)
+
+    def keep_ranked(
         self,
+        rankings: tuple[Tensor, ...],
         states: AttentionStates,
         budgets: Tensor,
         *,
@@ -62,30 +75,9 @@ class Critical(EvictionPolicy):
         window: int,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """Choose the entries that stay; see `EvictionPolicy.keep`.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If the layer's output projection cannot be read.
-        """
+        """Choose in two stages; see `RankedPolicy.keep_ranked`."""
+        scores, weighted = rankings
         room = Room.of(states.keys, budgets, sinks=sinks, window=window, valid=valid)
-        return self._best(room, *self._rankings(states, sinks))
-
-    def keep_each(
-        self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int
-    ) -> list[Tensor]:
-        """`keep` at several budgets, from the same scores; see `EvictionPolicy.keep_each`."""
-        rankings = self._rankings(states, sinks)
-        rooms = (Room.of(states.keys, each, sinks=sinks, window=window) for each in budgets)
-        return [self._best(room, *rankings) for room in rooms]
-
-    def _rankings(self, states: AttentionStates, sinks: int) -> tuple[Tensor, Tensor]:
-        """A, and what the second stage ranks by."""
-        scores = self.scorer.score(states, sinks=sinks)
-        return scores, (scores + self.epsilon) * projected_value_norms(states)
-
-    def _best(self, room: Room, scores: Tensor, weighted: Tensor) -> Tensor:
         first = (room.counts * self.alpha).floor().long()
         stage_1 = best_entries(scores, first, among=room.evictable)
         left = room.evictable & ~stage_1

@@ -10,8 +10,8 @@ import torch
 
 from kvalloc.attention_hook import AttentionStates, Observed
 from kvalloc.errors import InputError
-from kvalloc.runtime.policies.base import EvictionPolicy, Reader
-from kvalloc.runtime.selection import Room, best_entries, keep_best
+from kvalloc.runtime.policies.base import RankedPolicy, Reader
+from kvalloc.runtime.selection import best_entries, keep_best, row_places
 from kvalloc.scorers.base import Scorer, check_at_least, check_share
 from kvalloc.scorers.column_sums import weighted_rows
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FIRST_PAIR = 2
 
 
-class MPCache(EvictionPolicy):
+class MPCache(RankedPolicy):
     """Static: the best by the attention of the prompt's last rows. Dynamic: see `ClusterReader`.
 
     The dynamic half reduces what is read, not what is stored.
@@ -84,8 +84,20 @@ class MPCache(EvictionPolicy):
             )
         self.share_layers = bool(share_layers)
 
-    def keep(
+    def rankings(
+        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The last rows' votes, or the scores; see `RankedPolicy.rankings`."""
+        if not self.rows_share:
+            return (self.scorer.score(states, sinks=sinks),)
+        rank, n_tokens = row_places(states.keys, valid)
+        count = (n_tokens.double() * self.rows_share).ceil().long()
+        voters = (rank >= 0) & (rank >= n_tokens - count)
+        return (weighted_rows(states, voters[:, -states.queries.shape[2] :].float()),)
+
+    def keep_ranked(
         self,
+        rankings: tuple[Tensor, ...],
         states: AttentionStates,
         budgets: Tensor,
         *,
@@ -93,15 +105,8 @@ class MPCache(EvictionPolicy):
         window: int,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """Choose the entries that stay; see `EvictionPolicy.keep`."""
-        if not self.rows_share:
-            scores = self.scorer.score(states, sinks=sinks)
-            return keep_best(scores, budgets, sinks=sinks, window=window, valid=valid)
-        room = Room.of(states.keys, budgets, sinks=sinks, window=window, valid=valid)
-        count = (room.n_tokens.double() * self.rows_share).ceil().long()
-        voters = (room.rank >= 0) & (room.rank >= room.n_tokens - count)
-        votes = weighted_rows(states, voters[:, -states.queries.shape[2] :].float())
-        return room.always | best_entries(votes, room.counts, among=room.evictable)
+        """Choose the best; see `RankedPolicy.keep_ranked`."""
+        return keep_best(rankings[0], budgets, sinks=sinks, window=window, valid=valid)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
         """What the scorer wants; the last rows are held back by the cache."""

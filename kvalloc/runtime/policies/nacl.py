@@ -9,8 +9,8 @@ import torch
 
 from kvalloc.attention_hook import AttentionStates
 from kvalloc.errors import InputError
-from kvalloc.runtime.policies.base import EvictionPolicy
-from kvalloc.runtime.selection import Room, best_entries
+from kvalloc.runtime.policies.base import RankedPolicy
+from kvalloc.runtime.selection import Room, best_entries, row_places
 from kvalloc.scorers.base import Scorer, check_at_least, check_share
 from kvalloc.scorers.column_sums import weighted_rows
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class NaCl(EvictionPolicy):
+class NaCl(RankedPolicy):
     """Proxy tokens stay and score the others; some of the rest are drawn from those scores.
 
     1. ``F = sum over proxy rows of softmax(A)``, mean over the query heads of a KV head.
@@ -80,8 +80,16 @@ class NaCl(EvictionPolicy):
                 "range of tokens; give both, with 0 <= start < stop"
             )
 
-    def keep(
+    def rankings(
+        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The proxies' votes F; see `RankedPolicy.rankings`."""
+        proxies = self._proxies(*row_places(states.keys, valid))
+        return (weighted_rows(states, proxies[:, -states.queries.shape[2] :].float()),)
+
+    def keep_ranked(
         self,
+        rankings: tuple[Tensor, ...],
         states: AttentionStates,
         budgets: Tensor,
         *,
@@ -89,11 +97,10 @@ class NaCl(EvictionPolicy):
         window: int,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """Choose the entries that stay; see `EvictionPolicy.keep`."""
+        """Choose the entries that stay; see `RankedPolicy.keep_ranked`."""
+        (scores,) = rankings
         room = Room.of(states.keys, budgets, sinks=sinks, window=window, valid=valid)
         proxies = self._proxies(room.rank, room.n_tokens)
-        n_rows = states.queries.shape[2]
-        scores = weighted_rows(states, proxies[:, -n_rows:].float())
         # latest first, where the proxies are more than the budget
         own = room.evictable & proxies[:, None]
         n_own = torch.minimum(own.sum(dim=-1), room.counts)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvalloc.attention_hook import AttentionStates
-from kvalloc.runtime.policies.base import EvictionPolicy
+from kvalloc.runtime.policies.base import RankedPolicy
 from kvalloc.runtime.selection import keep_best
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Score(EvictionPolicy):
+class Score(RankedPolicy):
     """Sinks, window, and each KV head's best entries by the profile's scorer.
 
     With the scorers of this package this is SnapKV, XKV, H2O, TOVA, StreamingLLM and so on.
@@ -27,8 +26,15 @@ class Score(EvictionPolicy):
     summary: ClassVar[str] = "the best entries by the profile's scorer"
     reference: ClassVar[str] = "XKV, Algorithm 2; the method is the scorer's"
 
-    def keep(
+    def rankings(
+        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The scores; see `RankedPolicy.rankings`."""
+        return (self.scorer.score(states, sinks=sinks),)
+
+    def keep_ranked(
         self,
+        rankings: tuple[Tensor, ...],
         states: AttentionStates,
         budgets: Tensor,
         *,
@@ -36,13 +42,5 @@ class Score(EvictionPolicy):
         window: int,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """Choose the entries that stay; see `EvictionPolicy.keep`."""
-        scores = self.scorer.score(states, sinks=sinks)
-        return keep_best(scores, budgets, sinks=sinks, window=window, valid=valid)
-
-    def keep_each(
-        self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int
-    ) -> list[Tensor]:
-        """`keep` at several budgets, from the same scores; see `EvictionPolicy.keep_each`."""
-        scores = self.scorer.score(states, sinks=sinks)
-        return [keep_best(scores, each, sinks=sinks, window=window) for each in budgets]
+        """Choose the best; see `RankedPolicy.keep_ranked`."""
+        return keep_best(rankings[0], budgets, sinks=sinks, window=window, valid=valid)

@@ -11,14 +11,14 @@ from factories import make_scores, make_shape, make_shared_scores
 import kvalloc.solving
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.cli.main import main
-from kvalloc.errors import InfeasibleError, InputError, UnsupportedRequestError
+from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formulate import formulate
 from kvalloc.frontier import frontier
 from kvalloc.grouping import choose_groups, settle
+from kvalloc.predicting import mean_retention
 from kvalloc.problem import Sense
 from kvalloc.registry import get_solver
 from kvalloc.request import Request
-from kvalloc.runtime.refusals import check_profile
 from kvalloc.solving import solve_problem
 from kvalloc.verifying import verify
 
@@ -242,10 +242,18 @@ def test_budgets_of_other_lengths_stay_equal_in_a_group():
         assert np.all(budgets <= context)
 
 
-def test_the_runtime_refuses_by_name():
-    profile = solve(make_shared_scores(2), budget="35%", share_groups="2-3")
-    with pytest.raises(UnsupportedRequestError, match=r"layers 2-3 keep the same entries"):
-        check_profile(profile)
+@pytest.mark.parametrize("groups", ["2-3,4-5", 4])
+def test_heads_of_one_sample_weigh_by_their_mass(groups):
+    """With one sample and all ranks a head's weight is its own share of its layer's mass."""
+    scores = make_shared_scores(2, n_samples=1)
+    profile = solve(scores, budget="35%", share_groups=groups, level="head")
+    assert all(check.passed for check in verify(profile, scores))
+    kept = mean_retention(
+        scores, profile.budgets, scores.context_tokens, share_groups=profile.share_groups
+    )
+    assert profile.retention == pytest.approx(kept, abs=1e-12)
+    again = solve(scores, budget="35%", share_groups=groups, level="head", solver="dp")
+    assert again.objective == pytest.approx(profile.objective, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,359 @@
+"""Layers of a sharing group keep the same entries, chosen once by their joint scores."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+
+import kvalloc
+from kvalloc.attention_hook import intercept_attention
+from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.runtime import make_cache
+from kvalloc.runtime.policies import policy_names
+from kvalloc.scorers import get_scorer
+
+CONTEXT, LAYERS = 120, 7
+LENGTHS = (CONTEXT, 71, 30)
+GROUPS = ((2, 3), (4, 5, 6))
+SHARED = ("score", "critical", "nacl", "merge", "compensate", "mpcache")
+
+
+def shared_model(tiny: ModuleType, family: str = "llama", **changes: Any) -> Any:
+    return tiny.tiny_model(family, num_hidden_layers=LAYERS, **changes)
+
+
+def shared_profile(tiny: ModuleType, model: Any, level: str = "head", share: float = 0.4) -> Any:
+    profile = tiny.make_profile(model, CONTEXT, share)
+    profile = tiny.by_head(profile, spread=20) if level == "head" else profile
+    budgets = profile.budgets.copy()
+    for group in GROUPS:
+        budgets[list(group)] = budgets[group[0]]
+    return dataclasses.replace(profile, budgets=budgets, share_groups=GROUPS)
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, past_key_values=cache)
+    logits: torch.Tensor = out.logits
+    return logits
+
+
+def agree(cache: Any) -> None:
+    """All layers of a group keep the same entries, and the groups differ."""
+    for group in GROUPS:
+        for layer in group[1:]:
+            assert torch.equal(cache.kept_indices(layer), cache.kept_indices(group[0]))
+    first, second = (cache.kept_indices(group[0]) for group in GROUPS)
+    assert first.shape != second.shape or not torch.equal(first, second)
+
+
+def left_padding() -> torch.Tensor:
+    columns = torch.arange(CONTEXT)
+    return (columns >= CONTEXT - torch.tensor(LENGTHS)[:, None]).long()
+
+
+def layer_scores(model: Any, ids: torch.Tensor, scorer: Any, sinks: int) -> list[np.ndarray]:
+    """Scores of every layer for a whole prompt, float64 (batch, n_kv_heads, n_tokens)."""
+    found: list[np.ndarray] = []
+
+    def look(states: Any, compute: Any) -> Any:
+        found.append(scorer.score(states, sinks=sinks).double().numpy())
+        return compute(states.mask)
+
+    with torch.no_grad(), intercept_attention(model, look):
+        model(ids)
+    return found
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_a_group_keeps_the_best_by_its_joint_scores(tiny: ModuleType, level: str) -> None:
+    """Each layer's scores over their sum over all heads, added up; written down once more."""
+    model = shared_model(tiny)
+    profile = shared_profile(tiny, model, level)
+    ids, cache = tiny.prompt(CONTEXT, 2), profile.cache(model)
+    run(model, ids, cache)
+    agree(cache)
+    policy = profile.policy
+    scorer = get_scorer(policy.scorer, **policy.scorer_parameters)
+    scores = layer_scores(model, ids, scorer, policy.sinks)
+    first, end = policy.sinks, CONTEXT - policy.window
+    moved = 0
+    for group in [(0,), (1,), *GROUPS]:
+        own = [scores[layer][..., first:end] for layer in group]
+        joint = sum(rows / rows.sum(axis=(1, 2), keepdims=True) for rows in own)
+        for row, head in np.ndindex(2, tiny.N_KV_HEADS):
+            count = int(profile.budgets[group[0], head]) - policy.protected_tokens
+            best = np.argsort(-joint[row, head], kind="stable")[:count] + first
+            always = [*range(first), *range(end, CONTEXT)]
+            expected = sorted([*best.tolist(), *always])
+            for layer in group:
+                kept = cache.kept_indices(layer)[row, head]
+                assert kept[kept >= 0].tolist() == expected
+            alone = np.argsort(-own[0][row, head], kind="stable")[:count] + first
+            moved += len(group) > 1 and set(alone.tolist()) != set(best.tolist())
+    assert moved  # the first layer of a group would have chosen others
+    assert (cache.kept_tokens == profile.budgets).all()
+    assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2)
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_the_cache_keeps_what_the_solver_predicts(level: str) -> None:
+    """Score mass kept on the measured text itself, summed from the cache's own indices."""
+    model = tiny_models.tiny_model(num_hidden_layers=LAYERS)
+    tokenizer, text = tiny_models.WordTokenizer(), tiny_models.words(CONTEXT)
+    scores = kvalloc.profile(model, tokenizer, [text], samples=1, context=CONTEXT, share_length=3)
+    asked = {"budget": "35%", "share_groups": "2-3,4-6", "level": level}
+    profile = kvalloc.solve(scores, **asked)
+    assert profile.share_groups == GROUPS
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    cache = profile.cache(model)
+    run(model, ids, cache)
+    agree(cache)
+    assert cache.retained_bytes == profile.retained_bytes
+    policy = profile.policy
+    scorer = get_scorer(policy.scorer, **policy.scorer_parameters)
+    measured = layer_scores(model, ids, scorer, policy.sinks)
+    kept_share = []
+    for layer in range(LAYERS):
+        own, kept = measured[layer][0], cache.kept_indices(layer)[0]
+        own = own[:, policy.sinks : CONTEXT - policy.window]
+        mass = 0.0
+        for head in range(own.shape[0]):
+            here = kept[head][kept[head] >= 0].numpy() - policy.sinks
+            mass += own[head, here[(here >= 0) & (here < own.shape[1])]].sum()
+        kept_share.append(mass / own.sum())
+    assert np.mean(kept_share) == pytest.approx(profile.retention, abs=1e-9)
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_the_prompt_and_questions_answer_as_the_oracle(
+    tiny: ModuleType, family: str, attention: str, level: str
+) -> None:
+    model = shared_model(tiny, family, attention=attention)
+    profile = shared_profile(tiny, model, level)
+    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    ids = tiny.prompt(CONTEXT, 2)
+    assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
+    shadow.follow(cache)
+    agree(cache)
+    for tokens in (1, 5, 100, 1):
+        question = tiny.prompt(tokens, 2, seed=tokens)
+        assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+
+
+def test_beside_sliding_layers(tiny: ModuleType) -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
+    model = tiny.tiny_model("gemma3", layer_types=kinds)
+    profile = tiny.make_profile(model, CONTEXT, [60, 50, 50])
+    profile = dataclasses.replace(profile, share_groups=((2, 3),))
+    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    ids, question = tiny.prompt(CONTEXT), tiny.prompt(5, seed=1)
+    run(model, ids, cache)
+    shadow.logits(ids)
+    shadow.follow(cache)
+    assert torch.equal(cache.kept_indices(2), cache.kept_indices(3))
+    assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("scorer", ["xkv", "h2o"])
+def test_a_prompt_in_chunks(
+    tiny: ModuleType, level: str, announced: bool, padded: bool, scorer: str
+) -> None:
+    """The group agrees after every chunk, and ends at the budgets of each row's own length."""
+    model = shared_model(tiny)
+    profile = shared_profile(tiny, model, level)
+    profile = dataclasses.replace(
+        profile, policy=tiny.make_profile(model, CONTEXT, scorer=scorer).policy
+    )
+    ids = tiny.prompt(CONTEXT, len(LENGTHS))
+    mask = left_padding() if padded else torch.ones_like(ids)
+    mask = mask if announced else mask.flip(1)  # padding on the right
+    cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
+    shadow = tiny.Shadow(model)
+
+    def feed() -> None:
+        seen = 0
+        for part in ids.split(35, dim=1):
+            seen += part.shape[1]
+            found = run(model, part, cache, mask[:, :seen])
+            expected = shadow.logits(part, mask[:, :seen])
+            assert tiny.worst(found, expected, mask[:, :seen]) < 1e-4
+            shadow.follow(cache)
+            for group in GROUPS:
+                for layer in group[1:]:
+                    kept = cache.kept_indices(layer)
+                    assert torch.equal(kept, cache.kept_indices(group[0]))
+
+    if announced:
+        feed()
+    else:
+        with cache.prefill():
+            feed()
+    agree(cache)
+    lengths = mask.sum(dim=1).tolist()
+    account = 0
+    for row, tokens in enumerate(lengths):
+        assert (cache.kept_tokens_by_row[row] == profile.budgets_for(tokens)).all()
+        account += profile.retained_bytes_at(tokens)
+    assert cache.retained_bytes == account
+    question = tiny.prompt(5, len(LENGTHS), seed=1)
+    longer = torch.nn.functional.pad(mask, (0, 5), value=1)
+    assert tiny.worst(run(model, question, cache, longer), shadow.logits(question, longer)) < 1e-4
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_a_row_of_a_padded_batch_keeps_what_it_would_keep_alone(
+    tiny: ModuleType, level: str
+) -> None:
+    model = shared_model(tiny)
+    profile = shared_profile(tiny, model, level)
+    ids, mask = tiny.prompt(CONTEXT, len(LENGTHS)), left_padding()
+    cache = profile.cache(model)
+    run(model, ids, cache, mask)
+    for row, tokens in enumerate(LENGTHS):
+        alone = profile.cache(model)
+        run(model, ids[row : row + 1, mask[row].bool()], alone)
+        for layer in range(LAYERS):
+            mine, theirs = cache.kept_indices(layer)[row], alone.kept_indices(layer)[0]
+            for head in range(tiny.N_KV_HEADS):
+                expected = theirs[head][theirs[head] >= 0] + CONTEXT - tokens
+                assert torch.equal(mine[head][mine[head] >= 0], expected)
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_while_decoding_saved_loaded_and_reordered(
+    tiny: ModuleType, level: str, tmp_path: Path
+) -> None:
+    model = shared_model(tiny)
+    profile = shared_profile(tiny, model, level)
+    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(6, 2, seed=1)
+    cache, shadow = profile.cache(model, decode_every=3), tiny.Shadow(model)
+    run(model, ids, cache)
+    shadow.logits(ids)
+    shadow.follow(cache)
+    for step in range(10):
+        token = tiny.prompt(1, 2, seed=step)
+        assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
+        if step % 3 == 2:
+            shadow.follow(cache)
+            agree(cache)
+            assert (cache.kept_tokens == profile.budgets).all()
+    assert any(int(cache.kept_indices(2).max()) >= CONTEXT for _ in [0])
+
+    cache = profile.cache(model)
+    run(model, ids, cache)
+    cache.save(tmp_path / "c.safetensors")
+    loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
+    agree(loaded)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    agree(cache)
+    swapped = run(model, question.flip(0), cache)
+    assert torch.equal(run(model, question, loaded), swapped.flip(0))
+    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+    out = model.generate(ids, past_key_values=profile.cache(model), **options)
+    assert out.shape == (2, CONTEXT + 6)
+
+
+def test_every_policy_chooses_for_a_group(tiny: ModuleType) -> None:
+    assert set(SHARED) <= set(policy_names())
+    model = shared_model(tiny)
+    ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=1)
+    for name in SHARED:
+        level = "layer" if name == "mpcache" else "head"
+        profile = shared_profile(tiny, model, level)
+        cache = profile.cache(model, policy=name)
+        run(model, ids, cache)
+        agree(cache)
+        assert (cache.kept_tokens == profile.budgets).all()
+        answer = run(model, question, cache)
+        assert torch.isfinite(answer).all()
+        if name in ("score", "critical", "nacl"):
+            shadow = tiny.Shadow(model)
+            shadow.logits(ids)
+            shadow.follow(cache)
+            assert tiny.worst(answer, shadow.logits(question)) < 1e-4
+
+
+def test_a_policy_that_does_not_rank_is_refused_by_name(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvalloc.runtime import refusals
+    from kvalloc.runtime.policies import EvictionPolicy
+
+    model = shared_model(tiny)
+    profile = shared_profile(tiny, model)
+    monkeypatch.setattr(refusals, "policy_class", lambda name: EvictionPolicy)
+    expected = r"layers 2-3,4-6 keep the same entries, but the policy score chooses for each"
+    with pytest.raises(UnsupportedRequestError, match=expected):
+        profile.cache(model)
+
+
+def test_heads_with_different_policies_do_not_share(tiny: ModuleType) -> None:
+    model = shared_model(tiny)
+    profile = shared_profile(tiny, model)
+    mixed = dataclasses.replace(
+        profile,
+        unit_policies=np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 2,
+        other_policies=(dataclasses.replace(profile.policy, name="critical", label="critical"),),
+    )
+    with pytest.raises(UnsupportedRequestError, match="which cannot choose together"):
+        mixed.cache(model)
+
+
+def test_a_group_that_fails_half_way_is_noticed(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shared_model(tiny)
+    profile = shared_profile(tiny, model)
+    cache, ids = profile.cache(model), tiny.prompt(CONTEXT)
+    scored: list[int] = []
+    plain = type(cache._policy).rankings
+
+    def failing(self: Any, states: Any, **sizes: Any) -> Any:
+        scored.append(states.layer)
+        if len(scored) == 4:  # the second layer of the first group
+            raise InputError("no")
+        return plain(self, states, **sizes)
+
+    monkeypatch.setattr(type(cache._policy), "rankings", failing)
+    with pytest.raises(InputError, match="no"):
+        run(model, ids, cache)
+    with pytest.raises(UnsupportedRequestError, match="failed half-way"):
+        run(model, ids, cache)
+    cache.reset()
+    run(model, ids, cache)
+    agree(cache)
+
+
+def test_peak_is_what_is_kept_and_the_layers_of_one_group(
+    tiny: ModuleType, peak_bytes: Any
+) -> None:
+    """Above the same forward without any cache: a group is held until its last layer."""
+    tokens = 1000
+    model = shared_model(tiny)
+    ids = tiny.prompt(tokens)
+    layer_bytes = tokens * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * 4
+    ranking_bytes = tokens * tiny.N_KV_HEADS * 8
+    for level in ("layer", "head"):
+        profile = shared_profile(tiny, model, level, 0.2)
+        cache = profile.cache(model)
+
+        def prefill(cache: Any = cache) -> None:
+            model(ids, past_key_values=cache, logits_to_keep=1)
+
+        with torch.no_grad():
+            alone = peak_bytes(lambda: model(ids, use_cache=False, logits_to_keep=1))
+            above = peak_bytes(prefill) - alone
+        assert above <= cache.retained_bytes + 3 * (layer_bytes + 2 * ranking_bytes)
