@@ -122,6 +122,8 @@ class BudgetProfile:
     InputError
         If budgets do not fit the model, are below sinks and window, above the context, or differ
         within a layer at layer level.
+    evaluation : dict or None
+        What ``kvalloc eval --into-profile`` measured with exactly these budgets: settings and rows.
     """
 
     shape: ModelShape
@@ -160,6 +162,7 @@ class BudgetProfile:
     value_per_mib: float | None = None
     price_source: str = ""
     bits: IntArray | None = None
+    evaluation: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         fault = _first_fault(self)
@@ -183,7 +186,7 @@ class BudgetProfile:
 
     def with_policy(self, policy: Policy) -> BudgetProfile:
         """The same budgets with one policy for all units."""
-        return replace(self, policy=policy, other_policies=(), unit_policies=None)
+        return replace(self, policy=policy, other_policies=(), unit_policies=None, evaluation=None)
 
     @property
     def retained_tokens(self) -> int:

@@ -151,6 +151,11 @@ class BudgetProfileModel(_Strict):
     full_tokens: int
     retained_bytes: int
     full_bytes: int
+    evaluation: dict[str, Any] | None = Field(
+        default=None,
+        description="what 'kvalloc eval --into-profile' measured: settings and rows; left out "
+        "where nothing was",
+    )
     score_digest: str
     problem_digest: str
     versions: dict[str, str]
@@ -210,6 +215,7 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
         "cost_bytes": profile.cost_bytes,
         "full_cost_bytes": profile.full_cost_bytes,
         "bits": None if profile.bits is None else profile.bits.tolist(),
+        "evaluation": profile.evaluation,
         "other_policies": [other.record() for other in profile.other_policies] or None,
         "unit_policies": None if profile.unit_policies is None else profile.unit_policies.tolist(),
     }

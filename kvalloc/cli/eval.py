@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from kvalloc.budget_profile import BudgetProfile
     from kvalloc.evaluate.methods import Method
     from kvalloc.evaluate.scoring import Score
+    from kvalloc.evaluate.tasks import Task
     from kvalloc.models import LoadedModel
 
 EXAMPLES = """\
@@ -27,6 +29,9 @@ EXAMPLES = """\
   kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
   kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
 """
+
+
+DEFAULT_CONTEXT = 1024
 
 
 def eval(
@@ -50,22 +55,68 @@ def eval(
     tasks: Annotated[
         str | None,
         typer.Option(
+            "--tasks",
+            "--task",
             metavar="NAMES",
-            help="needle, pairs, kl, perplexity; several with commas. needle,kl by default.",
+            help="Several with commas; needle,kl by default: needle, needle-keys, pairs, tracking, "
+            "common-words, frequent-words, labels, qa, quote, code, kl, perplexity.",
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="Your own prompts with their 'answer' or 'answers', as a task of its own.",
+            help="Your own prompts as a task of its own: LongBench's fields, or 'prompt' with "
+            "'answer' or 'answers'.",
         ),
     ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of --prompts, instead of the dataset's own: contains, all, exact, f1, rouge-l, "
+            "classification, edit, retrieval, count.",
+        ),
+    ] = None,
+    question: Annotated[
+        str,
+        typer.Option(
+            metavar="inside|after",
+            help="Whether the question is part of what is compressed, or comes after.",
+        ),
+    ] = "inside",
+    turns: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Questions about each prompt.")
+    ] = 1,
+    split: Annotated[
+        str,
+        typer.Option(
+            metavar="development|held-out",
+            help="Whose texts and words; held-out ones are for the final word only.",
+        ),
+    ] = "development",
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts of each task.")] = 6,
     context: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Longest prompt, tokens.")
-    ] = 1024,
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Longest prompt, tokens; 1024 by default, and --prompts as long as they are.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the prompts.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="OUT.json", help="Also write rows and every answer to a file."
+        ),
+    ] = None,
+    into_profile: Annotated[
+        bool,
+        typer.Option(
+            "--into-profile", help="Also write each budget profile's rows into its own file."
+        ),
+    ] = False,
     allow_other_model: Annotated[
         bool,
         typer.Option("--allow-other-model", help="Accept profiles of a model of the same sizes."),
@@ -83,13 +134,24 @@ def eval(
     """
     from kvalloc.cli.progress import ProgressBar, slow
     from kvalloc.evaluate.methods import CacheMethod
-    from kvalloc.evaluate.tasks import TASKS
+    from kvalloc.evaluate.pairing import rows as paired_rows
+    from kvalloc.evaluate.result_file import (
+        evaluation_of,
+        evaluation_record,
+        save_evaluation,
+    )
+    from kvalloc.files import check_writable
     from kvalloc.models import load_model, require_run_packages
 
     require_run_packages()
+    if output is not None:
+        check_writable(output)
     profiles = _profiles(profile or [], peer or [])
+    files = _files(profile or []) if into_profile else {}
     peers = read_peers(peer or [], profiles.values())
-    wanted = _wanted(tasks, prompts)
+    options = _options(question, split, turns)
+    wanted = _wanted(tasks, prompts, metric, cut=context is not None)
+    asked_context, context = context, context or DEFAULT_CONTEXT
     with slow(f"loading {model}", quiet=quiet):
         loaded = load_model(
             model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
@@ -100,9 +162,11 @@ def eval(
         make()  # refuses the profile of another model before anything runs
         methods[name] = CacheMethod(make_cache=make)
     methods |= peer_methods(peers, loaded.tokenizer)
-    if any(task.name in TASKS for task, _ in wanted):
+    if asked_context is not None or tasks is not None or prompts is None:
         _check_context(loaded, context)
-    cases = [(task, make(loaded.tokenizer, samples, context, seed)) for task, make in wanted]
+    cases = [
+        (task, task.make(loaded.tokenizer, samples, context, seed, **options)) for task in wanted
+    ]
     _check_lengths(loaded, cases)
     for name, budgets in profiles.items():
         note(f"{name}: {_describe(budgets)}", quiet=quiet or json)
@@ -115,7 +179,25 @@ def eval(
             finished += 1
             progress(finished, total)
 
-        rows = [score.row() for score in _scores(loaded, methods, cases, context, done)]
+        scores = _scores(loaded, methods, cases, context, done)
+    rows = paired_rows(scores)
+    settings = {
+        **{"tasks": [task.name for task, _ in cases], "split": split, "question": question},
+        **{"turns": turns, "samples": samples, "context": context, "seed": seed},
+        **{"metric": metric, "dtype": dtype},
+    }
+    record = evaluation_record(
+        model_id=loaded.model_id,
+        settings=settings,
+        profiles=profiles,
+        rows=rows,
+        scores=scores,
+        cases={task.name: some for task, some in cases},
+    )
+    if output is not None:
+        save_evaluation(record, output)
+    for name, file in files.items():
+        replace(profiles[name], evaluation=evaluation_of(record, name)).save(file)
     if json:
         print_json(rows)
     else:
@@ -136,28 +218,45 @@ def _profiles(names: list[str], peers: list[str]) -> dict[str, BudgetProfile]:
     return profiles
 
 
-def _wanted(names: str | None, prompts: Path | None) -> list[tuple[Any, Callable[..., Any]]]:
-    from kvalloc.evaluate.tasks import Task, check_answers, find_tasks, prompt_cases
+def _files(names: list[str]) -> dict[str, Path]:
+    """Where to write evaluations into; refused for shipped profiles, before anything runs."""
+    from kvalloc.files import check_writable
+
+    for name in names:
+        if not Path(name).is_file():
+            raise InputError(
+                f"--into-profile writes files, and {name} ships with kvalloc; give a copy of it"
+            )
+        check_writable(name)
+    return {Path(name).stem: Path(name) for name in names}
+
+
+def _options(question: str, split: str, turns: int) -> dict[str, Any]:
+    from kvalloc.evaluate.splits import check_split
+
+    if question not in ("inside", "after"):
+        raise InputError(f"--question {question} is neither inside nor after; choose one of them")
+    if split not in ("development", "held-out"):
+        raise InputError(f"--split {split} is neither development nor held-out; choose one of them")
+    return {"after": question == "after", "split": check_split(split), "turns": turns}
+
+
+def _wanted(
+    names: str | None, prompts: Path | None, metric: str | None, *, cut: bool
+) -> list[Task]:
+    from kvalloc.evaluate.tasks import find_tasks
+    from kvalloc.evaluate.tasks.longbench import file_task, read_records
 
     if names is None:
         names = "" if prompts is not None else "needle,kl"
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     if not chosen and prompts is None:
         raise InputError("--tasks names no task; give some such as needle,kl")
-    wanted: list[tuple[Any, Callable[..., Any]]] = [
-        (task, task.make) for task in find_tasks(chosen)
-    ]
+    wanted = find_tasks(chosen)
     if prompts is not None:
-        from kvalloc.measure import read_prompts
-
-        own = read_prompts(prompts)
-        check_answers(own)
-
-        def make(tokenizer: Any, n_cases: int, n_tokens: int, seed: int) -> Any:
-            return prompt_cases(tokenizer, own[:n_cases])
-
-        task = Task(name=prompts.name, summary="your prompts", make=make)
-        wanted.append((task, make))
+        wanted.append(file_task(prompts, read_records(prompts, metric=metric), cut=cut))
+    elif metric is not None:
+        raise InputError("--metric is for --prompts; every task has a metric of its own")
     return wanted
 
 
@@ -208,24 +307,52 @@ def _describe(budgets: BudgetProfile) -> str:
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    headings = ("task", "cache", "bytes", "share", "KL", "95% of KL", "agree", "right", "ppl", "n")
+    headings = ("task", "cache", "bytes", "share", "KL", "95% of KL", "agree", "score", "ppl", "n")
     print_table(headings, [_cells(row) for row in rows])
+    paired = [(row, one) for row in rows for one in row["paired"] if _tells(one)]
+    if paired:
+        against = ("against", "KL by KL", "95%", "KL - KL", "95%", "score", "95%")
+        print_table(("task", "cache", *against), [_paired_cells(row, one) for row, one in paired])
+
+
+def _tells(paired: dict[str, Any]) -> bool:
+    """Whether a comparison says more than the rows: KL to the full cache is a comparison itself."""
+    return paired["kl_ratio"] is not None or paired["score_difference"] is not None
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    ci = row["ci95"]
     return [
         row["task"],
         row["name"],
         size(row["retained_bytes"]),
         f"{row['retained_bytes'] / row['full_bytes']:.1%}",
-        shown(row["kl"], ".4f"),
-        "-" if ci is None else f"{ci[0]:.4f}..{ci[1]:.4f}",
-        shown(row["top1_agreement"], ".0%"),
-        shown(row["exact_match"], ".0%"),
-        shown(row["perplexity"], ".2f"),
+        _shown(row["kl"], ".4f"),
+        _interval(row["ci95"], ".4f"),
+        _shown(row["top1_agreement"], ".0%"),
+        _shown(row["score"], ".0%"),
+        _shown(row["perplexity"], ".2f"),
         str(row["n"]),
     ]
+
+
+def _paired_cells(row: dict[str, Any], paired: dict[str, Any]) -> list[str]:
+    to_full = paired["kl_ratio"] is None
+    return [
+        row["task"],
+        row["name"],
+        paired["against"],
+        _shown(paired["kl_ratio"], ".3f"),
+        _interval(paired["kl_ratio_ci95"], ".3f"),
+        "-" if to_full else _shown(paired["kl_difference"], "+.4f"),
+        "-" if to_full else _interval(paired["kl_difference_ci95"], "+.4f"),
+        _shown(paired["score_difference"], "+.0%"),
+        _interval(paired["score_difference_ci95"], "+.0%"),
+    ]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _interval(ends: list[float] | None, form: str) -> str:
+    return "-" if ends is None else "..".join(format(end, form) for end in ends)

@@ -26,6 +26,8 @@ class Turn:
         How what the model writes is held against them; see `kvalloc.evaluate.metrics.METRICS`.
     classes : tuple of str
         All labels there are, for the metric of classification.
+    first_line : bool
+        Whether only the first line of what the model writes counts.
     continuation_ids : tuple of int, (n_continuation,)
         What really follows; empty where the full cache's own answer is the yardstick.
     max_new_tokens : int
@@ -36,6 +38,7 @@ class Turn:
     answers: tuple[str, ...] = ()
     metric: str = "contains"
     classes: tuple[str, ...] = ()
+    first_line: bool = False
     continuation_ids: tuple[int, ...] = ()
     max_new_tokens: int = ANSWER_TOKENS
 
@@ -43,11 +46,18 @@ class Turn:
         """How good an answer is by the metric, 0..1; None where nothing is asked."""
         if not self.answers:
             return None
-        return find_metric(self.metric).best(answer, self.answers, self.classes)
+        return find_metric(self.metric).score(self._counts(answer), self.answers, self.classes)
 
     def is_found(self, answer: str) -> bool:
-        """Whether a right answer stands in what the model wrote, letter case aside."""
-        return any(contained(answer, right) for right in self.answers)
+        """Whether a right answer stands in what the model wrote, letter case aside.
+
+        All of them, where the metric asks for all.
+        """
+        every = all if find_metric(self.metric).every else any
+        return every(contained(self._counts(answer), right) for right in self.answers)
+
+    def _counts(self, answer: str) -> str:
+        return answer.strip().split("\n")[0].strip() if self.first_line else answer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,14 +31,17 @@ class Metric:
         One line.
     of : callable
         ``of(said, right, classes)`` gives 0..1.
+    every : bool
+        Whether all right answers are wanted, not any of them.
     """
 
     name: str
     summary: str
     of: Callable[[str, str, Sequence[str]], float]
+    every: bool = False
 
-    def best(self, said: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-        """The score against the right answer that it is nearest to, 0..1.
+    def score(self, said: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
+        """The best score against any right answer, or the mean where all are wanted, 0..1.
 
         Parameters
         ----------
@@ -49,7 +52,8 @@ class Metric:
         classes : sequence of str
             All labels there are; only classification reads them.
         """
-        return max(self.of(said, right, classes) for right in answers)
+        scores = [self.of(said, right, classes) for right in answers]
+        return sum(scores) / len(scores) if self.every else max(scores)
 
 
 def contained(said: str, right: str) -> bool:
@@ -188,6 +192,12 @@ METRICS: dict[str, Metric] = {
             name="contains",
             summary="1 where a right answer stands in what was said",
             of=lambda said, right, _: float(contained(said, right)),
+        ),
+        Metric(
+            name="all",
+            summary="share of the right answers that stand in what was said",
+            of=lambda said, right, _: float(contained(said, right)),
+            every=True,
         ),
         Metric(
             name="exact",

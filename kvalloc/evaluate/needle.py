@@ -6,23 +6,17 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
+from kvalloc.evaluate.splits import KEYS as KEYS_OF_SPLIT
+from kvalloc.evaluate.splits import split_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEXTS = "kvalloc.data.texts"
-HAYSTACK_PREFIX = "haystack_"
-
-KEYS = (
-    "lighthouse", "orchard", "glacier", "violin", "teapot", "meadow", "compass", "pelican",
-    "chimney", "walnut", "anchor", "lantern", "saddle", "beehive", "windmill", "acorn",
-    "harpsichord", "pumpkin", "igloo", "sandbox", "bakery", "ladder", "parrot", "cinnamon",
-)  # fmt: skip
-"""Things that seldom stand in prose; one that stands in the chosen text is passed over."""
+KEYS = KEYS_OF_SPLIT["development"]
+"""One that stands in the chosen text is passed over."""
 
 NEEDLE = "The secret number of the {key} is {number}."
 QUESTION = "What is the secret number of the {key}? Answer with the number only."
@@ -87,11 +81,7 @@ def haystack_texts() -> dict[str, str]:
     dict of str
         None of them is among the texts that profiles are measured on.
     """
-    return {
-        entry.name.removeprefix(HAYSTACK_PREFIX).removesuffix(".txt"): entry.read_text("utf-8")
-        for entry in sorted(resources.files(TEXTS).iterdir(), key=lambda item: item.name)
-        if entry.name.startswith(HAYSTACK_PREFIX) and entry.name.endswith(".txt")
-    }
+    return split_texts("development")
 
 
 def make_needle_cases(

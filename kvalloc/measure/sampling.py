@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError
+from kvalloc.measure.held_out import refuse_held_out
 from kvalloc.measure.texts import Document, Prompt
 from kvalloc.quiet import one_line
 
@@ -101,9 +102,11 @@ def choose_samples(
     ------
     InputError
         If there is no text, it is too short, there are fewer candidates than samples asked for,
-        or a chosen prompt is too short; names the file and line of the prompt.
+        or a chosen prompt is too short; names the file and line of the prompt. If a text is one
+        of those kept for the final evaluation.
     """
     documents, prompts = _sort_out(texts)
+    refuse_held_out([*documents, *prompts])
     stream = _tokenise_prose(documents, tokenizer) if documents else np.empty(0, np.int64)
     prefix = _start_tokens(tokenizer) if documents else np.empty(0, np.int64)
     own_tokens = context_tokens - prefix.size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from cli_tools import files_in, prose, refused, run, save_tiny_model
 from tiny_models import tiny_model
 from transformers import MambaConfig, MambaForCausalLM
 
+from kvalloc.library import load_profile
 from kvalloc.measure.checkpoint import checkpoint_folder
 from kvalloc.score_profile import ScoreProfile
 
@@ -387,9 +389,40 @@ def test_eval_puts_profiles_beside_the_full_cache(models, profiles, folder):
     assert reduced["n"] == 2
     assert reduced["ci95"][0] <= reduced["kl"] <= reduced["ci95"][1]
     assert reduced["task"] == "q.jsonl"
-    shown = run("eval", models / "tiny", "--profile", budgets, "--prompts", prompts)
+    other = folder / "other.json"
+    other.write_bytes(budgets.read_bytes())
+    saved = folder / "result.json"
+    shown = run(
+        *("eval", models / "tiny", "--profile", other, "--profile", budgets),
+        *("--prompts", prompts, "-o", saved, "--turns", 1),
+    )
     assert "q.jsonl" in shown.out
-    assert "tiny" in shown.out
+    assert "KL by KL" in shown.out
+    record = json.loads(saved.read_text())
+    assert record["settings"]["split"] == "development"
+    assert len(record["prompts"]) == 2 * 3
+    twin = record["rows"][2]["paired"][1]
+    assert (twin["against"], twin["kl_ratio"], twin["kl_ratio_ci95"]) == ("other", 1.0, [1.0, 1.0])
+
+
+def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder):
+    prompts = folder / "q.jsonl"
+    record = {"context": "w1 w2 " * 20, "input": "w3", "answers": ["w7"]}
+    prompts.write_text("\n".join([json.dumps(record)] * 2))
+    copy = folder / "copy.json"
+    copy.write_bytes((profiles / "tiny.json").read_bytes())
+    before = load_profile(copy)
+    ran = run(
+        *("eval", models / "tiny", "--profile", copy, "--prompts", prompts, "--json"),
+        *("--question", "after", "--metric", "exact", "--into-profile"),
+    )
+    assert ran.code == 0, ran.err
+    after = load_profile(copy)
+    assert after.evaluation["settings"]["question"] == "after"
+    [row] = after.evaluation["rows"]
+    assert row["kl"] == ran.json[1]["kl"] > 0
+    assert (after.budgets == before.budgets).all()
+    assert replace(after, evaluation=None).evaluation == before.evaluation is None
 
 
 def test_eval_refuses(models, profiles, folder):
@@ -416,3 +449,15 @@ def test_eval_refuses(models, profiles, folder):
     long.write_text(json.dumps({"prompt": "w1 " * 505, "answer": "w2"}))
     line = refused(folder, "eval", models / "tiny", "--profile", budgets, "--prompts", long)
     assert "long.jsonl, line 1: a prompt of 505 tokens and its answer go beyond the 512" in line
+    for flags, message in (
+        (("--question", "before"), "--question before is neither inside nor after"),
+        (("--split", "test"), "--split test is neither development nor held-out"),
+        (
+            ("--tasks", "code", "--turns", 3, "--context", 400),
+            "the task code asks 1 question a prompt, not 3",
+        ),
+        (("--metric", "f1"), "--metric is for --prompts"),
+        (("--prompts", long, "--metric", "bleu"), "no metric 'bleu'"),
+        (("-o", folder / "no" / "r.json"), "no"),
+    ):
+        assert message in refused(folder, "eval", models / "tiny", "--profile", budgets, *flags)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, WordTokenizer, tiny_model, words
+from tiny_models import VOCABULARY, WordTokenizer, tiny_model
 from transformers import DynamicCache
 
 from kvalloc.budget_profile import BudgetProfile, Policy
@@ -17,15 +17,7 @@ from kvalloc.errors import InputError
 from kvalloc.evaluate.cases import Case, Turn
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.evaluate.scoring import bootstrap_interval, evaluate, read_turns
-from kvalloc.evaluate.tasks import (
-    TASKS,
-    Task,
-    find_tasks,
-    pair_cases,
-    prompt_cases,
-    text_cases,
-)
-from kvalloc.measure import Prompt
+from kvalloc.evaluate.tasks import Task
 from kvalloc.models import shape_of
 
 
@@ -37,8 +29,8 @@ class Tokenizer(WordTokenizer):
 
 
 TOKENIZER = Tokenizer()
-TEXT_TASK = Task(name="text", summary="", make=lambda *_: [])
-ASKING_TASK = Task(name="asking", summary="", make=lambda *_: [])
+TEXT_TASK = Task(name="text", summary="", build=lambda _: [])
+ASKING_TASK = Task(name="asking", summary="", build=lambda _: [])
 
 
 @pytest.fixture(scope="module")
@@ -115,43 +107,6 @@ def test_right_answers_are_counted(model):
 def test_the_full_cache_keeps_its_name(model):
     with pytest.raises(InputError, match="'full'"):
         scores_of(model, TEXT_TASK, [], full=budgets(model, 8))
-
-
-def test_texts_are_cut_where_they_go_on():
-    text = words(200)
-    whole = TOKENIZER(text)["input_ids"]
-    cases = text_cases(TOKENIZER, 3, 50, 1, continuation_tokens=10, texts={"a": text})
-    for case in cases:
-        joined = list(case.input_ids + case.turns[0].continuation_ids)
-        assert len(case.input_ids) == 50
-        assert any(whole[at : at + 60] == joined for at in range(141))
-    again = text_cases(TOKENIZER, 3, 50, 1, continuation_tokens=10, texts={"a": text})
-    assert cases == again
-    with pytest.raises(InputError, match="no text for evaluation has 300 tokens"):
-        text_cases(TOKENIZER, 3, 290, 1, continuation_tokens=10, texts={"a": text})
-
-
-def test_pairs_hold_the_answer_and_fit():
-    cases = pair_cases(TOKENIZER, 4, 60, 2)
-    assert all(len(case.input_ids) <= 60 for case in cases)
-    assert len({case.turns[0].answers for case in cases}) == 4
-    assert all(case.turns[0].is_found(f"it is {case.turns[0].answers[0]}.") for case in cases)
-    assert cases == pair_cases(TOKENIZER, 4, 60, 2)
-    with pytest.raises(InputError, match="two pairs"):
-        pair_cases(TOKENIZER, 1, 5, 0)
-
-
-def test_own_prompts_need_answers():
-    found = prompt_cases(TOKENIZER, [Prompt(text="a b c", answer="Blue")])
-    assert found[0].turns[0].is_found("it is BLUE")
-    with pytest.raises(InputError, match=r"p.jsonl, line 3 has no 'answer'"):
-        prompt_cases(TOKENIZER, [Prompt(text="a b c", name="p.jsonl", line=3)])
-
-
-def test_tasks_are_found_once_and_others_refused():
-    assert [task.name for task in find_tasks(["kl", "needle", "kl"])] == ["kl", "needle"]
-    with pytest.raises(InputError, match=f"choose from: {', '.join(TASKS)}"):
-        find_tasks(["ruler"])
 
 
 def test_bootstrap_interval_holds_the_mean_and_shrinks():

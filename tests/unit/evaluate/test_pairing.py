@@ -1,0 +1,113 @@
+"""Paired comparisons against values worked out by hand, and what pairing is for."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvalloc.errors import InputError
+from kvalloc.evaluate.cases import Case, Turn
+from kvalloc.evaluate.pairing import ALL_TASKS, compare, rows
+from kvalloc.evaluate.result_file import evaluation_of, evaluation_record, save_evaluation
+from kvalloc.evaluate.scoring import FULL, Outcome, Score
+
+
+def outcome(kl, score=None):
+    return Outcome(
+        answers=("x",), kl=kl, top1_agreement=0.5, nll=None, score=score, found=score,
+        retained_bytes=10, full_bytes=40, kept_bytes=10, prefill_seconds=1.0, decoded_tokens=3,
+        decode_seconds=1.0,
+    )  # fmt: skip
+
+
+def score_of(name, kls, scores=None, task="t"):
+    values = [None] * len(kls) if scores is None else scores
+    outcomes = tuple(outcome(kl, value) for kl, value in zip(kls, values, strict=True))
+    return Score(name=name, task=task, context=64, outcomes=outcomes)
+
+
+def test_means_over_prompts_then_over_tasks():
+    mine = [score_of("a", [1.0, 3.0], [1.0, 0.0]), score_of("a", [4.0, 4.0, 4.0], task="u")]
+    other = [score_of("b", [2.0, 4.0], [0.0, 0.0]), score_of("b", [1.0, 1.0, 1.0], task="u")]
+    found = compare(mine, other)
+    # means a: (2 + 4) / 2 = 3; b: (3 + 1) / 2 = 2
+    assert found.against == "b"
+    assert found.kl_difference == pytest.approx(1.0)
+    assert found.kl_ratio == pytest.approx(1.5)
+    assert found.score_difference == pytest.approx(0.5)
+    # every prompt differs by -1 in the first task and by 3 in the second: nothing is uncertain
+    assert found.kl_difference_ci95 == pytest.approx([1.0, 1.0])
+    low, high = found.kl_ratio_ci95
+    # the first task's means are 1, 2 or 3 and 2, 3 or 4: ratios 5/3, 6/4 and 7/5
+    assert (low, high) == pytest.approx((7 / 5, 5 / 3))
+
+
+def test_pairing_is_surer_than_the_rows_where_prompts_differ_more_than_methods():
+    hard = np.random.default_rng(0).gamma(1.0, size=40)
+    noise = np.random.default_rng(1).normal(0.0, 0.01, size=40)
+    a, b = score_of("a", (1.1 * hard + noise).tolist()), score_of("b", hard.tolist())
+    low, high = compare([a], [b]).kl_ratio_ci95
+    assert 1.0 < low < 1.1 < high < 1.2
+    overlap = a.row()["ci95"][0] < b.row()["ci95"][1]
+    assert overlap
+    assert compare([a], [b]) == compare([a], [b])
+
+
+def test_what_is_unknown_stays_unknown():
+    known = compare([score_of("a", [1.0, None, 2.0])], [score_of("b", [2.0, 5.0, None])])
+    assert known.kl_difference == -1.0  # of the one prompt that both know
+    assert known.kl_difference_ci95 is None
+    assert known.score_difference is None
+    full = compare(
+        [score_of("a", [1.0, 2.0], [1.0, 0.0])], [score_of(FULL, [0.0, 0.0], [1.0, 1.0])]
+    )
+    assert (full.kl_ratio, full.kl_ratio_ci95) == (None, None)
+    assert full.score_difference == -0.5
+    with pytest.raises(InputError, match="same prompts only"):
+        compare([score_of("a", [1.0])], [score_of("b", [1.0, 2.0])])
+
+
+def scores():
+    return [
+        score
+        for task in ("t", "u")
+        for score in (
+            score_of(FULL, [0.0, 0.0], [1.0, 1.0], task),
+            score_of("a", [1.0, 3.0], [1.0, 0.0], task),
+            score_of("b", [2.0, 4.0], [0.0, 0.0], task),
+        )
+    ]
+
+
+def test_rows_name_what_they_are_compared_to_and_end_with_all_tasks():
+    found = rows(scores())
+    assert [(row["task"], row["name"]) for row in found] == [
+        (task, name) for task in ("t", "u", ALL_TASKS) for name in (FULL, "a", "b")
+    ]
+    assert [[one["against"] for one in row["paired"]] for row in found[:3]] == [
+        [], [FULL], [FULL, "a"],
+    ]  # fmt: skip
+    assert found[2]["paired"][1]["kl_difference"] == pytest.approx(1.0)
+    last = found[-1]
+    assert (last["kl"], last["n"], last["retained_bytes"]) == (3.0, 4, 10)
+    assert last["ci95"][0] <= 3.0 <= last["ci95"][1]
+    assert len(rows(scores()[:3])) == 3
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_record_holds_every_answer_and_a_profile_takes_its_own_rows(tmp_path):
+    case = Case(input_ids=(1, 2, 3), turns=(Turn(answers=("x",)),), source="text")
+    record = evaluation_record(
+        model_id="m", settings={"seed": 1}, profiles={}, rows=rows(scores()), scores=scores(),
+        cases={"t": [case] * 2, "u": [case] * 2},
+    )  # fmt: skip
+    save_evaluation(record, tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text()) == record
+    assert len(record["prompts"]) == 2 * 2 * 3
+    assert record["prompts"][0]["prompt_tokens"] == 3
+    assert record["prompts"][0]["right"] == [["x"]]
+    own = evaluation_of(record, "b")
+    assert [row["task"] for row in own["rows"]] == ["t", "u", ALL_TASKS]
+    assert not any("seconds" in key for row in own["rows"] for key in row)
