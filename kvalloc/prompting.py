@@ -7,7 +7,7 @@ same solvers as everywhere decide, then the prompt is prefilled with eviction.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -148,7 +148,7 @@ class _SolveForPrompt:
         decided = decide(
             scores, request, solver=target.solver, solver_options=options, priced=False
         )
-        return replace(decided, policy=policy)
+        return decided.with_policy(policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +160,13 @@ class _MoveForPrompt:
     """
 
     stored: BudgetProfile
-    policy: Policy
+    policy: Policy | None
     limit: float
     measured_tokens: int | None
 
     def __call__(self, decoder: nn.Module, rows: Sequence[IntArray]) -> list[BudgetProfile]:
-        return [replace(self._row(decoder, row), policy=self.policy) for row in rows]
+        moved = [self._row(decoder, row) for row in rows]
+        return moved if self.policy is None else [one.with_policy(self.policy) for one in moved]
 
     def _row(self, decoder: nn.Module, row: IntArray) -> BudgetProfile:
         stored = self.stored
@@ -269,7 +270,10 @@ def make_adapting_cache(
     check_measured_tokens(measured_tokens, profile.policy.protected_tokens)
     changed = with_policy(profile, policy, policy_options)
     move = _MoveForPrompt(
-        stored=profile, policy=changed.policy, limit=adapt, measured_tokens=measured_tokens
+        stored=profile,
+        policy=None if policy is None else changed.policy,
+        limit=adapt,
+        measured_tokens=measured_tokens,
     )
     return make_cache(changed, model, **options, decide=move if adapt else None)
 

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvalloc.cli import targets
+from kvalloc.cli.asking import check_questions
+from kvalloc.cli.cache_choice import CacheChoice
 from kvalloc.cli.models import Device, Dtype, ModelName
-from kvalloc.cli.output import Json, Quiet, duration, note, print_json, size
+from kvalloc.cli.one_answer import (
+    answer_prompt,
+    as_json,
+    check_length,
+    policy_names,
+    summary,
+    tokenise,
+)
+from kvalloc.cli.output import Json, Quiet, note, print_json, size
+from kvalloc.cli.prompts import given_prompt
+from kvalloc.cli.reading import Reading, check_room, load_document, read_document, save_document
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
     from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.cli.form import Form
     from kvalloc.models import LoadedModel
 
 EXAMPLES = """\
   kvalloc generate demo --profile p.json --prompt-file prompt.txt
+  kvalloc generate demo --target-retention 0.9 --prompt-file prompt.txt
   kvalloc generate demo --full --prompt "What is a KV cache?" --max-new-tokens 40
   kvalloc generate demo --profile p.json --policy tova --prompt-file prompt.txt
   cat prompt.txt | kvalloc generate demo --profile p.json --json
+
+\b
+  Read a long text once, ask about it as often as you like:
+  kvalloc generate demo --profile p.json --prompt-file doc.txt --save-cache doc.kv
+  kvalloc generate demo --cache doc.kv --question "Who speaks?" --question "To whom?"
+  kvalloc generate demo --cache doc.kv --ask --keep-turns
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Answer:
-    """What generating gave; seconds per token are None where no second token came."""
-
-    text: str
-    prompt_tokens: int
-    new_tokens: int
-    retained_bytes: int
-    full_bytes: int
-    prefill_seconds: float
-    decode_tokens_per_second: float | None
 
 
 def generate(
@@ -45,13 +51,63 @@ def generate(
         str | None,
         typer.Option(metavar="P.json", help="A budget profile, or the name of a shipped one."),
     ] = None,
+    target_retention: targets.TargetRetention = None,
+    budget: targets.Budget = None,
+    budget_tokens: targets.BudgetTokens = None,
+    memory: targets.Memory = None,
+    level: Annotated[
+        str | None,
+        typer.Option(metavar="layer|head", help="With a target: what gets a budget."),
+    ] = None,
+    solver: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With a target: who decides.")
+    ] = None,
+    adapt: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Let the prompt move the profile's budgets by at most this share, such as 0.25, "
+            "at the same total.",
+        ),
+    ] = None,
+    measured_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --adapt or a target: measure only N tokens of a longer prompt, from both "
+            "of its ends.",
+        ),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.")] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A file with the prompt; stdin without either."),
     ] = None,
+    question: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A question about the prompt, which is then a document; may be repeated. Each "
+            "one follows the document alone.",
+        ),
+    ] = None,
+    ask: Annotated[
+        bool, typer.Option("--ask", help="Ask for questions; without a terminal, a line each.")
+    ] = False,
+    keep_turns: Annotated[
+        bool,
+        typer.Option("--keep-turns", help="A conversation: each question follows the answers."),
+    ] = False,
+    save_cache: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the cache with the document, for --cache."),
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take the document from a cache that was saved."),
+    ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Length of the answer at most, tokens.")
+        int, typer.Option(metavar="N", min=1, help="Length of an answer at most, tokens.")
     ] = 128,
     chat: Annotated[
         bool | None,
@@ -95,240 +151,245 @@ def generate(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Answer a prompt with a reduced cache.
+    """Answer a prompt, or questions about a long one, with a reduced cache.
 
-    The cache keeps of the prompt only what the budget profile grants.
-    The answer goes to stdout, what it took to stderr. Always the most likely token is taken, so
+    The cache keeps of the prompt only what the budget profile grants, or what is decided for the
+    prompt itself with --target-retention, --budget, --budget-tokens or --memory.
+    Answers go to stdout, what they took to stderr. Always the most likely token is taken, so
     that answers can be compared.
     """
-    budgets = _budgets(profile, full=full)
-    if policy_option and policy is None:
-        raise InputError("--policy-option belongs to a policy; name it with --policy")
-    if (policy is not None or decode_every is not None) and budgets is None:
-        raise InputError("--policy and --decode-every keep to budgets; they do not go with --full")
-    text = _prompt(prompt, prompt_file)
-    from kvalloc.models import load_model, require_run_packages
+    target = {
+        "target_retention": target_retention,
+        "budget": budget,
+        "budget_tokens": budget_tokens,
+        "memory": memory,
+        "level": level,
+        "solver": solver,
+    }
+    choice = {
+        "profile": profile,
+        "full": full,
+        "target": {name: value for name, value in target.items() if value is not None},
+        "adapt": adapt,
+        "measured_tokens": measured_tokens,
+        "policy": policy,
+        "policy_option": policy_option or [],
+        "decode_every": decode_every,
+    }
+    wanted = _Wanted(
+        model=model,
+        choice=_choice(cache, choice, allow_other_model=allow_other_model),
+        cache=cache,
+        save_cache=save_cache,
+        prompt=prompt,
+        prompt_file=prompt_file,
+        questions=question or [],
+        ask=ask,
+        keep_turns=keep_turns,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        allow_other_model=allow_other_model,
+        dtype=dtype,
+        device=device,
+        json=json,
+        quiet=quiet,
+    )
+    wanted.check()
+    if wanted.document:
+        _ask_document(wanted)
+    else:
+        _answer_prompt(wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """Everything that was asked for; `choice` is None where the document comes from a file."""
+
+    model: str
+    choice: CacheChoice | None
+    cache: Path | None
+    save_cache: Path | None
+    prompt: str | None
+    prompt_file: Path | None
+    questions: list[str]
+    ask: bool
+    keep_turns: bool
+    max_new_tokens: int
+    chat: bool | None
+    allow_other_model: bool
+    dtype: str
+    device: str | None
+    json: bool
+    quiet: bool
+
+    @property
+    def document(self) -> bool:
+        """Whether the prompt is a document to be saved or asked about."""
+        return bool(self.questions or self.ask or self.save_cache or self.cache)
+
+    def check(self) -> None:
+        """Refuse what contradicts itself, before anything is read or loaded."""
+        check_questions(self.questions)
+        if self.keep_turns and not self.document:
+            raise InputError("--keep-turns is about questions; give --question or --ask, too")
+        if self.questions and self.ask:
+            raise InputError("--question and --ask both give the questions; choose one of them")
+        if self.cache is not None and (self.prompt is not None or self.prompt_file is not None):
+            raise InputError(
+                "--cache holds the document already; ask about it with --question or --ask instead "
+                "of giving a prompt"
+            )
+        if self.cache is not None and self.save_cache is not None:
+            raise InputError("--cache is a saved cache already; leave out --save-cache")
+        if self.save_cache is not None and self.choice is not None:
+            from kvalloc.files import check_writable
+
+            if self.choice.full or self.choice.decode_every is not None:
+                flag = "--full" if self.choice.full else "--decode-every"
+                raise InputError(
+                    f"--save-cache saves a reduced cache as it is after the document, which does "
+                    f"not go with {flag}; leave one of them out"
+                )
+            check_writable(self.save_cache)
+        if self.ask and self.cache is None and self.prompt is None and self.prompt_file is None:
+            raise InputError(
+                "with --ask the questions come from stdin, so the document has to come from "
+                "--prompt-file, --prompt or --cache"
+            )
+
+    def load(self) -> LoadedModel:
+        """The model."""
+        from kvalloc.cli.progress import slow
+        from kvalloc.models import load_model
+
+        with slow(f"loading {self.model}", quiet=self.quiet):
+            return load_model(
+                self.model,
+                dtype=self.dtype,
+                device=self.device,
+                notify=lambda line: note(line, quiet=self.quiet),
+            )
+
+
+def _choice(
+    cache: Path | None, choice: dict[str, Any], *, allow_other_model: bool
+) -> CacheChoice | None:
+    if cache is None:
+        return CacheChoice(**choice, allow_other_model=allow_other_model)
+    given = [*choice["target"], *(name for name in choice if choice[name] and name != "target")]
+    if given:
+        flag = given[0].replace("_", "-")
+        raise InputError(
+            f"--{flag} says how a document is reduced, and the one in --cache was reduced when it "
+            "was saved; leave it out"
+        )
+    return None
+
+
+def _prepared(choice: CacheChoice) -> BudgetProfile | None:
+    """The stored budgets, after all checks that need no model."""
+    budgets = choice.budgets()
+    choice.check_target()
+    from kvalloc.models import require_run_packages
 
     require_run_packages()
+    choice.check_policy(budgets)
+    return budgets
+
+
+def _answer_prompt(wanted: _Wanted) -> None:
+    """One prompt, one answer, as the model's own ``generate()`` gives it."""
+    choice = wanted.choice
+    assert choice is not None  # without a saved cache there is one
+    text, _ = given_prompt(wanted.prompt, wanted.prompt_file)
+    budgets = _prepared(choice)
+    loaded = wanted.load()
+    cache = choice.cache(loaded, budgets)
+    inputs = tokenise(loaded, text, wanted.chat)
+    check_length(loaded, int(inputs["input_ids"].shape[1]), wanted.max_new_tokens)
+    answer = answer_prompt(loaded, inputs, cache, wanted.max_new_tokens, stream=not wanted.json)
+    _note_short(cache, answer.prompt_tokens, quiet=wanted.quiet)
+    if wanted.json:
+        print_json(as_json(answer, loaded, None if choice.full else choice.profile, cache))
+    else:
+        note(summary(answer), quiet=wanted.quiet)
+
+
+def _ask_document(wanted: _Wanted) -> None:
+    """A document, saved or loaded or both not, and any number of questions about it."""
+    from kvalloc.cli.asking import Asker, ask_all, ask_typed
+
+    reading = _loaded_document(wanted) if wanted.choice is None else _read_document(wanted)
+    told: dict[str, Any] = {
+        "model": reading.loaded.model_id,
+        "cache": None if wanted.cache is None else str(wanted.cache),
+        "saved": None if wanted.save_cache is None else str(wanted.save_cache),
+        "profile": None if wanted.choice is None else wanted.choice.profile,
+        **policy_names(reading.cache),
+        **reading.as_dict(),
+    }
+    quiet = wanted.quiet or wanted.json
+    note(reading.summary(), quiet=quiet)
+    if wanted.save_cache is not None:
+        stored = save_document(reading, wanted.save_cache, chat=not reading.form.special)
+        note(f"saved as {wanted.save_cache}, {size(stored)}", quiet=quiet)
+    asker = Asker(
+        reading,
+        max_new_tokens=wanted.max_new_tokens,
+        keep_turns=wanted.keep_turns,
+        stream=not wanted.json,
+        quiet=wanted.quiet,
+    )
+    rows = ask_all(asker, wanted.questions)
+    if wanted.ask or (wanted.cache is not None and not wanted.questions):
+        rows = ask_typed(asker, quiet=quiet, keep_turns=wanted.keep_turns)
+    if wanted.json:
+        print_json({**told, "answers": rows})
+
+
+def _loaded_document(wanted: _Wanted) -> Reading:
+    from kvalloc.models import require_run_packages
+
+    require_run_packages()
+    from kvalloc.runtime.saving import saved_notes
+
+    assert wanted.cache is not None  # the caller has looked
+    saved_notes(wanted.cache)  # refuses what is no saved cache before the model is loaded
+    loaded = wanted.load()
+    reading = load_document(
+        loaded, wanted.cache, chat=wanted.chat, allow_other_model=wanted.allow_other_model
+    )
+    check_room(loaded, reading.tokens, _room(reading.form, loaded, wanted))
+    return reading
+
+
+def _read_document(wanted: _Wanted) -> Reading:
+    from kvalloc.cli.form import Form
     from kvalloc.cli.progress import slow
 
-    if budgets is not None and policy is not None:
-        budgets = _with_policy(budgets, policy, policy_option or [])
-    with slow(f"loading {model}", quiet=quiet):
-        loaded = load_model(
-            model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
-        )
-    cache = _cache(loaded, budgets, allow_other_model=allow_other_model, decode_every=decode_every)
-    inputs = _tokenise(loaded, text, chat)
-    n_tokens = int(inputs["input_ids"].shape[1])
-    _check_length(loaded, n_tokens, max_new_tokens)
-    if budgets is not None and int(budgets.budgets_for(n_tokens).min()) >= n_tokens:
+    assert wanted.choice is not None  # the caller has looked
+    text, name = given_prompt(wanted.prompt, wanted.prompt_file)
+    budgets = _prepared(wanted.choice)
+    loaded = wanted.load()
+    form = Form.of(loaded.tokenizer, loaded.model_id, wanted.chat)
+    cache = wanted.choice.cache(loaded, budgets)
+    room = _room(form, loaded, wanted)
+    with slow(f"reading {name}", quiet=wanted.quiet):
+        reading = read_document(loaded, text, name, form, cache, room_tokens=room)
+    _note_short(cache, reading.tokens, quiet=wanted.quiet)
+    return reading
+
+
+def _room(form: Form, loaded: LoadedModel, wanted: _Wanted) -> int:
+    """Tokens that the longest question and its answer need; the shortest where none is known."""
+    longest = [form.question_ids(loaded.tokenizer, one).size for one in wanted.questions or [""]]
+    return int(max(longest)) + wanted.max_new_tokens
+
+
+def _note_short(cache: Any, n_tokens: int, *, quiet: bool) -> None:
+    if not getattr(cache, "reduced", True):
         note(
-            f"note: the prompt of {n_tokens} tokens is too short to leave anything out: "
-            "everything is kept",
+            f"note: of a prompt of {n_tokens} tokens these budgets leave nothing out: everything "
+            "is kept",
             quiet=quiet,
         )
-    answer = _generate(loaded, inputs, cache, max_new_tokens, stream=not json)
-    if json:
-        print_json(_as_json(answer, loaded, profile if budgets is not None else None, budgets))
-    else:
-        note(_summary(answer), quiet=quiet)
-
-
-def _budgets(profile: str | None, *, full: bool) -> BudgetProfile | None:
-    if profile is None:
-        if full:
-            return None
-        raise InputError(
-            "say which budgets to use with --profile P.json, or take the full cache with --full"
-        )
-    from kvalloc.library import load_profile
-
-    found = load_profile(profile)
-    if full:
-        return None
-    return found
-
-
-def _with_policy(budgets: BudgetProfile, name: str, pairs: list[str]) -> BudgetProfile:
-    from kvalloc.cli.targets import plugin_options, typed_options
-    from kvalloc.registry import SCORERS
-    from kvalloc.registry import names as registered
-    from kvalloc.runtime.policies import changed_policy, policy_class, policy_names, policy_of
-    from kvalloc.scorers import scorer_class
-
-    options = {}
-    if pairs:
-        a_scorer = name not in policy_names() and name in registered(SCORERS)
-        known = dict(plugin_options(scorer_class(name) if a_scorer else policy_class(name)))
-        known.pop("scorer", None)
-        options = typed_options("policy", name, known, pairs, example="seed=1")
-    policy = changed_policy(budgets.policy, name, options)
-    policy_of(policy)  # refused before the model is loaded
-    return budgets.with_policy(policy)
-
-
-def _prompt(prompt: str | None, file: Path | None) -> str:
-    if prompt is not None and file is not None:
-        raise InputError("--prompt and --prompt-file are two prompts at once; give one of them")
-    if prompt is not None:
-        text, where = prompt, "--prompt"
-    elif file is not None:
-        text, where = _read_file(file), str(file)
-    else:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise InputError("there is no prompt; give --prompt TEXT, --prompt-file FILE or stdin")
-        text, where = _decode(sys.stdin.buffer.read(), "stdin"), "stdin"
-    if not text.strip():
-        raise InputError(f"the prompt from {where} is empty; give some text")
-    return text
-
-
-def _read_file(file: Path) -> str:
-    try:
-        return _decode(file.read_bytes(), str(file))
-    except FileNotFoundError:
-        raise InputError(f"there is no file {file}; check the path") from None
-    except OSError as error:
-        raise InputError(f"cannot read {file} ({error.strerror})") from error
-
-
-def _decode(data: bytes, where: str) -> str:
-    if b"\0" in data:
-        raise InputError(f"{where} is not text (it holds zero bytes); give UTF-8 text")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{where} is not UTF-8 text (byte {error.start} cannot be read); convert it to UTF-8"
-        ) from error
-
-
-def _cache(
-    loaded: LoadedModel,
-    budgets: BudgetProfile | None,
-    *,
-    allow_other_model: bool,
-    decode_every: int | None,
-) -> Any:
-    if budgets is not None:
-        return budgets.cache(
-            loaded.model, allow_other_model=allow_other_model, decode_every=decode_every
-        )
-    from transformers import DynamicCache
-
-    return DynamicCache(config=loaded.model.config)
-
-
-def _tokenise(loaded: LoadedModel, text: str, chat: bool | None) -> Any:
-    tokenizer = loaded.tokenizer
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if chat and not has_template:
-        raise InputError(f"{loaded.model_id} has no chat form; leave out --chat")
-    if has_template if chat is None else chat:
-        written = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-        # the template writes the special tokens
-        inputs = tokenizer(written, return_tensors="pt", add_special_tokens=False)
-    else:
-        inputs = tokenizer(text, return_tensors="pt")
-    device = loaded.model.get_input_embeddings().weight.device
-    return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
-
-
-def _check_length(loaded: LoadedModel, n_tokens: int, max_new_tokens: int) -> None:
-    from kvalloc.models import shape_of
-
-    if n_tokens < 1:
-        raise InputError("the prompt has no tokens; give some text")
-    limit = shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
-    if limit is not None and n_tokens + max_new_tokens > limit:
-        raise InputError(
-            f"a prompt of {n_tokens} tokens and an answer of up to {max_new_tokens} are beyond the "
-            f"{limit} tokens of {loaded.model_id}; shorten the prompt or --max-new-tokens"
-        )
-
-
-def _generate(
-    loaded: LoadedModel, inputs: Any, cache: Any, max_new_tokens: int, *, stream: bool
-) -> _Answer:
-    from kvalloc.evaluate.caches import stored_bytes
-    from kvalloc.models import shape_of
-    from kvalloc.quiet import quiet_transformers
-
-    n_tokens = int(inputs["input_ids"].shape[1])
-    clock = _clock(loaded.tokenizer, stream=stream)
-    with quiet_transformers():
-        ids = loaded.model.generate(
-            **inputs,
-            past_key_values=cache,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            streamer=clock,
-        )
-    new = ids[0, n_tokens:]
-    shape = shape_of(loaded.model, model_id=loaded.model_id)
-    first, last = clock.seconds[1], clock.seconds[-1]
-    steps = len(clock.seconds) - 2
-    return _Answer(
-        text=loaded.tokenizer.decode(new, skip_special_tokens=True),
-        prompt_tokens=n_tokens,
-        new_tokens=int(new.shape[0]),
-        retained_bytes=stored_bytes(cache),
-        full_bytes=shape.full_bytes(int(cache.get_seq_length())),
-        prefill_seconds=first - clock.seconds[0],
-        decode_tokens_per_second=steps / (last - first) if steps > 0 else None,
-    )
-
-
-def _clock(tokenizer: Any, *, stream: bool) -> Any:
-    """A streamer that notes when tokens came, and prints the answer as it grows if wanted."""
-    from transformers import TextStreamer
-
-    class Clock(TextStreamer):
-        seconds: list[float]
-
-        def put(self, value: Any) -> None:
-            self.seconds.append(time.perf_counter())
-            if stream:
-                super().put(value)  # type: ignore[no-untyped-call]
-
-        def end(self) -> None:
-            if stream:
-                super().end()  # type: ignore[no-untyped-call]
-
-    clock = Clock(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    clock.seconds = []
-    return clock
-
-
-def _as_json(
-    answer: _Answer, loaded: LoadedModel, profile: str | None, budgets: BudgetProfile | None
-) -> dict[str, Any]:
-    return {
-        "model": loaded.model_id,
-        "profile": profile,
-        "policy": None if budgets is None else budgets.policy.name,
-        "scorer": None if budgets is None else budgets.policy.scorer,
-        "other_policies": [] if budgets is None else [p.title for p in budgets.other_policies],
-        "answer": answer.text,
-        "prompt_tokens": answer.prompt_tokens,
-        "new_tokens": answer.new_tokens,
-        "retained_bytes": answer.retained_bytes,
-        "full_bytes": answer.full_bytes,
-        "prefill_seconds": answer.prefill_seconds,
-        "decode_tokens_per_second": answer.decode_tokens_per_second,
-    }
-
-
-def _summary(answer: _Answer) -> str:
-    speed = ""
-    if answer.decode_tokens_per_second is not None:
-        speed = f", then {answer.decode_tokens_per_second:.1f} tokens/s"
-    share = answer.retained_bytes / answer.full_bytes
-    return (
-        f"[{answer.prompt_tokens:,} prompt and {answer.new_tokens:,} new tokens; cache "
-        f"{size(answer.retained_bytes)} of {size(answer.full_bytes)} ({share:.1%}); prefill "
-        f"{duration(answer.prefill_seconds)}{speed}]"
-    )

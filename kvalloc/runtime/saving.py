@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from kvalloc.runtime.ragged import RaggedEntries
 from kvalloc.runtime.sizes import decoder_of
 from kvalloc.schema import budget_profile_dict, budget_profile_from_json, budget_profile_json
 
-__all__ = ["load_cache", "model_digest", "save_cache"]
+__all__ = ["load_cache", "model_digest", "save_cache", "saved_notes"]
 
 SCHEMA_VERSION = 1
 _HEADER = "kvalloc_cache"
@@ -33,11 +35,14 @@ _AGAIN = "read the prompt again and save the cache again"
 _SAMPLES = 64
 
 
-def save_cache(cache: BudgetCache, path: str | Path) -> None:
+def save_cache(
+    cache: BudgetCache, path: str | Path, *, notes: Mapping[str, Any] | None = None
+) -> None:
     """Write what a cache holds; see `BudgetCache.save`.
 
     The file is safetensors: keys, values and columns of each layer as they are stored, and a JSON
-    header with the budget profile, the digests and what the cache has seen.
+    header with the budget profile, the digests and what the cache has seen. `notes` are plain
+    values of the caller's, such as where the text came from; `saved_notes` reads them again.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -73,6 +78,7 @@ def save_cache(cache: BudgetCache, path: str | Path) -> None:
         "layers": layers,
         "tensor_digest": _tensor_digest(tensors),
         "versions": {"torch": torch.__version__},
+        "notes": dict(notes or {}),
     }
     metadata = {_HEADER: json.dumps(header, sort_keys=True)}
     with atomic_write(path) as temporary:
@@ -223,7 +229,44 @@ def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:
     return [next(module.parameters()).device for module in modules][:n_layers]
 
 
+def saved_notes(path: str | Path) -> dict[str, Any]:
+    """What was noted when a cache was saved, without reading what it holds.
+
+    Parameters
+    ----------
+    path : str or Path
+        Written by `save_cache`.
+
+    Returns
+    -------
+    dict
+        Empty where nothing was noted.
+
+    Raises
+    ------
+    ProfileFileError
+        If the file is missing, truncated, or not of this schema version.
+    """
+    header = _header(Path(path))
+    notes = header.get("notes", {})
+    if not isinstance(notes, dict):
+        raise _fault(path, "notes", notes, "of type dict")
+    return notes
+
+
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    header = _header(path)
+    with _opened(path) as file:
+        # What the library gives is a window on the whole file; the cache owns its storage.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    if header.get("tensor_digest") != _tensor_digest(tensors):
+        raise _fault(path, "tensor_digest", header.get("tensor_digest"), "that of its tensors")
+    _check_header(path, header, tensors)
+    return header, tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -236,9 +279,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            # What the library gives is a window on the whole file; the cache owns its storage.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            yield file
     except (SafetensorError, OSError) as error:
         raise ProfileFileError(
             path,
@@ -247,6 +288,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             expected=_EXPECTED,
             way_out=_AGAIN,
         ) from error
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with _opened(path) as file:
+        metadata = file.metadata() or {}
     try:
         header = json.loads(metadata.get(_HEADER, "null"))
     except (ValueError, RecursionError) as error:
@@ -255,10 +301,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise _fault(path, "header", "missing", _EXPECTED)
     if header.get("schema_version") != SCHEMA_VERSION:
         raise _fault(path, "schema_version", header.get("schema_version"), str(SCHEMA_VERSION))
-    if header.get("tensor_digest") != _tensor_digest(tensors):
-        raise _fault(path, "tensor_digest", header.get("tensor_digest"), "that of its tensors")
-    _check_header(path, header, tensors)
-    return header, tensors
+    return header
 
 
 def _check_header(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:

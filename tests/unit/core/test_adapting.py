@@ -66,7 +66,9 @@ def test_no_choice_within_the_limits_is_better(seed: int, limit: float) -> None:
     scores = make_scores(seed, context_tokens=16, n_samples=1)
     found = mean_retention(scores, adapt_budgets(profile, scores, limit).budgets, 16)
     ranges = [
-        range(max(5, math.ceil(b - limit * b)), min(16, math.floor(b + limit * b)) + 1)
+        range(
+            max(5, math.ceil(b - limit * b - 1e-9)), min(16, math.floor(b + limit * b + 1e-9)) + 1
+        )
         for b in table[:, 0].tolist()
     ]
     best = max(

@@ -1,0 +1,170 @@
+"""One prompt, one answer, as the model's own ``generate()`` gives it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvalloc.cli.output import duration, size
+from kvalloc.errors import InputError
+
+if TYPE_CHECKING:
+    from kvalloc.models import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What generating gave; seconds per token are None where no second token came."""
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    retained_bytes: int
+    full_bytes: int
+    prefill_seconds: float
+    decision_seconds: float | None
+    decode_tokens_per_second: float | None
+
+
+def tokenise(loaded: LoadedModel, text: str, chat: bool | None) -> Any:
+    """A prompt's tokens, in the model's chat form where that is wanted.
+
+    Raises
+    ------
+    InputError
+        If the model has no chat form and it is wanted.
+    """
+    tokenizer = loaded.tokenizer
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if chat and not has_template:
+        raise InputError(f"{loaded.model_id} has no chat form; leave out --chat")
+    if has_template if chat is None else chat:
+        written = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        # the template writes the special tokens
+        inputs = tokenizer(written, return_tensors="pt", add_special_tokens=False)
+    else:
+        inputs = tokenizer(text, return_tensors="pt")
+    device = loaded.model.get_input_embeddings().weight.device
+    return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def check_length(loaded: LoadedModel, n_tokens: int, max_new_tokens: int) -> None:
+    """Refuse a prompt without tokens, or beyond the model's context.
+
+    Raises
+    ------
+    InputError
+    """
+    from kvalloc.models import shape_of
+
+    if n_tokens < 1:
+        raise InputError("the prompt has no tokens; give some text")
+    limit = shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
+    if limit is not None and n_tokens + max_new_tokens > limit:
+        raise InputError(
+            f"a prompt of {n_tokens} tokens and an answer of up to {max_new_tokens} are beyond the "
+            f"{limit} tokens of {loaded.model_id}; shorten the prompt or --max-new-tokens"
+        )
+
+
+def answer_prompt(
+    loaded: LoadedModel, inputs: Any, cache: Any, max_new_tokens: int, *, stream: bool
+) -> Answer:
+    """Generate with a cache, the most likely token each time, and measure it."""
+    from kvalloc.evaluate.caches import stored_bytes
+    from kvalloc.models import shape_of
+    from kvalloc.quiet import quiet_transformers
+
+    n_tokens = int(inputs["input_ids"].shape[1])
+    clock = _clock(loaded.tokenizer, stream=stream)
+    with quiet_transformers():
+        ids = loaded.model.generate(
+            **inputs,
+            past_key_values=cache,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            streamer=clock,
+        )
+    new = ids[0, n_tokens:]
+    shape = shape_of(loaded.model, model_id=loaded.model_id)
+    first, last = clock.seconds[1], clock.seconds[-1]
+    steps = len(clock.seconds) - 2
+    return Answer(
+        text=loaded.tokenizer.decode(new, skip_special_tokens=True),
+        prompt_tokens=n_tokens,
+        new_tokens=int(new.shape[0]),
+        retained_bytes=stored_bytes(cache),
+        full_bytes=shape.full_bytes(int(cache.get_seq_length())),
+        prefill_seconds=first - clock.seconds[0],
+        decision_seconds=getattr(cache, "decision_seconds", None),
+        decode_tokens_per_second=steps / (last - first) if steps > 0 else None,
+    )
+
+
+def _clock(tokenizer: Any, *, stream: bool) -> Any:
+    """A streamer that notes when tokens came, and prints the answer as it grows if wanted."""
+    from transformers import TextStreamer
+
+    class Clock(TextStreamer):
+        seconds: list[float]
+
+        def put(self, value: Any) -> None:
+            self.seconds.append(time.perf_counter())
+            if stream:
+                super().put(value)  # type: ignore[no-untyped-call]
+
+        def end(self) -> None:
+            if stream:
+                super().end()  # type: ignore[no-untyped-call]
+
+    clock = Clock(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    clock.seconds = []
+    return clock
+
+
+def as_json(answer: Answer, loaded: LoadedModel, profile: str | None, cache: Any) -> dict[str, Any]:
+    """An answer as plain values, for ``--json``."""
+    return {
+        "model": loaded.model_id,
+        "profile": profile,
+        **policy_names(cache),
+        "answer": answer.text,
+        "prompt_tokens": answer.prompt_tokens,
+        "new_tokens": answer.new_tokens,
+        "retained_bytes": answer.retained_bytes,
+        "full_bytes": answer.full_bytes,
+        "prefill_seconds": answer.prefill_seconds,
+        "decision_seconds": answer.decision_seconds,
+        "decode_tokens_per_second": answer.decode_tokens_per_second,
+    }
+
+
+def summary(answer: Answer) -> str:
+    """What an answer took, for people, on one line."""
+    speed = ""
+    if answer.decode_tokens_per_second is not None:
+        speed = f", then {answer.decode_tokens_per_second:.1f} tokens/s"
+    deciding = ""
+    if answer.decision_seconds is not None:
+        deciding = f", {duration(answer.decision_seconds)} of it to decide the budgets"
+    share = answer.retained_bytes / answer.full_bytes
+    return (
+        f"[{answer.prompt_tokens:,} prompt and {answer.new_tokens:,} new tokens; cache "
+        f"{size(answer.retained_bytes)} of {size(answer.full_bytes)} ({share:.1%}); prefill "
+        f"{duration(answer.prefill_seconds)}{deciding}{speed}]"
+    )
+
+
+def policy_names(cache: Any) -> dict[str, Any]:
+    """Who picks the entries of a reduced cache."""
+    profile = getattr(cache, "profile", None)
+    if profile is None:
+        return {"policy": None, "scorer": None, "other_policies": []}
+    return {
+        "policy": profile.policy.name,
+        "scorer": profile.policy.scorer,
+        "other_policies": [policy.title for policy in profile.other_policies],
+    }

@@ -1,0 +1,126 @@
+"""Questions to a text that was read once: answers that leave the cache as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvalloc.errors import InputError, ModelMismatchError
+from kvalloc.runtime.sizes import decoder_of
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+__all__ = ["answer"]
+
+
+def answer(
+    model: Any,
+    cache: Cache,
+    question: Tensor | Sequence[int],
+    *,
+    max_new_tokens: int = 128,
+    ends: Collection[int] | None = None,
+    keep: bool = False,
+) -> Iterator[int]:
+    """Answer a question about what a cache holds, token by token, the most likely one each time.
+
+    The answer is written on a copy of the cache, which a reduced one is small enough for: the
+    next question finds the text as it was read, also when an answer is broken off.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The cache's model, with its head.
+    cache : transformers.Cache
+        Holds a text, one row.
+    question : Tensor of int64, (n_tokens,) or (1, n_tokens), or sequence of int
+        What follows the text.
+    max_new_tokens : int
+        Longest answer.
+    ends : collection of int, optional
+        Tokens that end an answer; those of the model's generation config by default.
+    keep : bool
+        Leave question and answer in the cache, for a conversation. The last token of an answer is
+        not in it then: it belongs in front of what follows, unless it is one of the ends.
+
+    Yields
+    ------
+    int
+        Token ids as they come, the one that ends the answer included.
+
+    Raises
+    ------
+    InputError
+        If the question or the answer has no tokens, text and question and answer are more than
+        the model was made for, or the cache holds several rows.
+    ModelMismatchError
+        If the cache was made for another model.
+
+    Examples
+    --------
+    >>> cache = kvalloc.load_cache("doc.kv", model)  # doctest: +SKIP
+    >>> for text in questions:  # doctest: +SKIP
+    ...     ids = tokenizer(text, return_tensors="pt").input_ids
+    ...     print(tokenizer.decode(list(answer(model, cache, ids))))
+    """
+    ids = torch.as_tensor(
+        question, dtype=torch.long, device=model.get_input_embeddings().weight.device
+    )
+    ids = ids.reshape(1, -1) if ids.ndim < 2 else ids
+    _check(model, cache, ids, max_new_tokens)
+    stops = _ends(model) if ends is None else frozenset(ends)
+    return _written(model, cache if keep else copy.deepcopy(cache), ids, max_new_tokens, stops)
+
+
+def _written(
+    model: Any, cache: Cache, ids: Tensor, max_new_tokens: int, ends: Collection[int]
+) -> Iterator[int]:
+    for _ in range(max_new_tokens):
+        with torch.no_grad():
+            logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+        token = int(logits[0, -1].argmax())
+        yield token
+        if token in ends:
+            return
+        ids = ids.new_tensor([[token]])
+
+
+def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:
+    owner = getattr(cache, "decoder", None)
+    if owner is not None and owner() is not decoder_of(model):
+        raise ModelMismatchError(
+            f"this cache was made for another {type(model).__name__} object than the one that is "
+            "asked; load it for this one with kvalloc.load_cache, or read the text again"
+        )
+    if ids.shape[0] != 1:
+        raise InputError(f"a question has one row, but this one has {ids.shape[0]}; ask one by one")
+    if not ids.numel():
+        raise InputError("the question has no tokens; ask something")
+    if max_new_tokens < 1:
+        raise InputError(f"an answer of {max_new_tokens} tokens says nothing; allow at least 1")
+    held = int(cache.get_seq_length())
+    rows = getattr(cache, "batch", 1)
+    if held and rows != 1:
+        raise InputError(
+            f"the cache holds {rows} rows, and a question is about one; take one of them with "
+            "cache.batch_select_indices"
+        )
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(limit, int) and held + ids.shape[1] + max_new_tokens > limit:
+        raise InputError(
+            f"{held} tokens in the cache, a question of {ids.shape[1]} and an answer of up to "
+            f"{max_new_tokens} are beyond the {limit} tokens that the model was made for; shorten "
+            "the question or the answer"
+        )
+
+
+def _ends(model: Any) -> frozenset[int]:
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)

@@ -1,0 +1,315 @@
+"""A document read once, saved, and asked about: from the command line, on tiny models."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from cli_tools import prose, refused, run, save_tiny_model
+from tiny_models import tiny_model
+
+QUESTIONS = [prose(40)[60:90].strip(), "w3 w8 w13", "w21"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models, a budget profile, a document, and a saved cache of it."""
+    folder = tmp_path_factory.mktemp("questions")
+    save_tiny_model(folder / "tiny", tiny_model())
+    save_tiny_model(folder / "twin", tiny_model(seed=1))
+    save_tiny_model(folder / "deeper", tiny_model(num_hidden_layers=4))
+    save_tiny_model(folder / "chatty", tiny_model(), chat=True)
+    save_tiny_model(folder / "gemma", tiny_model("gemma3"))
+    (folder / "text.txt").write_text(prose(1000))
+    (folder / "doc.txt").write_text(prose(120))
+    for name in ("tiny", "gemma"):
+        scores = folder / f"{name}.safetensors"
+        arguments = ("--text", folder / "text.txt", "--context", 64, "--samples", 2)
+        assert run("profile", folder / name, *arguments, "-o", scores).code == 0
+        budget = ("--budget", "50%", "--quiet")
+        assert run("solve", scores, *budget, "-o", folder / f"{name}.json").code == 0
+    ran = run(*reading(folder), "--save-cache", folder / "doc.kv")
+    assert ran.code == 0, ran.err
+    return folder
+
+
+def reading(folder, name="tiny"):
+    """The words that let a model read the document."""
+    profile = folder / f"{name.replace('chatty', 'tiny')}.json"
+    prompt = ("--prompt-file", folder / "doc.txt", "--max-new-tokens", 6)
+    return ("generate", folder / name, "--profile", profile, *prompt)
+
+
+def asking(folder, *questions, name="tiny"):
+    """The words that ask about a saved document."""
+    asked = [word for question in questions for word in ("--question", question)]
+    return ("generate", folder / name, "--cache", folder / "doc.kv", "--max-new-tokens", 6, *asked)
+
+
+class Stdin(io.TextIOWrapper):
+    def __init__(self, text, *, terminal=False):
+        super().__init__(io.BytesIO(text.encode()))
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+
+def test_reading_is_told_and_saved(folder):
+    ran = run(*reading(folder), "--save-cache", folder / "again.kv")
+    assert (ran.code, ran.out) == (0, "")
+    first, second = ran.err.splitlines()
+    assert first.startswith("doc.txt: 120 tokens read in ")
+    assert "%)" in first
+    assert second.startswith(f"saved as {folder / 'again.kv'}, ")
+    assert run(*reading(folder), "--save-cache", folder / "again.kv", "--quiet").err == ""
+
+
+def test_questions_do_not_pollute_each_other(folder):
+    together = run(*asking(folder, *QUESTIONS), "--json").json
+    assert together["document"] == "doc.txt"
+    assert together["document_tokens"] == 120
+    assert together["retained_bytes"] < 0.7 * together["full_bytes"]
+    assert together["read_seconds"] > 0
+    assert together["load_seconds"] > 0
+    rows = together["answers"]
+    assert [row["question"] for row in rows] == QUESTIONS
+    for question, row in zip(QUESTIONS, rows, strict=True):
+        alone = run(*asking(folder, question), "--json").json["answers"][0]
+        assert alone["answer"] == row["answer"]
+        assert 1 <= row["new_tokens"] <= 6
+    assert len({row["answer"] for row in rows}) > 1
+    turned = run(*asking(folder, *QUESTIONS), "--json").json["answers"][::-1]
+    assert sorted(row["answer"] for row in turned) == sorted(row["answer"] for row in rows)
+
+
+@pytest.mark.parametrize("name", ["tiny", "gemma", "chatty"])
+def test_a_saved_document_answers_as_one_just_read(folder, name):
+    path = folder / f"{name}.kv"
+    more = ("--json", *(["--allow-other-model"] if name == "chatty" else []))
+    questions = [word for question in QUESTIONS for word in ("--question", question)]
+    direct = run(*reading(folder, name), *questions, "--save-cache", path, *more)
+    assert direct.code == 0, direct.err
+    loaded = run("generate", folder / name, "--cache", path, *questions, "--max-new-tokens", 6,
+                 *more)  # fmt: skip
+    for one, other in zip(direct.json["answers"], loaded.json["answers"], strict=True):
+        assert one["answer"] == other["answer"]
+        assert one["question_tokens"] == other["question_tokens"]
+    assert direct.json["saved"] == str(path)
+    assert (loaded.json["cache"], loaded.json["saved"]) == (str(path), None)
+    if name == "chatty":  # w2 calls for the answer
+        assert loaded.json["answers"][-1]["question_tokens"] == 2
+
+
+def test_the_answers_are_those_of_the_same_text_in_one_piece(folder):
+    """With the full cache, where nothing depends on what came when."""
+    documented = run("generate", folder / "tiny", "--full", "--prompt-file", folder / "doc.txt",
+                     "--max-new-tokens", 6, "--question", QUESTIONS[1], "--json")  # fmt: skip
+    plain = run("generate", folder / "tiny", "--full", "--max-new-tokens", 6, "--json",
+                "--prompt", f"{prose(120)}\n\n{QUESTIONS[1]}\n")  # fmt: skip
+    assert documented.json["answers"][0]["answer"] == plain.json["answer"]
+    assert documented.json["retained_bytes"] == documented.json["full_bytes"]
+
+
+def test_a_conversation_sees_its_own_turns(folder):
+    asked = asking(folder, QUESTIONS[1], QUESTIONS[1])
+    apart = [row["answer"] for row in run(*asked, "--json").json["answers"]]
+    talked = run(*asked, "--keep-turns", "--json").json["answers"]
+    assert apart[0] == apart[1] == talked[0]["answer"]
+    assert talked[1]["answer"] != apart[1]
+    # The last token of an answer has not been fed before, but for one that ends it.
+    assert talked[1]["question_tokens"] - talked[0]["question_tokens"] in (0, 1)
+
+
+def test_only_answers_go_to_stdout(folder):
+    answers = [row["answer"] for row in run(*asking(folder, *QUESTIONS), "--json").json["answers"]]
+    ran = run(*asking(folder, *QUESTIONS))
+    assert [line.strip() for line in ran.out.splitlines()] == [one.strip() for one in answers]
+    assert "120 tokens loaded in" in ran.err
+    assert "x as long)" in ran.err
+    for question in QUESTIONS:
+        assert f"> {question}" in ran.err
+    assert ran.err.count("the first after") == 3
+    quiet = run(*asking(folder, *QUESTIONS), "--quiet")
+    assert (quiet.out, quiet.err) == (ran.out, "")
+
+
+def test_questions_from_stdin(folder, monkeypatch):
+    expected = run(*asking(folder, *QUESTIONS[1:])).out
+    for more in ((), ("--ask",)):
+        monkeypatch.setattr(sys, "stdin", Stdin(f"{QUESTIONS[1]}\n\n{QUESTIONS[2]}\n"))
+        ran = run(*asking(folder), *more)
+        assert (ran.code, ran.out) == (0, expected)
+    monkeypatch.setattr(sys, "stdin", Stdin("\n"))
+    assert "there is no question" in run(*asking(folder)).err
+
+
+def test_a_terminal_is_asked_until_an_empty_line(folder, monkeypatch):
+    long = " ".join(["w5"] * 500)
+    lines = iter([QUESTIONS[1], long, QUESTIONS[2], ""])
+    prompts = []
+
+    def typed(prompt):
+        prompts.append(prompt)
+        return next(lines)
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(sys, "stdin", Stdin("", terminal=True))
+    ran = run(*asking(folder))
+    assert ran.code == 0
+    assert ran.out == run(*asking(folder, *QUESTIONS[1:])).out
+    assert prompts == ["> "] * 4
+    assert "empty line or Ctrl-D" in ran.err
+    assert "no room" in ran.err  # for the long one, and the session goes on
+
+
+def test_ctrl_c_breaks_off_one_answer_and_ctrl_d_ends(folder, monkeypatch):
+    from kvalloc.runtime import answering
+
+    lines = iter([QUESTIONS[1], QUESTIONS[1]])
+
+    def typed(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    written, calls = answering._written, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        for token in written(*arguments):
+            yield token
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(answering, "_written", interrupted)
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(sys, "stdin", Stdin("", terminal=True))
+    ran = run(*asking(folder))
+    assert ran.code == 0
+    assert "broken off" in ran.err
+    expected = run(*asking(folder, QUESTIONS[1]), "--json").json["answers"][0]["answer"]
+    assert expected.strip() in ran.out
+
+
+def test_budgets_for_the_prompt(folder):
+    prompt = ("--prompt-file", folder / "doc.txt", "--max-new-tokens", 3, "--json")
+    ran = run("generate", folder / "tiny", "--target-retention", 0.7, "--level", "head", *prompt)
+    assert ran.code == 0, ran.err
+    assert ran.json["decision_seconds"] > 0
+    assert ran.json["retained_bytes"] < ran.json["full_bytes"]
+    assert ran.json["profile"] is None
+    stored = run("generate", folder / "tiny", "--profile", folder / "tiny.json", *prompt).json
+    moved = run("generate", folder / "tiny", "--profile", folder / "tiny.json", "--adapt", 0.5,
+                "--measured-tokens", 60, *prompt).json  # fmt: skip
+    assert moved["retained_bytes"] == stored["retained_bytes"]
+    assert (stored["decision_seconds"], moved["decision_seconds"] > 0) == (None, True)
+    told = run("generate", folder / "tiny", "--budget", "30%", *prompt[:-1])
+    assert "to decide the budgets" in told.err
+    saved = run("generate", folder / "tiny", "--budget", "30%", *prompt, "--save-cache",
+                folder / "own.kv", "--question", QUESTIONS[1])  # fmt: skip
+    again = run("generate", folder / "tiny", "--cache", folder / "own.kv", "--max-new-tokens", 3,
+                "--question", QUESTIONS[1], "--json")  # fmt: skip
+    assert saved.json["answers"][0]["answer"] == again.json["answers"][0]["answer"]
+    assert again.json["retained_bytes"] == saved.json["retained_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--target-retention", "2"], ["retention of 2"]),
+        (["--target-retention", "0.9", "--profile", "tiny.json"], ["--adapt", "one of"]),
+        (["--budget", "much"], ["much"]),
+        (["--budget", "20%", "--memory", "1MiB"], ["two targets"]),
+        (["--memory", "1KiB"], ["too little"]),
+        (["--budget", "20%", "--full"], ["--full"]),
+        (["--level", "head"], ["--level", "--target-retention 0.9"]),
+        (["--budget", "20%", "--level", "both"], ["'both'"]),
+        (["--budget", "20%", "--solver", "none"], ["no solver 'none'"]),
+        (["--budget", "20%", "--measured-tokens", "9"], ["measured_tokens is 9"]),
+        (["--full", "--adapt", "0.2"], ["--adapt", "--profile"]),
+        (["--profile", "tiny.json", "--adapt", "1.2"], ["1.2", "0.25"]),
+        (["--profile", "tiny.json", "--measured-tokens", "60"], ["--measured-tokens", "--adapt"]),
+        (["--profile", "tiny.json", "--keep-turns"], ["--keep-turns", "--question"]),
+        (["--profile", "tiny.json", "--question", " "], ["empty"]),
+        (["--profile", "tiny.json", "--question", "w1", "--question", ""], ["question 2 is empty"]),
+        (["--profile", "tiny.json", "--question", "w1", "--ask"], ["--question", "--ask"]),
+        (["--full", "--save-cache", "x.kv"], ["--save-cache", "--full"]),
+        (["--profile", "tiny.json", "--save-cache", "x.kv", "--decode-every", "4"],
+         ["--save-cache", "--decode-every"]),
+        (["--profile", "tiny.json", "--save-cache", "none/x.kv"], ["none"]),
+        (["--profile", "tiny.json", "--question", "w1", "--chat"], ["no chat form"]),
+        (["--profile", "tiny.json", "--question", "w1", "--max-new-tokens", "400"],
+         ["120 tokens leaves no room", "512"]),
+    ],
+)  # fmt: skip
+def test_reading_refuses(folder, words, said):
+    files = {"tiny.json", "x.kv", "none/x.kv"}
+    given = [folder / word if word in files else word for word in words]
+    line = refused(folder, "generate", folder / "tiny", "--prompt-file", folder / "doc.txt", *given)
+    for one in said:
+        assert one in line
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "words", "said"),
+    [
+        ("twin", "doc.kv", [], ["other weights", "--allow-other-model"]),
+        ("deeper", "doc.kv", ["--allow-other-model"], ["n_layers"]),
+        ("tiny", "none.kv", [], ["none.kv", "missing"]),
+        ("tiny", ".", [], ["a folder"]),
+        ("tiny", "cut.kv", [], ["cut.kv", "not readable"]),
+        ("tiny", "tiny.json", [], ["not readable as safetensors"]),
+        ("tiny", "tiny.safetensors", [], ["header"]),
+        ("tiny", "bent.kv", [], ["tensor_digest"]),
+        ("tiny", "doc.kv", ["--dtype", "bfloat16"], ["float32", "bfloat16"]),
+        ("tiny", "doc.kv", ["--prompt", "w1"], ["--cache", "--question"]),
+        ("tiny", "doc.kv", ["--profile", "tiny.json"], ["--profile", "when it was saved"]),
+        ("tiny", "doc.kv", ["--budget", "20%"], ["--budget", "when it was saved"]),
+        ("tiny", "doc.kv", ["--full"], ["--full"]),
+        ("tiny", "doc.kv", ["--adapt", "0.2"], ["--adapt"]),
+        ("tiny", "doc.kv", ["--save-cache", "y.kv"], ["--save-cache"]),
+        ("tiny", "doc.kv", ["--max-new-tokens", "500"], ["120 tokens leaves no room"]),
+    ],
+)
+def test_a_saved_document_is_refused(folder, model, cache, words, said):
+    whole = (folder / "doc.kv").read_bytes()
+    (folder / "cut.kv").write_bytes(whole[:-200])
+    (folder / "bent.kv").write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+    line = refused(
+        folder, "generate", folder / model, "--cache", folder / cache, "--question", "w1", *words
+    )
+    for one in said:
+        assert one in line
+
+
+def test_a_question_that_does_not_fit_is_refused_before_the_first_answer(folder):
+    long = " ".join(["w5"] * 400)
+    line = refused(folder, *asking(folder, QUESTIONS[1], long))
+    assert "no room" in line
+
+
+def test_ask_needs_a_document_that_is_not_on_stdin(folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Stdin("w1"))
+    words = ("generate", folder / "tiny", "--profile", folder / "tiny.json", "--ask")
+    assert "--prompt-file" in refused(folder, *words)
+
+
+def test_a_cache_saved_in_python_is_asked_as_plain_text(folder):
+    from kvalloc.library import load_profile
+    from kvalloc.models import load_model
+
+    loaded = load_model(folder / "tiny")
+    cache = load_profile(folder / "tiny.json").cache(loaded.model)
+    ids = loaded.tokenizer(prose(80), return_tensors="pt")["input_ids"]
+    loaded.model(ids, past_key_values=cache)
+    cache.save(folder / "py.kv")
+    ran = run("generate", folder / "tiny", "--cache", folder / "py.kv", "--question", "w1",
+              "--max-new-tokens", 2, "--json")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert ran.json["read_seconds"] is None
+    assert ran.json["document_tokens"] == 80
+    assert json.dumps(ran.json)

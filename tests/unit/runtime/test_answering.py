@@ -1,0 +1,100 @@
+"""Answers to questions about a text that was read once."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvalloc.errors import InputError, ModelMismatchError
+from kvalloc.runtime import answer
+
+CONTEXT, NEW = 90, 6
+
+
+def read(model: Any, cache: Any, ids: torch.Tensor) -> Any:
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_each_question_finds_the_text_as_it_was_read(
+    tiny: ModuleType, family: str, level: str
+) -> None:
+    model = tiny.tiny_model(family)
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    profile = tiny.by_head(profile) if level == "head" else profile
+    ids = tiny.prompt(CONTEXT)
+    cache = read(model, profile.cache(model), ids)
+    stored, oracle_kept = cache.retained_bytes, tiny.kept_of(cache)
+    for tokens in (1, 5, 2, 5):
+        question = tiny.prompt(tokens, seed=tokens)
+        found = list(answer(model, cache, question, max_new_tokens=NEW))
+        oracle = tiny.Oracle(model, ids, oracle_kept)
+        first = oracle.logits(question)[:, -1].argmax(-1, keepdim=True)
+        assert found == oracle.greedy(first, NEW)[0].tolist()
+        assert (cache.get_seq_length(), cache.retained_bytes) == (CONTEXT, stored)
+
+
+def test_a_conversation_is_the_whole_text_in_one_piece(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=3)[0].tolist()
+    cache = read(model, DynamicCache(config=model.config), ids)
+    first = list(answer(model, cache, question, max_new_tokens=NEW, keep=True))
+    second = list(answer(model, cache, [first[-1], *question], max_new_tokens=NEW, keep=True))
+    whole = torch.cat([ids, torch.tensor([[*question, *first, *question]])], dim=1)
+    with torch.no_grad():
+        expected = model.generate(whole, max_new_tokens=NEW, do_sample=False)
+    assert second == expected[0, whole.shape[1] :].tolist()
+    assert cache.get_seq_length() == CONTEXT + 2 * (4 + NEW) - 1
+
+
+def test_an_answer_ends_where_the_model_says_so(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = read(model, tiny.make_profile(model, CONTEXT, 0.4).cache(model), tiny.prompt(CONTEXT))
+    question = tiny.prompt(3, seed=2)[0]
+    whole = list(answer(model, cache, question, max_new_tokens=NEW))
+    third = whole[: whole.index(whole[2]) + 1]
+    assert list(answer(model, cache, question, max_new_tokens=NEW, ends=[whole[2]])) == third
+    model.generation_config.eos_token_id = [whole[2], 1]
+    assert list(answer(model, cache, question, max_new_tokens=NEW)) == third
+    model.generation_config.eos_token_id = whole[2]
+    assert list(answer(model, cache, question, max_new_tokens=NEW)) == third
+
+
+def test_an_answer_that_is_broken_off_leaves_nothing(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = read(model, tiny.make_profile(model, CONTEXT, 0.4).cache(model), tiny.prompt(CONTEXT))
+    question = tiny.prompt(3, seed=2)[0]
+    expected = list(answer(model, cache, question, max_new_tokens=NEW))
+    begun = answer(model, cache, question, max_new_tokens=NEW)
+    assert next(begun) == expected[0]
+    del begun
+    assert list(answer(model, cache, question, max_new_tokens=NEW)) == expected
+
+
+def test_what_cannot_be_asked_is_refused_before_anything_runs(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    cache = read(model, profile.cache(model), tiny.prompt(CONTEXT))
+    two = read(model, profile.cache(model), tiny.prompt(CONTEXT, 2))
+    ran: list[int] = []
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(InputError, match="no tokens"):
+        answer(model, cache, [])
+    with pytest.raises(InputError, match="at least 1"):
+        answer(model, cache, [5], max_new_tokens=0)
+    with pytest.raises(InputError, match="90 tokens in the cache.*1024"):
+        answer(model, cache, [5], max_new_tokens=1000)
+    with pytest.raises(InputError, match="holds 2 rows"):
+        answer(model, two, [5])
+    with pytest.raises(InputError, match="this one has 2"):
+        answer(model, cache, tiny.prompt(3, 2))
+    with pytest.raises(ModelMismatchError, match="another LlamaForCausalLM"):
+        answer(tiny.tiny_model(), cache, [5])
+    assert not ran
