@@ -69,6 +69,9 @@ class AttentionStates:
         What the scorer's `observe` left of the earlier chunks of this prompt; None for the first.
     first_head : int
         Which KV head of the layer is the first one here: not 0 where heads are shown one by one.
+    gaps : bool
+        Whether entries between those of the queries' own tokens are gone, so that the last keys
+        are not theirs; the mask tells which keys each query sees.
     """
 
     layer: int
@@ -83,6 +86,7 @@ class AttentionStates:
     frequencies: Tensor | None = None
     observed: Observed | None = None
     first_head: int = 0
+    gaps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,7 +91,7 @@ class Eviction:
             if self.policy.observes:
                 found = self._candidates(layer, states, part)
                 self._note(layer.unfinished, part, found.states)
-            self._note_queries(layer.unfinished, part, states)
+            self._note_queries(layer, layer.unfinished, part, states)
 
     @torch.no_grad()
     def evict(self, layer: BudgetLayer, states: AttentionStates, targets: IntArray) -> None:
@@ -135,9 +135,46 @@ class Eviction:
             assert head is not None
             keys, values, positions, bias = _segment(layer, states, row, head, columns)
         own = self._part_states(layer, states, part)
-        return Candidates(
-            states=replace(own, keys=keys, values=values), positions=positions, bias=bias
-        )
+        own = replace(own, keys=keys, values=values)
+        mask = self._gaps(layer, own, states, part, positions)
+        if mask is not None:
+            own = replace(own, mask=mask, gaps=True)
+        return Candidates(states=own, positions=positions, bias=bias)
+
+    def _gaps(
+        self,
+        layer: BudgetLayer,
+        own: AttentionStates,
+        states: AttentionStates,
+        part: Part,
+        positions: Tensor,
+    ) -> Tensor | None:
+        """What older queries see, where entries of their own tokens were evicted.
+
+        Returns
+        -------
+        Tensor of bool, (batch, n_query_heads, n_rows, n_tokens), or None
+            None where the last keys are those of the queries, so that plain causal is right.
+        """
+        n_rows = int(own.queries.shape[2])
+        n_new = int(states.queries.shape[2]) if self.visible is None else 0
+        if not layer.reduced or not states.queries.shape[2] or n_rows <= max(self.window, n_new):
+            return None
+        wanted = self.policy.query_rows(self.prompt_tokens)
+        new = self._row_places(layer, states, part[0])
+        places = layer.unfinished.places_of(part[0], new, wanted)
+        last = positions[..., -n_rows:]
+        if last.shape[-1] == n_rows and bool((last == places).all()):
+            return None
+        seen = positions[:, :, None] <= places[:, None]
+        return seen.repeat_interleave(own.queries.shape[1] // positions.shape[1], dim=1)
+
+    def _row_places(self, layer: BudgetLayer, states: AttentionStates, row: int | None) -> Tensor:
+        """Columns of the new tokens of a row, padding left out, (n,)."""
+        first = layer.seen_tokens - int(states.queries.shape[2])
+        device = states.queries.device
+        places = torch.arange(first, layer.seen_tokens, dtype=torch.int32, device=device)
+        return places if row is None or self.visible is None else places[self.visible[row]]
 
     def _columns(
         self, layer: BudgetLayer, states: AttentionStates, row: int | None
@@ -218,7 +255,7 @@ class Eviction:
             check_kept(self.policy, kept, budgets)
         if self.remember:
             self._note(after, part, found.states, kept)
-            self._note_queries(after, part, states, layer.unfinished)
+            self._note_queries(layer, after, part, states, layer.unfinished)
         return self._chosen(found, kept)
 
     def _part_budgets(self, targets: IntArray, part: Part, found: Candidates) -> Tensor:
@@ -278,6 +315,7 @@ class Eviction:
 
     def _note_queries(
         self,
+        layer: BudgetLayer,
         notes: Unfinished,
         part: Part,
         states: AttentionStates,
@@ -291,6 +329,8 @@ class Eviction:
         older = notes if before is None else before
         queries = older.queries_of(row, self._row_queries(states, row), wanted)
         notes.queries[row] = queries[..., -wanted:, :].clone()
+        new = self._row_places(layer, states, row)
+        notes.places[row] = older.places_of(row, new, wanted)[-wanted:].clone()
 
     # How it is stored
 

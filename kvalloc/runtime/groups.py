@@ -104,7 +104,7 @@ class GroupEviction(Eviction):
                     rankings[part] = found
                 if self.remember:
                     self._note(notes, part, own)
-                    self._note_queries(notes, part, states, layer.unfinished)
+                    self._note_queries(layer, notes, part, states, layer.unfinished)
         queries = states.queries[:, :, :0].clone()  # a view would keep them all alive
         return Held(
             layer=layer,
@@ -128,7 +128,8 @@ class GroupEviction(Eviction):
         kept = self._kept_together(group[-1], joint)
         while group:
             held = group.pop(0)
-            after = Unfinished(grain=held.notes.grain, queries=held.notes.queries)
+            notes = held.notes
+            after = Unfinished(grain=notes.grain, queries=notes.queries, places=notes.places)
             chosen = self._shared_choices(held, kept, after)
             self._store(held.layer, held.targets, chosen, held.states)
             held.layer.unfinished = after if self.remember else Unfinished()

@@ -48,17 +48,21 @@ class Unfinished:
         What the policy noted of each piece.
     queries : dict of Tensor, each (batch or 1, n_query_heads, n, head_dim)
         The last queries of all rows (key None) or of each row.
+    places : dict of Tensor of int32, each (n,)
+        Columns of the tokens that those queries belong to.
     """
 
     grain: int = 0
     observed: dict[Part, Observed] = field(default_factory=dict)
     queries: dict[int | None, Tensor] = field(default_factory=dict)
+    places: dict[int | None, Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Forget everything: the prompt is complete."""
         self.grain = 0
         self.observed.clear()
         self.queries.clear()
+        self.places.clear()
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the notes of row ``rows[i]``."""
@@ -74,7 +78,11 @@ class Unfinished:
                 queries[None] = held[rows.to(held.device)]
             for place in (rows == row).nonzero()[:, 0].tolist() if row is not None else ():
                 queries[place] = held
-        self.observed, self.queries = observed, queries
+        places: dict[int | None, Tensor] = {}
+        for row, held in self.places.items():
+            for place in (rows == row).nonzero()[:, 0].tolist() if row is not None else (None,):
+                places[place] = held
+        self.observed, self.queries, self.places = observed, queries, places
 
     def observed_of(self, part: Part, n_kv_heads: int) -> Observed | None:
         """What was noted of a piece, if need be cut from the notes of a larger one."""
@@ -113,6 +121,22 @@ class Unfinished:
         if older is None:
             return queries
         return torch.cat([older[..., -missing:, :], queries], dim=-2)
+
+    def places_of(self, row: int | None, places: Tensor, tokens: int) -> Tensor:
+        """Columns of the tokens whose queries `queries_of` gives, (n,).
+
+        Parameters
+        ----------
+        row, tokens
+            As there.
+        places : Tensor of int32, (n_new_tokens,)
+            Columns of this chunk's tokens.
+        """
+        missing = tokens - int(places.shape[0])
+        older = self.places.get(row, self.places.get(None))
+        if missing <= 0 or older is None:
+            return places
+        return torch.cat([older[-missing:], places])
 
 
 def part_of(observed: Observed, part: Part, n_kv_heads: int) -> Observed:

@@ -84,6 +84,28 @@ def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
     return columns
 
 
+def last_rows(states: AttentionStates, tokens: Tensor) -> Tensor:
+    """Weights of rows, 1 for those of certain last tokens.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    tokens : Tensor of bool, (batch, n_tokens)
+        Which tokens, by their keys.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_new_tokens)
+        Where the keys of some are gone, all rows that the states have: the caller asked for no
+        more of them.
+    """
+    n_rows = states.queries.shape[2]
+    if states.gaps:
+        return tokens.new_ones(tokens.shape[0], n_rows).float()
+    return tokens[:, -n_rows:].float()
+
+
 def column_scores(
     states: AttentionStates, *, sinks: int, window: int, forgetting: float = 1.0
 ) -> Tensor:

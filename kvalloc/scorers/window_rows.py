@@ -124,7 +124,7 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
 
     batch, n_kv_heads, n_tokens, head_dim = states.keys.shape
     rows, later_rows = end - first, states.queries.shape[2] - end
-    n_seen = n_tokens - later_rows
+    n_seen = n_tokens if states.gaps else n_tokens - later_rows
     queries = states.queries[:, :, first:end].float() * states.scaling
     queries = queries.reshape(batch, n_kv_heads, -1, head_dim)  # keys are never repeated
     logits = _dot_keys(queries, states.keys[:, :, :n_seen])

@@ -13,7 +13,7 @@ from kvalloc.errors import InputError
 from kvalloc.runtime.policies.base import RankedPolicy, Reader
 from kvalloc.runtime.selection import best_entries, keep_best, row_places
 from kvalloc.scorers.base import Scorer, check_at_least, check_share
-from kvalloc.scorers.column_sums import weighted_rows
+from kvalloc.scorers.column_sums import last_rows, weighted_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +93,7 @@ class MPCache(RankedPolicy):
         rank, n_tokens = row_places(states.keys, valid)
         count = (n_tokens.double() * self.rows_share).ceil().long()
         voters = (rank >= 0) & (rank >= n_tokens - count)
-        return (weighted_rows(states, voters[:, -states.queries.shape[2] :].float()),)
+        return (weighted_rows(states, last_rows(states, voters)),)
 
     def keep_ranked(
         self,

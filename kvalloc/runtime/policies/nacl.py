@@ -12,7 +12,7 @@ from kvalloc.errors import InputError
 from kvalloc.runtime.policies.base import RankedPolicy
 from kvalloc.runtime.selection import Room, best_entries, row_places
 from kvalloc.scorers.base import Scorer, check_at_least, check_share
-from kvalloc.scorers.column_sums import weighted_rows
+from kvalloc.scorers.column_sums import last_rows, weighted_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ class NaCl(RankedPolicy):
     ) -> tuple[Tensor, ...]:
         """The proxies' votes F; see `RankedPolicy.rankings`."""
         proxies = self._proxies(*row_places(states.keys, valid))
-        return (weighted_rows(states, proxies[:, -states.queries.shape[2] :].float()),)
+        return (weighted_rows(states, last_rows(states, proxies)),)
 
     def keep_ranked(
         self,

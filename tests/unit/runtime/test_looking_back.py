@@ -1,0 +1,118 @@
+"""Policies that look back over more queries than the window, in chunks with evictions between."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kvalloc.attention_hook import AttentionStates, intercept_attention
+from kvalloc.runtime import make_cache
+from kvalloc.runtime.policies import mpcache, nacl
+
+CONTEXT = 60
+FILES = {"mpcache": (mpcache, {"rows_share": 0.5}), "nacl": (nacl, {"proxy_share": 0.5})}
+
+
+def queries_of_prompt(model: Any, ids: torch.Tensor, layer: int) -> torch.Tensor:
+    """Queries of the first layer, which no eviction changes, (batch, n_query_heads, n, width)."""
+    found = []
+
+    def note(states: Any, compute: Any) -> Any:
+        if states.layer == layer:
+            found.append(states.queries)
+        return compute(states.mask)
+
+    with torch.no_grad(), intercept_attention(model, note):
+        model(ids)
+    queries: torch.Tensor = found[0]
+    return queries
+
+
+def attention_in_loops(
+    states: AttentionStates, queries: torch.Tensor, places: list[int], columns: torch.Tensor
+) -> torch.Tensor:
+    """Sum over rows of the softmax over the stored keys at or before each, (batch, heads, n)."""
+    batch, heads, n, _ = states.keys.shape
+    group = queries.shape[1] // heads
+    out = torch.zeros(batch, heads, n)
+    for row in range(batch):
+        for head in range(heads):
+            for asked in range(head * group, (head + 1) * group):
+                for place in places:
+                    logits = states.keys[row, head] @ queries[row, asked, place] * states.scaling
+                    seen = columns[row, head] <= place
+                    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+                    out[row, head] += weights / group
+    return out
+
+
+@pytest.mark.parametrize(
+    ("policy", "level"), [("mpcache", "layer"), ("nacl", "layer"), ("nacl", "head")]
+)
+def test_each_query_sees_what_is_left_before_it(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, policy: str, level: str
+) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    if level == "head":
+        profile = tiny.by_head(profile, spread=4)
+    module, parameters = FILES[policy]
+    cache = make_cache(
+        profile, model, prompt_tokens=CONTEXT, policy=policy, policy_options=parameters
+    )
+    ids = tiny.prompt(CONTEXT)
+    seen: list[tuple[AttentionStates, torch.Tensor]] = []
+    summed = module.weighted_rows
+
+    def spy(states: AttentionStates, weights: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = summed(states, weights)
+        if states.layer == 0:
+            seen.append((states, found))
+        return found
+
+    monkeypatch.setattr(module, "weighted_rows", spy)
+    queries = queries_of_prompt(model, ids, 0)
+    group = tiny.N_QUERY_HEADS // tiny.N_KV_HEADS
+    end = checked = 0
+    for part in ids.split(10, dim=1):
+        before = cache.kept_indices(0) if end else torch.empty(1, tiny.N_KV_HEADS, 0)
+        end += part.shape[1]
+        seen.clear()
+        with torch.no_grad():
+            model(part, past_key_values=cache)
+        for states, found in seen:
+            heads = range(states.first_head, states.first_head + states.keys.shape[1])
+            own = [before[0, head][before[0, head] >= 0].tolist() for head in heads]
+            columns = [[*kept, *range(end - part.shape[1], end)] for kept in own]
+            asked = queries[:, heads[0] * group : (heads[-1] + 1) * group]
+            n_rows = states.queries.shape[2]
+            if not states.gaps:
+                continue
+            checked += 1
+            expected = attention_in_loops(
+                states, asked, list(range(end - n_rows, end)), torch.tensor([columns])
+            )
+            assert (found - expected).abs().max() < 1e-5
+    assert checked >= 2
+
+
+def test_rows_with_padding_look_back_over_their_own_tokens(tiny: ModuleType) -> None:
+    """A row of a padded batch in chunks keeps what it keeps alone, chunk for chunk."""
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    options: dict[str, Any] = {"policy": "nacl", "policy_options": {"proxy_share": 0.5}}
+    ids = tiny.prompt(CONTEXT, 2)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    together = make_cache(profile, model, prompt_tokens=CONTEXT, **options)
+    alone = make_cache(profile, model, prompt_tokens=CONTEXT, **options)
+    with torch.no_grad():
+        for end in range(20, CONTEXT + 1, 10):
+            first = together.get_seq_length()
+            model(ids[:, first:end], attention_mask=mask[:, :end], past_key_values=together)
+            model(ids[:1, first:end], past_key_values=alone)
+    for layer in range(tiny.N_LAYERS):
+        assert torch.equal(together.kept_indices(layer)[0], alone.kept_indices(layer)[0])
