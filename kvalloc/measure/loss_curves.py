@@ -160,20 +160,35 @@ def estimate_losses(
     """
     losses, stderr = _nothing_lost(probe, levels, job)
     gradients = probe.sensitivities(n_draws, seed=seed)
-    for layer, variants in _variants_by_layer(probe, levels, job):
+    budgets = _budgets(probe, levels, job)
+    for layer in sorted(probe.scores):
         whole = probe.outputs(layer, None)
-        slopes = gradients[layer].double().flatten(1)
+        heads = losses.shape[1]
+        slopes = _by_unit(gradients[layer], heads)
         n_predictions = whole.shape[1]
-        for begin in range(0, len(variants), batch):
-            some = variants[begin : begin + batch]
-            shifts = probe.outputs(layer, torch.stack([keep for _, keep in some])) - whole
-            squares = (shifts.double().flatten(1) @ slopes.T) ** 2 / (2 * n_predictions)
-            for (places, _), values in zip(some, squares.cpu().numpy(), strict=True):
-                for place in places:
-                    losses[layer, *place] = values.mean()
-                    stderr[layer, *place] = _stderr(values)
+        # Heads do not see each other: all of them are reduced at once, and told apart after.
+        kept = [keep for each in _kept_by_policy(probe, layer, budgets, job) for keep in each]
+        for begin in range(0, len(kept), batch):
+            shifts = probe.outputs(layer, torch.stack(kept[begin : begin + batch])) - whole
+            squares = (_by_unit(shifts, heads) @ slopes.transpose(1, 2)) ** 2 / (2 * n_predictions)
+            for place, values in enumerate(squares.transpose(0, 1).cpu().numpy(), start=begin):
+                policy, level = divmod(place, len(budgets))
+                losses[layer, :, policy, level] = values.mean(axis=-1)
+                stderr[layer, :, policy, level] = [_stderr(each) for each in values]
         layer_done()
     return _by_policy(losses, stderr)
+
+
+def _by_unit(numbers: Tensor, heads: int) -> Tensor:
+    """Rows of (n, n_predictions, n_query_heads, head_dim) by KV head or layer, float64.
+
+    Returns
+    -------
+    Tensor, (heads, n, n_predictions * n_query_heads / heads * head_dim)
+    """
+    n, n_predictions, _, head_dim = numbers.shape
+    split = numbers.double().view(n, n_predictions, heads, -1, head_dim)
+    return split.permute(2, 0, 1, 3, 4).reshape(heads, n, -1)
 
 
 def _nothing_lost(
@@ -197,9 +212,15 @@ def _by_policy(losses: FloatArray, stderr: FloatArray) -> MeasuredLosses:
 def _variants_by_layer(
     probe: LossProbe, levels: IntArray, job: LossJob
 ) -> Iterator[tuple[int, list[_Variant]]]:
-    kept = _tokens_of_prompt(levels[:-1], job.context_tokens, probe.n_tokens, job.protected_tokens)
+    budgets = _budgets(probe, levels, job)
     for layer in sorted(probe.scores):
-        yield layer, _variants(_kept_by_policy(probe, layer, kept, job), job)
+        yield layer, _variants(_kept_by_policy(probe, layer, budgets, job), job)
+
+
+def _budgets(probe: LossProbe, levels: IntArray, job: LossJob) -> list[int]:
+    """The levels below the last one at the length of the prompt."""
+    context, protected = job.context_tokens, job.protected_tokens
+    return _tokens_of_prompt(levels[:-1], context, probe.n_tokens, protected)
 
 
 def _stderr(values: FloatArray) -> float:
