@@ -83,7 +83,8 @@ class Job:
         """What measuring the losses of one layer takes, in layers of a mini-prefill."""
         if self.losses is None:
             return 0
-        return (MEASURED_LAYERS if self.losses.method == "measured" else 1) * len(self.policies)
+        every = self.losses.method == "measured" and self.losses.probes is None
+        return (MEASURED_LAYERS if every else 1) * len(self.policies)
 
     @cached_property
     def policies(self) -> tuple[Policy, ...]:

@@ -85,6 +85,7 @@ def measure_losses(
     job: LossJob,
     *,
     batch: int = 8,
+    only: npt.NDArray[np.bool_] | None = None,
     layer_done: Callable[[], None] = lambda: None,
 ) -> MeasuredLosses:
     """Reduce every unit alone to every level, and measure.
@@ -100,6 +101,8 @@ def measure_losses(
         What the figures are for.
     batch : int
         Variants that run together.
+    only : ndarray of bool, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels), optional
+        Which figures to measure; the others are 0. All by default.
     layer_done : callable
         Called after each measured layer.
 
@@ -109,6 +112,9 @@ def measure_losses(
     """
     losses, stderr = _nothing_lost(probe, levels, job)
     for layer, variants in _variants_by_layer(probe, levels, job):
+        if only is not None:
+            here = only[layer]
+            variants = [one for one in variants if any(here[place] for place in one[0])]
         for begin in range(0, len(variants), batch):
             some = variants[begin : begin + batch]
             found = probe.losses(layer, torch.stack([keep for _, keep in some])).cpu().numpy()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 LossMethod = Literal["measured", "fast"]
 
 DEFAULT_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
@@ -41,6 +42,9 @@ class LossPlan:
         Tokens after the prompt on which the distributions are compared, at most.
     batch : int
         Variants that run together.
+    probes : int or None
+        Measure so many figures a sample, where the solution is undecided, after a pass of estimates
+        over all samples (`kvalloc.measure.probing`); all figures by default.
     policies : tuple of str
         Policies whose losses are measured beside those of the scorer's best entries, as
         `kvalloc.measure.loss_policies.named_policies` reads them.
@@ -56,6 +60,7 @@ class LossPlan:
     shares: tuple[float, ...] = DEFAULT_SHARES
     continuation_tokens: int = 24
     batch: int = 8
+    probes: int | None = None
     policies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -66,6 +71,11 @@ class LossPlan:
                 )
         if self.continuation_tokens < 1 or self.batch < 1:
             raise InputError("a loss needs a continuation and a batch of at least 1")
+        if self.probes is not None and (self.probes < 1 or self.method != "measured"):
+            raise InputError(
+                f"{self.probes} probes of {self.method} losses cannot be measured; ask for 1 or more "
+                "with --loss measured"
+            )
         if not self.shares or not all(0 <= share <= 1 for share in self.shares):
             raise InputError(
                 f"the loss levels {self.shares} are not shares within 0..1; give some such"
@@ -111,6 +121,7 @@ class LossPlan:
         context_tokens: int,
         sinks: int,
         layer_done: Callable[[], None],
+        only: BoolArray | None = None,
     ) -> MeasuredLosses:
         """Loss curves of one sample.
 
@@ -128,6 +139,9 @@ class LossPlan:
             Of the score profile.
         layer_done : callable
             Called after each layer.
+        only : ndarray of bool, optional
+            Which figures to measure; see `kvalloc.measure.loss_curves.measure_losses`. Where there
+            are `probes` and it is not given, all are estimated.
 
         Returns
         -------
@@ -163,13 +177,17 @@ class LossPlan:
             level=self.level,
         )
         levels = self.levels(context_tokens, job.protected_tokens)
-        run = measure_losses if self.method == "measured" else estimate_losses
-        return run(probe, levels, job, batch=self.batch, layer_done=layer_done)
+        if only is not None or (self.method == "measured" and self.probes is None):
+            return measure_losses(
+                probe, levels, job, batch=self.batch, only=only, layer_done=layer_done
+            )
+        return estimate_losses(probe, levels, job, batch=self.batch, layer_done=layer_done)
 
     def record(self) -> dict[str, Any]:
         """What decides the numbers, as plain values."""
         return {
             **({"policies": list(self.policies)} if self.policies else {}),
+            **({} if self.probes is None else {"probes": self.probes}),
             "method": self.method,
             "level": self.level,
             "shares": list(self.shares),
