@@ -92,7 +92,7 @@ def _loss_fault(profile: ScoreProfile) -> Fault | None:
     """
     levels, losses, stderr = profile.loss_tokens, profile.losses, profile.loss_stderr
     if levels is None or losses is None:
-        if any(array is not None for array in (levels, losses, stderr)):
+        if any(array is not None for array in (levels, losses, stderr, profile.loss_probed)):
             both = "both or neither (and loss_stderr)"
             return "loss_tokens, losses", "one without the other", both
         if profile.loss_policies or profile.other_losses is not None:
@@ -109,7 +109,22 @@ def _loss_fault(profile: ScoreProfile) -> Fault | None:
         )
     columns = {1, profile.shape.n_kv_heads}
     fault = _losses_fault(profile, ("losses", "loss_stderr"), (losses, stderr), columns)
-    return fault or _other_losses_fault(profile, losses.shape[2])
+    fault = fault or _other_losses_fault(profile, losses.shape[2])
+    return fault or _probed_fault(profile, (*losses.shape[1:3], len(profile.policies), levels.size))
+
+
+def _probed_fault(profile: ScoreProfile, expected: tuple[int, ...]) -> Fault | None:
+    probed = profile.loss_probed
+    if probed is None:
+        return None
+    if (
+        probed.shape != expected
+        or probed.dtype != np.int64
+        or np.any((probed != 0) & (probed != 1))
+    ):
+        found = f"{probed.dtype} shaped {probed.shape}"
+        return "loss_probed", found, f"int64 of 0 and 1 shaped {expected}"
+    return None
 
 
 def _other_losses_fault(profile: ScoreProfile, columns: int) -> Fault | None:

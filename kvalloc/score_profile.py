@@ -31,6 +31,7 @@ _ARRAYS = ("ranks", "curves", "masses", "sample_tokens")
 _OPTIONAL_ARRAYS = (
     *("loss_tokens", "losses", "loss_stderr"),
     *("other_losses", "other_loss_stderr"),
+    "loss_probed",
     *("bit_widths", "bit_fidelity"),
     *("shared_runs", "shared_curves"),
 )
@@ -90,6 +91,9 @@ class ScoreProfile:
         but sinks and window is kept, and where everything is.
     other_loss_stderr : ndarray of float64, shaped as ``other_losses``, or None
         Standard error of each.
+    loss_probed : ndarray of int64, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels), or None
+        1 where a loss was measured and 0 where it is an estimate scaled to those (`kvalloc profile
+        --probes`), the scorer's own entries first; None where all are of one kind.
     bit_widths : ndarray of int64, (n_bits,), or None
         Bit widths whose fidelity was measured, of 16, 8 and 4.
     bit_fidelity : ndarray of float64, (n_samples, n_layers, n_kv_heads, n_bits), or None
@@ -142,6 +146,7 @@ class ScoreProfile:
     loss_policies: tuple[Policy, ...] = ()
     other_losses: FloatArray | None = None
     other_loss_stderr: FloatArray | None = None
+    loss_probed: IntArray | None = None
     bit_widths: IntArray | None = None
     bit_fidelity: FloatArray | None = None
     interpolation_error: float = 0.0

@@ -117,6 +117,14 @@ def profile(
     loss_level: Annotated[
         str, typer.Option(metavar="layer|head", help="What is reduced alone for --loss.")
     ] = "layer",
+    probes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --loss measured: estimate everything first, then measure only the N figures "
+            "a sample whose measurement may change the solution; all by default.",
+        ),
+    ] = None,
     loss_policies: Annotated[
         str | None,
         typer.Option(
@@ -146,6 +154,7 @@ def profile(
     if sinks is not None and count_sinks:
         raise InputError("--sinks and --count-sinks contradict each other; give one of them")
     policies = tuple(loss_policies.split(",")) if loss_policies else ()
+    _check_probes(probes, loss)
     _check_loss(loss, loss_level, policies, chosen, DEFAULT_SINKS if sinks is None else sinks)
     texts = _read(text or [], prompts or [])
     options |= {
@@ -159,6 +168,7 @@ def profile(
         "seed": seed,
         "loss": loss,
         "loss_level": loss_level,
+        "probes": probes,
         "loss_policies": policies,
         "bits": bit_widths(bits),
         "resume": resume,
@@ -187,6 +197,16 @@ def _check(
     chosen = get_scorer(scorer, **parameters)
     require_run_packages()
     return chosen, _partial_folder(output, resume=resume)
+
+
+def _check_probes(probes: int | None, loss: str | None) -> None:
+    from kvalloc.measure.loss_plan import LossPlan
+
+    if probes is None:
+        return
+    if loss is None:
+        raise InputError("--probes are of measured losses; add --loss")
+    LossPlan(method=loss, probes=probes)  # type: ignore[arg-type]  # it checks them
 
 
 def _check_loss(
@@ -282,6 +302,7 @@ def _report(
         if measured.has_losses
         else None,
         "loss_tokens": None if measured.loss_tokens is None else measured.loss_tokens.tolist(),
+        "loss_probes": None if measured.loss_probed is None else int(measured.loss_probed.sum()),
         "seconds": seconds,
         "file_bytes": file_bytes,
     }

@@ -73,8 +73,8 @@ class LossPlan:
             raise InputError("a loss needs a continuation and a batch of at least 1")
         if self.probes is not None and (self.probes < 1 or self.method != "measured"):
             raise InputError(
-                f"{self.probes} probes of {self.method} losses cannot be measured; ask for 1 or more "
-                "with --loss measured"
+                f"{self.probes} probes of {self.method} losses cannot be measured; ask for 1 or "
+                "more with --loss measured"
             )
         if not self.shares or not all(0 <= share <= 1 for share in self.shares):
             raise InputError(

@@ -13,6 +13,7 @@ from kvalloc.formulate import formulate
 from kvalloc.measure.sampling import SampleSet
 from kvalloc.measure.texts import Document, Prompt
 from kvalloc.models import shape_of
+from kvalloc.recording import to_budget_profile
 from kvalloc.refining.measuring import JointProbes, Store
 from kvalloc.refining.reading import chosen_prompts, refinement_prompts
 from kvalloc.refining.rounds import Search
@@ -21,7 +22,6 @@ from kvalloc.registry import get_solver, options_of
 from kvalloc.request import REQUEST_OPTIONS, Request
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.solver import Solver
-from kvalloc.solving import to_budget_profile
 
 Progress = Callable[[int, int], None]
 

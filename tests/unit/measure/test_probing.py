@@ -1,0 +1,160 @@
+"""Adaptive probes: where they are spent, and what they make of the estimates."""
+
+from __future__ import annotations
+
+from math import erfc, exp, pi, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import WordTokenizer, tiny_model, words
+
+from kvalloc.errors import InputError
+from kvalloc.measure import profile
+from kvalloc.measure.loss_plan import LossPlan
+from kvalloc.measure.probing import choose_probes, scaled_to_probes
+from kvalloc.score_profile import ScoreProfile
+
+TOKENS = np.array([10, 30, 100], dtype=np.int64)
+
+
+def test_probes_are_spent_by_expected_improvement_by_hand() -> None:
+    # one sample: the uncertainty is half the loss. Half of 200 entries: at the price p the first
+    # unit is torn between 30 and 100 entries, the second takes 30 or less at any price near it.
+    losses = np.array([[[0.9, 0.5, 0.0], [0.02, 0.01, 0.0]]])
+    wanted = choose_probes(losses, TOKENS, 2, shares=(0.5,))
+    assert wanted.tolist() == [[True, True, False], [False, False, False]]
+    # no more than there are, and never what keeps everything
+    assert choose_probes(losses, TOKENS, 99, shares=(0.5,)).sum() == 4
+
+
+@given(st.integers(0, 10**6), st.integers(1, 30))
+@settings(max_examples=40)
+def test_as_many_as_asked_where_something_is_at_stake(seed: int, most: int) -> None:
+    random = np.random.default_rng(seed)
+    losses = -np.sort(-random.exponential(size=(3, 8, 4)), axis=-1)
+    losses[..., -1] = 0.0
+    wanted = choose_probes(losses, np.array([5, 20, 60, 90]), most)
+    assert wanted.sum() <= most
+    assert not wanted[:, -1].any()
+    more = choose_probes(losses, np.array([5, 20, 60, 90]), most + 1)
+    assert np.all(more | ~wanted)  # the first ones stay
+
+
+def test_the_expected_improvement_is_that_of_a_normal() -> None:
+    from kvalloc.measure.probing import _expected_improvement
+
+    gap, uncertain = np.array([0.0, 0.3, 2.0, 1.0]), np.array([1.0, 0.5, 1.0, 0.0])
+    found = _expected_improvement(gap, uncertain)
+    drawn = np.random.default_rng(0).normal(size=10**6)
+    expected = [np.maximum(0, u * drawn - g).mean() for g, u in zip(gap, uncertain, strict=True)]
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+    away = 2.0
+    assert found[2] == pytest.approx(
+        exp(-(away**2) / 2) / sqrt(2 * pi) - away * erfc(away / sqrt(2)) / 2
+    )
+
+
+def test_estimates_are_scaled_to_what_was_measured_by_hand() -> None:
+    estimates = np.array([[[0.8, 0.4, 0.2, 0.0], [0.6, 0.3, 0.1, 0.0]]] * 2)
+    estimates[1] *= 0.5  # another prompt
+    probed = np.zeros_like(estimates)
+    where = np.zeros((2, 4), dtype=np.bool_)
+    where[0, [0, 2]] = True
+    probed[:, 0, 0], probed[:, 0, 2] = [0.4, 0.2], [0.2, 0.1]
+    found = scaled_to_probes(estimates, probed, where)
+    # factors 0.3 / 0.6 = 0.5 and 0.15 / 0.15 = 1, 0.75 in between; all together 0.45 / 0.75 = 0.6
+    np.testing.assert_allclose(found[0, 0], [0.4, 0.75 * 0.4, 0.2, 0.0])
+    np.testing.assert_allclose(found[1, 0], [0.2, 0.75 * 0.2, 0.1, 0.0])
+    np.testing.assert_allclose(found[:, 1], 0.6 * estimates[:, 1])
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=30)
+def test_measured_figures_stay_and_right_estimates_do_not_move(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    estimates = random.exponential(size=(3, 5, 4))
+    where = random.random((5, 4)) < 0.4
+    probed = np.where(where, random.exponential(size=(3, 5, 4)), 0.0)
+    found = scaled_to_probes(estimates, probed, where)
+    assert np.array_equal(found[:, where], probed[:, where])
+    assert np.all(found >= 0)
+    same = scaled_to_probes(estimates, np.where(where, estimates, 0.0), where)
+    np.testing.assert_allclose(same, estimates)
+
+
+PLAN: dict[str, Any] = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
+
+
+def measured(**options: Any) -> ScoreProfile:
+    values = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
+    return profile(tiny_model(), WordTokenizer(), [words(300)], **values)
+
+
+@pytest.mark.parametrize("policies", [(), ("tova",)])
+def test_probed_figures_are_those_that_measuring_everything_gives(
+    tmp_path: Path, policies: tuple[str, ...]
+) -> None:
+    every = measured(loss=LossPlan(level="head", policies=policies, **PLAN))
+    fast = measured(loss=LossPlan(level="head", method="fast", policies=policies, **PLAN))
+    found = measured(loss=LossPlan(level="head", probes=7, policies=policies, **PLAN))
+    assert found.loss_probed is not None
+    assert found.loss_probed.shape == (3, 2, 1 + len(policies), 4)
+    assert found.loss_probed.sum() == 7
+    for place, names in (
+        (0, ("losses", "loss_stderr")),
+        (1, ("other_losses", "other_loss_stderr")),
+    ):
+        if place > len(policies):
+            continue
+        probed = found.loss_probed[:, :, place].astype(bool)
+        for name in names:
+            own, all_of, cheap = (getattr(each, name) for each in (found, every, fast))
+            if place:
+                own, all_of, cheap = own[..., 0, :], all_of[..., 0, :], cheap[..., 0, :]
+            np.testing.assert_allclose(own[:, probed], all_of[:, probed], atol=1e-7)
+            assert not np.array_equal(own[:, probed], cheap[:, probed]) or not probed.any()
+    found.save(tmp_path / "s.safetensors")
+    again = ScoreProfile.load(tmp_path / "s.safetensors")
+    assert np.array_equal(again.loss_probed, found.loss_probed)
+    assert again.digest() == found.digest()
+
+
+def test_a_killed_second_pass_goes_on_where_it_was(tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    seen: list[tuple[int, int]] = []
+
+    def stop(done: int, total: int) -> None:
+        seen.append((done, total))
+        if 4 * done >= 3 * total:  # one sample of the second pass is done
+            raise Killed
+
+    plan = LossPlan(level="head", probes=5, **PLAN)
+    with pytest.raises(Killed):
+        measured(loss=plan, checkpoint=tmp_path / "x", progress=stop)
+    assert len(list((tmp_path / "x").glob("sample_*"))) == 3
+    resumed = measured(loss=plan, checkpoint=tmp_path / "x", resume=True)
+    unbroken = measured(loss=plan, progress=lambda done, total: seen.append((done, total)))
+    assert resumed.losses is not None
+    assert np.array_equal(resumed.losses, unbroken.losses)
+    assert np.array_equal(resumed.loss_stderr, unbroken.loss_stderr)
+    assert seen[-1][0] == seen[-1][1]
+    measured(loss=plan, checkpoint=tmp_path / "y", keep_checkpoint=True)
+    other = LossPlan(level="head", probes=6, **PLAN)
+    with pytest.raises(InputError, match="begun with losses"):
+        measured(loss=other, checkpoint=tmp_path / "y", resume=True)
+
+
+def test_probes_that_cannot_be_are_refused() -> None:
+    for options, message in (
+        ({"loss": "fast", "probes": 3}, "3 probes of fast losses"),
+        ({"loss": "measured", "probes": 0}, "0 probes of measured"),
+        ({"probes": 3}, "add loss='measured'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            measured(**options)
