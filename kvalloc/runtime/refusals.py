@@ -40,6 +40,11 @@ COMPILED = (
     "a compiled model sees fixed cache sizes, but here layers differ and grow; use the model "
     "without torch.compile"
 )
+WEIGHTS = (
+    "output_attentions=True is not supported: layers keep different entries, so the weights' "
+    "columns would not mean the same tokens"
+)
+UNUSED = "use_cache=False asks for no cache, so there is nothing to reduce; leave it out"
 
 
 def check_profile(profile: BudgetProfile) -> None:
@@ -91,7 +96,8 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For a compiled model, or one that prefills in chunks of unannounced length.
+        For a compiled model, or one whose generation config asks for compilation, for another
+        cache, or for a prefill in chunks of unannounced length.
     InputError
         For a prompt length that is not positive.
     """
@@ -99,7 +105,16 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
         raise InputError(f"prompt_tokens is {prompt_tokens}, expected >= 1")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise UnsupportedRequestError(COMPILED)
-    chunk = getattr(getattr(model, "generation_config", None), "prefill_chunk_size", None)
+    config = getattr(model, "generation_config", None)
+    if getattr(config, "compile_config", None) is not None:
+        raise UnsupportedRequestError(COMPILED)
+    kind = getattr(config, "cache_implementation", None)
+    if kind not in (None, "dynamic"):
+        raise UnsupportedRequestError(
+            f"the model's generation config asks for a {kind} cache, which does not go with "
+            "another one; set model.generation_config.cache_implementation to None"
+        )
+    chunk = getattr(config, "prefill_chunk_size", None)
     if chunk is not None and prompt_tokens is None:
         raise UnsupportedRequestError(
             f"the model prefills in chunks of {chunk} tokens, and a second chunk cannot be told "
@@ -219,7 +234,8 @@ def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For assisted generation, another cache implementation, or no cache at all.
+        For assisted generation, another cache implementation, compilation, attention weights, or
+        no cache at all.
     """
     configs = [arguments.get("generation_config"), getattr(model, "generation_config", None)]
 
@@ -240,9 +256,11 @@ def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
             "kvalloc supplies the cache"
         )
     if setting("use_cache") is False:
-        raise UnsupportedRequestError(
-            "use_cache=False asks for no cache, so there is nothing to reduce; leave it out"
-        )
+        raise UnsupportedRequestError(UNUSED)
+    if setting("compile_config") is not None:
+        raise UnsupportedRequestError(COMPILED)
+    if setting("output_attentions"):
+        raise UnsupportedRequestError(WEIGHTS)
 
 
 def check_forward(
@@ -266,8 +284,10 @@ def check_forward(
     UnsupportedRequestError
         If the attention implementation, the arguments, the batch size or the mask do not fit.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiled():
         raise UnsupportedRequestError(COMPILED)
+    if arguments.get("use_cache") is False:
+        raise UnsupportedRequestError(UNUSED)
     if base not in ("sdpa", "eager"):
         raise UnsupportedRequestError(
             f"a reduced cache runs on sdpa and eager attention, not on {base}; load the model with "
@@ -275,16 +295,24 @@ def check_forward(
         )
     wanted = arguments.get("output_attentions")
     if wanted or (wanted is None and getattr(decoder.config, "output_attentions", False)):
-        raise UnsupportedRequestError(
-            "output_attentions=True is not supported: layers keep different entries, so the "
-            "weights' columns would not mean the same tokens"
-        )
+        raise UnsupportedRequestError(WEIGHTS)
     batch, _ = new_tokens_shape(arguments)
     if cache.batch and cache.batch != batch:
         raise UnsupportedRequestError(
             f"the cache holds {cache.batch} rows, but this input has {batch}; make a cache for "
             "each batch, or repeat the rows with cache.batch_repeat_interleave(n)"
         )
+
+
+def _is_compiled() -> bool:
+    """Whether this runs inside ``torch.compile``, also where its tracing has broken off."""
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    except ImportError:  # not a public name: without it, what torch.compile breaks off at is unseen
+        return False
+    return callable(get_eval_frame_callback())
 
 
 def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from cli_tools import prose, refused, run, save_tiny_model
 from tiny_models import tiny_model
+from transformers import BloomConfig, BloomForCausalLM
+
+from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.library import load_profile
 
 QUESTIONS = [prose(40)[60:90].strip(), "w3 w8 w13", "w21"]
 
@@ -292,6 +298,38 @@ def test_a_question_that_does_not_fit_is_refused_before_the_first_answer(folder)
     assert "no room" in line
 
 
+def test_models_and_profiles_that_do_not_fit_are_refused(folder):
+    """With stored budgets, with budgets that follow the prompt, and with a target."""
+    bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=101))
+    save_tiny_model(folder / "bloom", bloom)
+    shape = load_profile(folder / "tiny.json").shape
+    wide = replace(shape, n_query_heads=12, n_kv_heads=4)
+    heads = BudgetProfile(
+        shape=wide, level="layer", context_tokens=64, budgets=np.full((3, 4), 30),
+        policy=Policy(scorer="xkv", scorer_parameters={}, sinks=4, window=8),
+    )  # fmt: skip
+    heads.save(folder / "wide.json")
+    sizes = {"n_layers": 2, "n_query_heads": 2, "n_kv_heads": 2, "head_dim": 16}
+    names = {"model_id": "bloom", "layer_types": ("full", "full")}
+    replace(
+        heads, shape=replace(shape, **sizes, **names), budgets=np.full((2, 2), 30)
+    ).save(folder / "bloom.json")  # fmt: skip
+    document = ("--prompt-file", folder / "doc.txt", "--question", "w1")
+    for way in (["--target-retention", "0.9"], ["--profile", folder / "bloom.json"],
+                ["--profile", folder / "bloom.json", "--adapt", "0.2"]):  # fmt: skip
+        line = refused(folder, "generate", folder / "bloom", *document, *way)
+        assert "Bloom" in line
+    for more in ([], ["--adapt", "0.2"], ["--allow-other-model"]):
+        line = refused(folder, "generate", folder / "tiny", *document, "--profile",
+                       folder / "wide.json", *more)  # fmt: skip
+        assert "n_query_heads 12" in line
+    low = json.loads((folder / "wide.json").read_text())
+    low["budgets"][1] = [3] * 4
+    (folder / "low.json").write_text(json.dumps(low))
+    line = refused(folder, "generate", folder / "tiny", *document, "--profile", folder / "low.json")
+    assert "budgets" in line or "digest" in line
+
+
 def test_ask_needs_a_document_that_is_not_on_stdin(folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Stdin("w1"))
     words = ("generate", folder / "tiny", "--profile", folder / "tiny.json", "--ask")
@@ -299,7 +337,6 @@ def test_ask_needs_a_document_that_is_not_on_stdin(folder, monkeypatch):
 
 
 def test_a_cache_saved_in_python_is_asked_as_plain_text(folder):
-    from kvalloc.library import load_profile
     from kvalloc.models import load_model
 
     loaded = load_model(folder / "tiny")

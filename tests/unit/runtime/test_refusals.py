@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import CompileConfig
 
 import kvalloc
 from kvalloc.errors import (
@@ -119,6 +122,65 @@ def test_compiled_models_are_refused(tiny: ModuleType, model: Any) -> None:
         profile.cache(model)
 
 
+def test_a_model_that_is_compiled_later_is_refused(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    compiled = torch.compile(model, backend="eager")
+    refused(compiled, cache, r"torch\.compile", input_ids=tiny.prompt(CONTEXT))
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+    assert cache.reduced
+
+
+def test_settings_of_the_model_that_ask_for_another_cache_are_refused(
+    tiny: ModuleType, model: Any
+) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    model.generation_config.cache_implementation = "static"
+    for make in (profile.cache, lambda one: kvalloc.apply(one, profile)):
+        with pytest.raises(UnsupportedRequestError, match="asks for a static cache"):
+            make(model)
+    model.generation_config.cache_implementation = None
+    model.generation_config.compile_config = CompileConfig()
+    with pytest.raises(UnsupportedRequestError, match=r"torch\.compile"):
+        profile.cache(model)
+
+
+def test_a_cache_that_is_not_to_be_used_is_refused(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    refused(model, cache, "use_cache=False", input_ids=tiny.prompt(CONTEXT), use_cache=False)
+
+
+def test_a_profile_with_other_heads_is_refused(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    for more in ({"n_kv_heads": 4}, {"n_kv_heads": 4, "n_query_heads": 8}, {"n_kv_heads": 1}):
+        shape = dataclasses.replace(profile.shape, **more)
+        budgets = np.repeat(profile.budgets[:, :1], shape.n_kv_heads, axis=1)
+        wide = dataclasses.replace(profile, shape=shape, budgets=budgets)
+        with pytest.raises(ModelMismatchError, match="heads") as caught:
+            wide.cache(model, allow_other_model=True)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["stored", "adapted", "target"])
+def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
+    tiny: ModuleType, how: str
+) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    from kvalloc.models import shape_of
+
+    bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
+    ran: list[int] = []
+    bloom.register_forward_pre_hook(lambda *_: ran.append(1))
+    profile = tiny.make_profile(bloom, CONTEXT, [20, 20], shape=shape_of(bloom))
+    options = {"stored": {}, "adapted": {"adapt": 0.3}, "target": {"target_retention": 0.9}}[how]
+    with pytest.raises(UnsupportedModelError, match="Bloom") as caught:
+        kvalloc.apply(bloom, None if how == "target" else profile, **options)
+    assert "\n" not in str(caught.value)
+    assert not ran
+    assert "generate" not in vars(bloom)
+
+
 def test_cropping_into_a_reduced_prompt_is_refused(tiny: ModuleType, model: Any) -> None:
     cache = tiny.make_profile(model, CONTEXT, [CONTEXT, 20, 20, 20]).cache(model)
     with torch.no_grad():
@@ -156,6 +218,8 @@ def test_offloading_and_assisted_generation_are_refused(tiny: ModuleType, model:
         ({"cache_implementation": "static"}, "static"),
         ({"cache_implementation": "offloaded"}, "offloaded"),
         ({"use_cache": False}, "use_cache=False"),
+        ({"compile_config": CompileConfig()}, "torch.compile"),
+        ({"output_attentions": True}, "output_attentions"),
     ],
 )
 def test_apply_refuses_what_generate_cannot_do(
