@@ -17,7 +17,6 @@ from kvalloc.recording import to_budget_profile
 from kvalloc.refining.measuring import JointProbes, Store
 from kvalloc.refining.reading import chosen_prompts, refinement_prompts
 from kvalloc.refining.rounds import Search
-from kvalloc.refining.tasks import split_prompts
 from kvalloc.registry import get_solver, options_of
 from kvalloc.request import REQUEST_OPTIONS, Request
 from kvalloc.score_profile import ScoreProfile
@@ -126,7 +125,6 @@ def refine(
     chosen = solver if isinstance(solver, Solver) else get_solver(solver, **(solver_options or {}))
     texts = refinement_prompts() if prompts is None else prompts
     samples, tasks = chosen_prompts(texts, tokenizer, scores)
-    split = split_prompts(tasks, held_out_share=held_out_share, seed=seed)
     store = None
     if checkpoint is not None:
         record = _record(model, scores, request, samples, continuation_tokens, probes)
@@ -138,13 +136,14 @@ def refine(
         solver=chosen,
         time_limit=time_limit,
         target_loss=request.target_loss,
-        split=split,
         tasks=tasks,
+        held_out_share=held_out_share,
+        seed=seed,
         most_probes=probes,
         progress=progress,
-        steps=(rounds + 1) * len(tasks) + rounds * int(split.training.size),
+        rounds=rounds,
     )
-    best, told = run.search(problem, rounds)
+    best, told = run.search(problem)
     options = options_of(solver) if isinstance(solver, Solver) else {**(solver_options or {})}
     decided = to_budget_profile(scores, request, best.problem, best.checked, chosen.name, options)
     refinement = {

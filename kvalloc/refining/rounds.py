@@ -16,7 +16,7 @@ from kvalloc.refining.correcting import Region, corrected, moved, region
 from kvalloc.refining.measuring import JointProbes
 from kvalloc.refining.neighbours import Figures, most_undecided, neighbours
 from kvalloc.refining.shrinking import Shrunk, shrink_by_folds
-from kvalloc.refining.tasks import Split, comparable_scales, interval, prompt_weights
+from kvalloc.refining.tasks import comparable_scales, interval, prompt_weights, split_prompts
 from kvalloc.solver import Solver
 
 FloatArray = npt.NDArray[np.float64]
@@ -103,15 +103,17 @@ class Search:
         Seconds for each solve.
     target_loss : float or None
         Most held-out loss, nats per token; None where a size is given.
-    split : Split
-        Who learns and who judges.
     tasks : list of str
         Task of each prompt.
+    held_out_share : float
+        Share of each task's prompts that only judge.
+    seed : int
+        Of their choice.
     most_probes : int or None
         Single changes measured a round and prompt.
     progress : callable or None
-    steps : int
-        Prompts to measure at most, for `progress`.
+    rounds : int
+        At most.
     """
 
     def __init__(
@@ -121,32 +123,34 @@ class Search:
         solver: Solver,
         time_limit: float | None,
         target_loss: float | None,
-        split: Split,
         tasks: list[str],
+        held_out_share: float,
+        seed: int,
         most_probes: int | None,
         progress: Progress | None,
-        steps: int,
+        rounds: int,
     ) -> None:
         self._probes, self._solver, self._time_limit = probes, solver, time_limit
         self._target = target_loss
-        self._split, self._most_probes = split, most_probes
-        self._tasks = tasks
-        self._train = [tasks[i] for i in split.training]
-        self._held = [tasks[i] for i in split.held_out]
+        self._tasks, self._most_probes = tasks, most_probes
+        self._share, self._seed = held_out_share, seed
+        self._part(None)
         self._scales: dict[str, float] | None = None
-        self._progress, self._done, self._steps = progress, 0, steps
+        self._progress, self._done, self._rounds = progress, 0, rounds
+        self._steps = (rounds + 1) * len(tasks) + rounds * int(self._split.training.size)
 
-    def search(self, problem: AllocationProblem, rounds: int) -> tuple[Point, list[Round]]:
+    def search(self, problem: AllocationProblem) -> tuple[Point, list[Round]]:
         """The best point, and what was told of every round."""
         first = self._solved(problem)
         best = self._point(problem, first, first.choice)
+        self._part(best.losses)
         if self._target is None:  # the first solution says how the tasks compare
             losses = best.losses[self._split.training]
             self._scales = comparable_scales(self._train, losses)
         told = [self._told(0, best, -first.value, kept=True)]
         curves, reach = problem, 1.0
         around: tuple[Figures, FloatArray, Shrunk] | None = None
-        for number in range(1, rounds + 1):
+        for number in range(1, self._rounds + 1):
             if around is None:
                 around = self._around(curves, best)
             figures, _, shrunk = around
@@ -170,6 +174,13 @@ class Search:
                     break
         self._check_target(best)
         return best, told
+
+    def _part(self, losses: FloatArray | None) -> None:
+        """Settle who learns and who judges."""
+        share, seed = self._share, self._seed
+        self._split = split_prompts(self._tasks, losses, held_out_share=share, seed=seed)
+        self._train = [self._tasks[i] for i in self._split.training]
+        self._held = [self._tasks[i] for i in self._split.held_out]
 
     def summary(self, best: Point, told: list[Round]) -> dict[str, Any]:
         """What the budget profile states."""

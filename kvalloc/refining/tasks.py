@@ -37,13 +37,25 @@ class Split:
     held_out: IntArray
 
 
-def split_prompts(tasks: Sequence[str], *, held_out_share: float = 1 / 3, seed: int = 0) -> Split:
-    """Hold out a share of each task's prompts, drawn at random.
+def split_prompts(
+    tasks: Sequence[str],
+    losses: FloatArray | None = None,
+    *,
+    held_out_share: float = 1 / 3,
+    seed: int = 0,
+) -> Split:
+    """Hold out a share of each task's prompts, drawn at random among those that lose alike.
+
+    Losses have heavy tails: the few prompts whose answer flips make up most of the mean. So the
+    prompts of a task are put in the order of what they lose before anything is learnt, cut into as
+    many blocks as are held out, and one of each block is drawn: both sides get their share of them.
 
     Parameters
     ----------
     tasks : sequence of str, (n_prompts,)
         Task of each prompt.
+    losses : ndarray of float64, (n_prompts,), optional
+        Loss of each prompt with the first solution; all alike by default.
     held_out_share : float
         Above 0 and below 1; of a task with two prompts or more at least one is held out and one
         is not, and a task with a single prompt is learnt from.
@@ -58,6 +70,10 @@ def split_prompts(tasks: Sequence[str], *, held_out_share: float = 1 / 3, seed: 
     ------
     InputError
         If there are fewer than `LEAST_PROMPTS` prompts, or no task has two.
+
+    References
+    ----------
+    R. A. Fisher, The Design of Experiments (1935), Chap. IV: randomised blocks.
     """
     if not 0 < held_out_share < 1:
         raise InputError(f"a held-out share of {held_out_share:g} is not between 0 and 1")
@@ -73,7 +89,10 @@ def split_prompts(tasks: Sequence[str], *, held_out_share: float = 1 / 3, seed: 
         members = np.flatnonzero(names == task)
         if members.size > 1:
             count = min(members.size - 1, max(1, round(held_out_share * members.size)))
-            held += random.permutation(members)[:count].tolist()
+            order = random.permutation(members)
+            if losses is not None:
+                order = order[np.argsort(losses[order], kind="stable")]
+            held += [int(random.choice(block)) for block in np.array_split(order, count)]
     if not held:
         raise InputError(
             "no task has two prompts, so that none can be held out; give more prompts of a task"
