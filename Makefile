@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test test-matrix lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-runtime peers clean
+.PHONY: help demo test test-matrix lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-runtime bench-quality peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -104,6 +104,9 @@ bench-runtime: $(READY) ## the same, the reduced cache only: prefill, decoding, 
 
 bench-loss: $(READY) ## the same, measuring losses only
 	$(BIN)/python benchmarks/record.py loss
+
+bench-quality: $(READY) $(PEERS_READY) ## shipped profiles against kvpress on held-out prompts
+	$(BIN)/python benchmarks/record.py quality
 
 clean: ## remove the environment, caches and build products
 	rm -rf .venv .venv-kvpress build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

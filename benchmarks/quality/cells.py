@@ -20,6 +20,10 @@ from typing import Any
 
 from transformers import DynamicCache
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from quality.tables import read_rows
+
 import kvalloc
 from kvalloc.evaluate.kl import divergence
 from kvalloc.evaluate.methods import CacheMethod, answer_greedily
@@ -39,6 +43,8 @@ ASKING = ("needle", "pairs", "labels")
 AFTER = ("needle", "pairs")
 """Tasks that are also asked after the compression (context only)."""
 SHARES = (0.5, 0.2, 0.1)
+LEAST_AFTER = 0.15
+"""Context only is asked at the larger shares."""
 SEED = 7
 
 
@@ -95,9 +101,15 @@ def parse_arguments() -> argparse.Namespace:
 def profile_of(name: str) -> tuple[str, Any]:
     """A budget profile, called by its name and a digest: a changed one is measured again."""
     profile = kvalloc.load_profile(name)
-    decided = [profile.budgets.tolist(), repr(profile.policies), repr(profile.unit_policies)]
-    digest = hashlib.sha256(json.dumps(decided).encode()).hexdigest()[:8]
-    return f"{Path(name).stem}#{digest}", profile
+    return f"{Path(name).stem}#{digest_of(profile)}", profile
+
+
+def digest_of(profile: Any) -> str:
+    """Of the budgets and policies, whatever else a profile says."""
+    units = None if profile.unit_policies is None else profile.unit_policies.tolist()
+    records = [policy.record() for policy in profile.policies]
+    decided = json.dumps([profile.budgets.tolist(), units, records], sort_keys=True)
+    return hashlib.sha256(decided.encode()).hexdigest()[:8]
 
 
 def prompts(tokenizer: Any, asked: argparse.Namespace) -> Iterator[Prompt]:
@@ -126,7 +138,8 @@ def methods_for(
 ) -> Iterator[tuple[tuple[str, float], Any]]:
     """Methods by name and share; one reader, so that presses share the prompt's prefill."""
     reader = PromptReader()
-    for share in asked.shares:
+    shares = [share for share in asked.shares if share >= LEAST_AFTER or not prompt.after]
+    for share in shares:
         for peer in asked.peers:
             name = read_peer_name(f"kvpress:{peer}")
             yield (
@@ -139,6 +152,8 @@ def methods_for(
             )
     for name, profile in profiles:
         share = profile.retained_tokens / (profile.budgets.size * profile.context_tokens)
+        if prompt.after and share < LEAST_AFTER:
+            continue
         make = CacheMethod(make_cache=lambda one=profile: one.cache(loaded.model))
         yield (name, round(share, 3)), make
 
@@ -219,19 +234,6 @@ def row_of(
         "kept": kept,
         "stored": stored,
     }
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file of cells; a line that a kill left half-written is passed over."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:

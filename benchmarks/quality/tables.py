@@ -1,0 +1,191 @@
+"""Tables of quality cells: kept share x method, and what of the best peer's loss is left."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+Row = Mapping[str, Any]
+
+CELLS_FILE = Path(__file__).resolve().parent / "cells.jsonl"
+RESAMPLES = 2000
+OURS = "kvalloc"
+LEAST_KL = 1e-6
+"""Below it a loss is nought: a ratio of two of them says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Cells of one share and mode, all methods on the same prompts.
+
+    Attributes
+    ----------
+    share : float
+    methods : tuple of str
+        Peers, then ``kvalloc``.
+    values : dict of str to ndarray of float64, (n_methods, n_prompts)
+        By task.
+    """
+
+    share: float
+    methods: tuple[str, ...]
+    values: dict[str, FloatArray]
+
+    @property
+    def n_prompts(self) -> int:
+        return sum(values.shape[1] for values in self.values.values())
+
+    def means(self) -> FloatArray:
+        """Mean over the prompts, ``(n_methods, n_tasks)``."""
+        return np.stack([values.mean(axis=1) for values in self.values.values()], axis=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """kvalloc's loss over that of the best peer in each cell, and its 95% interval."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.ratio:.2f} [no interval from one prompt]"
+        return f"{self.ratio:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+    def reaches(self, limit: float) -> bool | None:
+        """Whether it is at most the limit and surely below 1; None where that cannot be said."""
+        if self.ratio > limit:
+            return False
+        return None if self.high is None else self.high < 1
+
+
+def grid_of(
+    rows: Sequence[Row], share: float, *, after: bool, context: int, field: str = "kl"
+) -> Grid | None:
+    """Cells of a share, of the prompts that every method has been put to; None without any."""
+    wanted = [
+        row
+        for row in rows
+        if row["after"] == after
+        and row["context"] == context
+        and row["method"] != "full"
+        and abs(row["share"] - share) < 0.006
+        and row[field] is not None
+    ]
+    methods = ordered({method_of(row) for row in wanted})
+    by_prompt: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for row in wanted:
+        by_prompt[row["task"], row["digest"]][method_of(row)] = float(row[field])
+    values: dict[str, list[list[float]]] = defaultdict(list)
+    for (task, _), found in by_prompt.items():
+        if len(found) == len(methods):
+            values[task].append([found[method] for method in methods])
+    if not values:
+        return None
+    return Grid(
+        share=share,
+        methods=methods,
+        values={task: np.array(cells).T for task, cells in values.items()},
+    )
+
+
+def method_of(row: Row) -> str:
+    """kvalloc's profiles are one method, whatever their names."""
+    return OURS if "#" in row["method"] else str(row["method"])
+
+
+def ordered(methods: set[str]) -> tuple[str, ...]:
+    return (*sorted(methods - {OURS}), *([OURS] if OURS in methods else []))
+
+
+def against_best(grid: Grid, *, seed: int = 0) -> tuple[Ratio, dict[str, Ratio]]:
+    """The ratio over the mean of the tasks, and in each task.
+
+    In every resample the best peer of each task is chosen anew, which favours the peers.
+    """
+    draw = np.random.default_rng(seed)
+    peers = np.array([method != OURS for method in grid.methods])
+    ours: dict[str, FloatArray] = {}
+    best: dict[str, FloatArray] = {}
+    for task, values in grid.values.items():
+        picked = draw.integers(0, values.shape[1], size=(RESAMPLES, values.shape[1]))
+        picked = np.concatenate([np.arange(values.shape[1])[None], picked])
+        means = values[:, picked].mean(axis=2)
+        ours[task] = np.maximum(means[~peers][0], LEAST_KL)
+        best[task] = np.maximum(means[peers].min(axis=0), LEAST_KL)
+    tasks = list(grid.values)
+    whole = sum(ours[task] for task in tasks) / sum(best[task] for task in tasks)
+    counts = {task: values.shape[1] for task, values in grid.values.items()}
+    return ratio_of(np.asarray(whole), min(counts.values())), {
+        task: ratio_of(ours[task] / best[task], counts[task]) for task in tasks
+    }
+
+
+def ratio_of(values: FloatArray, n_prompts: int) -> Ratio:
+    """The first is the estimate, the others its resamples; one prompt gives no interval."""
+    if n_prompts < 2:
+        return Ratio(ratio=float(values[0]), low=None, high=None)
+    low, high = np.quantile(values[1:], (0.025, 0.975))
+    return Ratio(ratio=float(values[0]), low=float(low), high=float(high))
+
+
+def task_table(grid: Grid, *, form: str = ".4f") -> list[str]:
+    """Methods x tasks at one share, the best of each column marked."""
+    means = grid.means()
+    columns = [*grid.values, "mean"]
+    table = np.column_stack([means, means.mean(axis=1)])
+    lines = [f"{'':26s}" + "".join(f"{name:>10s}" for name in columns)]
+    best = table.min(axis=0)
+    for method, numbers in zip(grid.methods, table, strict=True):
+        cells = "".join(
+            f"{format(number, form) + ('*' if number == least else ' '):>10s}"
+            for number, least in zip(numbers, best, strict=True)
+        )
+        lines.append(f"{method:26s}{cells}")
+    return lines
+
+
+def share_table(grids: Sequence[Grid], *, form: str = ".1%") -> list[str]:
+    """Kept share x method, the mean over the tasks: the shape of XKV's Figure 12."""
+    methods = ordered({method for grid in grids for method in grid.methods})
+    lines = [f"{'':26s}" + "".join(f"{grid.share:>10.0%}" for grid in grids)]
+    for method in methods:
+        cells = ""
+        for grid in grids:
+            if method in grid.methods:
+                mean = grid.means().mean(axis=1)[grid.methods.index(method)]
+                cells += f"{format(mean, form):>10s}"
+            else:
+                cells += f"{'-':>10s}"
+        lines.append(f"{method:26s}{cells}")
+    return lines
+
+
+def read_rows(path: Path = CELLS_FILE) -> list[dict[str, Any]]:
+    """Rows of a file of cells; a line that a kill left half-written is passed over."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def current(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Without the cells of profiles that have changed since."""
+    newest = {row["method"].split("#")[0]: row["method"] for row in rows if "#" in row["method"]}
+    return [
+        dict(row) for row in rows if row["method"] in newest.values() or "#" not in row["method"]
+    ]
