@@ -93,6 +93,8 @@ def asked_refinement(given: Mapping[str, Any], output: Path | None) -> Refinemen
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag} belongs to a refinement; name the model with --refine")
         return None
+    if given["average"] != "curves":
+        raise InputError("a refinement corrects the mean curves; leave out --average")
     if output is None:
         raise InputError("--refine keeps what it measured beside the profile: say -o OUT.json")
     return Refinement(

@@ -149,11 +149,11 @@ class Search:
             self._scales = comparable_scales(self._train, losses)
         told = [self._told(0, best, -first.value, kept=True)]
         curves, reach = problem, 1.0
-        around: tuple[Figures, FloatArray, Shrunk] | None = None
+        around: tuple[Figures, Shrunk] | None = None
         for number in range(1, self._rounds + 1):
             if around is None:
                 around = self._around(curves, best)
-            figures, _, shrunk = around
+            figures, shrunk = around
             allowed = region(curves, best.choice, figures, reach)
             point, predicted = self._step(curves, best, allowed, shrunk)
             if point is None:
@@ -260,7 +260,7 @@ class Search:
         total: FloatArray = allowed.shares[taken].sum(axis=0)
         return total
 
-    def _around(self, curves: AllocationProblem, best: Point) -> tuple[Figures, FloatArray, Shrunk]:
+    def _around(self, curves: AllocationProblem, best: Point) -> tuple[Figures, Shrunk]:
         """Measure the neighbours of a point on the training prompts."""
         figures = neighbours(curves, best.choice)
         if self._most_probes is not None:
@@ -277,7 +277,7 @@ class Search:
             values[figures.units, chosen] - values[figures.units, figures.options]
         )
         changes = np.stack(rows)
-        return figures, changes, shrink_by_folds(changes, expected, self._train)
+        return figures, shrink_by_folds(changes, expected, self._train)
 
     def _point(
         self, problem: AllocationProblem, checked: CheckedSolution, choice: IntArray

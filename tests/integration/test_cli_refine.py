@@ -76,6 +76,8 @@ def test_what_is_refused(folder: Path) -> None:
     scores = folder / "s.safetensors"
     told = refused(folder, "solve", scores, "--budget", "40%", "--rounds", 2, *out)
     assert "--rounds belongs to a refinement" in told
+    told = refused(folder, *solve(folder, "--average", "allocations", *out))
+    assert "leave out --average" in told
     other = ("--refine", folder / "other", "--refine-prompts", folder / "prompts.jsonl")
     assert "other" in refused(folder, "solve", scores, "--budget", "40%", *other, *out)
     told = refused(
