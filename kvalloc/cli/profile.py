@@ -26,7 +26,7 @@ EXAMPLES = """\
   kvalloc profile Qwen/Qwen3-0.6B --prompts prompts.jsonl --scorer snapkv -o s.safetensors
   kvalloc profile demo --samples 8 --loss fast --loss-level head -o s.safetensors
   kvalloc profile demo --scorer snapkv --window 32 --loss fast --loss-level head \\
-      --loss-policies critical,tova -o s.safetensors
+      --loss-policies usual -o s.safetensors
 """
 
 DEFAULT_SINKS = 4
@@ -131,7 +131,7 @@ def profile(
             metavar="NAME,NAME",
             help="Policies or scorers whose losses are measured beside the scorer's, so that "
             "'kvalloc solve' chooses one for each unit with its budget; options after a colon, "
-            "such as tova,critical,snapkv:window=4:pool=1.",
+            "such as tova,critical,snapkv:window=4:pool=1; 'usual' for a set that does well.",
         ),
     ] = None,
     dtype: Dtype = "float32",

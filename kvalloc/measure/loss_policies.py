@@ -18,13 +18,18 @@ FOLLOWED = ("pool", "pooling", "group_reduce")
 """What a policy's scorer takes over from the score profile's unless it is told otherwise."""
 
 
+USUAL = ("critical", "tova", "snapkv:window=1:pool=1")
+"""What the word ``usual`` stands for: rankings that differ, and are each the best of many heads
+(docs/loss.md says how they were found)."""
+
+
 def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
     """The policies that some texts ask for, all with the same sinks and window.
 
     A text is the name of a policy, which ranks by the profile's scorer, or of a scorer, whose
     best entries stay; then its options as ``:KEY=VALUE``, such as ``snapkv:window=4:pool=1``. A
     policy's text can name options of the scorer, too (``critical:window=4``). Pooling and window
-    are the profile's unless they are given.
+    are the profile's unless they are given. The text ``usual`` stands for those of `USUAL`.
 
     Parameters
     ----------
@@ -55,8 +60,9 @@ def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple
         window=scorer.window,
     )
     found: list[Policy] = []
-    for text in texts:
-        policy = _named(text.strip(), own, scorer)
+    stripped = (text.strip() for text in texts)
+    for text in [each for one in stripped for each in (USUAL if one == "usual" else (one,))]:
+        policy = _named(text, own, scorer)
         if replace(policy, label="") == own:
             continue
         same = next((one for one in found if replace(one, label=policy.label) == policy), None)

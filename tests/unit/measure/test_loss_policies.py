@@ -57,6 +57,11 @@ def test_the_scorers_own_is_measured_in_any_case() -> None:
     assert [each.title for each in named("snapkv", "tova")] == ["tova"]
 
 
+def test_usual_stands_for_a_set() -> None:
+    usual = [each.title for each in named("usual", "keydiff")]
+    assert usual == ["critical", "tova", "snapkv:window=1:pool=1", "keydiff"]
+
+
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
