@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   kvalloc inspect p.json
   kvalloc inspect s.safetensors --json
+  kvalloc inspect doc.kv
 """
 
 LEVELS = (0.5, 0.9, 0.99)
@@ -36,17 +37,24 @@ def inspect(
         str,
         typer.Argument(
             metavar="FILE",
-            help="A score profile, a budget profile, or the name of a shipped budget profile.",
+            help="A score profile, a budget profile or the name of a shipped one, or a saved "
+            "cache.",
         ),
     ],
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what a score profile or a budget profile holds.
+    """Show what a score profile, a budget profile or a saved cache holds.
 
     A budget profile is drawn as one bar a layer; of a score profile the tokens are shown that each
     layer needs to keep 50%, 90% and 99% of its score mass.
     """
+    from kvalloc.cli.saved import saved_header, show_saved
+
+    saved = saved_header(Path(file)) if Path(file).is_file() else None
+    if saved is not None:
+        show_saved(file, saved, json=json)
+        return
     found = _load(file)
     from kvalloc.score_profile import ScoreProfile
 

@@ -80,6 +80,9 @@ def save_cache(
         "versions": {"torch": torch.__version__},
         "notes": dict(notes or {}),
     }
+    rows = cache.arrival.row_profiles
+    if rows is not None:
+        header["row_profiles"] = [budget_profile_dict(profile) for profile in rows]
     metadata = {_HEADER: json.dumps(header, sort_keys=True)}
     with atomic_write(path) as temporary:
         try:
@@ -131,6 +134,8 @@ def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = 
         _fill(layer, kind, own, header)
     arrival = cache.arrival
     arrival.prompt_tokens, arrival.complete = header["prompt_tokens"], True
+    if header.get("row_profiles") is not None:
+        arrival.decide([budget_profile_from_json(path, row) for row in header["row_profiles"]])
     visible = tensors.get("visible")
     arrival.visible = None if visible is None else visible.bool().to(devices[0])
     return cache
@@ -309,6 +314,9 @@ def _check_header(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]
     for name, kind in kinds.items():
         if not isinstance(header.get(name), kind):
             raise _fault(path, name, header.get(name), f"of type {kind.__name__}")
+    rows = header.get("row_profiles")
+    if rows is not None and (not isinstance(rows, list) or len(rows) != header["batch"]):
+        raise _fault(path, "row_profiles", rows, f"one for each of {header['batch']} rows")
     for index, layer in enumerate(header["layers"]):
         missing = [name for name in layer["tensors"] if f"{index}.{name}" not in tensors]
         if missing:

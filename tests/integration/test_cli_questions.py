@@ -330,6 +330,23 @@ def test_models_and_profiles_that_do_not_fit_are_refused(folder):
     assert "budgets" in line or "digest" in line
 
 
+def test_a_saved_cache_can_be_inspected(folder):
+    facts = run("inspect", folder / "doc.kv", "--json").json
+    assert (facts["kind"], facts["document"]) == ("kvalloc.cache", "doc.txt")
+    assert (facts["seen_tokens"], facts["prompt_tokens"], facts["rows"]) == (120, 120, 1)
+    asked = run(*asking(folder, "w1"), "--json").json
+    assert facts["full_bytes"] == asked["full_bytes"]
+    assert facts["read_seconds"] == asked["read_seconds"]
+    assert np.array(facts["budgets"]).sum() * 2 * 8 * 4 == asked["retained_bytes"]
+    shown = run("inspect", folder / "doc.kv")
+    assert shown.code == 0
+    for words in ("doc.txt", "120, float32", "a full cache takes", "--cache", "window 8"):
+        assert words in shown.out
+    whole = (folder / "doc.kv").read_bytes()
+    (folder / "odd.kv").write_bytes(whole.replace(b'profile\\"', b'prafile\\"'))
+    assert "odd.kv" in refused(folder, "inspect", folder / "odd.kv")
+
+
 def test_ask_needs_a_document_that_is_not_on_stdin(folder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Stdin("w1"))
     words = ("generate", folder / "tiny", "--profile", folder / "tiny.json", "--ask")

@@ -251,6 +251,14 @@ def test_copies_saved_caches_and_caches_side_by_side(
     cache.save(tmp_path / "c")
     loaded = kvalloc.load_cache(tmp_path / "c", model)
     assert (loaded.profile.budgets == cache.profile.budgets).all()
+    rows = stored.cache(model, adapt=0.4)
+    run(model, tiny.prompt(CONTEXT, 2), rows)
+    rows.save(tmp_path / "rows")
+    again = kvalloc.load_cache(tmp_path / "rows", model)
+    for one, two in zip(rows.row_profiles, again.row_profiles, strict=True):
+        assert (one.budgets == two.budgets).all()
+    again.batch_select_indices(torch.tensor([1]))
+    assert (again.row_profiles[0].budgets == rows.row_profiles[1].budgets).all()
     question = tiny.prompt(3, seed=7)
     answers = [run(model, question, one) for one in (cache, clone, loaded)]
     assert torch.equal(answers[0], answers[1])
