@@ -98,8 +98,57 @@ def _output(states: AttentionStates, rows: int) -> Tensor:
     return torch.einsum("bhgrt,bhtd->bhgrd", weights, states.values.float())
 
 
-def _rounded(numbers: Tensor, block: int, bits: int) -> Tensor:
-    """Quantised in blocks along the last axis and back: float16 scale and minimum, rounded."""
+def key_codes(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Keys of one head as they are stored, but for the packing of codes into bytes.
+
+    Parameters
+    ----------
+    keys : Tensor, (n_tokens, head_dim)
+        In the order in which they are stored.
+    bits : int
+        8 or 4.
+
+    Returns
+    -------
+    codes : Tensor of uint8, (n_tokens, head_dim)
+    scales : Tensor of float16, (ceil(n_tokens / 64), 2, head_dim)
+        Of each block and channel the scale and the minimum.
+    """
+    import torch
+
+    codes, scale, least = _coded(keys.T, KEY_BLOCK_TOKENS, bits)
+    scales = torch.stack([scale[..., 0].T, least[..., 0].T], dim=1)
+    return codes.flatten(-2).T[: keys.shape[0]], scales
+
+
+def value_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Values of one head as they are stored, but for the packing of codes into bytes.
+
+    Parameters
+    ----------
+    values : Tensor, (n_tokens, head_dim)
+    bits : int
+        8 or 4.
+
+    Returns
+    -------
+    codes : Tensor of uint8, (n_tokens, head_dim)
+    scales : Tensor of float16, (n_tokens, ceil(head_dim / 64), 2)
+        Of each token and block of channels the scale and the minimum.
+    """
+    import torch
+
+    codes, scale, least = _coded(values, VALUE_BLOCK_CHANNELS, bits)
+    return codes.flatten(-2)[:, : values.shape[1]], torch.cat([scale, least], dim=-1)
+
+
+def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    """The numbers that codes stand for, float32; scale and minimum are broadcast."""
+    return codes.float().mul_(scale.float()).add_(least.float())
+
+
+def _coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (..., n_blocks, block), and float16 scale and minimum (..., n_blocks, 1)."""
     import torch
 
     size = numbers.shape[-1]
@@ -107,12 +156,18 @@ def _rounded(numbers: Tensor, block: int, bits: int) -> Tensor:
     padded = numbers.float()
     if missing:  # by the last number of its block, which changes neither minimum nor maximum
         padded = torch.cat([padded, padded[..., -1:].expand(*padded.shape[:-1], missing)], dim=-1)
-    blocks = padded.reshape(*padded.shape[:-1], -1, block)
+    blocks = padded.reshape(*padded.shape[:-1], (size + missing) // block, block)
     low, high = blocks.amin(dim=-1, keepdim=True), blocks.amax(dim=-1, keepdim=True)
     levels = float(2**bits - 1)
-    least = low.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).half().float()
-    scale = ((high - low) / levels).clamp(max=_LARGEST_SCALE).half().float()
-    steps = torch.where(scale > 0, (blocks - least) / scale, torch.zeros_like(blocks))
-    back = (steps.round_().clamp_(0, levels) * scale + least).flatten(-2)[..., :size]
+    least = low.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).half()
+    scale = ((high - low) / levels).clamp(max=_LARGEST_SCALE).half()
+    wide = scale.float()
+    steps = torch.where(wide > 0, (blocks - least.float()) / wide, torch.zeros_like(blocks))
+    return steps.round_().clamp_(0, levels).to(torch.uint8), scale, least
+
+
+def _rounded(numbers: Tensor, block: int, bits: int) -> Tensor:
+    """Quantised in blocks along the last axis and back: float16 scale and minimum, rounded."""
+    back = from_codes(*_coded(numbers, block, bits)).flatten(-2)[..., : numbers.shape[-1]]
     same: Tensor = back.to(numbers.dtype)
     return same

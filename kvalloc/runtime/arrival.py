@@ -58,7 +58,14 @@ class Step:
         """The last columns of `visible`, (batch, tokens); None where they hide nothing."""
         return None if self.visible is None else _or_none(self.visible[:, -tokens:])
 
-    def targets(self, layer: int, stored: IntArray | None) -> IntArray | None:
+    @property
+    def settles(self) -> bool:
+        """Whether what stays after it is final, until more is evicted while decoding."""
+        return self.completes or (self.follows and self.budgets is not None)
+
+    def targets(
+        self, layer: int, stored: IntArray | None, *, always: bool = False
+    ) -> IntArray | None:
         """Entries that a layer is to keep, where it has to evict any.
 
         Parameters
@@ -67,6 +74,8 @@ class Step:
             Index of the layer.
         stored : ndarray of int64, (batch, n_kv_heads), or None
             What it stores before this forward.
+        always : bool
+            Tell them even where nothing has to go: it will be stored in another way.
 
         Returns
         -------
@@ -80,7 +89,7 @@ class Step:
             arriving = new.sum(dim=1).cpu().numpy().astype(np.int64)
         budgets = self.budgets[:, layer]
         there = arriving[:, None] + (np.zeros_like(budgets) if stored is None else stored)
-        if new is None and (there <= budgets).all():
+        if new is None and (there <= budgets).all() and not always:
             return None
         targets: IntArray = np.minimum(there, budgets)
         return targets

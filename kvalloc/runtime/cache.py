@@ -31,11 +31,12 @@ from kvalloc.runtime.even_attention import attend_apart, hold_apart
 from kvalloc.runtime.groups import GroupEviction, Held, groups_by_layer
 from kvalloc.runtime.layers import BudgetLayer, gathered
 from kvalloc.runtime.masks import biased_mask, stored_mask
+from kvalloc.runtime.packed import packed_layers
+from kvalloc.runtime.packed_attention import entries_attention
 from kvalloc.runtime.plain import allocated_bytes, free_slid_out, stored_rows
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.ragged import IntArray
-from kvalloc.runtime.ragged_attention import ragged_attention
 from kvalloc.runtime.sizes import decoder_of
 
 __all__ = ["BudgetCache"]
@@ -79,6 +80,7 @@ class BudgetCache(Cache, DecidesByPrompt):
         self.decoder = weakref.ref(decoder_of(model))
         self._model_name = type(model).__name__
         self.arrival = Arrival(profile, prompt_tokens, decode_every)
+        self._bits = packed_layers(profile)
         self._groups = groups_by_layer(profile.share_groups)
         self._reader = self._policy.reader(sinks=profile.policy.sinks, window=profile.policy.window)
         self._forget()
@@ -204,6 +206,8 @@ class BudgetCache(Cache, DecidesByPrompt):
             arrival.complete = arrival.prompt_tokens is not None
             for layer in self._budget_layers if arrival.decode_every is None else ():
                 layer.unfinished.clear()
+            for index, bits in self._bits.items() if arrival.complete else ():
+                self.layers[index].pack(bits)
 
     # What the hooks call
 
@@ -245,7 +249,8 @@ class BudgetCache(Cache, DecidesByPrompt):
         self._targets = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, BudgetLayer):
-                targets = step.targets(index, layer.stored_counts())
+                always = step.completes and index in self._bits
+                targets = step.targets(index, layer.stored_counts(), always=always)
                 if targets is not None:
                     self._targets[index] = targets
         if self._reader is not None:
@@ -271,6 +276,8 @@ class BudgetCache(Cache, DecidesByPrompt):
         output = self._attention(layer, states, compute)
         step = self._step
         assert step is not None
+        if step.follows and states.layer in self._bits and not layer.awaits_eviction:
+            layer.pack_following(step.following_visible(layer.dense_tokens))
         if not layer.awaits_eviction and not step.remember:
             layer.unfinished.clear()
             return output
@@ -282,6 +289,7 @@ class BudgetCache(Cache, DecidesByPrompt):
             prompt_tokens=step.prompt_tokens,
             visible=step.new_visible,
             remember=step.remember,
+            bits=self._bits if step.settles else {},
         )
         if not layer.awaits_eviction:
             eviction.observe(layer, states)
@@ -324,17 +332,7 @@ class BudgetCache(Cache, DecidesByPrompt):
         n_kept = 0 if layer.kept_indices is None else int(layer.kept_indices.shape[-1])
         visible = self._step.following_visible(n_stored - n_kept)
         if layer.entries is not None:
-            output = ragged_attention(
-                states.queries,
-                layer.entries,
-                states.keys,
-                states.values,
-                scaling=states.scaling,
-                visible=None if visible is None else visible.to(states.keys.device),
-                softcap=states.softcap,
-                sink_logits=states.sink_logits,
-            )
-            return output, None
+            return entries_attention(layer.entries, states, visible), None
         if layer.logit_bias is not None:
             return compute(biased_mask(layer.logit_bias, states, visible=visible))
         if self._reader is not None and states.queries.shape[2] == 1 and visible is None:

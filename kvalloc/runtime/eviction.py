@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kvalloc.attention_hook import AttentionStates, Observed
 from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
 from kvalloc.runtime.refusals import check_kept
@@ -75,6 +77,8 @@ class Eviction:
         False marks padding among the new tokens.
     remember : bool
         Whether there will be another chunk, for which the policy has to note something.
+    bits : mapping
+        For layers that are stored at fewer bits from now on: those of each KV head, (n_kv_heads,).
     """
 
     policy: EvictionPolicy
@@ -83,6 +87,7 @@ class Eviction:
     prompt_tokens: int
     visible: Tensor | None
     remember: bool = True
+    bits: Mapping[int, IntArray] = field(default_factory=dict)
 
     @torch.no_grad()
     def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
@@ -341,10 +346,13 @@ class Eviction:
         chosen: Iterator[tuple[Part, Choice]],
         states: AttentionStates,
     ) -> None:
-        if (targets == targets[0, 0]).all():
+        bits = self.bits.get(states.layer)
+        if bits is not None:
+            layer.keep_ragged(PackedEntries.collect(targets, _by_place(chosen), bits))
+        elif (targets == targets[0, 0]).all():
             self._store_even(layer, targets, chosen, states)
         else:
-            self._store_ragged(layer, targets, chosen, states)
+            self._store_ragged(layer, targets, chosen)
 
     def _store_even(
         self,
@@ -374,24 +382,27 @@ class Eviction:
         layer.keep_even(keys, values, indices, bias)
 
     def _store_ragged(
-        self,
-        layer: BudgetLayer,
-        targets: IntArray,
-        chosen: Iterator[tuple[Part, Choice]],
-        states: AttentionStates,
+        self, layer: BudgetLayer, targets: IntArray, chosen: Iterator[tuple[Part, Choice]]
     ) -> None:
-        current = next(chosen)
-
-        def piece(row: int, head: int) -> Piece:
-            nonlocal current
-            (part_row, part_head), _ = current
-            if part_row not in (None, row) or part_head not in (None, head):
-                current = next(chosen)
-            (part_row, part_head), choice = current
-            return choice.piece(row if part_row is None else 0, head if part_head is None else 0)
-
-        biased = current[1].bias is not None
+        first = next(chosen)
+        piece = _by_place(chain([first], chosen))
+        biased = first[1].bias is not None
         layer.keep_ragged(RaggedEntries.collect(targets, piece, biased=biased))
+
+
+def _by_place(chosen: Iterator[tuple[Part, Choice]]) -> Callable[[int, int], Piece]:
+    """What is kept of each row and head, asked for in order, from choices of larger pieces."""
+    current: tuple[Part, Choice] | None = None
+
+    def piece(row: int, head: int) -> Piece:
+        nonlocal current
+        if current is None or current[0][0] not in (None, row) or current[0][1] not in (None, head):
+            current = None  # freed before the next one is made
+            current = next(chosen)
+        (part_row, part_head), choice = current
+        return choice.piece(row if part_row is None else 0, head if part_head is None else 0)
+
+    return piece
 
 
 def _rows(states: Tensor, row: int | None, head: int | None) -> Tensor:

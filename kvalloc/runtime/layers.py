@@ -10,30 +10,40 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime.ragged import IntArray, RaggedEntries
+from kvalloc.runtime.packed import PackedEntries
+from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
 from kvalloc.runtime.unfinished import Unfinished
 
-__all__ = ["APART_TOKENS", "BudgetLayer", "gathered"]
+__all__ = ["APART_TOKENS", "LATEST_TOKENS", "BudgetLayer", "gathered"]
 
 APART_TOKENS = 128
 """Latest tokens that are stored by themselves before they join the others."""
+
+LATEST_TOKENS = 64
+"""Latest tokens after a prompt at fewer bits that stay as the model made them: what was said last
+is read most, and a block of keys (64 tokens) is rounded when it is full. As in KIVI, whose residual
+has up to 128."""
 
 
 class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Stores what is kept of the prompt and all that followed, and answers for all tokens seen.
 
-    It is in one of three states. *Whole*: nothing was evicted, and this is transformers' own
+    It is in one of four states. *Whole*: nothing was evicted, and this is transformers' own
     layer, operation for operation, so that a budget of 100% is bit-identical. *Even*: all rows and
     KV heads keep the same number of entries; they stand at the front of ``keys`` and ``values``,
     and attention is the model's own. *Ragged*: the numbers differ; what is kept stands in
-    `entries`, without padding, and ``keys`` and ``values`` hold only what followed.
+    `entries`, without padding, and ``keys`` and ``values`` hold only what followed. *Packed*: the
+    same at fewer bits, even or not; of what followed the latest 64 to 127 tokens are in ``keys``
+    and ``values``, older ones have been rounded and added to `entries`.
 
     Attributes
     ----------
     keys, values : Tensor, (batch, n_kv_heads, n_stored, head_dim)
         Dense storage, see above.
-    entries : RaggedEntries or None
-        What a ragged layer keeps of the prompt.
+    entries : RaggedEntries, PackedEntries or None
+        What a ragged or packed layer keeps of the prompt.
+    packed_following : int
+        Tokens in a packed layer's `entries` that followed the latest eviction.
     kept_indices : Tensor of int32 or None, (batch, n_kv_heads, n_kept)
         Columns of an even layer's kept entries; None in other states.
     logit_bias : Tensor of float32 or None, (batch, n_kv_heads, n_kept)
@@ -83,7 +93,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self._dense = (keys, torch.cat([values, new_values], dim=-2))
 
     def _forget(self) -> None:
-        self.entries: RaggedEntries | None = None
+        self.entries: RaggedEntries | PackedEntries | None = None
+        self.packed_following = 0
         self.kept_indices: Tensor | None = None
         self.logit_bias: Tensor | None = None
         self.seen_tokens = 0
@@ -147,7 +158,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def following_tokens(self) -> int:
         """Tokens stored after the latest eviction, or all of them if there was none."""
         kept = 0 if self.kept_indices is None else int(self.kept_indices.shape[-1])
-        return self.dense_tokens - kept
+        return self.dense_tokens - kept + self.packed_following
 
     @property
     def stored(self) -> bool:
@@ -165,7 +176,12 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.kept_indices is not None:
             return self.kept_indices
         if self.entries is not None:
-            return self.entries.padded_positions()
+            found = self.entries.padded_positions()
+            if not self.packed_following:
+                return found
+            later = found >= self.seen_tokens - self.following_tokens
+            found = found.masked_fill(later, -1)
+            return found[..., : int((found >= 0).sum(dim=-1).max())]
         every = torch.arange(prompt_tokens, dtype=torch.int32, device=self.keys.device)
         return every.expand(*self.keys.shape[:2], -1)
 
@@ -181,7 +197,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """All K and V tensors that are allocated now."""
         tensors = [] if self._dense[0] is None else [*self._dense, *(self._apart or ())]
         if self.entries is not None:
-            tensors += [self.entries.keys, self.entries.values]
+            tensors += self.entries.tensors()
         return [*tensors, *(self._held or ())]
 
     def update(
@@ -251,14 +267,65 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = keys, values
         self.kept_indices, self.logit_bias = indices, logit_bias
 
-    def keep_ragged(self, entries: RaggedEntries) -> None:
+    def keep_ragged(self, entries: RaggedEntries | PackedEntries) -> None:
         """From now on store these entries, and free the rest."""
-        batch, n_kv_heads = entries.lengths.shape
-        self._initialize(entries.keys, entries.values)
+        keys, values = entries.nothing()
+        self._initialize(keys, values)
         self._held = self.kept_indices = self.logit_bias = None
-        self.entries = entries
-        self.keys = entries.keys.new_empty(batch, n_kv_heads, 0, entries.keys.shape[-1])
-        self.values = entries.values.new_empty(batch, n_kv_heads, 0, entries.values.shape[-1])
+        self.entries, self.packed_following = entries, 0
+        self.keys, self.values = keys, values
+
+    def pack(self, bits: IntArray) -> None:
+        """Store all that there is at fewer bits, ``(n_kv_heads,)``: the prompt is complete."""
+        counts = self.stored_counts()
+        if counts is None or isinstance(self.entries, PackedEntries):
+            return
+        self.keep_ragged(PackedEntries.collect(counts, self._piece, bits))
+
+    def _piece(self, row: int, head: int) -> Piece:
+        """Everything that one head stores of a row."""
+        keys, values = self.keys[row, head], self.values[row, head]
+        kept = 0 if self.kept_indices is None else int(self.kept_indices.shape[-1])
+        new = int(keys.shape[0]) - kept
+        positions = torch.arange(self.seen_tokens - new, self.seen_tokens, device=keys.device)
+        positions = positions.to(torch.int32)
+        bias = None
+        if self.kept_indices is not None:
+            positions = torch.cat([self.kept_indices[row, head], positions])
+            if self.logit_bias is not None:
+                bias = torch.nn.functional.pad(self.logit_bias[row, head], (0, new))
+        if self.entries is not None:
+            old_keys, old_values, old_positions, bias, _ = self.entries.piece(row, head)
+            keys, values = torch.cat([old_keys, keys]), torch.cat([old_values, values])
+            positions = torch.cat([old_positions, positions])
+            bias = None if bias is None else torch.nn.functional.pad(bias, (0, new))
+        return keys, values, positions, bias, torch.arange(keys.shape[0], device=keys.device)
+
+    def pack_following(self, visible: Tensor | None) -> None:
+        """Round what followed a packed prompt, but for the latest tokens, a block at a time.
+
+        Parameters
+        ----------
+        visible : Tensor of bool, (batch, n_dense), or None
+            False marks padding among the dense tokens, which is left out.
+        """
+        dense = self.dense_tokens
+        if not isinstance(self.entries, PackedEntries) or dense < 2 * LATEST_TOKENS:
+            return
+        count = (dense - LATEST_TOKENS) // LATEST_TOKENS * LATEST_TOKENS
+        keys, values = self.keys, self.values
+        first = self.seen_tokens - dense
+        columns = torch.arange(first, first + count, dtype=torch.int32, device=keys.device)
+        if visible is None:
+            shown = torch.ones(keys.shape[0], count, dtype=torch.bool, device=keys.device)
+        else:
+            shown = visible[:, :count].to(keys.device)
+        older = (keys[:, :, :count], values[:, :, :count])
+        self.entries = self.entries.and_then(*older, columns, shown)
+        self.packed_following += count
+        # A slice would keep the rounded tokens' storage alive.
+        self.keys = keys[:, :, count:].clone(memory_format=torch.contiguous_format)
+        self.values = values[:, :, count:].clone(memory_format=torch.contiguous_format)
 
     def _initialize(self, keys: Tensor, values: Tensor) -> None:
         if not self.is_initialized:
@@ -297,10 +364,17 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         remove = self.crop_count(tokens_to_remove)
         if remove <= 0:
             return
+        self.seen_tokens -= remove
+        packed = remove - self.dense_tokens
+        if packed > 0 and isinstance(self.entries, PackedEntries):
+            self.entries = self.entries.before(self.seen_tokens)
+            self.packed_following -= packed
+            remove = self.dense_tokens
+        if not remove:
+            return
         # A slice would keep the cut entries' storage alive.
         self.keys = self.keys[..., :-remove, :].clone(memory_format=torch.contiguous_format)
         self.values = self.values[..., :-remove, :].clone(memory_format=torch.contiguous_format)
-        self.seen_tokens -= remove
 
     def crop_count(self, tokens_to_remove: int) -> int:
         """Tokens that `crop` would remove; raises as `crop` does, and changes nothing."""

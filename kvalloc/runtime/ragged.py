@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -91,6 +91,25 @@ class RaggedEntries:
                 _copy(target, source, kept, *starts[segment])
         assert store is not None, "a cache has at least one row and one head"
         return cls(keys=store[0], values=store[1], positions=store[2], bias=bias, lengths=counts)
+
+    def tensors(self) -> list[Tensor]:
+        """K and V storage."""
+        return [self.keys, self.values]
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """Dense keys and values of no token, (batch, n_kv_heads, 0, head_dim)."""
+        shape = (*self.lengths.shape, 0)
+        return (
+            self.keys.new_empty(*shape, self.keys.shape[-1]),
+            self.values.new_empty(*shape, self.values.shape[-1]),
+        )
+
+    def with_numbers(self, keys: Tensor, values: Tensor, bias: Tensor | None) -> RaggedEntries:
+        """Other keys, values and bias in the same places, which are not found out again."""
+        found = replace(self, keys=keys, values=values, bias=bias)
+        for name in _LAYOUT:
+            found.__dict__[name] = getattr(self, name)
+        return found
 
     # Where things are
 
@@ -208,6 +227,18 @@ class RaggedEntries:
             lambda row, head: self.piece(int(chosen[row]), head),
             biased=self.bias is not None,
         )
+
+
+_LAYOUT = (
+    "n_blocks",
+    "block_segments",
+    "rest_entries",
+    "beyond_rest",
+    "rest_bias",
+    "spans",
+    "span_table",
+    "_parts",
+)
 
 
 def _starts(counts: IntArray) -> list[tuple[int, int, int, int]]:

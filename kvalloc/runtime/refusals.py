@@ -53,17 +53,13 @@ def check_profile(profile: BudgetProfile) -> None:
     Raises
     ------
     UnsupportedRequestError
-        For fewer bits than 16, or layers that share entries with a policy that cannot choose
-        for several.
+        For bits that are not stored or not with this policy, or layers that share entries with a
+        policy that cannot choose for several.
     InputError
         For budgets below sinks and window.
     """
     if profile.bits is not None and bool((profile.bits != 16).any()):
-        fewest = int(profile.bits.min())
-        raise UnsupportedRequestError(
-            f"this profile stores entries at {fewest} bits, and the cache cannot quantise yet; "
-            "solve again without --bits"
-        )
+        _check_bits(profile)
     if profile.share_groups:
         _check_shares(profile)
     full = list(profile.shape.full_layers)
@@ -73,6 +69,17 @@ def check_profile(profile: BudgetProfile) -> None:
             f"the smallest budget is {int(profile.budgets[full].min())} entries, below the "
             f"{least} tokens of sinks and window that are never evicted; solve again with "
             f"--min-tokens {least}"
+        )
+
+
+def _check_bits(profile: BudgetProfile) -> None:
+    assert profile.bits is not None  # the caller has looked
+    fewest = int(profile.bits.min())
+    if policy_class(profile.policy.name).reader is not EvictionPolicy.reader:
+        raise UnsupportedRequestError(
+            f"this profile stores entries at {fewest} bits, but the policy {profile.policy.name} "
+            "compares keys as the model made them at each decoded token; choose another policy, "
+            "or solve again without --bits"
         )
 
 

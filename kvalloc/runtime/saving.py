@@ -22,6 +22,7 @@ from kvalloc.files import atomic_write
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.making import make_cache
+from kvalloc.runtime.packed import PackedEntries, PackedHeads
 from kvalloc.runtime.ragged import RaggedEntries
 from kvalloc.runtime.sizes import decoder_of
 from kvalloc.schema import budget_profile_dict, budget_profile_from_json, budget_profile_json
@@ -173,17 +174,25 @@ def _tensors_of(cache: BudgetCache) -> tuple[dict[str, Tensor], list[dict[str, A
     layers: list[dict[str, Any]] = []
     for index, layer in enumerate(cache.layers):
         own = {"keys": layer.keys, "values": layer.values}
-        kind = "sliding"
+        kind: str = "sliding"
+        more: dict[str, Any] = {}
         if isinstance(layer, BudgetLayer):
             kind = "whole"
             if layer.kept_indices is not None:
                 kind, own["kept_indices"] = "even", layer.kept_indices
             if layer.logit_bias is not None:
                 own["logit_bias"] = layer.logit_bias
-            if layer.entries is not None:
+            if isinstance(layer.entries, RaggedEntries):
                 kind = "ragged"
                 own |= _entries_tensors(layer.entries)
-        layers.append({"kind": kind, "tensors": sorted(own)})
+            if isinstance(layer.entries, PackedEntries):
+                kind = "packed"
+                own |= _packed_tensors(layer.entries)
+                more = {
+                    "bits": layer.entries.bits.tolist(),
+                    "packed_following": layer.packed_following,
+                }
+        layers.append({"kind": kind, "tensors": sorted(own), **more})
         for name, tensor in own.items():
             tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
     visible = cache.arrival.visible
@@ -204,6 +213,47 @@ def _entries_tensors(entries: RaggedEntries) -> dict[str, Tensor]:
     return found
 
 
+def _packed_tensors(entries: PackedEntries) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for part in entries.parts:
+        own = _entries_tensors(part.codes)
+        if part.key_scales is not None:
+            own["key_scales"] = part.key_scales
+        found |= {f"bits_{part.bits}.{name}": tensor for name, tensor in own.items()}
+    return found
+
+
+def _packed_entries(
+    own: dict[str, Tensor], bits: list[int], like: tuple[Tensor, Tensor]
+) -> PackedEntries:
+    parts = []
+    for width in sorted(set(bits), reverse=True):
+        mine = {
+            name.removeprefix(f"bits_{width}."): tensor
+            for name, tensor in own.items()
+            if name.startswith(f"bits_{width}.")
+        }
+        part = PackedHeads(
+            bits=width,
+            heads=tuple(head for head, each in enumerate(bits) if each == width),
+            codes=_ragged_entries(mine),
+            key_scales=mine.get("key_scales"),
+            like=like,
+        )
+        parts.append(part)
+    return PackedEntries(parts=tuple(parts))
+
+
+def _ragged_entries(own: dict[str, Tensor]) -> RaggedEntries:
+    return RaggedEntries(
+        keys=own["kept_keys"],
+        values=own["kept_values"],
+        positions=own["kept_positions"],
+        bias=own.get("kept_bias"),
+        lengths=own["lengths"].cpu().numpy().astype(np.int64),
+    )
+
+
 def _fill(layer: Any, kind: dict[str, Any], own: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Put a layer into the state that was saved."""
     keys, values = own["keys"], own["values"]
@@ -217,13 +267,11 @@ def _fill(layer: Any, kind: dict[str, Any], own: dict[str, Tensor], header: dict
         layer.kept_indices = own["kept_indices"]
         layer.logit_bias = own.get("logit_bias")
     if kind["kind"] == "ragged":
-        layer.entries = RaggedEntries(
-            keys=own["kept_keys"],
-            values=own["kept_values"],
-            positions=own["kept_positions"],
-            bias=own.get("kept_bias"),
-            lengths=own["lengths"].cpu().numpy().astype(np.int64),
-        )
+        layer.entries = _ragged_entries(own)
+    if kind["kind"] == "packed":
+        like = keys[0, 0, :0].clone(), values[0, 0, :0].clone()
+        layer.entries = _packed_entries(own, kind["bits"], like)
+        layer.packed_following = int(kind["packed_following"])
 
 
 def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:

@@ -92,3 +92,33 @@ def test_layers_that_share_entries_from_solve_to_generate(tmp_path, level):
     assert found["answer"].strip()
     share = found["retained_bytes"] / found["full_bytes"]
     assert share == pytest.approx(solved["retained_bytes"] / solved["full_bytes"], abs=0.05)
+
+
+def test_entries_at_fewer_bits_from_solve_to_generate_and_eval(tmp_path):
+    """More entries at 8 bits do less harm than fewer at 16, for the same bytes."""
+    text = (resources.files("kvalloc") / "data" / "texts" / "haystack_carter_1978.txt").read_text()
+    (tmp_path / "prompt.txt").write_text(text[:2000] + "\n\nWho speaks here?")
+    kvalloc(
+        tmp_path,
+        *("profile", "demo", "--samples", "1", "--context", "384", "--bits", "16,8,4"),
+        *("-o", "s.safetensors"),
+    )
+    for name, more in (("plain", ()), ("bits", ("--bits", "16,8,4"))):
+        asked = ("solve", "s.safetensors", "--budget", "20%", *more, "-o", f"{name}.json")
+        kvalloc(tmp_path, *asked)
+    kvalloc(tmp_path, "verify", "bits.json", "s.safetensors")
+    answered = kvalloc(
+        tmp_path,
+        *("generate", "demo", "--profile", "bits.json", "--prompt-file", "prompt.txt"),
+        *("--max-new-tokens", "8", "--json"),
+    )
+    assert json.loads(answered.stdout)["answer"].strip()
+    measured = kvalloc(
+        tmp_path,
+        *("eval", "demo", "--profile", "plain.json", "--profile", "bits.json"),
+        *("--tasks", "kl", "--samples", "1", "--context", "384", "--json"),
+    )
+    rows = {row["name"]: row for row in json.loads(measured.stdout)}
+    assert 0 < rows["bits"]["kl"] < 0.2 * rows["plain"]["kl"]
+    for name in ("plain", "bits"):
+        assert rows[name]["retained_bytes"] <= 0.2 * rows[name]["full_bytes"]

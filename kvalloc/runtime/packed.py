@@ -1,0 +1,467 @@
+"""Kept entries of one layer at 16, 8 or 4 bits, each KV head as the profile says.
+
+The layout is ours, not that of optimum-quanto or torchao: theirs are tensors of one shape, with
+scales of the model's type, while heads and rows here keep different numbers of entries and each
+byte, scales included, has to be the one that the budget was decided with (`kvalloc.stored_bytes`).
+The rounding itself is the measured one (`kvalloc.quantising`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.quantising import from_codes, key_codes, value_codes
+from kvalloc.runtime.ragged import BLOCK_TOKENS, IntArray, Piece, RaggedEntries
+from kvalloc.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
+
+__all__ = ["PackedEntries", "PackedHeads", "Segment", "packed_layers"]
+
+_SCALE_BLOCKS = BLOCK_TOKENS // KEY_BLOCK_TOKENS
+
+
+def packed_layers(profile: BudgetProfile) -> dict[int, IntArray]:
+    """Bits of each KV head, (n_kv_heads,), of the layers that have fewer than 16 anywhere."""
+    if profile.bits is None:
+        return {}
+    full = profile.shape.full_layers
+    return {layer: profile.bits[layer] for layer in full if (profile.bits[layer] != 16).any()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """One head's entries of one row, as they are stored.
+
+    Attributes
+    ----------
+    keys : Tensor, (n, key_bytes) of uint8, or (n, head_dim) at 16 bits
+        Packed codes, a row to a whole byte.
+    values : Tensor, (n, value_bytes) of uint8, or (n, head_dim) at 16 bits
+        Packed codes, and after them the row's own scales and minima.
+    key_scales : Tensor of float16, (ceil(n / 64), 2, head_dim)
+        None at 16 bits.
+    positions : Tensor of int32, (n,)
+    bias : Tensor of float32, (n,), or None
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    positions: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, piece: Piece, bits: int) -> Segment:
+        """Round and pack what is kept of a piece."""
+        keys, values, positions, bias, kept = piece
+        keys, values = keys.index_select(0, kept), values.index_select(0, kept)
+        positions = positions.index_select(0, kept)
+        bias = None if bias is None else bias.index_select(0, kept)
+        if bits == 16:
+            return cls(keys=keys, values=values, key_scales=None, positions=positions, bias=bias)
+        codes, key_scales = key_codes(keys, bits)
+        own_codes, scales = value_codes(values, bits)
+        rows = [_packed(own_codes, bits), scales.flatten(1).contiguous().view(torch.uint8)]
+        return cls(
+            keys=_packed(codes, bits),
+            values=torch.cat(rows, dim=1),
+            key_scales=key_scales,
+            positions=positions,
+            bias=bias,
+        )
+
+    def first(self, count: int) -> Segment:
+        """The first entries; a block that loses some keeps its scales."""
+        scales = self.key_scales
+        return Segment(
+            keys=self.keys[:count],
+            values=self.values[:count],
+            key_scales=None if scales is None else scales[: -(-count // KEY_BLOCK_TOKENS)],
+            positions=self.positions[:count],
+            bias=None if self.bias is None else self.bias[:count],
+        )
+
+    def and_then(self, other: Segment) -> Segment:
+        """Another segment behind this one, whose last block is full."""
+        scales = None
+        if self.key_scales is not None and other.key_scales is not None:
+            scales = torch.cat([self.key_scales, other.key_scales])
+        bias = None
+        if self.bias is not None:
+            more = torch.zeros_like(other.positions, dtype=torch.float32)
+            bias = torch.cat([self.bias, more if other.bias is None else other.bias])
+        return Segment(
+            keys=torch.cat([self.keys, other.keys]),
+            values=torch.cat([self.values, other.values]),
+            key_scales=scales,
+            positions=torch.cat([self.positions, other.positions]),
+            bias=bias,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedHeads:
+    """The heads of a layer that are stored at one width.
+
+    Attributes
+    ----------
+    bits : int
+        16, 8 or 4.
+    heads : tuple of int
+        KV heads of the layer, rising.
+    codes : RaggedEntries
+        Packed rows of keys and values, see `Segment`, in the order of ragged entries.
+    key_scales : Tensor of float16, (n_key_blocks, 2, head_dim), or None
+        First those of all whole blocks of entries, then those of the rests; None at 16 bits.
+    like : tuple of Tensor
+        Keys and values (0, head_dim): sizes and type of what was rounded.
+    """
+
+    bits: int
+    heads: tuple[int, ...]
+    codes: RaggedEntries
+    key_scales: Tensor | None
+    like: tuple[Tensor, Tensor]
+
+    @classmethod
+    def collect(
+        cls,
+        segments: list[list[Segment]],
+        *,
+        bits: int,
+        heads: tuple[int, ...],
+        like: tuple[Tensor, Tensor],
+    ) -> PackedHeads:
+        """Copy segments, one a row and head, into storage of their own."""
+        counts = np.array([[int(s.positions.numel()) for s in row] for row in segments])
+
+        def piece(row: int, head: int) -> Piece:
+            own = segments[row][head]
+            every = torch.arange(own.positions.numel(), device=own.positions.device)
+            return own.keys, own.values, own.positions, own.bias, every
+
+        biased = any(one.bias is not None for row in segments for one in row)
+        codes = RaggedEntries.collect(counts.astype(np.int64), piece, biased=biased)
+        scales = None
+        if bits != 16:
+            flat = [one.key_scales for row in segments for one in row]
+            whole = [int(count) // BLOCK_TOKENS * _SCALE_BLOCKS for count in counts.ravel()]
+            parts = [own[:n] for own, n in zip(flat, whole, strict=True) if own is not None]
+            parts += [own[n:] for own, n in zip(flat, whole, strict=True) if own is not None]
+            scales = torch.cat(parts)
+        return cls(bits=bits, heads=heads, codes=codes, key_scales=scales, like=like)
+
+    @cached_property
+    def _rest_scales(self) -> IntArray:
+        """Where each segment's scales of its rest begin, (n_segments + 1,)."""
+        rests = -(-(self.codes.lengths.reshape(-1) % BLOCK_TOKENS) // KEY_BLOCK_TOKENS)
+        first = self.codes.n_blocks * _SCALE_BLOCKS
+        found: IntArray = first + np.concatenate([[0], np.cumsum(rests)]).astype(np.int64)
+        return found
+
+    def segment(self, row: int, place: int) -> Segment:
+        """One head's entries of one row; ``place`` counts these heads."""
+        keys, values, positions, bias, _ = self.codes.piece(row, place)
+        scales = None
+        if self.key_scales is not None:
+            number = row * len(self.heads) + place
+            start, end, _, _ = self.codes.spans[number]
+            rest, rest_end = self._rest_scales[number : number + 2].tolist()
+            own = slice(start // KEY_BLOCK_TOKENS, end // KEY_BLOCK_TOKENS)
+            scales = torch.cat([self.key_scales[own], self.key_scales[rest:rest_end]])
+        return Segment(keys=keys, values=values, key_scales=scales, positions=positions, bias=bias)
+
+    def piece(self, row: int, place: int) -> Piece:
+        """One segment's numbers."""
+        own = self.segment(row, place)
+        every = torch.arange(own.positions.numel(), device=own.positions.device)
+        if own.key_scales is None:
+            return own.keys, own.values, own.positions, own.bias, every
+        scales = own.key_scales.repeat_interleave(KEY_BLOCK_TOKENS, dim=0)[: every.numel()]
+        keys = from_codes(self._unpacked_keys(own.keys), scales[:, 0], scales[:, 1])
+        return keys.to(self.like[0].dtype), self._values(own.values), own.positions, own.bias, every
+
+    def runs(self, most_numbers: int) -> Iterator[tuple[slice, slice]]:
+        """Rows and heads whose numbers fit into so many, or one head of one row at a time."""
+        width = self.like[0].shape[-1] + self.like[1].shape[-1]
+        batch, n_heads = self.codes.lengths.shape
+        by_row = self.codes.lengths.sum(axis=1) * width
+        if int(by_row.max()) <= most_numbers:
+            step = max(most_numbers // max(int(by_row.max()), 1), 1)
+            yield from (
+                (slice(r, min(r + step, batch)), slice(0, n_heads)) for r in range(0, batch, step)
+            )
+            return
+        for row in range(batch):
+            yield from ((slice(row, row + 1), slice(h, h + 1)) for h in range(n_heads))
+
+    def numbers(self, rows: slice, places: slice) -> RaggedEntries:
+        """The numbers of some rows and heads, all of them or those of one row.
+
+        Their positions are left out, which attention does not ask for.
+        """
+        if self.key_scales is None and self.codes.lengths[rows, places].size == (
+            self.codes.lengths.size
+        ):
+            return self.codes
+        n_heads = len(self.heads)
+        first = rows.start * n_heads + places.start
+        last = (rows.stop - 1) * n_heads + places.stop - 1
+        (start, _, rest, _), (_, end, _, rest_end) = self.codes.spans[first], self.codes.spans[last]
+        cut = [slice(start, end), slice(rest, rest_end)]
+        bias = self.codes.bias
+        return self._layout(rows, places).with_numbers(
+            self._keys(cut, first, last),
+            self._values(torch.cat([self.codes.values[part] for part in cut])),
+            None if bias is None else torch.cat([bias[part] for part in cut]),
+        )
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, int, int, int], RaggedEntries]:
+        return {}
+
+    def _layout(self, rows: slice, places: slice) -> RaggedEntries:
+        """Where things are in some rows and heads, found out once."""
+        key = (rows.start, rows.stop, places.start, places.stop)
+        if key not in self._layouts:
+            self._layouts[key] = RaggedEntries(
+                keys=self.like[0],
+                values=self.like[1],
+                positions=self.codes.positions[:0],
+                bias=None,
+                lengths=self.codes.lengths[rows, places],
+            )
+        return self._layouts[key]
+
+    def _keys(self, cut: list[slice], first: int, last: int) -> Tensor:
+        """Keys of contiguous segments: their whole blocks, then their rests."""
+        if self.key_scales is None:
+            return torch.cat([self.codes.keys[part] for part in cut])
+        blocks, rests = (self._unpacked_keys(self.codes.keys[part]) for part in cut)
+        head_dim = int(self.like[0].shape[-1])
+        whole = self.key_scales[cut[0].start // KEY_BLOCK_TOKENS : cut[0].stop // KEY_BLOCK_TOKENS]
+        found = from_codes(
+            blocks.view(-1, KEY_BLOCK_TOKENS, head_dim), whole[:, :1], whole[:, 1:]
+        ).view(-1, head_dim)
+        own = self._scale_of_rest[cut[1].start - self.codes.n_blocks * BLOCK_TOKENS :]
+        scales = self.key_scales.index_select(0, own[: cut[1].stop - cut[1].start])
+        near = from_codes(rests, scales[:, 0], scales[:, 1])
+        return torch.cat([found, near]).to(self.like[0].dtype)
+
+    @cached_property
+    def _scale_of_rest(self) -> Tensor:
+        """Which of the scales each entry of the rests has, (n_rest_entries,)."""
+        rests = (self.codes.lengths % BLOCK_TOKENS).reshape(-1)
+        starts = self._rest_scales[:-1]
+        column = np.concatenate([np.arange(n) for n in rests]).astype(np.int64)
+        owner = np.repeat(starts, rests)
+        return torch.from_numpy(owner + column // KEY_BLOCK_TOKENS).to(self.codes.keys.device)
+
+    def _unpacked_keys(self, packed: Tensor) -> Tensor:
+        return _unpacked(packed, self.bits, int(self.like[0].shape[-1]))
+
+    def _values(self, rows: Tensor) -> Tensor:
+        """Values of packed rows, (n, head_dim)."""
+        if self.bits == 16:
+            return rows
+        head_dim = int(self.like[1].shape[-1])
+        n_bytes = -(-head_dim * self.bits // 8)
+        # A copy even of one row: float16 cannot begin at an odd byte.
+        scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format)
+        n_blocks = -(-head_dim // VALUE_BLOCK_CHANNELS)
+        scales = scales.view(torch.float16).view(rows.shape[0], n_blocks, 2).float()
+        codes = _unpacked(rows[:, :n_bytes], self.bits, head_dim)
+        if n_blocks > 1:
+            scales = scales.repeat_interleave(VALUE_BLOCK_CHANNELS, dim=1)[:, :head_dim]
+        return from_codes(codes, scales[..., 0], scales[..., 1]).to(self.like[1].dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedEntries:
+    """Kept entries of one layer, at the bits of each of its KV heads.
+
+    Attributes
+    ----------
+    parts : tuple of PackedHeads
+        One a width, the widest first.
+    """
+
+    parts: tuple[PackedHeads, ...]
+
+    @classmethod
+    @torch.no_grad()
+    def collect(
+        cls, counts: IntArray, piece: Callable[[int, int], Piece], bits: IntArray
+    ) -> PackedEntries:
+        """Round and pack the kept entries of every row and head.
+
+        Parameters
+        ----------
+        counts : ndarray of int64, (batch, n_kv_heads)
+            Entries that each segment keeps.
+        piece : callable
+            As for `RaggedEntries.collect`; asked once for each, in order.
+        bits : ndarray of int64, (n_kv_heads,)
+            16, 8 or 4.
+        """
+        segments: list[list[Segment]] = []
+        like: tuple[Tensor, Tensor] | None = None
+        for row in range(counts.shape[0]):
+            own = []
+            for head in range(counts.shape[1]):
+                found = piece(row, head)
+                like = (found[0][:0].clone(), found[1][:0].clone()) if like is None else like
+                own.append(Segment.of(found, int(bits[head])))
+            segments.append(own)
+        assert like is not None, "a cache has at least one row and one head"
+        return cls.of(segments, bits, like)
+
+    @classmethod
+    def of(
+        cls, segments: list[list[Segment]], bits: IntArray, like: tuple[Tensor, Tensor]
+    ) -> PackedEntries:
+        """Segments, one a row and KV head, in storage of their own."""
+        parts = []
+        for width in sorted({int(each) for each in bits}, reverse=True):
+            heads = tuple(np.flatnonzero(bits == width).tolist())
+            mine = [[row[head] for head in heads] for row in segments]
+            parts.append(PackedHeads.collect(mine, bits=width, heads=heads, like=like))
+        return cls(parts=tuple(parts))
+
+    @cached_property
+    def _places(self) -> list[tuple[PackedHeads, int]]:
+        """Where each KV head is."""
+        owners = {head: (part, n) for part in self.parts for n, head in enumerate(part.heads)}
+        return [owners[head] for head in range(len(owners))]
+
+    @property
+    def bits(self) -> IntArray:
+        """Width of each KV head, (n_kv_heads,)."""
+        return np.array([part.bits for part, _ in self._places], dtype=np.int64)
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """Entries of each row and head, (batch, n_kv_heads)."""
+        columns = [part.codes.lengths[:, place] for part, place in self._places]
+        found: IntArray = np.stack(columns, axis=1)
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """All K and V storage, scales included."""
+        found = []
+        for part in self.parts:
+            found += part.codes.tensors()
+            found += [] if part.key_scales is None else [part.key_scales]
+        return found
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """Dense keys and values of no token, (batch, n_kv_heads, 0, head_dim)."""
+        keys, values = self.parts[0].like
+        shape = (*self.lengths.shape, 0)
+        return keys.new_empty(*shape, keys.shape[-1]), values.new_empty(*shape, values.shape[-1])
+
+    def piece(self, row: int, head: int) -> Piece:
+        """One segment's numbers in position order."""
+        part, place = self._places[head]
+        return part.piece(row, place)
+
+    def padded_positions(self) -> Tensor:
+        """Columns of each segment, (batch, n_kv_heads, most); -1 beyond a segment's end."""
+        first = self.parts[0].codes.positions
+        found = first.new_full((*self.lengths.shape, int(self.lengths.max())), -1)
+        for row, head in np.ndindex(*self.lengths.shape):
+            part, place = self._places[head]
+            found[row, head, : self.lengths[row, head]] = part.codes.piece(row, place)[2]
+        return found
+
+    def _segments(self) -> list[list[Segment]]:
+        return [
+            [part.segment(row, place) for part, place in self._places]
+            for row in range(self.lengths.shape[0])
+        ]
+
+    def rows(self, indices: Tensor) -> PackedEntries:
+        """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
+        own = self._segments()
+        chosen = [own[row] for row in indices.tolist()]
+        return self.of(chosen, self.bits, self.parts[0].like)
+
+    def before(self, column: int) -> PackedEntries:
+        """A copy without the entries from this column on."""
+        cut = [
+            [one.first(int((one.positions < column).sum())) for one in row]
+            for row in self._segments()
+        ]
+        return self.of(cut, self.bits, self.parts[0].like)
+
+    @torch.no_grad()
+    def and_then(
+        self, keys: Tensor, values: Tensor, positions: Tensor, shown: Tensor
+    ) -> PackedEntries:
+        """A copy with more entries behind.
+
+        They are rounded; and a block of keys that was not full once more with those that fill it.
+
+        Parameters
+        ----------
+        keys, values : Tensor, (batch, n_kv_heads, n, head_dim)
+        positions : Tensor of int32, (n,)
+        shown : Tensor of bool, (batch, n)
+            False marks padding, which is left out.
+        """
+        segments = []
+        for row in range(self.lengths.shape[0]):
+            new = shown[row].nonzero()[:, 0]
+            own = []
+            for head, (part, place) in enumerate(self._places):
+                before = part.segment(row, place)
+                count = int(before.positions.numel())
+                full = count if part.bits == 16 else count // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS
+                rest = part.piece(row, place)
+                more = (
+                    torch.cat([rest[0][full:], keys[row, head].index_select(0, new)]),
+                    torch.cat([rest[1][full:], values[row, head].index_select(0, new)]),
+                    torch.cat([before.positions[full:], positions.index_select(0, new)]),
+                )
+                bias = None
+                if before.bias is not None:
+                    bias = torch.nn.functional.pad(before.bias[full:], (0, int(new.numel())))
+                every = torch.arange(more[0].shape[0], device=new.device)
+                added = Segment.of((*more, bias, every), part.bits)
+                if full < count:  # values are rounded by token: those that were stay as they are
+                    kept = before.values[full:]
+                    changed = torch.cat([kept, added.values[kept.shape[0] :]])
+                    added = _with_values(added, changed)
+                own.append(before.first(full).and_then(added))
+            segments.append(own)
+        return self.of(segments, self.bits, self.parts[0].like)
+
+
+def _with_values(segment: Segment, values: Tensor) -> Segment:
+    return Segment(
+        keys=segment.keys,
+        values=values,
+        key_scales=segment.key_scales,
+        positions=segment.positions,
+        bias=segment.bias,
+    )
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes (n, head_dim) as bytes; at 4 bits two to a byte, the even channel in the low half."""
+    if bits == 8:
+        return codes.contiguous()
+    padded = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    return padded[:, 0::2] | (padded[:, 1::2] << 4)
+
+
+def _unpacked(packed: Tensor, bits: int, head_dim: int) -> Tensor:
+    if bits == 8:
+        return packed
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)[:, :head_dim]

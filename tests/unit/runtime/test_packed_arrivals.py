@@ -1,0 +1,347 @@
+"""A cache that stores entries at fewer bits, however the tokens arrive.
+
+The oracle is that of the other files, over the numbers that the cache really stores: what the
+model computed is replaced by what comes back from storage, the evicted entries are hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.quantising import quantised_keys, quantised_values
+from kvalloc.runtime import make_cache
+from kvalloc.runtime.refusals import check_profile
+from kvalloc.stored_bytes import stored_bytes
+
+CONTEXT = 150
+LENGTHS = (CONTEXT, 97, 30)
+FAMILIES = ["llama", "qwen3", "phi3", "gemma3"]
+
+
+def bits_profile(
+    tiny: ModuleType, model: Any, level: str = "head", share: float = 0.5, **changes: Any
+) -> Any:
+    """Widths 8, 4, 16, 8 layer by layer; at head level two in each layer."""
+    profile = tiny.make_profile(model, CONTEXT, share, **changes)
+    profile = tiny.by_head(profile, spread=40) if level == "head" else profile
+    bits = np.full_like(profile.budgets, 16)
+    for place, layer in enumerate(profile.shape.full_layers):
+        bits[layer] = (8, 4, 16, 8)[place % 4]
+        if level == "head":
+            bits[layer, 1] = (4, 16, 16, 8)[place % 4]
+    return dataclasses.replace(profile, bits=bits)
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, past_key_values=cache)
+    logits: torch.Tensor = out.logits
+    return logits
+
+
+def follow(shadow: Any, cache: Any, *, evicted: bool = True) -> None:
+    """The oracle goes on with what the cache stores, in place of what the model computed."""
+    if evicted:
+        shadow.follow(cache)
+    for layer in cache.profile.shape.full_layers:
+        stored, own = cache.layers[layer], shadow.cache.layers[layer]
+        if stored.entries is None:
+            continue
+        for row, head in np.ndindex(*stored.entries.lengths.shape):
+            keys, values, positions = stored.entries.piece(row, head)[:3]
+            own.keys[row, head, positions.long()] = keys.float()
+            own.values[row, head, positions.long()] = values.float()
+
+
+def padding(side: str, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+    columns, count = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
+    return ((columns < count) if side == "right" else (columns >= max(lengths) - count)).long()
+
+
+def account(cache: Any) -> int:
+    """Bytes of all that is stored, from the numbers of entries and the formula alone."""
+    profile, total = cache.profile, 0
+    for index, layer in enumerate(cache.layers):
+        if not hasattr(layer, "entries"):  # transformers' own
+            total += sum(own.untyped_storage().nbytes() for own in (layer.keys, layer.values))
+            continue
+        dense = layer.keys.numel() + layer.values.numel()
+        total += dense * layer.keys.element_size()
+        entries = layer.entries
+        if entries is not None:
+            total += int(stored_bytes(entries.lengths, profile.bits[index], profile.shape).sum())
+    return total
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_prompt_and_questions_of_any_length(
+    tiny: ModuleType, family: str, attention: str, level: str
+) -> None:
+    model = tiny.tiny_model(family, attention)
+    profile = bits_profile(tiny, model, level)
+    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    ids = tiny.prompt(CONTEXT, 2)
+    assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
+    assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2) == account(cache)
+    assert (cache.kept_tokens_by_row == profile.budgets).all() or family == "gemma3"
+    follow(shadow, cache)
+    rounded = 0
+    for tokens in (1, 5, 100, 1, 90, 1):
+        question = tiny.prompt(tokens, 2, seed=tokens)
+        assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+        follow(shadow, cache, evicted=False)
+        assert cache.retained_bytes == account(cache)
+        rounded = max(layer.packed_following for layer in cache.layers if hasattr(layer, "entries"))
+    assert rounded == 128  # 198 tokens followed: the latest 64 to 127 are as the model made them
+    kept = cache.kept_indices(profile.shape.full_layers[0])
+    assert int(kept.max()) < CONTEXT
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_what_is_stored_is_what_the_model_computed_rounded_once(
+    tiny: ModuleType, level: str
+) -> None:
+    model = tiny.tiny_model()
+    profile = bits_profile(tiny, model, level)
+    ids = tiny.prompt(CONTEXT, 2)
+    plain = DynamicCache(config=model.config)
+    run(model, ids, plain)
+    for chunks, announced in ((CONTEXT, None), (40, CONTEXT), (40, None)):
+        cache = make_cache(profile, model, prompt_tokens=announced)
+        if chunks == CONTEXT or announced:
+            for part in ids.split(chunks, dim=1):
+                run(model, part, cache)
+        else:
+            with cache.prefill():
+                for part in ids.split(chunks, dim=1):
+                    run(model, part, cache)
+        assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2)
+        layer = cache.layers[0]  # later ones see what was evicted between chunks
+        for row, head in np.ndindex(2, tiny.N_KV_HEADS):
+            keys, values, positions = layer.entries.piece(row, head)[:3]
+            width = int(profile.bits[0, head])
+            own = [x[row, head, positions.long()][None, None] for x in plain.layers[0].keys[None]]
+            if chunks == CONTEXT:
+                assert torch.equal(keys, quantised_keys(own[0], width)[0, 0])
+                exact = plain.layers[0].values[row, head, positions.long()]
+                assert torch.equal(values, quantised_values(exact[None, None], width)[0, 0])
+            else:  # other sizes of products, other last bits, hence now and then another step
+                far = (keys - quantised_keys(own[0], width)[0, 0]).abs() > 1e-4
+                assert far.float().mean() < 0.01
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("side", ["left", "right", None])
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_a_prompt_in_chunks_and_rows_of_different_lengths(
+    tiny: ModuleType, level: str, side: str | None, announced: bool
+) -> None:
+    model = tiny.tiny_model()
+    profile = bits_profile(tiny, model, level)
+    ids = tiny.prompt(CONTEXT, len(LENGTHS))
+    mask = torch.ones_like(ids) if side is None else padding(side)
+    cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
+    shadow = tiny.Shadow(model)
+
+    def feed() -> None:
+        seen = 0
+        for part in ids.split(40, dim=1):
+            seen += part.shape[1]
+            found = run(model, part, cache, mask[:, :seen])
+            expected = shadow.logits(part, mask[:, :seen])
+            if mask[:, seen - part.shape[1] : seen].any():
+                assert tiny.worst(found, expected, mask[:, :seen]) < 1e-4
+            follow(shadow, cache)
+
+    if announced:
+        feed()
+    else:
+        with cache.prefill():
+            feed()
+        follow(shadow, cache)
+    lengths = mask.sum(dim=1).tolist()
+    for row, tokens in enumerate(lengths):
+        assert (cache.kept_tokens_by_row[row] == profile.budgets_for(tokens)).all()
+    expected_bytes = sum(profile.retained_bytes_at(tokens) for tokens in lengths)
+    assert cache.retained_bytes == expected_bytes == account(cache)
+    # Questions of different lengths, long enough that their padding would be rounded, too.
+    asked = padding("left", (140, 100, 140))
+    question = tiny.prompt(140, len(LENGTHS), seed=1)
+    mask = torch.cat([mask, asked], dim=1)
+    found = run(model, question, cache, mask)
+    assert tiny.worst(found, shadow.logits(question, mask), mask) < 1e-4
+    follow(shadow, cache, evicted=False)
+    assert cache.retained_bytes == account(cache)
+    more = tiny.prompt(3, len(LENGTHS), seed=2)
+    mask = torch.nn.functional.pad(mask, (0, 3), value=1)
+    assert tiny.worst(run(model, more, cache), shadow.logits(more, mask)) < 1e-4
+
+
+def test_a_budget_of_everything_is_rounded_all_the_same(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = bits_profile(tiny, model, "layer", 1.0)
+    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(5, 2, seed=1)
+    assert torch.equal(run(model, ids, cache), run(model, ids, DynamicCache(config=model.config)))
+    shadow.logits(ids)
+    assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2) < cache.full_bytes
+    follow(shadow, cache)
+    assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_the_budget_kept_while_decoding(tiny: ModuleType, level: str) -> None:
+    model = tiny.tiny_model()
+    profile = bits_profile(tiny, model, level)
+    cache, shadow = profile.cache(model, decode_every=4), tiny.Shadow(model)
+    ids = tiny.prompt(CONTEXT, 2)
+    run(model, ids, cache)
+    shadow.logits(ids)
+    follow(shadow, cache)
+    for step in range(12):
+        token = tiny.prompt(1, 2, seed=step)
+        assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
+        follow_now = step % 4 == 3
+        if follow_now:
+            follow(shadow, cache)
+            assert (cache.kept_tokens == profile.budgets).all()
+            assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2)
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_saved_loaded_copied_reordered_and_cropped(
+    tiny: ModuleType, level: str, tmp_path: Path
+) -> None:
+    model = tiny.tiny_model()
+    profile = bits_profile(tiny, model, level)
+    cache, ids = profile.cache(model), tiny.prompt(CONTEXT, 2)
+    run(model, ids, cache)
+    run(model, tiny.prompt(130, 2, seed=5), cache)
+    assert any(layer.packed_following for layer in cache.layers)
+    cache.save(tmp_path / "c.safetensors")
+    loaded = kvalloc.load_cache(tmp_path / "c.safetensors", model)
+    assert loaded.retained_bytes == cache.retained_bytes
+    question = tiny.prompt(6, 2, seed=1)
+    twin, swapped, cropped = (copy.deepcopy(cache) for _ in range(3))
+    expected = run(model, question, cache)
+    assert torch.equal(run(model, question, loaded), expected)
+    assert torch.equal(run(model, question, twin), expected)
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(run(model, question.flip(0), swapped).flip(0), expected)
+    # Back to the end of the prompt, through what has been rounded since.
+    with pytest.raises(UnsupportedRequestError, match="cannot crop 131 tokens"):
+        cropped.crop(-131)
+    cropped.crop(-100)
+    assert cropped.get_seq_length() == CONTEXT + 30
+    assert cropped.retained_bytes == account(cropped)
+    cropped.crop(-30)
+    assert (cropped.kept_tokens == profile.budgets).all()
+    fresh = profile.cache(model)
+    run(model, ids, fresh)
+    assert cropped.retained_bytes == fresh.retained_bytes
+    # A block of keys that was not full has been rounded twice; all the others are as they were.
+    for row, head in np.ndindex(2, tiny.N_KV_HEADS):
+        ours, theirs = (each.layers[0].entries.piece(row, head) for each in (cropped, fresh))
+        full = ours[0].shape[0] // 64 * 64
+        assert torch.equal(ours[0][:full], theirs[0][:full])
+        assert torch.equal(ours[1], theirs[1])
+    shadow = tiny.Shadow(model)
+    shadow.logits(ids)
+    follow(shadow, cropped)
+    assert tiny.worst(run(model, question, cropped), shadow.logits(question)) < 1e-4
+    out = model.generate(
+        ids, past_key_values=profile.cache(model), max_new_tokens=6, num_beams=3, do_sample=False
+    )
+    assert out.shape == (2, CONTEXT + 6)
+
+
+def test_layers_that_share_entries_may_differ_in_bits(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = bits_profile(tiny, model)
+    budgets = profile.budgets.copy()
+    budgets[3] = budgets[2]
+    profile = dataclasses.replace(profile, budgets=budgets, share_groups=((2, 3),))
+    cache, shadow = profile.cache(model), tiny.Shadow(model)
+    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(4, 2, seed=1)
+    run(model, ids, cache)
+    shadow.logits(ids)
+    assert torch.equal(cache.kept_indices(2), cache.kept_indices(3))
+    assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2)
+    follow(shadow, cache)
+    assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+
+
+@pytest.mark.parametrize("policy", ["merge", "compensate", "critical", "nacl"])
+def test_policies_decide_and_merge_before_anything_is_rounded(
+    tiny: ModuleType, policy: str
+) -> None:
+    model = tiny.tiny_model()
+    profile = bits_profile(tiny, model)
+    plain = dataclasses.replace(profile, bits=None)
+    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(4, 2, seed=1)
+    caches = [each.cache(model, policy=policy) for each in (profile, plain)]
+    for cache in caches:
+        run(model, ids, cache)
+    for layer in range(tiny.N_LAYERS):
+        assert torch.equal(caches[0].kept_indices(layer), caches[1].kept_indices(layer))
+    few, many = (run(model, question, cache) for cache in caches)
+    assert torch.isfinite(few).all()
+    assert not torch.equal(few, many)
+
+
+def test_half_precision_is_no_worse_than_the_models_own(tiny: ModuleType) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        model = tiny.tiny_model("llama", "sdpa", dtype, initializer_range=0.08)
+        ids = tiny.prompt(CONTEXT, 2)
+        profile = bits_profile(tiny, model)
+        cache, shadow = profile.cache(model), tiny.Shadow(model)
+        own = tiny.worst(run(model, ids, cache), shadow.logits(ids))
+        assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2)
+        follow(shadow, cache)
+        for tokens in (1, 5, 40):
+            question = tiny.prompt(tokens, 2, seed=tokens)
+            found = run(model, question, cache)
+            assert found.dtype == dtype
+            assert tiny.worst(found, shadow.logits(question)) <= 2 * own
+
+
+def test_prefill_needs_what_is_kept_and_one_layer_in_full(
+    tiny: ModuleType, peak_bytes: Any
+) -> None:
+    tokens = 1000
+    model = tiny.tiny_model()
+    ids = tiny.prompt(tokens)
+    layer_bytes = tokens * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * 4
+    for level in ("layer", "head"):
+        cache = bits_profile(tiny, model, level, 0.2).cache(model)
+
+        def prefill(cache: Any = cache) -> None:
+            model(ids, past_key_values=cache, logits_to_keep=1)
+
+        with torch.no_grad():
+            alone = peak_bytes(lambda: model(ids, use_cache=False, logits_to_keep=1))
+            above = peak_bytes(prefill) - alone
+        assert above <= cache.retained_bytes + layer_bytes
+
+
+def test_what_cannot_be_stored_is_refused_in_one_line(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = bits_profile(tiny, model, "layer")
+    with pytest.raises(
+        UnsupportedRequestError, match=r"at 4 bits, but the policy mpcache compares"
+    ):
+        profile.cache(model, policy="mpcache")
+    check_profile(dataclasses.replace(profile, bits=np.full_like(profile.bits, 16)))
