@@ -369,6 +369,19 @@ def _check_header(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]
         missing = [name for name in layer["tensors"] if f"{index}.{name}" not in tensors]
         if missing:
             raise _fault(path, f"layers[{index}]", f"without {missing[0]}", "all its tensors")
+        if layer["kind"] == "packed":
+            _check_packed(path, header, index)
+
+
+def _check_packed(path: Path, header: dict[str, Any], index: int) -> None:
+    layer, widths = header["layers"][index], header["profile"].get("bits")
+    bits, following = layer.get("bits"), layer.get("packed_following")
+    if widths is None or bits != widths[index]:
+        raise _fault(path, f"layers[{index}].bits", bits, "those of its profile")
+    most = header["seen_tokens"] - header["prompt_tokens"]
+    if not isinstance(following, int) or not 0 <= following <= most:
+        field = f"layers[{index}].packed_following"
+        raise _fault(path, field, following, f"a number from 0 to {most}")
 
 
 def _check_model(
