@@ -20,6 +20,9 @@ EVEN_OPTIONS = 256
 because exact solvers pay for every option there. Where there are more pages than that, every
 second, third, ... one is offered."""
 
+RESAMPLES = 2000
+"""Draws of a bootstrap."""
+
 
 def mean_retention(
     scores: ScoreProfile,
@@ -307,3 +310,47 @@ def predicted_loss(
         for head in range(columns)
     ]
     return math.fsum(np.concatenate(lost))
+
+
+def predicted_loss_interval(
+    scores: ScoreProfile,
+    budgets: IntArray,
+    context_tokens: int,
+    *,
+    bits: IntArray | None = None,
+    policies: IntArray | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float] | None:
+    """Percentile bootstrap interval of the predicted loss over the measured samples.
+
+    It says how sure the sum of single-unit losses is on such text, not how far single losses are
+    from those of all units together.
+
+    Parameters
+    ----------
+    scores, budgets, context_tokens, bits, policies
+        As in `predicted_loss`.
+    confidence : float
+    seed : int
+
+    Returns
+    -------
+    low, high : float
+        Nats per token; None where no loss is known, or of one sample only.
+
+    References
+    ----------
+    B. Efron and R. Tibshirani, An Introduction to the Bootstrap (1993), Chap. 13.
+    """
+    each = [
+        predicted_loss(scores, budgets, context_tokens, bits=bits, sample=s, policies=policies)
+        for s in range(scores.n_samples)
+    ]
+    losses = np.array([loss for loss in each if loss is not None])
+    if losses.size < 2:
+        return None
+    drawn = np.random.default_rng(seed).integers(0, losses.size, size=(RESAMPLES, losses.size))
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(losses[drawn].mean(axis=1), [tail, 100 - tail])
+    return float(low), float(high)

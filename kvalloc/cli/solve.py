@@ -142,7 +142,8 @@ def solve(
     if output is not None and refinement is None:
         decided.save(output)
     if json:
-        print_json({**row(decided, profile, seconds), **_decision(decided, output)})
+        interval = {"predicted_loss_interval": loss_interval(decided, profile)}
+        print_json({**row(decided, profile, seconds), **interval, **_decision(decided, output)})
     elif not quiet:
         print_fields(_summary(decided, profile, seconds, output))
 
@@ -186,6 +187,24 @@ def row(decided: BudgetProfile, scores: ScoreProfile, seconds: float) -> dict[st
         "full_bytes": decided.full_bytes,
         "seconds": seconds,
     }
+
+
+def loss_interval(decided: BudgetProfile, scores: ScoreProfile) -> tuple[float, float] | None:
+    """How sure a predicted loss is on such text; None where it is unknown or was refined."""
+    import numpy as np
+
+    from kvalloc.predicting import predicted_loss_interval
+
+    if decided.predicted_loss is None or decided.refinement is not None:
+        return None
+    policies = None
+    if decided.unit_policies is not None:
+        titles = [policy.title for policy in scores.policies]
+        places = np.array([titles.index(policy.title) for policy in decided.policies])
+        policies = places[decided.unit_policies]
+    return predicted_loss_interval(
+        scores, decided.budgets, decided.context_tokens, bits=decided.bits, policies=policies
+    )
 
 
 def price_text(decided: BudgetProfile) -> str:
@@ -419,7 +438,11 @@ def _summary(
     if decided.refinement is not None:
         fields |= refining.refinement_fields(decided)
     elif decided.predicted_loss is not None:
-        fields["predicted loss"] = f"{decided.predicted_loss:.6f} nats per token"
+        sure = loss_interval(decided, scores)
+        over = (
+            "" if sure is None else f" (95% interval over samples {sure[0]:.4g} to {sure[1]:.4g})"
+        )
+        fields["predicted loss"] = f"{decided.predicted_loss:.6f} nats per token{over}"
         fields["loss note"] = LOSS_NOTE
     if output is not None:
         fields["written"] = str(output)

@@ -52,6 +52,8 @@ def test_loss_decides_where_nothing_was_said_and_it_was_measured(scores: Path) -
     by_default = run(*asked)
     assert "least predicted loss decides" in by_default.err
     assert by_default.err.count("\n") == 1
+    low, high = by_default.json["predicted_loss_interval"]
+    assert low < by_default.json["predicted_loss"] < high
     assert by_default.json["budgets"] == run(*asked, "--objective", "loss").json["budgets"]
     assert run(*asked, "--objective", "mean").err == ""
     # a solver that takes concave curves only, and curves of other units

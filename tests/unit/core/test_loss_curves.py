@@ -18,7 +18,12 @@ from hypothesis import strategies as st
 from kvalloc.budget_profile import BudgetProfile, relative_gap
 from kvalloc.errors import InfeasibleError, InputError, ProfileFileError, SolverError
 from kvalloc.formulate import formulate
-from kvalloc.predicting import EVEN_OPTIONS, mean_retention, predicted_loss
+from kvalloc.predicting import (
+    EVEN_OPTIONS,
+    mean_retention,
+    predicted_loss,
+    predicted_loss_interval,
+)
 from kvalloc.request import Request
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.solving import solve
@@ -320,3 +325,19 @@ def test_a_loss_out_of_reach_is_told_with_the_nearest_one() -> None:
 def test_no_page_between_the_least_measured_and_the_largest_allowed() -> None:
     with pytest.raises(InputError, match="can be offered.*allow larger"):
         solve(make_losses(levels=[17, 30, 40]), budget="50%", objective="loss", max_tokens=16)
+
+
+def test_the_interval_of_a_predicted_loss_is_over_samples() -> None:
+    scores = make_losses(n_samples=40)
+    decided = solve(scores, budget="40%", objective="loss")
+    context = decided.context_tokens
+    each = np.array(
+        [predicted_loss(scores, decided.budgets, context, sample=s) for s in range(40)], dtype=float
+    )
+    found = predicted_loss_interval(scores, decided.budgets, context)
+    assert found is not None
+    half = 1.96 * each.std() / 40**0.5
+    assert decided.predicted_loss == pytest.approx(each.mean())
+    assert found == pytest.approx((each.mean() - half, each.mean() + half), abs=0.25 * half)
+    one = make_losses(n_samples=1)
+    assert predicted_loss_interval(one, solve(one, budget="40%").budgets, context) is None
