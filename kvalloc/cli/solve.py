@@ -439,10 +439,10 @@ def _summary(
         fields |= refining.refinement_fields(decided)
     elif decided.predicted_loss is not None:
         sure = loss_interval(decided, scores)
-        over = (
-            "" if sure is None else f" (95% interval over samples {sure[0]:.4g} to {sure[1]:.4g})"
-        )
-        fields["predicted loss"] = f"{decided.predicted_loss:.6f} nats per token{over}"
+        fields["predicted loss"] = f"{decided.predicted_loss:.6f} nats per token"
+        if sure is not None:
+            interval = f"95% interval over samples {sure[0]:.4g} to {sure[1]:.4g}"
+            fields["predicted loss"] += f" ({interval})"
         fields["loss note"] = LOSS_NOTE
     if output is not None:
         fields["written"] = str(output)

@@ -257,7 +257,8 @@ class LossProbe:
         Parameters
         ----------
         n_draws : int
-            Independent draws, each one of a token at every position; one backward pass in all.
+            Independent draws, each one of a token at every position; one forward pass in all, and a
+            backward pass each.
         seed : int
             Of the draws.
 
@@ -278,16 +279,20 @@ class LossProbe:
         probabilities = self._probabilities.double().cpu()
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.multinomial(probabilities, n_draws, replacement=True, generator=generator)
-        ids = self.continuation_ids.expand(n_draws, -1)
+        at = drawn.T.to(self.continuation_ids.device)
+        ids = self.continuation_ids[None]
         with (
             torch.enable_grad(),
             evaluating(self._model),
             intercept_attention(self._model, handler),
         ):
             logits = self._forward(input_ids=ids, n_tokens=int(ids.shape[1]))
-            likely = logits.float().log_softmax(dim=-1)
-            at = drawn.T.to(likely.device)[..., None]
-            gradients = torch.autograd.grad(likely.gather(-1, at).sum(), list(offsets.values()))
+            likely = logits[0].float().log_softmax(dim=-1)
+            # One forward serves all draws; each has a way back of its own.
+            sums = [likely.gather(-1, tokens[:, None]).sum() for tokens in at]
+            wanted = list(offsets.values())
+            rows = [torch.autograd.grad(one, wanted, retain_graph=True) for one in sums]
+        gradients = [torch.cat(of_layer) for of_layer in zip(*rows, strict=True)]
         return dict(zip(offsets, gradients, strict=True))
 
     def _prefill(self, prompt_ids: Tensor) -> Tensor:
