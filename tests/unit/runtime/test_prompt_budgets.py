@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from kvalloc.errors import InfeasibleError, InputError, KVAllocError, Unsupporte
 from kvalloc.measure.prompt_scores import prompt_scores
 from kvalloc.models import shape_of
 from kvalloc.prompting import PromptTarget, make_prompt_cache
-from kvalloc.runtime import make_cache
+from kvalloc.runtime import answer, make_cache
 from kvalloc.runtime.hooks import hooked_models
 from kvalloc.scorers import get_scorer
 
@@ -169,6 +170,23 @@ def test_adapt_agrees_with_the_oracle(tiny: ModuleType, model: Any) -> None:
     for tokens in (1, 5):
         follow = tiny.prompt(tokens, 2, seed=tokens)
         assert tiny.worst(run(model, follow, cache), oracle.logits(follow)) < 1e-4
+
+
+def test_bit_widths_stay_with_their_heads(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4))
+    bits = np.array([[8, 4], [16, 8], [4, 8], [8, 16]])
+    packed = dataclasses.replace(profile, bits=bits)
+    ids = tiny.prompt(CONTEXT)
+    plain, moved = packed.cache(model), packed.cache(model, adapt=0.4)
+    for cache in (plain, moved):
+        run(model, ids, cache)
+    assert moved.retained_bytes == plain.retained_bytes == packed.retained_bytes
+    assert (moved.profile.budgets != packed.budgets).any()
+    for width in (4, 8, 16):
+        assert moved.kept_tokens[bits == width].sum() == packed.budgets[bits == width].sum()
+    question = tiny.prompt(3, seed=7)
+    first, second = (list(answer(model, moved, question, max_new_tokens=3)) for _ in range(2))
+    assert first == second
 
 
 def test_a_shorter_measurement_is_the_ends_of_the_prompt(tiny: ModuleType, model: Any) -> None:
