@@ -15,9 +15,8 @@ from kvalloc.cli.peers import peer_methods, read_peers
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.evaluate.cases import Case
     from kvalloc.evaluate.methods import Method
     from kvalloc.evaluate.scoring import Score
     from kvalloc.evaluate.tasks import Task
@@ -132,14 +131,9 @@ def eval(
     on. KL is that of the next-token distribution to the full cache's, nats per token, with its
     95% bootstrap interval over the prompts.
     """
-    from kvalloc.cli.progress import ProgressBar, slow
-    from kvalloc.evaluate.methods import CacheMethod
+    from kvalloc.cli.progress import slow
     from kvalloc.evaluate.pairing import rows as paired_rows
-    from kvalloc.evaluate.result_file import (
-        evaluation_of,
-        evaluation_record,
-        save_evaluation,
-    )
+    from kvalloc.evaluate.result_file import evaluation_record
     from kvalloc.files import check_writable
     from kvalloc.models import load_model, require_run_packages
 
@@ -156,11 +150,7 @@ def eval(
         loaded = load_model(
             model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
         )
-    methods: dict[str, Method] = {}
-    for name, budgets in profiles.items():
-        make = partial(budgets.cache, loaded.model, allow_other_model=allow_other_model)
-        make()  # refuses the profile of another model before anything runs
-        methods[name] = CacheMethod(make_cache=make)
+    methods = _methods(loaded, profiles, allow_other_model=allow_other_model)
     methods |= peer_methods(peers, loaded.tokenizer)
     if asked_context is not None or tasks is not None or prompts is None:
         _check_context(loaded, context)
@@ -170,16 +160,7 @@ def eval(
     _check_lengths(loaded, cases)
     for name, budgets in profiles.items():
         note(f"{name}: {_describe(budgets)}", quiet=quiet or json)
-    total = sum(len(some) for _, some in cases) * (1 + len(methods))
-    with ProgressBar("evaluating", unit="prompts", quiet=quiet) as progress:
-        finished = 0
-
-        def done() -> None:
-            nonlocal finished
-            finished += 1
-            progress(finished, total)
-
-        scores = _scores(loaded, methods, cases, context, done)
+    scores = _scores(loaded, methods, cases, context, quiet=quiet)
     rows = paired_rows(scores)
     settings = {
         **{"tasks": [task.name for task, _ in cases], "split": split, "question": question},
@@ -194,10 +175,7 @@ def eval(
         scores=scores,
         cases={task.name: some for task, some in cases},
     )
-    if output is not None:
-        save_evaluation(record, output)
-    for name, file in files.items():
-        replace(profiles[name], evaluation=evaluation_of(record, name)).save(file)
+    _save(record, output, {file: profiles[name] for name, file in files.items()})
     if json:
         print_json(rows)
     else:
@@ -268,7 +246,7 @@ def _check_context(loaded: LoadedModel, context: int) -> None:
         )
 
 
-def _check_lengths(loaded: LoadedModel, cases: list[tuple[Any, Any]]) -> None:
+def _check_lengths(loaded: LoadedModel, cases: list[tuple[Task, list[Case]]]) -> None:
     """Refuse a prompt that leaves no room for its answer, before anything runs."""
     limit = _limit(loaded)
     for task, some in cases:
@@ -287,18 +265,52 @@ def _limit(loaded: LoadedModel) -> int | None:
     return shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
 
 
+def _methods(
+    loaded: LoadedModel, profiles: dict[str, BudgetProfile], *, allow_other_model: bool
+) -> dict[str, Method]:
+    from kvalloc.evaluate.methods import CacheMethod
+
+    methods: dict[str, Method] = {}
+    for name, budgets in profiles.items():
+        make = partial(budgets.cache, loaded.model, allow_other_model=allow_other_model)
+        make()  # refuses the profile of another model before anything runs
+        methods[name] = CacheMethod(make_cache=make)
+    return methods
+
+
 def _scores(
     loaded: LoadedModel,
     methods: dict[str, Method],
-    cases: list[tuple[Any, Any]],
+    cases: list[tuple[Task, list[Case]]],
     context: int,
-    done: Callable[[], None],
+    *,
+    quiet: bool,
 ) -> list[Score]:
+    from kvalloc.cli.progress import ProgressBar
     from kvalloc.evaluate.scoring import evaluate
 
-    return list(
-        evaluate(loaded.model, loaded.tokenizer, cases, methods, context=context, done=done)
-    )
+    total = sum(len(some) for _, some in cases) * (1 + len(methods))
+    with ProgressBar("evaluating", unit="prompts", quiet=quiet) as progress:
+        finished = 0
+
+        def done() -> None:
+            nonlocal finished
+            finished += 1
+            progress(finished, total)
+
+        return list(
+            evaluate(loaded.model, loaded.tokenizer, cases, methods, context=context, done=done)
+        )
+
+
+def _save(record: dict[str, Any], output: Path | None, files: dict[Path, BudgetProfile]) -> None:
+    """Write the whole record, and into each profile's file what is about it."""
+    from kvalloc.evaluate.result_file import evaluation_of, save_evaluation
+
+    if output is not None:
+        save_evaluation(record, output)
+    for file, profile in files.items():
+        replace(profile, evaluation=evaluation_of(record, file.stem)).save(file)
 
 
 def _describe(budgets: BudgetProfile) -> str:
