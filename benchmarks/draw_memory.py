@@ -1,0 +1,117 @@
+"""The README's picture: bytes of K and V against context, full cache and reduced by layer and head.
+
+    python benchmarks/draw_memory.py [--contexts 512 ... 4096] [-o docs/memory.png]
+
+Each point is a prompt that the demo's model has read: the bytes are those of the storages that the
+cache holds afterwards. Both reduced caches keep the same measured share of the attention, decided
+from the same scores, so that what lies between them is what budgets of single heads save.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_runtime import prefill, text
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.models import load_model
+from kvalloc.report.figure import COLOURS
+
+FOLDER = Path(__file__).parents[1]
+RETENTION = 0.9
+NAMES = {
+    "full": "full cache",
+    "layer": "a budget for each layer",
+    "head": "a budget for each KV head",
+}
+MIB = 1 << 20
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    loaded = load_model("demo")
+    scores = kvalloc.profile(loaded.model, loaded.tokenizer, [text()], samples=4, context=1024)
+    profiles = {
+        level: kvalloc.solve(scores, target_retention=RETENTION, level=level)
+        for level in ("layer", "head")
+    }
+    ids = loaded.tokenizer(text(), return_tensors="pt")["input_ids"]
+    most = max(arguments.contexts)
+    if ids.shape[1] < most:
+        raise SystemExit(f"the texts that ship have {ids.shape[1]} tokens, fewer than {most}")
+    found: dict[str, list[int]] = {name: [] for name in NAMES}
+    for context in arguments.contexts:
+        caches: dict[str, Any] = {
+            "full": DynamicCache(config=loaded.model.config),
+            **{level: profile.cache(loaded.model) for level, profile in profiles.items()},
+        }
+        for name, cache in caches.items():
+            prefill(loaded.model, cache, ids[:, :context])
+            found[name].append(stored_bytes(cache))
+        row = ", ".join(f"{name} {found[name][-1]:,}" for name in NAMES)
+        print(f"{context:,} tokens: {row} bytes", flush=True)
+    draw(arguments.contexts, found, arguments.output)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="bytes of K and V against context")
+    contexts = [512, 1024, 2048, 3072, 4096]
+    parser.add_argument("--contexts", type=int, nargs="+", default=contexts)
+    parser.add_argument("-o", "--output", type=Path, default=FOLDER / "docs" / "memory.png")
+    return parser.parse_args()
+
+
+def stored_bytes(cache: Any) -> int:
+    """Bytes of all K and V storages, each once and in full."""
+    retained: int | None = getattr(cache, "retained_bytes", None)
+    if retained is not None:
+        return retained
+    tensors: list[torch.Tensor] = [
+        tensor for layer in cache.layers for tensor in (layer.keys, layer.values)
+    ]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def draw(contexts: list[int], found: dict[str, list[int]], path: Path) -> None:
+    """One line a cache, its name and its bytes at the last point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
+    for colour, (name, label) in zip(COLOURS, NAMES.items(), strict=False):
+        mib = [count / MIB for count in found[name]]
+        axes.plot(contexts, mib, color=colour, marker="o", markersize=4)
+        share = found[name][-1] / found["full"][-1]
+        said = f"{mib[-1]:.0f} MiB" if name == "full" else f"{mib[-1]:.1f} MiB, {share:.0%}"
+        axes.annotate(
+            f"{label}: {said}",
+            (contexts[-1], mib[-1]),
+            xytext=(-8, 7),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color=colour,
+            fontsize=9,
+        )
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("K and V stored, MiB")
+    axes.set_xlim(0, contexts[-1] * 1.02)
+    axes.set_ylim(0, found["full"][-1] / MIB * 1.12)
+    axes.set_xticks([0, *contexts])
+    axes.grid(visible=True, color="0.9", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        f"SmolLM2-135M, float32, one row; {RETENTION:.0%} of the attention kept", fontsize=10
+    )
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()
