@@ -15,11 +15,16 @@ BIN := .venv/bin
 READY := .venv/.installed
 PEERS := .venv-kvpress/bin
 PEERS_READY := .venv-kvpress/.installed
+OLDEST := .venv-oldest
+# The oldest transformers that is supported, and of what it needs the newest that it accepts, where
+# the environment has newer ones.
+OLDEST_PACKAGES := transformers==5.2.0 tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 \
+	httpcore==1.0.9 typer-slim==0.24.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test test-matrix lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-runtime bench-quality peers clean
+.PHONY: help demo test test-matrix test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-runtime bench-quality peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +72,15 @@ test: $(READY) ## all tests, those with the real model included
 test-matrix: $(READY) ## every policy x arrival x model of the runtime against the oracle (an hour)
 	$(BIN)/python -m pytest -q --whole-matrix tests/unit/runtime/test_matrix.py
 
+$(OLDEST)/.installed: $(READY) Makefile
+	rm -rf $(OLDEST)
+	$(PIP) install --quiet --no-deps --target $(OLDEST) $(OLDEST_PACKAGES)
+	@touch $@
+
+test-oldest: $(OLDEST)/.installed ## the runtime's tests with the oldest transformers supported
+	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; assert transformers.__version__ == '5.2.0'"
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q tests/unit/runtime
+
 lint: $(READY) ## style, formatting, notebooks without outputs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -109,5 +123,5 @@ bench-quality: $(READY) $(PEERS_READY) ## shipped profiles against kvpress on he
 	$(BIN)/python benchmarks/record.py quality
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv .venv-kvpress build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-kvpress .venv-oldest build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -100,9 +100,12 @@ def test_attention_weights_are_refused(tiny: ModuleType) -> None:
     refused(model, cache, "output_attentions", input_ids=ids)
 
 
-def test_other_attention_implementations_are_refused(tiny: ModuleType, model: Any) -> None:
+@pytest.mark.parametrize("other", ["flex_attention", "flash_attention_2"])
+def test_other_attention_implementations_are_refused(
+    tiny: ModuleType, model: Any, other: str
+) -> None:
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
-    model.config._attn_implementation = "flex_attention"
+    model.config._attn_implementation_internal = other  # the setter asks for the package
     refused(model, cache, "sdpa and eager", input_ids=tiny.prompt(CONTEXT))
 
 
