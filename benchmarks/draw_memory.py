@@ -93,10 +93,10 @@ def draw(contexts: list[int], found: dict[str, list[int]], path: Path) -> None:
         axes.annotate(
             f"{label}: {said}",
             (contexts[-1], mib[-1]),
-            xytext=(-8, 7),
+            xytext=(-8, -32 if name == "head" else 9),
             textcoords="offset points",
             ha="right",
-            va="bottom",
+            va="top" if name == "head" else "bottom",
             color=colour,
             fontsize=9,
         )
@@ -108,7 +108,7 @@ def draw(contexts: list[int], found: dict[str, list[int]], path: Path) -> None:
     axes.grid(visible=True, color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
-        f"SmolLM2-135M, float32, one row; {RETENTION:.0%} of the attention kept", fontsize=10
+        f"SmolLM2-135M, float32, one prompt; budgets for a retention of {RETENTION}", fontsize=10
     )
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
