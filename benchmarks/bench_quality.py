@@ -10,6 +10,7 @@ only what is missing is measured, unless ``--fresh``.
 from __future__ import annotations
 
 import argparse
+import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from quality.tables import (
     read_rows,
     share_table,
     task_table,
+    without,
 )
 
 FOLDER = Path(__file__).resolve().parent
@@ -38,6 +40,7 @@ SHARES, AFTER_SHARES = (0.5, 0.2, 0.1), (0.5, 0.2)
 LIMITS = {0.5: 1 / 4, 0.2: 1 / 3, 0.1: 1 / 2}
 CONTEXT, LONG_CONTEXT = 1000, 2048
 BY_POINTS = 0.02
+TWICE = "KVzip"
 
 
 def main() -> int:
@@ -50,6 +53,7 @@ def main() -> int:
     if not asked.tables_only:
         measure(asked)
     rows = current(read_rows())
+    print(f"cells measured with {versions()}")
     targets = [*inside(rows), *after(rows), *long_prompts(rows)]
     print("\ntargets")
     for said, met in targets:
@@ -64,6 +68,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     parser.add_argument("--tables-only", action="store_true", help="measure nothing")
     return parser.parse_args()
+
+
+def versions() -> str:
+    """What is installed where the cells are measured."""
+    names = ("kvpress", "transformers", "torch")
+    code = f"from importlib.metadata import version\nprint([(n, version(n)) for n in {names!r}])"
+    ran = subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True, check=True)
+    return ", ".join(f"{name} {version}" for name, version in ast.literal_eval(ran.stdout))
 
 
 def measure(asked: argparse.Namespace) -> None:
@@ -86,6 +98,9 @@ def inside(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool | None]]:
         whole, cells = against_best(one)
         print(f"kvalloc over the best peer of each task: {whole}")
         print("  " + ", ".join(f"{task} {ratio}" for task, ratio in cells.items()))
+        one_pass, cells_then = against_best(without(one, TWICE))
+        print(f"without {TWICE}, which reads the prompt again and frees nothing: {one_pass}")
+        print("  " + ", ".join(f"{task} {ratio}" for task, ratio in cells_then.items()))
         yield from loss_targets(one, whole, cells)
     if len(grids) == len(SHARES):
         agreement(rows)

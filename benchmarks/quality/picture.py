@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -26,6 +26,7 @@ def draw_shares(grids: Sequence[Grid], path: Path, *, title: str) -> None:
     }
     peers = {method: values for method, values in means.items() if method != OURS}
     strongest = min(peers, key=lambda method: float(np.mean(np.log(np.array(peers[method])))))
+    heights = spread({method: values[0] for method, values in means.items()})
     for method, values in means.items():
         colour = {OURS: OUR_COLOUR, strongest: BEST_COLOUR}.get(method, PEER_COLOUR)
         named = colour != PEER_COLOUR
@@ -40,7 +41,7 @@ def draw_shares(grids: Sequence[Grid], path: Path, *, title: str) -> None:
         )
         axes.annotate(
             method,
-            (shares[0], max(values[0], LEAST_KL)),
+            (shares[0] * 1.03, heights[method]),
             xytext=(6, 0),
             textcoords="offset points",
             va="center",
@@ -58,6 +59,16 @@ def draw_shares(grids: Sequence[Grid], path: Path, *, title: str) -> None:
     axes.grid(axis="y", color="#e6e7ea", linewidth=0.7)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def spread(values: Mapping[str, float], *, gap: float = 0.1) -> dict[str, float]:
+    """Where labels stand on a logarithmic axis: at their values, but none upon another."""
+    placed: dict[str, float] = {}
+    lowest = -np.inf
+    for name in sorted(values, key=lambda name: values[name]):
+        lowest = max(float(np.log10(max(values[name], LEAST_KL))), lowest + gap)
+        placed[name] = 10**lowest
+    return placed
 
 
 def draw_tasks(grid: Grid, path: Path, *, title: str) -> None:

@@ -107,6 +107,16 @@ def ordered(methods: set[str]) -> tuple[str, ...]:
     return (*sorted(methods - {OURS}), *([OURS] if OURS in methods else []))
 
 
+def without(grid: Grid, method: str) -> Grid:
+    """The same without one method."""
+    kept = [place for place, name in enumerate(grid.methods) if name != method]
+    return Grid(
+        share=grid.share,
+        methods=tuple(grid.methods[place] for place in kept),
+        values={task: values[kept] for task, values in grid.values.items()},
+    )
+
+
 def against_best(grid: Grid, *, seed: int = 0) -> tuple[Ratio, dict[str, Ratio]]:
     """The ratio over the mean of the tasks, and in each task.
 

@@ -10,7 +10,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from quality.tables import against_best, current, grid_of, read_rows, share_table, task_table
+from quality.tables import (
+    against_best,
+    current,
+    grid_of,
+    read_rows,
+    share_table,
+    task_table,
+    without,
+)
 
 
 def cell(task, digest, method, kl, **other):
@@ -43,6 +51,12 @@ def test_the_ratio_is_to_the_best_peer_of_each_task():
     assert whole.low <= whole.ratio <= whole.high
     assert whole.reaches(0.34) is (whole.high < 1)
     assert whole.reaches(0.3) is False
+
+
+def test_a_method_can_be_left_out():
+    grid = without(grid_of(cells(), 0.2, after=False, context=1000), "B")
+    assert grid.methods == ("A", "kvalloc")
+    assert against_best(grid)[0].ratio == pytest.approx(0.30 / 1.40)
 
 
 def test_one_prompt_gives_no_interval():
