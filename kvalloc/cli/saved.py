@@ -11,6 +11,7 @@ from kvalloc.cli.output import duration, model_text, print_fields, print_json, s
 from kvalloc.errors import ProfileFileError
 
 _HEADER = "kvalloc_cache"
+_COUNTS = ("batch", "seen_tokens", "prompt_tokens")
 
 
 def saved_header(path: Path) -> dict[str, Any] | None:
@@ -34,7 +35,10 @@ def saved_header(path: Path) -> dict[str, Any] | None:
         header = json.loads(text)
     except (ValueError, RecursionError):
         header = None
-    if not isinstance(header, dict) or not isinstance(header.get("profile"), dict):
+    known = {"profile": dict, "dtype": str, **dict.fromkeys(_COUNTS, int)}
+    if not isinstance(header, dict) or any(
+        not isinstance(header.get(name), kind) for name, kind in known.items()
+    ):
         raise ProfileFileError(
             path,
             field="header",

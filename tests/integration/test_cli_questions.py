@@ -343,8 +343,11 @@ def test_a_saved_cache_can_be_inspected(folder):
     for words in ("doc.txt", "120, float32", "a full cache takes", "--cache", "window 8"):
         assert words in shown.out
     whole = (folder / "doc.kv").read_bytes()
-    (folder / "odd.kv").write_bytes(whole.replace(b'profile\\"', b'prafile\\"'))
-    assert "odd.kv" in refused(folder, "inspect", folder / "odd.kv")
+    for name in (b"profile", b"seen_tokens"):
+        odd = whole.replace(b'\\"' + name, b'\\"_' + name[1:])
+        assert odd != whole
+        (folder / "odd.kv").write_bytes(odd)
+        assert "odd.kv" in refused(folder, "inspect", folder / "odd.kv")
 
 
 def test_ask_needs_a_document_that_is_not_on_stdin(folder, monkeypatch):
