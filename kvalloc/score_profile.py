@@ -18,6 +18,7 @@ from kvalloc.files import atomic_write
 from kvalloc.layer_groups import run_index
 from kvalloc.policy import Policy
 from kvalloc.score_checks import first_fault
+from kvalloc.score_reading import read_scores
 from kvalloc.shape import ModelShape
 
 SCHEMA_VERSION = 1
@@ -344,7 +345,7 @@ class ScoreProfile:
             that cannot be; names the file, the field, what was found and the way out.
         """
         again = "make it again with 'kvalloc profile'"
-        header, arrays = _read(Path(path))
+        header, arrays = read_scores(Path(path), _ARRAYS, _OPTIONAL_ARRAYS)
         version = header.get("schema_version")
         if version != SCHEMA_VERSION:
             raise ProfileFileError(
@@ -462,44 +463,3 @@ def interpolate_curves(curves: FloatArray, ranks: IntArray, at: FloatArray) -> F
         np.multiply(curve[left], 1.0 - weight, out=found)
         found += curve[left + 1] * weight
     return values
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    from safetensors import SafetensorError, safe_open
-
-    expected = "a score profile written by 'kvalloc profile'"
-    way_out = "check the path"
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "missing"
-        raise ProfileFileError(path, field="file", found=found, expected=expected, way_out=way_out)
-    try:
-        with safe_open(str(path), framework="numpy") as handle:
-            metadata = handle.metadata() or {}
-            names = set(handle.keys())
-            known = (*_ARRAYS, *_OPTIONAL_ARRAYS)
-            arrays = {name: handle.get_tensor(name) for name in known if name in names}
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
-        raise ProfileFileError(
-            path,
-            field="file",
-            found=f"not readable as safetensors ({error})",
-            expected=expected,
-            way_out="make it again with 'kvalloc profile'; a truncated file cannot be repaired",
-        ) from error
-    missing = [name for name in _ARRAYS if name not in arrays]
-    if "kvalloc" not in metadata or missing:
-        found = "missing" if "kvalloc" not in metadata else f"without {', '.join(missing)}"
-        raise ProfileFileError(
-            path, field="kvalloc header", found=found, expected=expected, way_out=way_out
-        )
-    try:
-        header = json.loads(metadata["kvalloc"])
-    except (ValueError, RecursionError) as error:
-        raise ProfileFileError(
-            path, field="kvalloc header", found=str(error), expected="JSON", way_out=way_out
-        ) from error
-    if not isinstance(header, dict):
-        raise ProfileFileError(
-            path, field="kvalloc header", found=header, expected="an object", way_out=way_out
-        )
-    return header, arrays

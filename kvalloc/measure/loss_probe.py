@@ -7,8 +7,8 @@ many variants in one batch that share the prompt's keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvalloc.attention_hook import AttentionStates, intercept_attention
 from kvalloc.errors import InputError, UnsupportedModelError
-from kvalloc.measure.mini_prefill import decoder_of, evaluating
+from kvalloc.measure.beginning import begun_at, decoder_layers
+from kvalloc.measure.mini_prefill import evaluating
 
 if TYPE_CHECKING:
     from kvalloc.attention_hook import Compute
@@ -105,7 +106,7 @@ class LossProbe:
         if answer_ids is not None and answer_ids.numel() == 0:
             raise InputError("an answer without a token cannot be measured; leave it out")
         self._model = model
-        self._layers = _decoder_layers(model)
+        self._layers = decoder_layers(model)
         self._scorer, self._sinks, self._shape = scorer, sinks, shape
         self._capacity = prompt_ids.numel() + continuation_tokens
         self._keys: dict[int, Tensor] = {}
@@ -160,7 +161,7 @@ class LossProbe:
         with (
             torch.no_grad(),
             evaluating(self._model),
-            _begun_at(self._layers, layer, entering[layer], int(keep.shape[0])),
+            begun_at(self._layers, layer, entering[layer], int(keep.shape[0])),
             intercept_attention(self._model, handler),
         ):
             embeddings = entering[layer].expand(keep.shape[0], -1, -1)
@@ -462,44 +463,3 @@ def _end_tokens(model: Any) -> frozenset[int]:
     config = getattr(model, "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-
-
-def _decoder_layers(model: Any) -> Any:
-    layers = getattr(decoder_of(model), "layers", None)
-    if layers is None or len(layers) == 0:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps its decoder layers where kvalloc does not find them, so "
-            "no loss can be measured on it"
-        )
-    return layers
-
-
-@contextmanager
-def _begun_at(layers: Any, begin: int, hidden: Tensor, n_variants: int) -> Iterator[None]:
-    """Let the decoder begin at one layer, with what is known to enter it."""
-
-    def enter(
-        module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        start = hidden.expand(n_variants, -1, -1)
-        if args:
-            return (start, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": start}
-
-    def skip(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
-
-    with ExitStack() as stack:
-        for layer in layers[:begin]:
-            stack.callback(_put_back, layer, layer.__dict__.get("forward"))
-            layer.forward = skip
-        handle = layers[begin].register_forward_pre_hook(enter, with_kwargs=True)
-        stack.callback(handle.remove)
-        yield
-
-
-def _put_back(layer: Any, own_forward: Any) -> None:
-    if own_forward is None:
-        del layer.__dict__["forward"]
-    else:  # a layer spread over devices has a forward of its own
-        layer.forward = own_forward
