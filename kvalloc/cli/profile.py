@@ -56,8 +56,18 @@ def profile(
             "and 'input'; can be repeated.",
         ),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Prompts with answers instead, made by the rules of these tasks of 'kvalloc eval' "
+            "from texts and words that no evaluation uses. With --loss, and no text or prompts "
+            "given: needle,pairs,kl,code.",
+        ),
+    ] = None,
     samples: Annotated[
-        int | None, typer.Option(metavar="N", help="Samples to measure; see --sampling-ratio.")
+        int | None,
+        typer.Option(metavar="N", help="Samples to measure; see --sampling-ratio. 8 with --tasks."),
     ] = None,
     sampling_ratio: Annotated[
         float,
@@ -156,7 +166,8 @@ def profile(
     policies = tuple(loss_policies.split(",")) if loss_policies else ()
     _check_probes(probes, loss)
     _check_loss(loss, loss_level, policies, chosen, DEFAULT_SINKS if sinks is None else sinks)
-    texts = _read(text or [], prompts or [])
+    kinds = _kinds(tasks, given=bool(text or prompts), loss=loss is not None)
+    texts = [] if kinds else _read(text or [], prompts or [])
     options |= {
         "samples": samples,
         "sampling_ratio": sampling_ratio,
@@ -181,6 +192,8 @@ def profile(
         loaded = load_model(
             model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
         )
+    if kinds:
+        texts = _made(loaded, kinds, options)
     measured = _measure(loaded, texts, output, folder, options, quiet=quiet)
     _report(measured, output, time.perf_counter() - start, json=json, quiet=quiet)
 
@@ -219,6 +232,31 @@ def _check_loss(
         plan.named_policies(scorer, sinks=sinks)
     elif policies:
         raise InputError("--loss-policies are measured by their losses; add --loss measured|fast")
+
+
+def _kinds(tasks: str | None, *, given: bool, loss: bool) -> tuple[str, ...]:
+    """The tasks whose prompts are made; none where the user gives text, or none is needed."""
+    from kvalloc.evaluate.calibration import KINDS
+    from kvalloc.evaluate.tasks import find_tasks
+
+    if tasks is None:
+        return KINDS if loss and not given else ()
+    if given:
+        raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
+    return tuple(task.name for task in find_tasks(tasks.split(",")))
+
+
+def _made(
+    loaded: LoadedModel, kinds: tuple[str, ...], options: dict[str, Any]
+) -> list[Document | Prompt]:
+    from kvalloc.evaluate.calibration import N_PROMPTS, calibration_prompts
+
+    wanted = N_PROMPTS if options["samples"] is None else options["samples"]
+    made = calibration_prompts(
+        loaded.tokenizer, wanted, options["context"], kinds=kinds, seed=options["seed"]
+    )
+    options["samples"] = len(made)
+    return [*made]
 
 
 def _measure(

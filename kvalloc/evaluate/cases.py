@@ -32,6 +32,8 @@ class Turn:
         What really follows; empty where the full cache's own answer is the yardstick.
     max_new_tokens : int
         Longest answer, tokens.
+    begun_tokens : int
+        Last tokens of what is read first that begin the answer, such as "The number is".
     """
 
     question_ids: tuple[int, ...] = ()
@@ -41,6 +43,7 @@ class Turn:
     first_line: bool = False
     continuation_ids: tuple[int, ...] = ()
     max_new_tokens: int = ANSWER_TOKENS
+    begun_tokens: int = 0
 
     def score(self, answer: str) -> float | None:
         """How good an answer is by the metric, 0..1; None where nothing is asked."""

@@ -103,6 +103,9 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Example, *, after: bool 
         prompt, asked = encode(tokenizer, before, special=special), encode(tokenizer, after_text)
     else:
         prompt, asked = encode(tokenizer, before + after_text, special=special), ()
+    prefix = example.questions[0].prefix
+    bare = encode(tokenizer, (before + after_text).removesuffix(prefix), special=special)
+    begun = len(encode(tokenizer, before + after_text, special=special)) - len(bare)
     pieces = [asked]
     pieces += [encode(tokenizer, _later(tokenizer, example, q)) for q in example.questions[1:]]
     turns = tuple(
@@ -113,6 +116,7 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Example, *, after: bool 
             classes=question.classes,
             first_line=question.first_line,
             max_new_tokens=question.max_new_tokens,
+            begun_tokens=begun if question is example.questions[0] else 0,
         )
         for ids, question in zip(pieces, example.questions, strict=True)
     )
