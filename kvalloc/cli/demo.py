@@ -17,7 +17,7 @@ from kvalloc.errors import InputError, SolverError
 
 if TYPE_CHECKING:
     from kvalloc.budget_profile import BudgetProfile
-    from kvalloc.evaluate.showcase import Decision, Experiment
+    from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder
     from kvalloc.models import LoadedModel
     from kvalloc.score_profile import ScoreProfile
 
@@ -29,7 +29,10 @@ EXAMPLES = """\
 
 TARGET_RETENTION = 0.9
 _COLUMNS = 4
-SCORES, RESULTS, PICTURE = "scores.safetensors", "results.json", "demo.png"
+_HARM_SHARE = 0.5
+"""Share of the time that asking the retention-based solvers leaves for all that follows."""
+SCORES, LOSSES = "scores.safetensors", "losses.safetensors"
+RESULTS, PICTURE = "results.json", "demo.png"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +43,26 @@ class _Plan:
     context_tokens: int
     n_questions: int
     shares: tuple[float, ...]
+    loss_prompts: int
+    loss_context_tokens: int
 
 
 _FULL = _Plan(
-    samples=4, context_tokens=1500, n_questions=3, shares=(0.125, 0.2, 0.3, 0.4, 0.6, 0.8)
+    samples=4,
+    context_tokens=1500,
+    n_questions=3,
+    shares=(0.125, 0.2, 0.3, 0.4, 0.6, 0.8),
+    loss_prompts=4,
+    loss_context_tokens=1024,
 )
-_QUICK = _Plan(samples=1, context_tokens=400, n_questions=1, shares=(0.3, 0.8))
+_QUICK = _Plan(
+    samples=1,
+    context_tokens=400,
+    n_questions=1,
+    shares=(0.3, 0.8),
+    loss_prompts=2,
+    loss_context_tokens=300,
+)
 
 
 def demo(
@@ -75,6 +92,8 @@ def demo(
     # Before torch is loaded: threads that spin while they wait make everything several times
     # slower on a machine that is not idle, and a demo seldom has a machine to itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from kvalloc.evaluate.showcase import Experiment
+
     if time_limit <= 0:
         raise InputError(f"a time limit of {time_limit:g} s leaves no time; give more")
     plan = _QUICK if quick else _FULL
@@ -83,13 +102,26 @@ def demo(
         n_questions=questions or plan.n_questions,
         seed=seed,
         deadline=begun + time_limit,
+        reserved_seconds=time_limit * _HARM_SHARE,
         quiet=quiet,
     )
     _make_folder(output_dir)
     show = _Show(silent=json)
     loaded, scores = _measure(plan, output_dir, show, quiet=quiet)
     decisions = _decide(scores, output_dir, show)
-    experiment = _ask(loaded, scores, decisions, asking, show)
+    bench = _Bench(loaded, asking)
+    capacity = _greedy_bytes(decisions)
+    granted, asked = _ask(bench, scores, capacity, show)
+    losses, by_loss = _harm(bench, asked[0].share, output_dir, show)
+    ladder = _search(bench, scores, losses, asked, show)
+    experiment = Experiment(
+        references=bench.questions.references,
+        capacity_bytes=capacity,
+        decisions=tuple(granted),
+        asked=tuple(asked),
+        by_loss=tuple(by_loss),
+        ladder=ladder,
+    )
     record = _save(scores, decisions, experiment, output_dir, show)
     show.text(f"All of it took {duration(time.monotonic() - begun)}.")
     if json:
@@ -102,6 +134,7 @@ class _Asking:
     n_questions: int
     seed: int
     deadline: float
+    reserved_seconds: float
     quiet: bool
 
 
@@ -192,57 +225,111 @@ def _worth_drawing(decided: dict[str, BudgetProfile]) -> dict[str, BudgetProfile
     return dict(list(merged_names(by_layer).items())[:_COLUMNS])
 
 
+class _Bench:
+    """The questions, already answered with the full cache, and until when more are asked."""
+
+    def __init__(self, loaded: LoadedModel, asking: _Asking) -> None:
+        from kvalloc.cli.progress import slow
+        from kvalloc.evaluate.caches import measure_references
+        from kvalloc.evaluate.needle import make_needle_cases
+        from kvalloc.evaluate.showcase import Questions
+
+        self.loaded, self.asking = loaded, asking
+        cases = make_needle_cases(
+            loaded.tokenizer, asking.n_questions, asking.plan.context_tokens, seed=asking.seed
+        )
+        with slow("asking the full cache", quiet=asking.quiet):
+            references = measure_references(loaded.model, loaded.tokenizer, cases)
+        self.questions = Questions(loaded.model, loaded.tokenizer, references)
+
+
 def _ask(
-    loaded: LoadedModel,
-    scores: ScoreProfile,
-    decisions: list[Decision],
-    asking: _Asking,
-    show: _Show,
-) -> Experiment:
-    from kvalloc.cli.progress import ProgressBar, slow
-    from kvalloc.evaluate.caches import measure_references
-    from kvalloc.evaluate.needle import make_needle_cases
-    from kvalloc.evaluate.showcase import Experiment, Questions, ask_each, climb, decide, rules_of
-    from kvalloc.report.showcase import ladder_table, question_tables, summary_table
+    bench: _Bench, scores: ScoreProfile, capacity: int, show: _Show
+) -> tuple[list[Decision], list[Asked]]:
+    from kvalloc.cli.progress import ProgressBar
+    from kvalloc.evaluate.showcase import ask_each, decide
+    from kvalloc.report.showcase import question_tables, summary_table
 
-    plan, quiet = asking.plan, asking.quiet
-    cases = make_needle_cases(
-        loaded.tokenizer, asking.n_questions, plan.context_tokens, seed=asking.seed
-    )
-    with slow("asking the full cache", quiet=quiet):
-        references = measure_references(loaded.model, loaded.tokenizer, cases)
-    questions = Questions(loaded.model, loaded.tokenizer, references)
-
-    capacity = _greedy_bytes(decisions)
     full = scores.shape.full_bytes(scores.context_tokens)
     show.heading(3, f"Apply: the same {size(capacity)} of {size(full)} for every solver")
     granted = decide(scores, {"memory": capacity})
-    with ProgressBar("asking", unit="solvers", quiet=quiet) as progress:
+    with ProgressBar("asking", unit="solvers", quiet=bench.asking.quiet) as progress:
         asked, missing = ask_each(
-            granted, capacity / full, questions, deadline=asking.deadline, progress=progress
+            granted,
+            capacity / full,
+            bench.questions,
+            deadline=bench.asking.deadline - bench.asking.reserved_seconds,
+            progress=progress,
         )
+    references = bench.questions.references
     show.lines([*question_tables(references, asked), "", *summary_table(asked)])
     for name, reason in missing.items():
         show.text(f"{name}: not asked, {reason}")
+    return granted, asked
 
-    show.heading(4, "Search: needles found and mean KL at other shares of the entries")
-    names = [entry.solver for entry in asked]
-    with ProgressBar("searching", unit="seconds at most", quiet=quiet) as progress:
-        ladder = climb(
-            rules_of(scores, names),
-            questions,
-            shares=plan.shares,
-            deadline=asking.deadline,
+
+def _harm(
+    bench: _Bench, share: float, folder: Path, show: _Show
+) -> tuple[ScoreProfile, list[Asked]]:
+    from kvalloc.cli.progress import ProgressBar
+    from kvalloc.evaluate.harm import LOSS, harm_rules, profile_losses
+    from kvalloc.report.showcase import summary_table
+
+    plan, quiet = bench.asking.plan, bench.asking.quiet
+    show.heading(4, "Harm: decide by what the answers lose, at the same bytes")
+    start = time.perf_counter()
+    with ProgressBar("measuring losses", unit="layers", quiet=quiet) as progress:
+        losses = profile_losses(
+            bench.loaded,
+            n_prompts=plan.loss_prompts,
+            context_tokens=plan.loss_context_tokens,
             progress=progress,
         )
-    show.lines(ladder_table(ladder, names))
-    return Experiment(
-        references=tuple(references),
-        capacity_bytes=capacity,
-        decisions=tuple(granted),
-        asked=tuple(asked),
-        ladder=ladder,
+    seconds = time.perf_counter() - start
+    losses.save(folder / LOSSES)
+    assert losses.loss_tokens is not None  # asked for
+    show.text(
+        f"Each layer alone reduced to {losses.loss_tokens.size - 1} sizes, on "
+        f"{plan.loss_prompts} prompts of up to {losses.context_tokens:,} tokens: needles of other "
+        f"names in other texts, and running text. Scorer {losses.scorer}, window "
+        f"{losses.window}; {duration(seconds)}."
     )
+    rules = harm_rules(losses, plan.context_tokens)
+    rules[LOSS](share).save(folder / "measured_loss.json")
+    with ProgressBar("asking", unit="caches", quiet=quiet) as progress:
+        asked = []
+        for done, (name, rule) in enumerate(rules.items(), start=1):
+            asked.append(bench.questions.ask(name, share, rule(share)))
+            progress(done, len(rules))
+    show.lines(["", *summary_table(asked)])
+    return losses, asked
+
+
+def _search(
+    bench: _Bench,
+    scores: ScoreProfile,
+    losses: ScoreProfile,
+    asked: list[Asked],
+    show: _Show,
+) -> Ladder:
+    from kvalloc.cli.progress import ProgressBar
+    from kvalloc.evaluate.harm import harm_rules
+    from kvalloc.evaluate.showcase import climb, rules_of
+    from kvalloc.report.showcase import ladder_table
+
+    show.heading(5, "Search: needles found and mean KL at other shares of the entries")
+    names = [entry.solver for entry in asked]
+    rules = {**harm_rules(losses, bench.asking.plan.context_tokens), **rules_of(scores, names)}
+    with ProgressBar("searching", unit="seconds at most", quiet=bench.asking.quiet) as progress:
+        ladder = climb(
+            rules,
+            bench.questions,
+            shares=bench.asking.plan.shares,
+            deadline=bench.asking.deadline,
+            progress=progress,
+        )
+    show.lines(ladder_table(ladder, list(rules)))
+    return ladder
 
 
 def _greedy_bytes(decisions: list[Decision]) -> int:
@@ -275,15 +362,19 @@ def _save(
     save_budget_figure(
         folder / PICTURE,
         scores,
-        {d.solver: d.profile for d in decisions if d.profile is not None},
+        {
+            **{d.solver: d.profile for d in decisions if d.profile is not None},
+            **{asked.solver: asked.profile for asked in experiment.by_loss},
+        },
         harm=harm_points(experiment),
-        title=f"{model}: budgets for a retention of {TARGET_RETENTION:g}",
+        title=f"{model}: budgets for a retention of {TARGET_RETENTION:g}, and by loss",
     )
-    show.heading(5, "What this shows")
-    for lesson in lessons(experiment.references, experiment.asked):
+    show.heading(6, "What this shows")
+    for lesson in lessons(experiment):
         show.text(lesson)
     show.lines([""])
     show.text(
-        f"In {folder}: {SCORES}, a budget profile for each solver (*.json), {RESULTS}, {PICTURE}"
+        f"In {folder}: {SCORES}, {LOSSES}, a budget profile for each solver (*.json), {RESULTS}, "
+        f"{PICTURE}"
     )
     return record

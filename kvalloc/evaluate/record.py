@@ -42,6 +42,7 @@ def demo_record(decisions: Iterable[Decision], experiment: Experiment) -> dict[s
             for reference in experiment.references
         ],
         "asked": [_asked(asked) for asked in experiment.asked],
+        "by_loss": [_asked(asked) for asked in experiment.by_loss],
         "ladder": [_asked(asked) for asked in ladder.asked.values()],
         "ladder_skipped": [{"solver": name, "share": share} for name, share in ladder.skipped],
     }

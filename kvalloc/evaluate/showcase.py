@@ -138,6 +138,8 @@ class Experiment:
         What every solver made of that.
     asked : tuple of Asked
         The answers of those that can be applied.
+    by_loss : tuple of Asked
+        At the same bytes: budgets by measured loss, and equal ones over the same ranking.
     ladder : Ladder
         The answers at other shares of the entries.
     """
@@ -146,6 +148,7 @@ class Experiment:
     capacity_bytes: int
     decisions: tuple[Decision, ...]
     asked: tuple[Asked, ...]
+    by_loss: tuple[Asked, ...]
     ladder: Ladder
 
 

@@ -20,16 +20,27 @@ from kvalloc.score_profile import ScoreProfile
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#777777")
-"""Okabe and Ito's palette and a grey: told apart with any kind of colour vision."""
+COLOURS = (
+    "#000000",
+    "#D55E00",
+    "#0072B2",
+    "#E69F00",
+    "#CC79A7",
+    "#009E73",
+    "#56B4E9",
+    "#777777",
+    "#AA4499",
+    "#332288",
+)
+"""Okabe and Ito's palette, a grey and two of Tol's: told apart with any kind of colour vision."""
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p", "h")
 
 NEAR = 0.02
 """Budgets that differ by less than this share of the context in every layer are one line."""
 
 DPI = 100
-INCHES = (10.0, 7.8)
+INCHES = (10.0, 8.6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +162,10 @@ def _draw_budgets(
         profile = profiles[group[0]]
         kept = profile.retained_bytes / profile.full_bytes
         heads = profile.level == "head"
-        kind = "\nper head, mean shown" if heads else ""
+        kind = ", mean of heads" if heads else ""
         axes.plot(
             100 * _layer_shares(profile),
-            label=f"{textwrap.fill(', '.join(group), 24)}{kind}\n{kept:.1%} of the bytes",
+            label=textwrap.fill(f"{', '.join(group)}: {kept:.1%}{kind}", 26),
             linestyle=":" if heads else "-",
             linewidth=1.6,
             markersize=4,
@@ -169,7 +180,14 @@ def _draw_budgets(
     axes.margins(x=0.01)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(
-        fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), labelspacing=0.7
+        title="kept bytes",
+        title_fontsize=8.5,
+        alignment="left",
+        fontsize=8.5,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        labelspacing=0.7,
     )
     _tidy(axes)
 

@@ -180,7 +180,7 @@ def harm_points(experiment: Experiment) -> dict[str, list[HarmPoint]]:
         names.
     """
     cells: dict[str, list[Asked]] = {}
-    for asked in (*experiment.asked, *experiment.ladder.asked.values()):
+    for asked in (*experiment.asked, *experiment.by_loss, *experiment.ladder.asked.values()):
         cells.setdefault(asked.solver, []).append(asked)
     labels = {name: name for name in cells}
     for name, entries in cells.items():
@@ -198,21 +198,20 @@ def harm_points(experiment: Experiment) -> dict[str, list[HarmPoint]]:
     }
 
 
-def lessons(references: Sequence[Reference], asked: Sequence[Asked]) -> tuple[str, str]:
-    """Say in two lines what the measurement at equal bytes shows, whatever it shows.
+def lessons(experiment: Experiment) -> tuple[str, ...]:
+    """Say in a few lines what the measurement at equal bytes shows, whatever it shows.
 
     Parameters
     ----------
-    references : sequence of Reference
-        The full cache's answers.
-    asked : sequence of Asked
-        Every solver at the same bytes; at least one.
+    experiment : Experiment
+        At least one solver was asked.
 
     Returns
     -------
     tuple of str
-        What was found, and how retention and harm went together.
+        What was found, how retention and harm went together, and what deciding by loss gave.
     """
+    references, asked = experiment.references, experiment.asked
     total, full = len(references), sum(reference.found for reference in references)
     counts = ", ".join(f"{entry.solver} {entry.n_found}" for entry in _own(asked))
     first = (
@@ -233,11 +232,43 @@ def lessons(references: Sequence[Reference], asked: Sequence[Asked]) -> tuple[st
             f"({_number(most.profile.retention, 3)}) and here also does least harm "
             f"(KL {_number(most.kl, 2)})"
         )
-    second = (
-        f"{seen}: retained attention is a weak guide to harm. What changes this is deciding on "
-        "measured loss: 'kvalloc profile --loss', then 'kvalloc solve --objective loss'."
+    second = f"{seen}: retained attention is a weak guide to harm."
+    return (first, second, *_loss_lessons(experiment, least))
+
+
+def _loss_lessons(experiment: Experiment, best: Asked) -> list[str]:
+    """What budgets by measured loss gave beside the best of the others, share by share."""
+    total, lines = len(experiment.references), []
+    if experiment.by_loss:
+        loss, *same_ranking = experiment.by_loss
+        others = ", ".join(
+            f"{entry.solver} {entry.n_found} (KL {_number(entry.kl, 3)})"
+            for entry in (best, *same_ranking)
+        )
+        lines.append(
+            f"Deciding by {loss.solver} at the same bytes finds {loss.n_found} of {total} "
+            f"(KL {_number(loss.kl, 3)}); {others}."
+        )
+        cells = experiment.ladder.asked
+        for share in experiment.ladder.shares:
+            cell = cells.get((loss.solver, share))
+            rest = [
+                asked
+                for (name, at), asked in cells.items()
+                if at == share and name != loss.solver and asked.kl is not None
+            ]
+            if cell is not None and rest:
+                near = min(rest, key=_kl_or_infinity)
+                lines.append(
+                    f"At {_percent(share)}: {loss.solver} {cell.n_found} of {total} (KL "
+                    f"{_number(cell.kl, 3)}), the best other {near.solver} {near.n_found} (KL "
+                    f"{_number(near.kl, 3)})."
+                )
+    lines.append(
+        "On your own model and prompts: 'kvalloc profile MODEL --prompts FILE --loss', then "
+        "'kvalloc solve --budget 40%'."
     )
-    return first, second
+    return lines
 
 
 def _own(asked: Sequence[Asked]) -> list[Asked]:

@@ -72,14 +72,14 @@ def test_output_fits_80_columns_without_a_terminal(demo):
     _, output = demo
     assert max(map(len, output.splitlines())) <= 80
     assert "\x1b" not in output
-    for number in range(1, 6):
+    for number in range(1, 7):
         assert re.search(rf"^{number}\. ", output, re.MULTILINE)
 
 
 def test_found_is_what_the_answers_say(record):
     for reference in record["full_cache"]:
         assert reference["found"] is is_found(reference)
-    for asked in record["asked"] + record["ladder"]:
+    for asked in record["asked"] + record["by_loss"] + record["ladder"]:
         for row in asked["rows"]:
             assert row["found"] is is_found(row)
         assert asked["found"] == sum(map(is_found, asked["rows"]))
@@ -94,8 +94,13 @@ def is_found(row: dict[str, Any]) -> bool:
 
 def test_what_is_printed_is_what_was_recorded(demo, record):
     _, output = demo
-    apply_part = output.split("3. Apply")[1].split("4. Search")[0]
-    search_part = output.split("4. Search")[1].split("5. What")[0]
+    apply_part = output.split("3. Apply")[1].split("4. Harm")[0]
+    harm_part = output.split("4. Harm")[1].split("5. Search")[0]
+    search_part = output.split("5. Search")[1].split("6. What")[0]
+    for asked in record["by_loss"]:
+        (summary,) = re.findall(rf"^{asked['solver']} .*$", harm_part, re.MULTILINE)
+        assert f"{asked['found']} of 1" in summary
+        assert f"{asked['kl']:.3f}" in summary
     own = [asked for asked in record["asked"] if asked["same_as"] is None]
     assert {"uniform", "greedy", "pyramid"} <= {asked["solver"] for asked in own}
     for asked in own:
@@ -131,11 +136,23 @@ def test_bytes_are_equal_and_true(demo, record):
             assert row["full_bytes"] == greedy.full_bytes_at(row["prompt_tokens"])
     decided = [d for d in record["at_capacity"] if d["level"] is not None]
     assert {a["solver"] for a in record["asked"]} == {d["solver"] for d in decided}
+    for asked in record["by_loss"]:
+        for row in asked["rows"]:
+            assert 0 <= record["capacity_bytes"] - row["retained_bytes"] <= 4 * layer_step
+
+
+def test_loss_was_measured_on_other_texts(demo):
+    losses = ScoreProfile.load(demo[0] / "losses.safetensors")
+    assert losses.has_losses
+    assert not any(name in losses.text_description for name in haystack_texts())
+    decided = BudgetProfile.load(demo[0] / "measured_loss.json")
+    assert decided.score_digest == losses.digest()
+    assert decided.predicted_loss is not None
 
 
 def test_the_whole_ladder_was_asked(record):
     assert record["ladder_skipped"] == []
-    solvers = {asked["solver"] for asked in record["asked"]}
+    solvers = {asked["solver"] for asked in record["asked"] + record["by_loss"]}
     shares = {rung["share"] for rung in record["ladder"]}
     assert {(r["solver"], r["share"]) for r in record["ladder"]} == {
         (solver, share) for solver in solvers for share in shares
@@ -169,4 +186,4 @@ def test_json_has_stdout_to_itself(tmp_path):
     assert record == json.loads((tmp_path / "o" / "results.json").read_text("utf-8"))
     assert record["ladder"] == []
     assert {a["solver"] for a in record["asked"]} >= {"uniform", "greedy"}
-    assert len(record["ladder_skipped"]) == 2 * len(record["asked"])
+    assert len(record["ladder_skipped"]) == 2 * len(record["asked"] + record["by_loss"])

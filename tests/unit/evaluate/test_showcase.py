@@ -244,6 +244,7 @@ def test_the_record_is_plain_json(scores):
         capacity_bytes=profile.retained_bytes,
         decisions=tuple(decisions),
         asked=(asked,),
+        by_loss=(),
         ladder=ladder,
     )
     record = json.loads(json.dumps(demo_record([*decisions, refused], experiment), allow_nan=False))

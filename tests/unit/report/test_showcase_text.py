@@ -165,29 +165,67 @@ def test_the_ladder_merges_solvers_that_always_agree(ask):
     assert lines[4].startswith("1 of 6 cells were not asked")
 
 
+def an_experiment(asked, by_loss=(), cells=None) -> Experiment:
+    cells = cells or {}
+    shares = tuple(sorted({share for _, share in cells}))
+    return Experiment(
+        references=(REFERENCE,),
+        capacity_bytes=1,
+        decisions=(),
+        asked=tuple(asked),
+        by_loss=tuple(by_loss),
+        ladder=Ladder(shares=shares, asked=cells, skipped=()),
+    )
+
+
 def test_lessons_when_most_attention_is_not_least_harm(ask):
     asked = [ask("uniform", "1234567", 0.1), ask("greedy", "7", 0.9)]
-    first, second = lessons([REFERENCE], asked)
+    first, second, last = lessons(an_experiment(asked))
     assert (
         first == "Of 1 needle the full cache found 1; with 30% of the entries: uniform 1, greedy 0."
     )
     assert second.startswith("greedy retains most of the attention")
     assert "uniform does least harm" in second
     assert "weak guide to harm" in second
-    assert "measured loss" in second
+    assert "--loss" in last
 
 
 def test_lessons_when_it_is(ask):
     asked = [ask("uniform", "7", 0.9), ask("greedy", "1234567", 0.1)]
-    _, second = lessons([REFERENCE], asked)
+    _, second, _ = lessons(an_experiment(asked))
     assert "and here also does least harm" in second
     assert "weak guide to harm" in second
 
 
 def test_lessons_without_kl(ask):
-    first, second = lessons([REFERENCE], [ask("greedy", "1234567", None)])
+    first, second, _ = lessons(an_experiment([ask("greedy", "1234567", None)]))
     assert "greedy 1" in first
     assert "KL ?" in second
+
+
+def test_lessons_of_measured_loss_name_the_best_other_at_every_share(ask):
+    asked = [ask("uniform", "7", 0.4), ask("greedy", "7", 0.9)]
+    by_loss = [ask("measured loss", "1234567", 0.01), ask("uniform, w32", "7", 0.3)]
+    cells = {
+        ("measured loss", 0.4): ask("measured loss", "1234567", 0.002, share=0.4),
+        ("uniform", 0.4): ask("uniform", "1234567", 0.2, share=0.4),
+        ("greedy", 0.4): ask("greedy", "7", 0.5, share=0.4),
+        ("greedy", 0.8): ask("greedy", "7", 0.1, share=0.8),
+    }
+    _, _, at_bytes, at_share, _ = lessons(an_experiment(asked, by_loss, cells))
+    assert at_bytes == (
+        "Deciding by measured loss at the same bytes finds 1 of 1 (KL 0.010); uniform 0 (KL "
+        "0.400), uniform, w32 0 (KL 0.300)."
+    )
+    assert at_share == (
+        "At 40%: measured loss 1 of 1 (KL 0.002), the best other uniform 1 (KL 0.200)."
+    )
+
+
+def test_measured_loss_that_does_worse_is_said_too(ask):
+    by_loss = [ask("measured loss", "7", 0.8)]
+    lines = lessons(an_experiment([ask("uniform", "1234567", 0.1)], by_loss))
+    assert "finds 0 of 1 (KL 0.800); uniform 1 (KL 0.100)." in lines[2]
 
 
 def test_harm_points_merge_solvers_that_always_agree(ask):
@@ -202,14 +240,7 @@ def test_harm_points_merge_solvers_that_always_agree(ask):
         ask(name, "7", 0.7, same_as=twin)
         for name, twin in (("uniform", None), ("greedy", None), ("ilp", "greedy"))
     )
-    experiment = Experiment(
-        references=(REFERENCE,),
-        capacity_bytes=1,
-        decisions=(),
-        asked=at_bytes,
-        ladder=Ladder(shares=(0.2, 0.4), asked=cells, skipped=()),
-    )
-    points = harm_points(experiment)
+    points = harm_points(an_experiment(at_bytes, cells=cells))
     assert list(points) == ["uniform", "greedy = ilp"]
     assert [(p.share, p.all_found) for p in points["uniform"]] == [
         (0.3, False),
