@@ -66,8 +66,11 @@ peers: $(PEERS_READY) ## an environment with kvpress for 'kvalloc eval --peer', 
 demo: $(READY) ## profile, solve and run a real language model, all solvers side by side
 	$(BIN)/kvalloc demo
 
+# Two workers with a thread each take half as long as one with two: most tests compute little.
+WORKERS ?= 2
+
 test: $(READY) ## all tests, those with the real model included
-	$(BIN)/python -m pytest -q --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=15
 
 test-matrix: $(READY) ## every policy x arrival x model of the runtime against the oracle (an hour)
 	$(BIN)/python -m pytest -q --whole-matrix tests/unit/runtime/test_matrix.py
