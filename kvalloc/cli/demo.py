@@ -289,13 +289,14 @@ def _harm(
     losses.save(folder / LOSSES)
     assert losses.loss_tokens is not None  # asked for
     show.text(
-        f"Each layer alone reduced to {losses.loss_tokens.size - 1} sizes, on "
+        f"Each KV head alone reduced to {losses.loss_tokens.size - 1} sizes, its harm estimated "
+        f"from gradients ('kvalloc profile --loss fast --loss-level head'), on "
         f"{plan.loss_prompts} prompts of up to {losses.context_tokens:,} tokens: needles of other "
         f"names in other texts, and running text. Scorer {losses.scorer}, window "
         f"{losses.window}; {duration(seconds)}."
     )
     rules = harm_rules(losses, plan.context_tokens)
-    rules[LOSS](share).save(folder / "measured_loss.json")
+    rules[LOSS](share).save(folder / "least_loss.json")
     with ProgressBar("asking", unit="caches", quiet=quiet) as progress:
         asked = []
         for done, (name, rule) in enumerate(rules.items(), start=1):

@@ -1,4 +1,4 @@
-"""The demo's second half: what reducing each layer does to the answers, and budgets from that."""
+"""The demo's second half: what reducing each head does to the answers, and budgets from that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvalloc.solving import solve
 if TYPE_CHECKING:
     from kvalloc.models import LoadedModel
 
-LOSS = "measured loss"
+LOSS = "least loss"
 UNIFORM = "uniform, w32"
 """The same ranking with the same budget everywhere: tells the budgets' share in what is seen."""
 
@@ -31,7 +31,7 @@ def profile_losses(
     context_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> ScoreProfile:
-    """Measure what reducing each layer alone does, on prompts that no question shares a word with.
+    """Estimate what reducing each head alone does, on prompts that no question shares a word with.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def profile_losses(
     Returns
     -------
     ScoreProfile
-        With loss curves of whole layers.
+        With loss curves of single KV heads.
     """
     from kvalloc.measure import profile
 
@@ -60,15 +60,15 @@ def profile_losses(
         scorer=SCORER,
         window=WINDOW,
         pool=POOL,
-        loss="measured",
-        loss_level="layer",
+        loss="fast",
+        loss_level="head",
         progress=progress,
         model_id=loaded.model_id,
     )
 
 
 def harm_rules(losses: ScoreProfile, context_tokens: int) -> dict[str, Rule]:
-    """Budgets by measured loss, and equal budgets over the same ranking.
+    """Budgets of least loss, and equal budgets over the same ranking.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def harm_rules(losses: ScoreProfile, context_tokens: int) -> dict[str, Rule]:
 
 
 def _least_loss(losses: ScoreProfile, context_tokens: int, share: float) -> BudgetProfile:
-    return solve(losses, budget=share, context=context_tokens, objective="loss")
+    return solve(losses, budget=share, context=context_tokens, objective="loss", level="head")
 
 
 def _uniform(losses: ScoreProfile, context_tokens: int, share: float) -> BudgetProfile:

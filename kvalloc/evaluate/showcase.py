@@ -139,7 +139,7 @@ class Experiment:
     asked : tuple of Asked
         The answers of those that can be applied.
     by_loss : tuple of Asked
-        At the same bytes: budgets by measured loss, and equal ones over the same ranking.
+        At the same bytes: budgets of least loss, and equal ones over the same ranking.
     ladder : Ladder
         The answers at other shares of the entries.
     """

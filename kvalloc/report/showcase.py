@@ -246,7 +246,7 @@ def _loss_lessons(experiment: Experiment, best: Asked) -> list[str]:
             for entry in (best, *same_ranking)
         )
         lines.append(
-            f"Deciding by {loss.solver} at the same bytes finds {loss.n_found} of {total} "
+            f"Budgets of {loss.solver} at the same bytes find {loss.n_found} of {total} "
             f"(KL {_number(loss.kl, 3)}); {others}."
         )
         cells = experiment.ladder.asked
@@ -265,8 +265,8 @@ def _loss_lessons(experiment: Experiment, best: Asked) -> list[str]:
                     f"{_number(near.kl, 3)})."
                 )
     lines.append(
-        "On your own model and prompts: 'kvalloc profile MODEL --prompts FILE --loss', then "
-        "'kvalloc solve --budget 40%'."
+        "On your own model and prompts: 'kvalloc profile MODEL --prompts FILE --loss fast "
+        "--loss-level head', then 'kvalloc solve --level head --budget 40%'."
     )
     return lines
 

@@ -145,7 +145,7 @@ def test_loss_was_measured_on_other_texts(demo):
     losses = ScoreProfile.load(demo[0] / "losses.safetensors")
     assert losses.has_losses
     assert not any(name in losses.text_description for name in haystack_texts())
-    decided = BudgetProfile.load(demo[0] / "measured_loss.json")
+    decided = BudgetProfile.load(demo[0] / "least_loss.json")
     assert decided.score_digest == losses.digest()
     assert decided.predicted_loss is not None
 

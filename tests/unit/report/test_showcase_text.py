@@ -214,7 +214,7 @@ def test_lessons_of_measured_loss_name_the_best_other_at_every_share(ask):
     }
     _, _, at_bytes, at_share, _ = lessons(an_experiment(asked, by_loss, cells))
     assert at_bytes == (
-        "Deciding by measured loss at the same bytes finds 1 of 1 (KL 0.010); uniform 0 (KL "
+        "Budgets of measured loss at the same bytes find 1 of 1 (KL 0.010); uniform 0 (KL "
         "0.400), uniform, w32 0 (KL 0.300)."
     )
     assert at_share == (
@@ -225,7 +225,7 @@ def test_lessons_of_measured_loss_name_the_best_other_at_every_share(ask):
 def test_measured_loss_that_does_worse_is_said_too(ask):
     by_loss = [ask("measured loss", "7", 0.8)]
     lines = lessons(an_experiment([ask("uniform", "1234567", 0.1)], by_loss))
-    assert "finds 0 of 1 (KL 0.800); uniform 1 (KL 0.100)." in lines[2]
+    assert "find 0 of 1 (KL 0.800); uniform 1 (KL 0.100)." in lines[2]
 
 
 def test_harm_points_merge_solvers_that_always_agree(ask):
