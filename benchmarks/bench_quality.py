@@ -10,7 +10,7 @@ only what is missing is measured, unless ``--fresh``.
 from __future__ import annotations
 
 import argparse
-import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -75,9 +75,12 @@ def parse_arguments() -> argparse.Namespace:
 def versions() -> str:
     """What is installed where the cells are measured."""
     names = ("kvpress", "transformers", "torch")
-    code = f"from importlib.metadata import version\nprint([(n, version(n)) for n in {names!r}])"
+    code = (
+        "import json\nfrom importlib.metadata import version\n"
+        f"print(json.dumps([(n, version(n)) for n in {names!r}]))"
+    )
     ran = subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True, check=True)
-    return ", ".join(f"{name} {version}" for name, version in ast.literal_eval(ran.stdout))
+    return ", ".join(f"{name} {version}" for name, version in json.loads(ran.stdout))
 
 
 def measure(asked: argparse.Namespace) -> None:

@@ -236,13 +236,15 @@ def _check_loss(
 
 def _kinds(tasks: str | None, *, given: bool, loss: bool) -> tuple[str, ...]:
     """The tasks whose prompts are made; none where the user gives text, or none is needed."""
+    if tasks is not None and given:
+        raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
+    if tasks is None and (given or not loss):
+        return ()
     from kvalloc.evaluate.calibration import KINDS
     from kvalloc.evaluate.tasks import find_tasks
 
     if tasks is None:
-        return KINDS if loss and not given else ()
-    if given:
-        raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
+        return KINDS
     return tuple(task.name for task in find_tasks(tasks.split(",")))
 
 
@@ -252,9 +254,12 @@ def _made(
     from kvalloc.evaluate.calibration import N_PROMPTS, calibration_prompts
 
     wanted = N_PROMPTS if options["samples"] is None else options["samples"]
-    made = calibration_prompts(
-        loaded.tokenizer, wanted, options["context"], kinds=kinds, seed=options["seed"]
-    )
+    try:
+        made = calibration_prompts(
+            loaded.tokenizer, wanted, options["context"], kinds=kinds, seed=options["seed"]
+        )
+    except InputError as error:
+        raise InputError(f"{error}; or bring your own with --prompts or --text") from error
     options["samples"] = len(made)
     return [*made]
 

@@ -55,7 +55,9 @@ def calibration_prompts(
         If there is no such task, or a prompt of this length cannot be made.
     """
     if n_prompts < 1 or not kinds:
-        raise InputError("losses are measured on at least one prompt of at least one kind")
+        raise InputError(
+            f"{n_prompts} prompts of {len(kinds)} kinds were asked for; ask for at least one of one"
+        )
     made = []
     for place, task in enumerate(find_tasks(kinds)):
         n_cases = len(range(place, n_prompts, len(kinds)))

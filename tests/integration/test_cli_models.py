@@ -93,6 +93,18 @@ def test_profile_ends_with_a_summary(models, folder):
     assert run(*profile_arguments(models, folder), "-q").out == ""
 
 
+def test_profile_makes_prompts_of_tasks(models, folder):
+    ran = run(
+        *("profile", models / "tiny", "--tasks", "kl", "--samples", 2, "--context", CONTEXT),
+        *("--loss", "fast", "-o", folder / "s.safetensors", "-q"),
+    )
+    assert ran.code == 0, ran.err
+    saved = ScoreProfile.load(folder / "s.safetensors")
+    assert "2 of 2 prompts of kl in " in saved.text_description
+    assert saved.sample_tokens.tolist() == [CONTEXT, CONTEXT]
+    assert saved.has_losses
+
+
 def test_profile_passes_every_option_on(models, folder):
     (folder / "p.jsonl").write_text("\n".join(json.dumps({"prompt": prose(n)}) for n in (70, 50)))
     ran = run(
@@ -181,6 +193,10 @@ def test_an_interruption_before_the_first_sample_leaves_nothing(models, folder, 
         ({"--prompts": "few.jsonl", "--text": None, "--samples": 1}, ["few.jsonl", "line 1"]),
         ({"--prompts": "no.jsonl"}, ["no.jsonl, line 1", "not JSON"]),
         ({"--text": "few.jsonl"}, ["--prompts"]),
+        ({"--tasks": "needle"}, ["--tasks", "text or prompts are given"]),
+        ({"--tasks": "riddle", "--text": None}, ["no task 'riddle'", "needle"]),
+        ({"--tasks": "kl", "--text": None, "--samples": 0}, ["0 prompts"]),
+        ({"--tasks": "kl", "--text": None, "--context": 100_000}, ["no text", "--prompts"]),
     ],
 )
 def test_profile_refuses(models, folder, changes, words):

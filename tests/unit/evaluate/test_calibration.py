@@ -69,8 +69,8 @@ def test_they_can_be_profiled():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"n_prompts": 0}, "at least one prompt"),
-        ({"kinds": ()}, "at least one kind"),
+        ({"n_prompts": 0}, "0 prompts of 2 kinds"),
+        ({"kinds": ()}, "of 0 kinds"),
         ({"kinds": ("nothing",)}, "no task 'nothing'"),
         ({"n_tokens": 10}, "ask for a longer"),
     ],
