@@ -33,7 +33,13 @@ from kvalloc.runtime.layers import BudgetLayer, gathered
 from kvalloc.runtime.masks import biased_mask, stored_mask
 from kvalloc.runtime.packed import packed_layers
 from kvalloc.runtime.packed_attention import entries_attention
-from kvalloc.runtime.plain import allocated_bytes, free_slid_out, stored_rows
+from kvalloc.runtime.plain import (
+    allocated_bytes,
+    free_slid_out,
+    plain_bytes,
+    slid_out_bytes,
+    stored_rows,
+)
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.ragged import IntArray
@@ -121,17 +127,16 @@ class BudgetCache(Cache, DecidesByPrompt):
 
     @property
     def full_bytes(self) -> int:
-        """Bytes a plain cache would store for the same tokens seen; padding does not count."""
+        """Bytes a plain cache would store for the same tokens seen; padding does not count.
+
+        Of a sliding layer the last ``sliding_window - 1`` entries count, and one more where, after
+        a decoded token, it is still allocated, and in `retained_bytes` as well.
+        """
         if not self.batch:
             return 0
         shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
         tokens = self.arrival.row_tokens(self.get_seq_length(), self.batch)
-        lengths, rows = np.unique(tokens, return_counts=True)
-        return sum(
-            shape.full_bytes(int(length), int(count))
-            for length, count in zip(lengths, rows, strict=True)
-            if length
-        )
+        return plain_bytes(shape, tokens) + slid_out_bytes(self.layers)
 
     @property
     def kept_tokens(self) -> npt.NDArray[np.int64]:
@@ -153,7 +158,10 @@ class BudgetCache(Cache, DecidesByPrompt):
         return found
 
     def kept_indices(self, layer: int) -> Tensor:
-        """Original positions of the prompt's entries that a layer kept.
+        """Original positions of the prompt's entries that a layer keeps.
+
+        While a prompt arrives in chunks, of all that has come of it; where the budget is kept
+        while decoding, also of the tokens that followed up to the latest eviction.
 
         Parameters
         ----------

@@ -166,24 +166,37 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.entries is not None or self.dense_tokens > 0
 
     def kept_positions(self, prompt_tokens: int) -> Tensor:
-        """Columns of the entries that the latest eviction kept, or of the prompt if there was none.
+        """Columns of the entries that the latest eviction kept, and of all prompt tokens after it.
+
+        Of a prompt in chunks the last ones may come without an eviction.
+
+        Parameters
+        ----------
+        prompt_tokens : int
+            Columns of the prompt that have been seen.
 
         Returns
         -------
         Tensor of int32, (batch, n_kv_heads, n_kept)
             Increasing; -1 beyond the end of a head that keeps fewer than another.
         """
-        if self.kept_indices is not None:
-            return self.kept_indices
-        if self.entries is not None:
-            found = self.entries.padded_positions()
-            if not self.packed_following:
-                return found
-            later = found >= self.seen_tokens - self.following_tokens
-            found = found.masked_fill(later, -1)
-            return found[..., : int((found >= 0).sum(dim=-1).max())]
-        every = torch.arange(prompt_tokens, dtype=torch.int32, device=self.keys.device)
-        return every.expand(*self.keys.shape[:2], -1)
+        prompt_tokens = min(prompt_tokens, self.seen_tokens)  # `crop` may have gone into it
+        latest = self.seen_tokens - self.following_tokens
+        end = max(prompt_tokens, latest)  # after the prompt, where decoding evicts as well
+        new = torch.arange(latest, end, dtype=torch.int32, device=self.keys.device)
+        new = new.expand(*self.keys.shape[:2], -1)
+        if self.entries is None:
+            return new if self.kept_indices is None else torch.cat([self.kept_indices, new], dim=-1)
+        found = self.entries.padded_positions()
+        if self.packed_following:
+            found = found.masked_fill(found >= latest, -1)
+            found = found[..., : int((found >= 0).sum(dim=-1).max())]
+        if not new.numel():
+            return found
+        # A head that keeps fewer has its -1 before the new ones: let them sort behind all columns.
+        joined = torch.cat([found.masked_fill(found < 0, self.seen_tokens), new], dim=-1)
+        joined = joined.sort(dim=-1).values
+        return joined.masked_fill(joined == self.seen_tokens, -1)
 
     def stored_counts(self) -> IntArray | None:
         """Entries stored now, ``(batch, n_kv_heads)``; None before the first update."""

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvalloc.attention_hook import AttentionStates
 from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.ragged import IntArray
+from kvalloc.shape import ModelShape
 
-__all__ = ["allocated_bytes", "free_slid_out", "stored_rows", "stored_tensors"]
+__all__ = [
+    "allocated_bytes",
+    "free_slid_out",
+    "plain_bytes",
+    "slid_out_bytes",
+    "stored_rows",
+    "stored_tensors",
+]
 
 
 def stored_rows(layer: Any) -> int:
@@ -38,10 +48,32 @@ def stored_tensors(layer: Any) -> list[Tensor]:
     return [] if layer.keys is None else [layer.keys, layer.values]
 
 
+def plain_bytes(shape: ModelShape, row_tokens: IntArray) -> int:
+    """Bytes of K and V of a plain cache whose rows have so many tokens, (batch,)."""
+    lengths, rows = np.unique(row_tokens, return_counts=True)
+    return sum(
+        shape.full_bytes(int(length), int(count))
+        for length, count in zip(lengths, rows, strict=True)
+        if length
+    )
+
+
+def slid_out_bytes(layers: Iterable[Any]) -> int:
+    """Bytes of entries that have left a sliding window and are allocated still."""
+    return sum(
+        tensor.untyped_storage().nbytes() - tensor.nbytes
+        for layer in layers
+        if not isinstance(layer, BudgetLayer)
+        for tensor in stored_tensors(layer)
+    )
+
+
 def free_slid_out(layer: Any, states: AttentionStates) -> None:
     """Give back the storage of prompt tokens that have left a sliding window.
 
-    transformers keeps a view of the last tokens, whose storage is the whole prompt's.
+    transformers keeps a view of the last tokens, whose storage is the whole prompt's. After one
+    decoded token it has one entry more than the view, and to free that would copy the whole window
+    for each token; it goes with the next one.
     """
     if states.queries.shape[2] == 1:
         return

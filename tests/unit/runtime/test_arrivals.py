@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -255,3 +257,39 @@ def test_masks_that_change_the_past_are_refused(tiny: ModuleType) -> None:
     mask = torch.ones(3, CONTEXT + 1)
     with pytest.raises(UnsupportedRequestError, match="than it did when they arrived"):
         run(model, tiny.prompt(1, 3), cache, mask)
+
+
+@pytest.mark.parametrize("pads", [(10, 10), (10, 40)])
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_chunk_that_fits_belongs_to_what_is_kept(
+    tiny: ModuleType, announced: bool, level: str, pads: tuple[int, int]
+) -> None:
+    """Padding has gone from the first chunk, and nothing has to go of the ones after it."""
+    model = tiny.tiny_model()
+    profile = profile_of(tiny, model, level, share=0.9)
+    if not announced:  # else every chunk would bring an eviction
+        profile = dataclasses.replace(tiny.make_profile(model, CONTEXT, 1.0), level=level)
+    cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
+    shadow, ids = tiny.Shadow(model), tiny.prompt(80, 2)
+    mask = (torch.arange(80) >= torch.tensor(pads)[:, None]).long()
+    with contextlib.nullcontext() if announced else cache.prefill():
+        for first, end in ((0, 60), (60, 75), (75, 80)):
+            own = mask[:, :end]
+            found = run(model, ids[:, first:end], cache, own)
+            assert tiny.worst(found, shadow.logits(ids[:, first:end], own), own) < 1e-4
+            shadow.follow(cache)
+            for layer in range(tiny.N_LAYERS):
+                kept = cache.kept_indices(layer)
+                for row, head in np.ndindex(2, tiny.N_KV_HEADS):
+                    columns = list(range(pads[row], end))
+                    fill = [-1] * (kept.shape[-1] - len(columns))
+                    assert kept[row, head].tolist() == columns + fill
+
+
+def test_what_is_kept_ends_where_a_prompt_was_cropped(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = profile_of(tiny, model, "layer", share=1.0).cache(model)
+    run(model, tiny.prompt(20), cache)
+    cache.crop(-5)
+    assert cache.kept_indices(0)[0, 0].tolist() == list(range(15))

@@ -57,6 +57,26 @@ def test_following_tokens_are_added_to_every_layer(tiny: ModuleType) -> None:
     assert cache.full_bytes == profile.full_bytes_at(CONTEXT + 10)
 
 
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: float) -> None:
+    """A decoded token past the window leaves one more entry allocated, until several come."""
+    model = tiny.tiny_model("gemma3")
+    profile = tiny.make_profile(model, CONTEXT, share)
+    cache = profile.cache(model)
+    run(model, tiny.prompt(CONTEXT, 2), cache)
+    window, seen = model.config.sliding_window, CONTEXT
+    full = sum(int(profile.budgets[layer, 0]) for layer in profile.shape.full_layers)
+    heads = 2 * tiny.N_KV_HEADS * profile.shape.bytes_per_entry
+    for tokens, of_sliding in ((1, window), (1, window), (5, window - 1), (1, window)):
+        run(model, tiny.prompt(tokens, 2), cache)
+        seen += tokens
+        following = seen - CONTEXT
+        assert cache.retained_bytes == (full + 2 * following + 2 * of_sliding) * heads
+        assert cache.full_bytes == (2 * seen + 2 * of_sliding) * heads
+        assert [layer.keys.shape[2] for layer in cache.layers if layer.is_sliding] == [15, 15]
+    assert (cache.retained_bytes == cache.full_bytes) is (share == 1.0)
+
+
 @pytest.mark.parametrize("tokens", [3, 6, 7, 40, 200])
 def test_prompts_of_other_lengths_get_scaled_budgets(tiny: ModuleType, tokens: int) -> None:
     model = tiny.tiny_model()
