@@ -18,6 +18,7 @@ from kvalloc.evaluate.splits import KEYS, SPLITS, belongs, check_split, split_te
 from kvalloc.evaluate.tasks import TASKS, find_tasks
 from kvalloc.evaluate.tasks.extraction import ASKED, plain_words
 from kvalloc.evaluate.tasks.labels import FORMS, LABELS
+from kvalloc.evaluate.tasks.pairs import SHOWN
 from kvalloc.evaluate.tasks.tracking import CHAINS, HOPS
 
 TEXT_TASKS = ("kl", "perplexity")
@@ -89,15 +90,32 @@ def test_needles_belong_to_the_key_that_is_asked_for(seed):
 
 
 @settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_pairs_belong_to_the_key_that_is_asked_for(seed):
-    for case in make("pairs", seed, after=True, turns=4):
-        pairs = re.findall(r"^([0-9a-f]{6}): (\d{5})$", read(case.input_ids), re.MULTILINE)
-        assert len(dict(pairs)) == len(pairs) > 100
-        for turn in case.turns:
-            key = re.search(r"the key (\w{6})\?", read(turn.question_ids))[1]
-            assert turn.answers == (dict(pairs)[key],)
-        assert len({turn.answers for turn in case.turns}) == 4
+@given(seed=st.integers(0, 10**6), split=st.sampled_from(SPLITS))
+def test_pairs_belong_to_the_key_that_is_asked_for(seed, split):
+    for case in make("pairs", seed, split=split, after=True, turns=4):
+        pairs = re.findall(r"^([a-z ]+): (\d{5})$", read(case.input_ids), re.MULTILINE)
+        held = dict(pairs)
+        assert len(held) == len(pairs) == len(set(held.values())) > 100
+        asked = [read(turn.question_ids).rpartition("\n")[2].rstrip(":") for turn in case.turns]
+        assert [turn.answers for turn in case.turns] == [(held[key],) for key in asked]
+        assert len(set(asked)) == 4
+        shown = re.findall(r"^([a-z ]+): (\d{5})$", read(case.turns[0].question_ids), re.MULTILINE)
+        assert len(dict(shown)) == SHOWN
+        assert set(shown) <= set(pairs)
+        assert not set(asked) & set(dict(shown))
+
+
+def test_keys_of_pairs_are_in_one_split_only():
+    keys = {
+        split: {
+            key
+            for case in make("pairs", split=split)
+            for key in re.findall(r"^([a-z]+): \d{5}$", read(case.input_ids), re.MULTILINE)
+        }
+        for split in SPLITS
+    }
+    assert all(keys.values())
+    assert sum(map(len, keys.values())) == len(set.union(*keys.values()))
 
 
 @settings(max_examples=4, deadline=None)
