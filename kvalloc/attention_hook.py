@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
@@ -72,6 +72,9 @@ class AttentionStates:
     gaps : bool
         Whether entries between those of the queries' own tokens are gone, so that the last keys
         are not theirs; the mask tells which keys each query sees.
+    later : mapping to Observed, or None
+        What scorers noted of tokens after the prompt, by their `later_key`; its columns may be
+        those of all query heads.
     """
 
     layer: int
@@ -87,6 +90,7 @@ class AttentionStates:
     observed: Observed | None = None
     first_head: int = 0
     gaps: bool = False
+    later: Mapping[Hashable, Observed] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -113,6 +113,8 @@ def _followed(name: str, own: Policy) -> dict[str, Any]:
 
     if name not in names(SCORERS):
         return {}  # which is told to the user where it is looked up
+    if not scorer_class(name).follows:
+        return {}
     takes = inspect.signature(scorer_class(name).__init__).parameters
     given = own.scorer_parameters
     return {key: given[key] for key in FOLLOWED if key in given and key in takes}

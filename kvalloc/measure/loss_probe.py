@@ -18,6 +18,7 @@ from torch import Tensor
 from kvalloc.attention_hook import AttentionStates, intercept_attention
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.measure.beginning import begun_at, decoder_layers
+from kvalloc.measure.later_states import with_later
 from kvalloc.measure.mini_prefill import evaluating
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class LossProbe:
         self.prompt_states: dict[int, AttentionStates] = {}
         with torch.no_grad(), evaluating(model):
             first = self._prefill(prompt_ids)
+            self._look_later(prompt_ids, first)
             if answer_ids is None:
                 self.continuation_ids = self._write(first, continuation_tokens)
             else:
@@ -302,7 +304,8 @@ class LossProbe:
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
             self._store(states)
             if states.layer in self._shape.full_layers:
-                self.scores[states.layer] = self._scorer.score(states, sinks=self._sinks)[0]
+                if self._scorer.later is None:
+                    self.scores[states.layer] = self._scorer.score(states, sinks=self._sinks)[0]
                 self._hold(states)
             return compute(states.mask)
 
@@ -322,19 +325,46 @@ class LossProbe:
 
     def _hold(self, states: AttentionStates) -> None:
         """Hold back what the policies choose by; keys and values are held in any case."""
-        if not self.policies:
+        if not self.policies and self._scorer.later is None:
             return
         n_tokens = int(states.keys.shape[2])
-        rows = max(policy.query_rows(n_tokens) for policy in self.policies)
+        rows = self._scorer.query_rows(n_tokens)
+        rows = max(rows, *(policy.query_rows(n_tokens) for policy in self.policies), 1)
         if any(policy.observes for policy in self.policies):
             rows = n_tokens
         self.prompt_states[states.layer] = replace(
             states,
-            queries=states.queries[:, :, -max(rows, 1) :].clone(),
+            queries=states.queries[:, :, -rows:].clone(),
             keys=self._keys[states.layer][None, :, :n_tokens],
             values=self._values[states.layer][None, :, :n_tokens],
             mask=None,  # a prompt without padding is plainly causal
         )
+
+    def _look_later(self, prompt_ids: Tensor, first: Tensor) -> None:
+        """Let the model run on where scorers ask for it, and score what had to wait for that."""
+        own = () if self._scorer.later is None else (self._scorer,)
+        wanted = {
+            layer: (*own, *(each for one in self.policies for each in one.later_scorers(layer)))
+            for layer in self.prompt_states
+        }
+        n_tokens = int(prompt_ids.numel())
+        self.prompt_states = with_later(
+            self.prompt_states,
+            wanted,
+            model=self._model,
+            shape=self._shape,
+            prompt_ids=prompt_ids,
+            first_token=first,
+            stored={
+                layer: (keys[None, :, :n_tokens], self._values[layer][None, :, :n_tokens])
+                for layer, keys in self._keys.items()
+            },
+            sinks=self._sinks,
+        )
+        for layer, states in self.prompt_states.items() if own else ():
+            self.scores[layer] = self._scorer.score(states, sinks=self._sinks)[0]
+        if not self.policies:
+            self.prompt_states = {}
 
     def _write(self, first: Tensor, n_tokens: int) -> Tensor:
         """The greedy continuation with the full cache."""

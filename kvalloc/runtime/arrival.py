@@ -256,6 +256,22 @@ class Arrival:
             return np.full(batch, seen, dtype=np.int64)
         return self.visible.sum(dim=1).cpu().numpy().astype(np.int64)
 
+    def final_budgets(
+        self, columns: int, batch: int, visible: Tensor | None
+    ) -> tuple[IntArray, IntArray]:
+        """What may stay of a complete prompt, and the tokens of its rows.
+
+        Returns
+        -------
+        budgets : ndarray of int64, (batch, n_layers, n_kv_heads)
+        tokens : ndarray of int64, (batch,)
+            Without padding.
+        """
+        tokens = np.full(batch, columns, dtype=np.int64)
+        if visible is not None:
+            tokens = visible.sum(dim=1).cpu().numpy().astype(np.int64)
+        return self._budgets(batch, columns, columns, visible), tokens
+
     def _visible(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor | None:
         """Old and new padding, from the mask and what was known before."""
         new = None

@@ -29,6 +29,7 @@ from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.deciding import Decide, DecidesByPrompt
 from kvalloc.runtime.even_attention import attend_apart, hold_apart
 from kvalloc.runtime.groups import GroupEviction, Held, groups_by_layer
+from kvalloc.runtime.holding import HoldsPrompt
 from kvalloc.runtime.layers import BudgetLayer, gathered
 from kvalloc.runtime.masks import biased_mask, stored_mask
 from kvalloc.runtime.packed import packed_layers
@@ -43,12 +44,13 @@ from kvalloc.runtime.plain import (
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.ragged import IntArray
+from kvalloc.runtime.refusals import RefusedCalls
 from kvalloc.runtime.sizes import decoder_of
 
 __all__ = ["BudgetCache"]
 
 
-class BudgetCache(Cache, DecidesByPrompt):
+class BudgetCache(RefusedCalls, Cache, DecidesByPrompt, HoldsPrompt):
     """Keeps, of a prompt, the entries that a budget profile grants each layer and KV head.
 
     While the prompt runs, each full-attention layer first attends to all it holds, then the
@@ -89,12 +91,15 @@ class BudgetCache(Cache, DecidesByPrompt):
         self._bits = packed_layers(profile)
         self._groups = groups_by_layer(profile.share_groups)
         self._reader = self._policy.reader(sinks=profile.policy.sinks, window=profile.policy.window)
+        self._holding = self._make_holding(model)
         self._forget()
         hooks.retain(self, decoder_of(model))
 
     def _forget(self) -> None:
         if self._reader is not None:
             self._reader.forget()
+        if self._holding is not None:
+            self._holding.forget()
         self.arrival = self.arrival.afresh()
         self.profile = self._stored_profile
         self.decision_seconds, self._decided_ahead = None, False
@@ -206,12 +211,15 @@ class BudgetCache(Cache, DecidesByPrompt):
                 "made with prompt_tokens; call cache.reset(), or make a new cache"
             )
         arrival = self.arrival
-        arrival.open = True
+        arrival.open, failed = True, True
         try:
             yield
+            failed = False
         finally:
             arrival.open = False
             arrival.complete = arrival.prompt_tokens is not None
+            if self._holding is not None and arrival.complete:
+                self._finish_held(failed=failed)
             for layer in self._budget_layers if arrival.decode_every is None else ():
                 layer.unfinished.clear()
             for index, bits in self._bits.items() if arrival.complete else ():
@@ -253,10 +261,13 @@ class BudgetCache(Cache, DecidesByPrompt):
             mask = None  # nothing was evicted, so any mask of transformers' own fits
         self._decide_on_arrival(batch, arguments, mask)
         step = self.arrival.step(self.get_seq_length(), batch, new_tokens, mask)
-        refusals.check_chunk(self._policy, step)
         self._targets = {}
+        if holds := self._holds(step):
+            self._begin_held(arguments, step)
+        else:
+            refusals.check_chunk(self._policy, step)
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, BudgetLayer):
+            if isinstance(layer, BudgetLayer) and not holds:
                 always = step.completes and index in self._bits
                 targets = step.targets(index, layer.stored_counts(), always=always)
                 if targets is not None:
@@ -284,6 +295,9 @@ class BudgetCache(Cache, DecidesByPrompt):
         output = self._attention(layer, states, compute)
         step = self._step
         assert step is not None
+        if self._holds(step):
+            self._note_held(layer, states, step)
+            return output
         if step.follows and states.layer in self._bits and not layer.awaits_eviction:
             layer.pack_following(step.following_visible(layer.dense_tokens))
         if not layer.awaits_eviction and not step.remember:
@@ -308,7 +322,7 @@ class BudgetCache(Cache, DecidesByPrompt):
             self._reader.forget()
         return output
 
-    def end_forward(self, *, completed: bool) -> None:
+    def end_forward(self, *, completed: bool, output: Any = None) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
         step, self._step = self._step, None
         self._masks.clear()
@@ -323,6 +337,8 @@ class BudgetCache(Cache, DecidesByPrompt):
             )
         if completed:
             self.arrival.commit(step)
+            if self._holds(step):
+                self._end_held(step, output)
             return
         for layer in self._budget_layers:
             layer.cancel_eviction()
@@ -465,28 +481,10 @@ class BudgetCache(Cache, DecidesByPrompt):
 
     def _rows_change(self, rows: Tensor) -> None:
         self.arrival.select(rows)
+        if self._holding is not None:
+            self._holding.select(rows)
         if self._reader is not None:
             self._reader.forget()
-
-    def activate_past_recording(self) -> None:
-        """Refuse: this is what assisted generation asks for.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            Always.
-        """
-        raise UnsupportedRequestError(refusals.ASSISTED)
-
-    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Refuse: evicted layers are small, and their masks are made on their device.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            Always.
-        """
-        raise UnsupportedRequestError(refusals.OFFLOADED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BudgetCache:
         """A cache that goes on from here on its own, e.g. one prompt for several questions."""

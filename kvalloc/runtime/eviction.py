@@ -13,7 +13,7 @@ from torch import Tensor
 from kvalloc.attention_hook import AttentionStates, Observed
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.packed import PackedEntries
-from kvalloc.runtime.policies import EvictionPolicy
+from kvalloc.runtime.policies import ByHead, EvictionPolicy
 from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.unfinished import Part, Unfinished, part_of, parts
@@ -79,6 +79,9 @@ class Eviction:
         Whether there will be another chunk, for which the policy has to note something.
     bits : mapping
         For layers that are stored at fewer bits from now on: those of each KV head, (n_kv_heads,).
+    held : bool
+        Whether the whole prompt is held until it is complete: then its last queries are those
+        noted, and ``visible`` covers all of it when entries are evicted.
     """
 
     policy: EvictionPolicy
@@ -88,6 +91,7 @@ class Eviction:
     visible: Tensor | None
     remember: bool = True
     bits: Mapping[int, IntArray] = field(default_factory=dict)
+    held: bool = False
 
     @torch.no_grad()
     def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
@@ -96,6 +100,13 @@ class Eviction:
             if self.policy.observes:
                 found = self._candidates(layer, states, part)
                 self._note(layer.unfinished, part, found.states)
+            self._note_queries(layer, layer.unfinished, part, states)
+
+    @torch.no_grad()
+    def hold_queries(self, layer: BudgetLayer, states: AttentionStates) -> None:
+        """Note the queries that `evict` will need when the held prompt is complete."""
+        layer.unfinished.grain = self._grain(layer)
+        for part in parts(self._grain(layer), *self._sizes(layer, states)):
             self._note_queries(layer, layer.unfinished, part, states)
 
     @torch.no_grad()
@@ -121,6 +132,14 @@ class Eviction:
             return 2
         return max(layer.unfinished.grain, 0 if self.visible is None else 1)
 
+    def _wanted_rows(self) -> int:
+        """How many of the prompt's last queries the policy is to see."""
+        policy = self.policy
+        sums = policy.observes or (isinstance(policy, ByHead) and policy.needs_whole_prompt)
+        if self.held and sums:
+            return self.prompt_tokens  # all at once, instead of what each chunk brings
+        return policy.query_rows(self.prompt_tokens)
+
     def _sizes(self, layer: BudgetLayer, states: AttentionStates) -> tuple[int, int]:
         return int(states.keys.shape[0]), int(states.keys.shape[1])
 
@@ -140,7 +159,8 @@ class Eviction:
             assert head is not None
             keys, values, positions, bias = _segment(layer, states, row, head, columns)
         own = self._part_states(layer, states, part)
-        own = replace(own, keys=keys, values=values)
+        later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
+        own = replace(own, keys=keys, values=values, later=later)
         mask = self._gaps(layer, own, states, part, positions)
         if mask is not None:
             own = replace(own, mask=mask, gaps=True)
@@ -202,8 +222,8 @@ class Eviction:
         """The states of a piece, but for its keys and values. Without padding, plain causal."""
         row, head = part
         queries = self._row_queries(states, row)
-        if states.queries.shape[2]:  # none at all: those of a held layer have gone
-            wanted = self.policy.query_rows(self.prompt_tokens)
+        if states.queries.shape[2] or self.held:  # else those of a layer of a group have gone
+            wanted = self._wanted_rows()
             queries = layer.unfinished.queries_of(row, queries, wanted)
         changes: dict[str, Tensor | int | None] = {}
         if head is not None:
@@ -328,7 +348,7 @@ class Eviction:
     ) -> None:
         """Hold back the last queries, which a later chunk may be too short to bring."""
         row, head = part
-        wanted = self.policy.query_rows(self.prompt_tokens)
+        wanted = self._wanted_rows()
         if wanted <= 0 or head not in (None, 0):
             return
         older = notes if before is None else before

@@ -35,8 +35,8 @@ class HookedCache(Protocol):
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Answer one layer's attention."""
 
-    def end_forward(self, *, completed: bool) -> None:
-        """Clean up after a forward, also one that failed."""
+    def end_forward(self, *, completed: bool, output: Any = None) -> None:
+        """Clean up after a forward, also one that failed; `output` is what it returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +138,14 @@ def _before(
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     entry = _installed.get(module)
     if entry is not None:
-        _close(entry, completed=output is not None)
+        _close(entry, completed=output is not None, output=output)
 
 
-def _close(entry: _Installed, *, completed: bool) -> None:
+def _close(entry: _Installed, *, completed: bool, output: Any = None) -> None:
     forward = entry.open_forwards.pop(threading.get_ident(), None)
     if forward is not None:
         entry.switch.leave(forward.token)
-        forward.cache.end_forward(completed=completed)
+        forward.cache.end_forward(completed=completed, output=output)
 
 
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookedCache | None:

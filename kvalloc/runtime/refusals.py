@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ASSISTED",
     "OFFLOADED",
+    "RefusedCalls",
     "check_chunk",
     "check_forward",
     "check_generate",
@@ -45,6 +46,30 @@ WEIGHTS = (
     "columns would not mean the same tokens"
 )
 UNUSED = "use_cache=False asks for no cache, so there is nothing to reduce; leave it out"
+
+
+class RefusedCalls:
+    """Calls of transformers' that a reduced cache cannot answer."""
+
+    def activate_past_recording(self) -> None:
+        """Refuse: this is what assisted generation asks for.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            Always.
+        """
+        raise UnsupportedRequestError(ASSISTED)
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refuse: evicted layers are small, and their masks are made on their device.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            Always.
+        """
+        raise UnsupportedRequestError(OFFLOADED)
 
 
 def check_profile(profile: BudgetProfile) -> None:

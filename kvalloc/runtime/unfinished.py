@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -50,12 +51,16 @@ class Unfinished:
         The last queries of all rows (key None) or of each row.
     places : dict of Tensor of int32, each (n,)
         Columns of the tokens that those queries belong to.
+    later : dict of Observed
+        What scorers noted of tokens after a held prompt, by their `later_key`: of all rows, and
+        with all columns of the prompt, padding included.
     """
 
     grain: int = 0
     observed: dict[Part, Observed] = field(default_factory=dict)
     queries: dict[int | None, Tensor] = field(default_factory=dict)
     places: dict[int | None, Tensor] = field(default_factory=dict)
+    later: dict[Hashable, Observed] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Forget everything: the prompt is complete."""
@@ -63,6 +68,7 @@ class Unfinished:
         self.observed.clear()
         self.queries.clear()
         self.places.clear()
+        self.later.clear()
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the notes of row ``rows[i]``."""
@@ -121,6 +127,19 @@ class Unfinished:
         if older is None:
             return queries
         return torch.cat([older[..., -missing:, :], queries], dim=-2)
+
+    def later_of(
+        self, part: Part, columns: slice | Tensor, n_kv_heads: int
+    ) -> dict[Hashable, Observed] | None:
+        """What was noted after the prompt of a piece, cut to some columns; None for nothing."""
+        if not self.later:
+            return None
+        found = {}
+        for key, noted in self.later.items():
+            own = part_of(noted, part, n_kv_heads)
+            cut = None if own.columns is None else own.columns[..., columns]
+            found[key] = replace(own, columns=cut)
+        return found
 
     def places_of(self, row: int | None, places: Tensor, tokens: int) -> Tensor:
         """Columns of the tokens whose queries `queries_of` gives, (n,).

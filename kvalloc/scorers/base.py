@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, ClassVar
 
 from kvalloc.errors import InputError
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvalloc.attention_hook import AttentionStates, Observed
+    from kvalloc.scorers.later_pass import Later, LaterStep
 
 
 class Scorer(ABC):
@@ -26,12 +28,16 @@ class Scorer(ABC):
         Where the method comes from.
     window : int
         Last tokens of the prompt that are never evicted, tokens.
+    follows : bool
+        Whether it takes over the pooling and the reduction of query heads of the scorer beside
+        which it is an option, unless told otherwise; not where they are part of the method.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     reference: ClassVar[str]
     window: int
+    follows: ClassVar[bool] = True
 
     @abstractmethod
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
@@ -87,6 +93,42 @@ class Scorer(ABC):
             None, as by default, for a scorer that needs nothing of it.
         """
         return None
+
+    @property
+    def later(self) -> Later | None:
+        """The pass over tokens after the prompt that `score` needs; None, as by default, for none.
+
+        Where it is not None, the cache holds the whole prompt until that pass has been made.
+        """
+        return None
+
+    @property
+    def later_key(self) -> Hashable:
+        """What `observe_later` depends on: scorers of equal keys share what one of them noted."""
+        return (self.name, *sorted(self.parameters().items()))
+
+    def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
+        """What to remember of a piece of the later pass, for `score`.
+
+        Only called where `later` is not None; `score` finds the last one returned under
+        `later_key` in ``states.later``.
+
+        Parameters
+        ----------
+        states : AttentionStates
+            One layer: the queries of the later tokens, and all keys up to the last of them. Its
+            ``observed`` is what the piece before left.
+        step : LaterStep
+            What these tokens are.
+        sinks : int
+            First tokens of the prompt that are never evicted.
+
+        Returns
+        -------
+        Observed
+            Its columns are those of the prompt, (batch, n_kv_heads or n_query_heads, n_prompt).
+        """
+        raise NotImplementedError(f"the scorer {self.name} asks for a later pass and sees none")
 
     @abstractmethod
     def parameters(self) -> dict[str, int | float | str | bool]:

@@ -60,22 +60,57 @@ def window_scores(
     Tensor of float32, (batch, n_kv_heads, n_tokens)
         0 in the columns of padding, sinks and window.
     """
-    import torch
+    n_tokens = int(states.keys.shape[2])
+    if n_tokens - window <= min(sinks, n_tokens):
+        return states.keys.new_zeros(states.keys.shape[:3]).float()
+    rows = window_attention(states, window)
+    votes = rows.mean(dim=3)
+    if variance_weight and rows.shape[3] > 1:
+        votes = votes + variance_weight * rows.var(dim=3)
+    return pooled_votes(
+        votes,
+        states,
+        window=window,
+        sinks=sinks,
+        pool=pool,
+        pooling=pooling,
+        group_reduce=group_reduce,
+    )
+
+
+def pooled_votes(
+    votes: Tensor,
+    states: AttentionStates,
+    *,
+    window: int,
+    sinks: int,
+    pool: int,
+    pooling: str = "avg",
+    group_reduce: str = "mean",
+) -> Tensor:
+    """Scores from what each query head gives each entry: the second half of `window_scores`.
+
+    Parameters
+    ----------
+    votes : Tensor of float32, (batch, n_kv_heads, group, n_tokens)
+    states : AttentionStates
+        What one layer's attention sees.
+    window, sinks, pool, pooling, group_reduce
+        As for `window_scores`.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, n_tokens)
+    """
     from torch.nn import functional
 
-    batch, n_kv_heads, n_tokens, _ = states.keys.shape
-    scores = torch.zeros(
-        (batch, n_kv_heads, n_tokens), dtype=torch.float32, device=states.keys.device
-    )
+    batch, _, n_tokens, _ = states.keys.shape
+    scores = states.keys.new_zeros(states.keys.shape[:3]).float()
     n_scored = n_tokens - window
     if n_scored <= min(sinks, n_tokens):
         return scores
     protected = protected_columns(states, sinks=sinks)[..., :n_scored]
-    rows = window_attention(states, window)[..., :n_scored]
-    votes = rows.mean(dim=3)
-    if variance_weight and rows.shape[3] > 1:
-        votes = votes + variance_weight * rows.var(dim=3)
-    votes.masked_fill_(protected[:, :, None], 0.0)
+    votes = votes[..., :n_scored].masked_fill(protected[:, :, None], 0.0)
     if pool > 1:
         pooled = functional.avg_pool1d if pooling == "avg" else functional.max_pool1d
         flat = votes.reshape(batch, -1, n_scored)
@@ -122,32 +157,62 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
     """
     import torch
 
-    batch, n_kv_heads, n_tokens, head_dim = states.keys.shape
     rows, later_rows = end - first, states.queries.shape[2] - end
+    n_tokens = states.keys.shape[2]
     n_seen = n_tokens if states.gaps else n_tokens - later_rows
-    queries = states.queries[:, :, first:end].float() * states.scaling
-    queries = queries.reshape(batch, n_kv_heads, -1, head_dim)  # keys are never repeated
-    logits = _dot_keys(queries, states.keys[:, :, :n_seen])
-    logits = logits.view(batch, n_kv_heads, -1, rows, n_seen)
-    if states.softcap is not None:
-        logits = (logits / states.softcap).tanh_().mul_(states.softcap)
+    logits = attention_logits(states, states.keys[:, :, :n_seen], first, end)
     mask = _row_mask(states, first, end)
     if mask is None:
         # only the rows' own square needs the causal mask: it is the end of every row
         later = torch.ones(rows, rows, dtype=torch.bool, device=logits.device).triu_(1)
         logits[..., -rows:].masked_fill_(later, float("-inf"))
-        return _softmax(logits, states.sink_logits)
+        return attention_softmax(logits, states.sink_logits)
     mask = mask[..., :n_seen]
     if mask.dtype != torch.bool:
         logits += mask.float()
         mask = mask > torch.finfo(mask.dtype).min / 2
     # a row of padding sees nothing: finite here and 0 afterwards, never NaN
     logits.masked_fill_(~mask, torch.finfo(torch.float32).min)
-    return _softmax(logits, states.sink_logits).masked_fill_(~mask, 0.0)
+    return attention_softmax(logits, states.sink_logits).masked_fill_(~mask, 0.0)
 
 
-def _softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Softmax over the tokens, next to one more logit a query head where there is one."""
+def attention_logits(states: AttentionStates, keys: Tensor, first: int, end: int) -> Tensor:
+    """Logits of some of the new tokens with some keys, before any mask, in float32.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    keys : Tensor, (batch, n_kv_heads, n_keys, head_dim)
+        Some of its keys.
+    first, end : int
+        The rows, counted from the first of the states' queries.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, group, end - first, n_keys)
+    """
+    batch, n_kv_heads, n_keys, head_dim = keys.shape
+    queries = states.queries[:, :, first:end].float() * states.scaling
+    queries = queries.reshape(batch, n_kv_heads, -1, head_dim)  # keys are never repeated
+    logits = _dot_keys(queries, keys).view(batch, n_kv_heads, -1, end - first, n_keys)
+    if states.softcap is not None:
+        logits = (logits / states.softcap).tanh_().mul_(states.softcap)
+    return logits
+
+
+def attention_softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Softmax over the tokens, next to one more logit a query head where there is one.
+
+    Parameters
+    ----------
+    logits : Tensor of float32, (batch, n_kv_heads, group, n_rows, n_tokens)
+    sink_logits : Tensor, (n_query_heads,), or None
+
+    Returns
+    -------
+    Tensor of float32, the same shape
+    """
     import torch
 
     if sink_logits is None:

@@ -1,5 +1,7 @@
 """What holds for every scorer and every curve."""
 
+from dataclasses import replace
+
 import numpy as np
 import scorer_oracle
 import torch
@@ -18,6 +20,9 @@ from kvalloc.scorers.expected_attention import ExpectedAttention
 from kvalloc.scorers.h2o import H2O
 from kvalloc.scorers.keydiff import KeyDiff
 from kvalloc.scorers.knorm import KNorm
+from kvalloc.scorers.later_pass import LaterStep
+from kvalloc.scorers.lookahead import Lookahead
+from kvalloc.scorers.reconstruction import Reconstruction
 from kvalloc.scorers.snapkv import SnapKV
 from kvalloc.scorers.streaming import Streaming
 from kvalloc.scorers.tova import TOVA
@@ -37,7 +42,21 @@ MAKE = {
     "criticalkv": lambda window, pool: CriticalKV(window=window, pool=pool),
     "cake": lambda window, pool: CAKE(window=window, pool=pool),
     "expected_attention": lambda window, pool: ExpectedAttention(window=window, future=pool),
+    "lookahead": lambda window, pool: Lookahead(window=window, pool=pool, tokens=3),
+    "reconstruction": lambda window, pool: Reconstruction(window=window, pool=pool),
 }
+
+
+def after_a_later_pass(scorer, states, sinks):
+    """The states with what the scorer notes of five random tokens after them."""
+    n_tokens = states.keys.shape[2]
+    more = make_states(
+        seed=1, n_tokens=n_tokens + 5, n_new_tokens=5, group=states.queries.shape[1] // 2, batch=2
+    )
+    keys = torch.cat([states.keys, more.keys[:, :, n_tokens:]], dim=2)
+    step = LaterStep(n_prompt=n_tokens, repeated=torch.arange(n_tokens))
+    noted = scorer.observe_later(replace(more, keys=keys), step, sinks=sinks)
+    return replace(states, later={scorer.later_key: noted})
 
 
 def test_every_scorer_is_among_them():
@@ -65,6 +84,8 @@ def test_scores_keep_the_contract(seed, n_tokens, n_new, window, sinks, pool, gr
         frequencies=torch.tensor([1.0, 0.1]),
     )
     scorer = MAKE[kind](window, pool)
+    if scorer.later is not None:
+        states = after_a_later_pass(scorer, states, sinks)
     scores = scorer.score(states, sinks=sinks)
     assert scores.shape == (2, 2, n_tokens)
     assert scores.dtype == torch.float32

@@ -190,6 +190,10 @@ class EvictionPolicy(ABC):
         """How many of a prompt's last queries `keep` wants to see; see `Scorer.query_rows`."""
         return self.scorer.query_rows(n_tokens)
 
+    def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
+        """Scorers that have to see tokens after the prompt before `keep` can choose in a layer."""
+        return (self.scorer,) if self.scorer.later is not None else ()
+
     def reader(self, *, sinks: int, window: int) -> Reader | None:
         """A filter for one cache that leaves entries unread while tokens are decoded.
 

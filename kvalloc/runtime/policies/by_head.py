@@ -16,6 +16,8 @@ from kvalloc.runtime.policies.base import EvictionPolicy
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvalloc.scorers import Scorer
+
 
 class ByHead(EvictionPolicy):
     """Each KV head keeps what its own policy would keep there.
@@ -81,6 +83,13 @@ class ByHead(EvictionPolicy):
     def needs_whole_prompt(self) -> bool:
         """Whether one of them adds up what each chunk brings, of which there is one record."""
         return any(policy.observes for policy in self.policies)
+
+    def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
+        """Those of the policies that some head of the layer has."""
+        found: list[Scorer] = []
+        for place in np.unique(self.table[layer]).tolist():
+            found += self.policies[place].later_scorers(layer)
+        return tuple(found)
 
     def query_rows(self, n_tokens: int) -> int:
         """The most that one of them wants to see: each takes those that it needs from the end."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, WordTokenizer, tiny_model, words
 
+from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.measure import profile, profile_to_file
 from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
@@ -227,3 +228,42 @@ def test_a_killed_measurement_goes_on_with_its_policies(tmp_path: Any) -> None:
 def test_policies_need_losses() -> None:
     with pytest.raises(InputError, match="say how with loss="):
         profile(tiny_model(), TOKENIZER, [words(300)], **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_scorers_that_look_beyond_the_prompt_see_the_models_own_draft(kind: str) -> None:
+    """Also where the loss is measured on an answer that the model would not give."""
+    model = tiny_model(kind)
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(2, VOCABULARY, (50,), generator=torch.Generator().manual_seed(3))
+    shape = shape_of(model)
+    scorer = get_scorer("lookahead", window=4, tokens=5)
+    others = named("lookahead:tokens=5", "reconstruction:chunk=20")
+    assert others[1].scorer_parameters["pool"] == 1  # the method's own, and not the profile's
+    probe = LossProbe(
+        model,
+        ids,
+        scorer,
+        sinks=2,
+        shape=shape,
+        answer_ids=torch.tensor([3, 4, 5]),
+        policies=[policy_of(policy) for policy in others],
+    )
+    for policy in others:
+        budgets = np.full((shape.n_layers, shape.n_kv_heads), 20)
+        for layer in set(range(shape.n_layers)) - set(shape.full_layers):
+            budgets[layer] = shape.sliding_entries(50)
+        reduced = BudgetProfile(
+            shape=shape, level="layer", context_tokens=50, budgets=budgets, policy=policy
+        )
+        cache = reduced.cache(model)
+        with torch.no_grad():
+            model(input_ids=ids[None], past_key_values=cache)
+        for layer in shape.full_layers:
+            wanted = torch.full((1, shape.n_kv_heads), 20)
+            kept = policy_of(policy).keep(probe.prompt_states[layer], wanted, sinks=2, window=4)
+            places = cache.kept_indices(layer)[0].long()
+            assert torch.equal(kept[0].nonzero()[:, 1].view(-1, 20), places)
+    best = probe.scores[shape.full_layers[0]]
+    again = scorer.score(probe.prompt_states[shape.full_layers[0]], sinks=2)[0]
+    assert torch.equal(best, again)

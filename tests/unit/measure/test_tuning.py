@@ -111,12 +111,20 @@ def test_what_comes_out_is_a_profile_within_its_budget(model, tmp_path):
     assert cache.retained_bytes < 0.5 * cache.full_bytes
 
 
-def test_the_stated_loss_is_that_of_the_profiles_cache(model):
+@pytest.mark.parametrize(
+    ("scorer", "policies"),
+    [
+        (SCORER, POLICIES),
+        (get_scorer("lookahead", window=4, tokens=3), ("reconstruction:chunk=25",)),
+        (get_scorer("reconstruction", window=4, chunk=25), ("lookahead:tokens=6", "h2o")),
+    ],
+)
+def test_the_stated_loss_is_that_of_the_profiles_cache(model, scorer, policies):
     """Held-out prompt through the real runtime, teacher-forced, against the full cache."""
     from transformers import DynamicCache
 
     texts = prompts()
-    (found,) = tuned(model, texts=texts)
+    (found,) = tuned(model, texts=texts, scorer=scorer, policies=policies)
     (index,) = held_out(3, QUICK.held_out, 0)
     ids = torch.tensor([WordTokenizer()(texts[index].text)["input_ids"]])
     with torch.no_grad():

@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import load_cache, make_cache
 from kvalloc.runtime.policies import policy_names
-from kvalloc.scorers import scorer_names
+from kvalloc.scorers import get_scorer, scorer_names
 
 CONTEXT, BATCH = 90, 2
 LENGTHS = (CONTEXT, 41)
@@ -355,11 +355,14 @@ def model_of(tiny: ModuleType, family: str, attention: str, dtype: str) -> tuple
     return model, 2 * own
 
 
-def refusal(policy: str, arrival: str, level: str) -> str | None:
+def refusal(policy: str, scorer: str, arrival: str, level: str) -> str | None:
     """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
     if arrival == "assisted":
         return None  # for every policy, see there
-    if policy in COMBINING and "chunks" in arrival:
+    if scorer == "reconstruction" and arrival == "inputs_embeds":
+        return "came as inputs_embeds"
+    held = get_scorer(scorer).later is not None
+    if policy in COMBINING and "chunks" in arrival and not held:
         return "merges entries"
     uneven = level == "head" or arrival in ("left_padding", "different_lengths", "padded_chunks")
     if policy == "mpcache" and uneven:
@@ -375,7 +378,7 @@ def test_the_cache_answers_as_the_oracle(tiny: ModuleType, cell: Cell, tmp_path:
     at = Setting(tiny, model, tolerance, policy, scorer, level)
     call = functools.partial(ARRIVALS[arrival], at)
     call = functools.partial(call, tmp_path) if arrival == "saved" else call
-    said = refusal(policy, arrival, level)
+    said = refusal(policy, scorer, arrival, level)
     if said is None:
         call()
         return

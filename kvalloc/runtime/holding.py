@@ -1,0 +1,277 @@
+"""A prompt that is held whole until it is complete, and all layers that evict at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvalloc.attention_hook import AttentionStates
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime.arrival import Arrival, Step
+from kvalloc.runtime.groups import GroupEviction, Held
+from kvalloc.runtime.later_cache import HeldPrompt
+from kvalloc.runtime.later_passes import Wanted, check_draft, check_repeat, run_later_passes
+from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.policies import EvictionPolicy
+from kvalloc.runtime.ragged import IntArray
+from kvalloc.runtime.refusals import check_read
+from kvalloc.scorers import Scorer
+
+__all__ = ["Holding", "HoldsPrompt", "end_tokens"]
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """What the model ends a turn with."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+class Holding:
+    """What is remembered of a prompt that is held whole, beside its keys, values and queries.
+
+    Parameters
+    ----------
+    wanted : mapping of int to sequence of Scorer
+        For each layer, the scorers that have to see what comes after the prompt.
+    model : nn.Module
+        Its head is needed to draft; held weakly.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a scorer drafts and the model has no head.
+    """
+
+    def __init__(self, wanted: Wanted, model: nn.Module) -> None:
+        self.wanted = wanted
+        kinds = {scorer.later.kind for each in wanted.values() for scorer in each if scorer.later}
+        self.drafts, self.repeats = "draft" in kinds, "repeat" in kinds
+        self._head: Callable[[], nn.Module | None] = lambda: None
+        if self.drafts:
+            find = getattr(model, "get_output_embeddings", None)
+            head = None if find is None else find()
+            check_draft(head)
+            self._head = weakref.ref(head)
+        self._ends = end_tokens(model)
+        self.forget()
+
+    def forget(self) -> None:
+        """Get ready for a new prompt."""
+        self._ids: Tensor | None = None
+        self._last_hidden: Tensor | None = None
+        self._next_positions: Tensor | None = None
+        self._new: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.seen: dict[int, AttentionStates] = {}
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The model's head; None where nothing is drafted."""
+        return self._head()
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """Look at a forward of the prompt before it runs.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If it has no token ids, and the prompt is to be repeated.
+        """
+        ids = arguments.get("input_ids")
+        if arguments.get("inputs_embeds") is not None or not isinstance(ids, Tensor):
+            ids = None
+        if self.repeats:
+            check_repeat(ids)
+        positions = arguments.get("position_ids")
+        self._new = ids, positions if isinstance(positions, Tensor) else None
+
+    def note(self, states: AttentionStates) -> None:
+        """Note what of a layer's states is the same for the whole prompt."""
+        empty = states.queries[:, :, :0].clone()  # a view would keep them all alive
+        nothing = states.keys[:, :, :0].clone()
+        self.seen[states.layer] = replace(
+            states, queries=empty, keys=nothing, values=nothing, mask=None
+        )
+
+    def end(self, step: Step, output: Any) -> None:
+        """A forward of the prompt went through: note where each row is."""
+        ids, positions = self._new
+        self._new = (None, None)
+        if ids is not None:
+            self._ids = ids if self._ids is None else torch.cat([self._ids, ids], dim=1)
+        hidden: Tensor = output[0]
+        device = hidden.device
+        if positions is None:
+            positions = torch.arange(step.seen, step.seen + step.new_tokens, device=device)[None]
+        positions = positions.to(device).expand(step.batch, -1)
+        last = torch.full((step.batch,), step.new_tokens - 1, device=device)
+        some = torch.ones(step.batch, dtype=torch.bool, device=device)
+        if step.new_visible is not None:
+            shown = step.new_visible.to(device)
+            some = shown.any(dim=1)
+            columns = torch.arange(step.new_tokens, device=device)
+            last = (shown * columns).amax(dim=1)
+        rows = torch.arange(step.batch, device=device)
+        # what follows a row is at the place after its last token, whatever padding comes behind
+        self._next_positions = _where(some, positions[rows, last] + 1, self._next_positions)
+        if self.drafts:
+            self._last_hidden = _where(some, hidden[rows, last], self._last_hidden)
+
+    def select(self, rows: Tensor) -> None:
+        """Let row i go on with what is known of row ``rows[i]``."""
+        for name in ("_ids", "_last_hidden", "_next_positions"):
+            states: Tensor | None = getattr(self, name)
+            if states is not None:
+                setattr(self, name, states[rows.to(states.device)])
+
+    def prompt(self, decoder: nn.Module, layers: Sequence[Any], arrival: Arrival) -> HeldPrompt:
+        """The complete prompt, as later passes take it."""
+        assert self._next_positions is not None
+        head, first = self.head, None
+        if head is not None and self._last_hidden is not None:
+            with torch.no_grad():
+                first = head(self._last_hidden).argmax(dim=-1)
+        whole = {i: layer for i, layer in enumerate(layers) if isinstance(layer, BudgetLayer)}
+        visible = arrival.visible
+        return HeldPrompt(
+            decoder=decoder,
+            head=head,
+            ends=self._ends,
+            stored={index: (layer.keys, layer.values) for index, layer in whole.items()},
+            sliding={i: layer for i, layer in enumerate(layers) if i not in whole},
+            n_prompt=int(next(iter(whole.values())).keys.shape[2]),
+            visible=None if visible is None or bool(visible.all()) else visible,
+            next_positions=self._next_positions,
+            first_tokens=first,
+            ids=self._ids,
+        )
+
+
+def _where(some: Tensor, new: Tensor, old: Tensor | None) -> Tensor:
+    """New values of some rows; a row of padding so far has new ones, too, until it begins."""
+    if old is None:
+        return new.clone()
+    shape = (-1, *(1,) * (new.ndim - 1))
+    return torch.where(some.view(shape), new, old.to(new.device))
+
+
+class HoldsPrompt:
+    """The part of a cache that holds a prompt whole, if its policy needs that."""
+
+    profile: BudgetProfile
+    arrival: Arrival
+    layers: list[Any]
+    decoder: Callable[[], nn.Module | None]
+    get_seq_length: Callable[[], int]
+    _policy: EvictionPolicy
+    _holding: Holding | None
+    _bits: dict[int, IntArray]
+    _groups: dict[int, tuple[int, ...]]
+    _reader: Any
+    _interrupted: bool
+
+    def _make_holding(self, model: nn.Module) -> Holding | None:
+        wanted = {
+            layer: self._policy.later_scorers(layer) for layer in self.profile.shape.full_layers
+        }
+        wanted = {layer: each for layer, each in wanted.items() if each}
+        if not wanted:
+            return None
+        if self.arrival.decode_every is not None:
+            raise UnsupportedRequestError(
+                "a scorer of this profile looks at what comes right after the prompt, which says "
+                "nothing of what is decoded later; leave out decode_every, or choose another "
+                "scorer"
+            )
+        return Holding(wanted, model)
+
+    def _holds(self, step: Step) -> bool:
+        """Whether this forward is of a prompt that is held."""
+        return self._holding is not None and not step.follows
+
+    def _begin_held(self, arguments: Mapping[str, Any], step: Step) -> None:
+        assert self._holding is not None
+        self._holding.begin(arguments)
+        if step.completes and self._reader is not None:
+            columns = step.seen + step.new_tokens
+            targets = self._held_targets(step.batch, columns, step.visible)
+            check_read(self._policy, targets.values())
+
+    def _note_held(self, layer: BudgetLayer, states: AttentionStates, step: Step) -> None:
+        assert self._holding is not None
+        self._holding.note(states)
+        eviction = self._held_eviction(step.prompt_tokens, step.new_visible)
+        eviction.hold_queries(layer, states)
+
+    def _end_held(self, step: Step, output: Any) -> None:
+        assert self._holding is not None
+        self._holding.end(step, output)
+        if step.completes:
+            self._finish_held()
+
+    def _held_eviction(self, prompt_tokens: int, visible: Tensor | None) -> GroupEviction:
+        policy = self.profile.policy
+        return GroupEviction(
+            policy=self._policy,
+            sinks=policy.sinks,
+            window=policy.window,
+            prompt_tokens=prompt_tokens,
+            visible=visible,
+            remember=False,
+            bits=self._bits,
+            held=True,
+        )
+
+    def _held_targets(
+        self, batch: int, columns: int, visible: Tensor | None
+    ) -> dict[int, IntArray]:
+        """Entries that each layer is to keep of a complete prompt, where any has to go."""
+        budgets, tokens = self.arrival.final_budgets(columns, batch, visible)
+        found: dict[int, IntArray] = {}
+        for index in self.profile.shape.full_layers:
+            own: IntArray = np.minimum(budgets[:, index], tokens[:, None])
+            if index in self._bits or bool((own < columns).any()):
+                found[index] = own
+        return found
+
+    def _finish_held(self, *, failed: bool = False) -> None:
+        """The prompt is complete: make the passes, and let every layer evict.
+
+        Whatever fails here leaves some layers whole and others reduced, so the cache then refuses
+        to go on; as it does where the prompt itself has `failed`.
+        """
+        decoder, holding = self.decoder(), self._holding
+        assert holding is not None
+        if decoder is None:  # the model is gone, and nobody can ask the cache any more
+            return
+        self._interrupted = True
+        if failed:
+            return
+        columns, batch = self.get_seq_length(), self.layers[0].keys.shape[0]
+        visible = self.arrival.visible
+        targets = self._held_targets(batch, columns, visible)
+        wanted: dict[int, Sequence[Scorer]] = {
+            layer: each for layer, each in holding.wanted.items() if layer in targets
+        }
+        if wanted:
+            prompt = holding.prompt(decoder, self.layers, self.arrival)
+            notes = run_later_passes(prompt, wanted, sinks=self.profile.policy.sinks)
+            for layer, found in notes.items():
+                self.layers[layer].unfinished.later = found
+        eviction, held = self._held_eviction(columns, visible), list[Held]()
+        for index, own in targets.items():
+            layer = self.layers[index]
+            states = replace(holding.seen[index], keys=layer.keys, values=layer.values)
+            eviction.evict_in_group(layer, states, own, self._groups.get(index), held)
+        for index in self.profile.shape.full_layers:
+            self.layers[index].unfinished.clear()
+        holding.forget()
+        if self._reader is not None:
+            self._reader.forget()
+        self._interrupted = False

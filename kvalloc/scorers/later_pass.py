@@ -1,0 +1,122 @@
+"""What a scorer may ask to see that comes after the prompt, and what it is shown of it.
+
+Most scorers look at the prompt alone. One that does not says so by `Scorer.later`: the cache then
+holds the whole prompt, lets the model run on over some tokens, shows each layer's queries and keys
+of them to `Scorer.observe_later`, takes these tokens away again, and evicts. Scorers that ask for
+the same pass share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from kvalloc.errors import UnsupportedRequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.attention_hook import AttentionStates, Observed
+    from kvalloc.scorers.base import Scorer
+
+__all__ = ["CARRIED_TOKENS", "Later", "LaterStep", "later_notes", "merged_passes"]
+
+CARRIED_TOKENS = 8
+"""Last tokens of a repeated piece that lead over to the next one, as in KVzip."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Later:
+    """A pass over tokens that come after the prompt.
+
+    Attributes
+    ----------
+    kind : {"draft", "repeat"}
+        What the model itself would say next, greedily; or the prompt once more, teacher-forced.
+    tokens : int
+        Length of the draft; longest piece of the prompt that is repeated at once.
+    instruction, continuation : tuple of int
+        Token ids in front of the first repeated piece, and of each further one, where the last
+        `CARRIED_TOKENS` tokens of the piece before come between.
+    """
+
+    kind: Literal["draft", "repeat"]
+    tokens: int
+    instruction: tuple[int, ...] = ()
+    continuation: tuple[int, ...] = ()
+
+    def serves(self, wanted: Later) -> bool:
+        """Whether a scorer that asks for `wanted` finds what it needs in this pass."""
+        if self.kind == "draft":
+            return wanted.kind == "draft" and wanted.tokens <= self.tokens
+        return self == wanted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaterStep:
+    """What belongs to the states of one layer in a later pass.
+
+    Attributes
+    ----------
+    n_prompt : int
+        Columns of the prompt: the first keys. All others are those of the later tokens, whose
+        queries are the states' queries.
+    counts : Tensor of bool, (batch, n_new_tokens), or None
+        False for queries that have no say: what a draft says after its end. None where all have.
+    repeated : Tensor of int64, (n_repeated,), or None
+        Columns of the prompt that are repeated now, the same in all rows.
+    leading : Tensor of int64, (n_leading,), or None
+        Columns of the prompt's first tokens, its sinks, as far as they are not among `repeated`.
+    """
+
+    n_prompt: int
+    counts: Tensor | None = None
+    repeated: Tensor | None = None
+    leading: Tensor | None = None
+
+
+def merged_passes(scorers: Iterable[Scorer]) -> list[Later]:
+    """The passes that are needed so that each scorer has its own.
+
+    Parameters
+    ----------
+    scorers : iterable of Scorer
+        Those that ask for none are left out.
+
+    Returns
+    -------
+    list of Later
+        At most one draft, the longest that is asked for; each repetition once.
+    """
+    passes: list[Later] = []
+    for later in (scorer.later for scorer in scorers):
+        if later is None:
+            continue
+        if later.kind == "draft":
+            drafts = [one for one in passes if one.kind == "draft"]
+            passes = [one for one in passes if one.kind != "draft"]
+            longest = max(later.tokens, *(one.tokens for one in drafts), 0)
+            later = replace(later, tokens=longest)
+        if later not in passes:
+            passes.append(later)
+    return passes
+
+
+def later_notes(states: AttentionStates, scorer: Scorer) -> Observed:
+    """What the scorer has noted in its later pass over this prompt.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If there was no such pass.
+    """
+    key: Hashable = scorer.later_key
+    found = None if states.later is None else states.later.get(key)
+    if found is None:
+        raise UnsupportedRequestError(
+            f"the scorer {scorer.name} looks at tokens that come after the prompt, and here only "
+            "the prompt is run; use it in a cache (policy=), as an option of heads ('kvalloc "
+            "tune', --loss-policies), or choose another scorer"
+        )
+    return found

@@ -1,0 +1,151 @@
+"""Lookahead: the queries of a short draft of the answer vote, beside those of the window."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, ClassVar
+
+from kvalloc.attention_hook import Observed
+from kvalloc.scorers.base import Scorer, check_at_least, check_choice, check_odd
+from kvalloc.scorers.later_pass import Later, LaterStep, later_notes
+from kvalloc.scorers.window_rows import (
+    GROUP_REDUCTIONS,
+    attention_rows,
+    pooled_votes,
+    window_attention,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.attention_hook import AttentionStates
+
+ROW_REDUCTIONS = ("mean", "max")
+
+
+class Lookahead(Scorer):
+    """Attention of the first tokens that the model itself would say, and of the prompt's last ones.
+
+    After the prompt the model drafts `tokens` tokens greedily with the full cache. How much their
+    queries, and those of the last `window` tokens of the prompt, attend to each entry is its
+    score. The draft is taken away again before entries are evicted.
+
+    Parameters
+    ----------
+    tokens : int
+        Length of the draft, tokens: as many forwards of one token. Its queries up to that of its
+        end-of-turn token vote.
+    window : int
+        Last tokens of the prompt that are never evicted, tokens.
+    with_window : bool
+        Whether the window's queries vote, too.
+    pool : int
+        Odd width of the average pooling, tokens; 1 turns it off.
+    row_reduce, group_reduce : {"mean", "max"}
+        How the votes of the queries, and then of the query heads that share a KV head, are
+        reduced.
+
+    Raises
+    ------
+    InputError
+        If a parameter is out of range.
+
+    References
+    ----------
+    Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query (Wang et al.,
+    2025, arXiv 2505.20334): LAQ lets the queries of a draft vote, LAQ++ the window's, too. There
+    the draft is made with a cache that a window has already reduced; here with the full one,
+    which has to be held in any case.
+    """
+
+    name: ClassVar[str] = "lookahead"
+    summary: ClassVar[str] = "attention of the window and of 8 tokens that the model drafts"
+    reference: ClassVar[str] = "Lookahead Q-Cache (Wang et al., 2025); full cache while drafting"
+
+    def __init__(
+        self,
+        *,
+        tokens: int = 8,
+        window: int = 8,
+        with_window: bool = True,
+        pool: int = 7,
+        row_reduce: str = "mean",
+        group_reduce: str = "mean",
+    ) -> None:
+        self.tokens = check_at_least("tokens", tokens, 1, self.name)
+        self.window = check_at_least("window", window, 1, self.name)
+        chosen = check_choice("with_window", str(with_window), ("True", "False"), self.name)
+        self.with_window = chosen == "True"
+        self.pool = check_odd("pool", pool, self.name)
+        self.row_reduce = check_choice("row_reduce", row_reduce, ROW_REDUCTIONS, self.name)
+        self.group_reduce = check_choice("group_reduce", group_reduce, GROUP_REDUCTIONS, self.name)
+
+    @property
+    def later(self) -> Later:
+        """The draft."""
+        return Later(kind="draft", tokens=self.tokens)
+
+    @property
+    def later_key(self) -> Hashable:
+        """How long, and how the queries are reduced."""
+        return (self.name, self.tokens, self.row_reduce)
+
+    def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
+        """The draft's votes, sums or maxima over its queries; see `Scorer.observe_later`."""
+        import torch
+
+        rows = min(self.tokens, int(states.queries.shape[2]))
+        weights = attention_rows(states, 0, rows)[..., : step.n_prompt]
+        batch = weights.shape[0]
+        counts = step.counts
+        if counts is None:
+            counts = torch.ones(batch, rows, dtype=torch.bool, device=weights.device)
+        counts = counts[:, :rows].to(weights.device).expand(batch, rows)
+        # weights are >= 0, so that a row of 0 takes nothing from a sum or a maximum
+        weights = weights * counts[:, None, None, :, None]
+        votes = weights.sum(dim=3) if self.row_reduce == "mean" else weights.amax(dim=3)
+        return Observed(
+            n_tokens=rows, columns=votes.flatten(1, 2), totals={"rows": counts.sum(dim=1)}
+        )
+
+    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Scores of one layer's entries; see `Scorer.score`."""
+        import torch
+
+        noted = later_notes(states, self)
+        assert noted.columns is not None  # `observe_later` made it
+        n_kv_heads, n_tokens = states.keys.shape[1:3]
+        votes = noted.columns.view(noted.columns.shape[0], n_kv_heads, -1, n_tokens)
+        n_rows = noted.totals["rows"].float()
+        if self.with_window:
+            rows = window_attention(states, self.window)
+            if self.row_reduce == "mean":
+                votes = votes + rows.sum(dim=3)
+            else:
+                votes = torch.maximum(votes, rows.amax(dim=3))
+            n_rows = n_rows + rows.shape[3]
+        if self.row_reduce == "mean":
+            votes = votes / n_rows.clamp(min=1)[:, None, None, None]
+        return pooled_votes(
+            votes,
+            states,
+            window=self.window,
+            sinks=sinks,
+            pool=self.pool,
+            group_reduce=self.group_reduce,
+        )
+
+    def query_rows(self, n_tokens: int) -> int:
+        """The window's, where they vote."""
+        return self.window if self.with_window else 0
+
+    def parameters(self) -> dict[str, int | float | str | bool]:
+        """What builds this scorer again."""
+        return {
+            "tokens": self.tokens,
+            "window": self.window,
+            "with_window": self.with_window,
+            "pool": self.pool,
+            "row_reduce": self.row_reduce,
+            "group_reduce": self.group_reduce,
+        }

@@ -1,0 +1,172 @@
+"""Reconstruction (KVzip): what the model looks up when it repeats the prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, ClassVar
+
+from kvalloc.attention_hook import Observed
+from kvalloc.errors import InputError
+from kvalloc.scorers.base import Scorer, check_at_least, check_choice, check_odd
+from kvalloc.scorers.later_pass import Later, LaterStep, later_notes
+from kvalloc.scorers.window_rows import (
+    GROUP_REDUCTIONS,
+    attention_logits,
+    attention_softmax,
+    pooled_votes,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.attention_hook import AttentionStates
+
+_BLOCK_ELEMENTS = 1 << 23
+_LEAST_ROWS = 16
+
+
+class Reconstruction(Scorer):
+    """Largest attention that an entry gets while the model repeats the prompt, teacher-forced.
+
+    The prompt comes a second time, in pieces of `chunk` tokens, over its own full cache. The
+    score of an entry is the largest weight that a query of the repetition of its piece gives it,
+    over all these queries and the query heads that share the KV head. The softmax is over the
+    piece's entries, the prompt's sinks and the later tokens so far, and not over the whole
+    prompt. It asks no question, so that what is kept serves any.
+
+    Parameters
+    ----------
+    chunk : int
+        Longest piece, tokens.
+    window : int
+        Last tokens of the prompt that are never evicted, tokens. The method itself has no window.
+    pool : int
+        Odd width of an average pooling, tokens; the method has none: 1.
+    group_reduce : {"max", "mean"}
+        How the query heads that share a KV head are reduced, after the maximum over the queries.
+    instruction, continuation : str
+        Token ids, such as ``"198+198+52"``, in front of the first piece and of each further one:
+        what asks for the repetition. None by default, so that no tokenizer is needed.
+
+    Raises
+    ------
+    InputError
+        If a parameter is out of range.
+
+    References
+    ----------
+    KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (Kim et al., 2025, arXiv
+    2505.23416). Pieces of 2,048 tokens, softmax over the piece, maximum over queries and group;
+    there the instruction is "Repeat the previous context exactly."
+    """
+
+    name: ClassVar[str] = "reconstruction"
+    summary: ClassVar[str] = "largest attention while the model repeats the prompt (KVzip)"
+    reference: ClassVar[str] = "KVzip (Kim et al., 2025)"
+    follows: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        chunk: int = 2048,
+        window: int = 8,
+        pool: int = 1,
+        group_reduce: str = "max",
+        instruction: str = "",
+        continuation: str = "",
+    ) -> None:
+        self.chunk = check_at_least("chunk", chunk, 16, self.name)
+        self.window = check_at_least("window", window, 1, self.name)
+        self.pool = check_odd("pool", pool, self.name)
+        self.group_reduce = check_choice("group_reduce", group_reduce, GROUP_REDUCTIONS, self.name)
+        self.instruction = _ids("instruction", instruction)
+        self.continuation = _ids("continuation", continuation)
+
+    @property
+    def later(self) -> Later:
+        """The repetition."""
+        return Later(
+            kind="repeat",
+            tokens=self.chunk,
+            instruction=self.instruction,
+            continuation=self.continuation,
+        )
+
+    @property
+    def later_key(self) -> Hashable:
+        """What is repeated; the votes of query heads are reduced afterwards."""
+        return (self.name, self.later)
+
+    def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
+        """Largest weights so far, (batch, n_query_heads, n_prompt); see `Scorer.observe_later`."""
+        import torch
+
+        assert step.repeated is not None  # it asked for a repetition
+        n_rows = int(states.queries.shape[2])
+        places = step.repeated.to(states.keys.device)
+        parts = [places]
+        if step.leading is not None:
+            parts.append(step.leading.to(places.device))
+        later = torch.arange(step.n_prompt, states.keys.shape[2], device=places.device)
+        columns = torch.cat([*parts, later])
+        keys = states.keys.index_select(2, columns)
+        batch, n_kv_heads = keys.shape[:2]
+        n_query_heads = int(states.queries.shape[1])
+        best = keys.new_zeros(batch, n_query_heads, places.numel(), dtype=torch.float32)
+        rows = max(_BLOCK_ELEMENTS // (batch * n_query_heads * columns.numel()), _LEAST_ROWS)
+        for first in range(0, n_rows, rows):
+            end = min(first + rows, n_rows)
+            seen = columns.numel() - (n_rows - end)
+            logits = attention_logits(states, keys[:, :, :seen], first, end)
+            own = torch.ones(end - first, end - first, dtype=torch.bool, device=keys.device)
+            logits[..., first - end :].masked_fill_(own.triu_(1), float("-inf"))
+            weights = attention_softmax(logits, states.sink_logits)[..., : places.numel()]
+            torch.maximum(best, weights.amax(dim=3).flatten(1, 2), out=best)
+        before = states.observed
+        if before is None or before.columns is None:
+            votes = keys.new_zeros(batch, n_query_heads, step.n_prompt, dtype=torch.float32)
+        else:
+            votes = before.columns
+        votes = votes.index_copy(2, places, best)
+        return Observed(n_tokens=n_rows, columns=votes)
+
+    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Scores of one layer's entries; see `Scorer.score`."""
+        noted = later_notes(states, self)
+        assert noted.columns is not None  # `observe_later` made it
+        n_kv_heads, n_tokens = states.keys.shape[1:3]
+        return pooled_votes(
+            noted.columns.view(noted.columns.shape[0], n_kv_heads, -1, n_tokens),
+            states,
+            window=self.window,
+            sinks=sinks,
+            pool=self.pool,
+            group_reduce=self.group_reduce,
+        )
+
+    def query_rows(self, n_tokens: int) -> int:
+        """None: the prompt's own queries have no say."""
+        return 0
+
+    def parameters(self) -> dict[str, int | float | str | bool]:
+        """What builds this scorer again."""
+        return {
+            "chunk": self.chunk,
+            "window": self.window,
+            "pool": self.pool,
+            "group_reduce": self.group_reduce,
+            "instruction": "+".join(map(str, self.instruction)),
+            "continuation": "+".join(map(str, self.continuation)),
+        }
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    """Token ids of a text such as ``"198+198+52"``; a single one may come as a number."""
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else "?"
+    if not re.fullmatch(r"(\d+(\+\d+)*)?", text):
+        raise InputError(
+            f"scorer reconstruction: {name} is {value!r}, expected token ids such as '198+198+52', "
+            "or nothing; a tokenizer gives them"
+        )
+    return tuple(int(part) for part in text.split("+")) if text else ()

@@ -1,0 +1,369 @@
+"""Prompts that are held whole until scorers have seen what comes after them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from scorer_oracle import full_attention
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.attention_hook import AttentionStates, intercept_attention
+from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.runtime import later_passes, make_cache
+from kvalloc.runtime.policies import changed_policy
+from kvalloc.scorers import get_scorer
+
+CONTEXT = 90
+NAMES = ("lookahead", "reconstruction")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lookahead": {"tokens": 5, "pool": 3},
+    "reconstruction": {"chunk": 37, "instruction": "7+8+9", "continuation": "10"},
+}
+Array = npt.NDArray[np.float64]
+
+
+def profile_of(tiny: ModuleType, model: Any, name: str, level: str = "head", **more: Any) -> Any:
+    parameters = {**OPTIONS[name], **more}
+    profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=name, parameters=parameters)
+    return tiny.by_head(profile, spread=9) if level == "head" else profile
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache, **inputs).logits
+    return logits
+
+
+def seen(model: Any, ids: torch.Tensor) -> dict[int, AttentionStates]:
+    """What every layer sees of all these tokens in one forward without any cache."""
+    found: dict[int, AttentionStates] = {}
+
+    def look(states: AttentionStates, compute: Any) -> Any:
+        found[states.layer] = states
+        return compute(states.mask)
+
+    with torch.no_grad(), intercept_attention(model, look):
+        model(ids, use_cache=False)
+    return found
+
+
+def pooled(votes: Array, sinks: int, window: int, pool: int, reduce: str) -> Array:
+    """(n_query_heads, n_tokens) to (n_kv_heads, n_tokens), by loops."""
+    heads, n_tokens = votes.shape
+    last = n_tokens - window
+    out = np.zeros((2, n_tokens))
+    for head in range(2):
+        rows = []
+        for member in range(head * heads // 2, (head + 1) * heads // 2):
+            own = [votes[member, t] if sinks <= t < last else 0.0 for t in range(last)]
+            half = pool // 2
+            rows.append([sum(own[max(t - half, 0) : t + half + 1]) / pool for t in range(last)])
+        joined = np.mean(rows, axis=0) if reduce == "mean" else np.max(rows, axis=0)
+        out[head, sinks:last] = joined[sinks:]
+    return out
+
+
+def lookahead_scores(tiny: ModuleType, model: Any, ids: torch.Tensor, layer: int) -> Array:
+    """Draft by `generate`, everything in one forward, the whole attention matrix."""
+    out = model.generate(ids, max_new_tokens=5, do_sample=False)
+    states = seen(model, out)[layer]
+    weights = full_attention(states)[0]
+    rows = np.r_[CONTEXT - tiny.WINDOW : CONTEXT, CONTEXT : CONTEXT + 5]
+    # the window's rows see no draft, and the draft's rows see the prompt and the draft before
+    votes = weights[:, rows, :CONTEXT].mean(axis=1)
+    return pooled(votes, tiny.SINKS, tiny.WINDOW, 3, "mean")
+
+
+def reconstruction_scores(tiny: ModuleType, model: Any, ids: torch.Tensor, layer: int) -> Array:
+    """Piece by piece in one forward each; the softmax over piece, sinks and later tokens."""
+    heads = model.config.num_attention_heads
+    votes = np.zeros((heads, CONTEXT))
+    for begin in range(0, CONTEXT, 37):
+        piece = ids[:, begin : begin + 37]
+        lead = torch.tensor([[7, 8, 9]]) if begin == 0 else torch.tensor([[10]])
+        carried = ids[:, max(begin - 8, 0) : begin]
+        states = seen(model, torch.cat([ids, lead, carried, piece], dim=1))[layer]
+        places = list(range(begin, begin + piece.shape[1]))
+        later = list(range(CONTEXT, states.keys.shape[2]))
+        columns = [*range(min(tiny.SINKS, begin)), *places, *later]
+        own = replace(
+            states,
+            queries=states.queries[:, :, CONTEXT:],
+            keys=states.keys[:, :, columns],
+        )
+        weights = full_attention(own)[0]
+        first = min(tiny.SINKS, begin)
+        votes[:, places] = weights[:, :, first : first + len(places)].max(axis=1)
+    return pooled(votes, tiny.SINKS, tiny.WINDOW, 1, "max")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_scores_are_those_of_plain_forwards(tiny: ModuleType, name: str, family: str) -> None:
+    model = tiny.tiny_model(family, "eager")
+    ids = tiny.prompt(CONTEXT)
+    profile = profile_of(tiny, model, name)
+    cache = profile.cache(model)
+    run(model, ids, cache)
+    naive = {"lookahead": lookahead_scores, "reconstruction": reconstruction_scores}[name]
+    for layer in profile.shape.full_layers:
+        scores = naive(tiny, model, ids, layer)
+        for head in range(2):
+            best = int(profile.budgets[layer, head]) - tiny.SINKS - tiny.WINDOW
+            wanted = np.argsort(-scores[head], kind="stable")[:best].tolist()
+            wanted += [*range(tiny.SINKS), *range(CONTEXT - tiny.WINDOW, CONTEXT)]
+            kept = cache.kept_indices(layer)[0, head]
+            assert sorted(wanted) == [int(place) for place in kept if place >= 0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_the_pass_stays(tiny: ModuleType, name: str, attention: str) -> None:
+    """Bytes, columns, sliding layers and the prompt's own logits are as without a pass."""
+    for family in ("llama", "gemma3"):
+        model, ids = tiny.tiny_model(family, attention), tiny.prompt(CONTEXT, 2)
+        profile = profile_of(tiny, model, name)
+        cache, plain = profile.cache(model), DynamicCache(config=model.config)
+        assert torch.equal(run(model, ids, cache), run(model, ids, plain))
+        assert cache.get_seq_length() == CONTEXT
+        other = profile.cache(model, policy="xkv")
+        run(model, ids, other)
+        assert cache.retained_bytes == other.retained_bytes
+        assert cache.full_bytes == other.full_bytes
+        for mine, theirs in zip(cache.layers, plain.layers, strict=True):
+            assert mine.get_seq_length() == theirs.get_seq_length()
+            if type(mine) is type(theirs):
+                assert torch.equal(mine.keys, theirs.keys)
+                assert torch.equal(mine.values, theirs.values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_kept_does_not_depend_on_the_arrival(tiny: ModuleType, name: str) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
+    profile = profile_of(tiny, model, name)
+    whole = profile.cache(model)
+    run(model, ids, whole)
+    announced, opened = make_cache(profile, model, prompt_tokens=CONTEXT), profile.cache(model)
+    for part in ids.split(25, dim=1):
+        run(model, part, announced)
+    with opened.prefill():
+        for part in ids.split(7, dim=1):
+            run(model, part, opened)
+            assert opened.kept_tokens.max() == opened.get_seq_length()  # held whole
+    generated = profile.cache(model)
+    model.generate(ids, past_key_values=generated, max_new_tokens=3, do_sample=False)
+    for layer in range(tiny.N_LAYERS):
+        for cache in (announced, opened, generated):
+            assert torch.equal(cache.kept_indices(layer), whole.kept_indices(layer))
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_padded_row_keeps_what_it_would_keep_alone(
+    tiny: ModuleType, name: str, side: str, positions: bool
+) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 3)
+    lengths = (CONTEXT, 41, 67)
+    columns, count = torch.arange(CONTEXT), torch.tensor(lengths)[:, None]
+    mask = ((columns >= CONTEXT - count) if side == "left" else (columns < count)).long()
+    profile = profile_of(tiny, model, name)
+    places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
+    cache, chunked = profile.cache(model), make_cache(profile, model, prompt_tokens=CONTEXT)
+    run(model, ids, cache, attention_mask=mask, **places)
+    for first in range(0, CONTEXT, 30):
+        own = {key: value[:, first : first + 30] for key, value in places.items()}
+        part = ids[:, first : first + 30]
+        run(model, part, chunked, attention_mask=mask[:, : first + 30], **own)
+    for row, length in enumerate(lengths):
+        first = CONTEXT - length if side == "left" else 0
+        alone = profile.cache(model)
+        run(model, ids[row : row + 1, first : first + length], alone)
+        for layer in range(tiny.N_LAYERS):
+            for head in range(2):
+                wanted = [int(p) for p in alone.kept_indices(layer)[0, head] if p >= 0]
+                for each in (cache, chunked):
+                    kept = each.kept_indices(layer)[row, head]
+                    assert [int(p) - first for p in kept if p >= 0] == wanted
+
+
+def test_what_comes_after_the_end_of_a_draft_has_no_say(tiny: ModuleType) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, CONTEXT:].tolist()
+    end = out[2]
+    length = out.index(end) + 1
+    model.generation_config.eos_token_id = [end]
+    ended = profile_of(tiny, model, "lookahead", tokens=6).cache(model)
+    run(model, ids, ended)
+    model.generation_config.eos_token_id = None
+    short = profile_of(tiny, model, "lookahead", tokens=length).cache(model)
+    run(model, ids, short)
+    for layer in range(tiny.N_LAYERS):
+        assert torch.equal(ended.kept_indices(layer), short.kept_indices(layer))
+
+
+def test_beams_keep_the_same_entries(tiny: ModuleType) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    for name in NAMES:
+        profile = profile_of(tiny, model, name)
+        alone, beams = profile.cache(model), profile.cache(model)
+        run(model, ids, alone)
+        model.generate(ids, past_key_values=beams, max_new_tokens=4, num_beams=3, do_sample=False)
+        for layer in range(tiny.N_LAYERS):
+            for row in range(3):
+                wanted = alone.kept_indices(layer)[0]
+                assert torch.equal(beams.kept_indices(layer)[row], wanted)
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_heads_mix_such_scorers_with_others_and_share_passes(
+    tiny: ModuleType, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H2O needs all of the prompt's queries, which are held, too."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    names = ("lookahead", "h2o", "reconstruction", "lookahead", "tova")
+    options = ({"tokens": 3}, {}, {"pool": 3}, {"tokens": 6}, {})
+    profile = profile_of(tiny, model, "reconstruction", level, instruction="", continuation="")
+    others = tuple(
+        replace(changed_policy(profile.policy, name, own), label=f"{name}{place}")
+        for place, (name, own) in enumerate(zip(names, options, strict=True))
+    )
+    others = tuple(
+        replace(one, scorer_parameters={**one.scorer_parameters, "chunk": 37})
+        if one.scorer == "reconstruction"
+        else one
+        for one in others
+    )
+    table = np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 6
+    if level == "layer":
+        table[:] = table[:, :1]
+    mixed = replace(profile, other_policies=others, unit_policies=table)
+    forwards: list[int] = []
+    original = later_passes.HeldPrompt.run
+
+    def counted(self: Any, cache: Any, tokens: torch.Tensor, before: int) -> torch.Tensor:
+        forwards.append(int(tokens.shape[1]))
+        return original(self, cache, tokens, before)
+
+    monkeypatch.setattr(later_passes.HeldPrompt, "run", counted)
+    cache = mixed.cache(model)
+    run(model, ids, cache)
+    # one draft of six tokens, one repetition in three pieces of which two lead over
+    assert sorted(forwards) == sorted([1] * 6 + [37, 8 + 37, 8 + CONTEXT - 74])
+    for layer, head in np.ndindex(*table.shape):
+        policy = mixed.policies[table[layer, head]]
+        own = replace(mixed, policy=policy, other_policies=(), unit_policies=None).cache(model)
+        run(model, ids, own)
+        assert torch.equal(cache.kept_indices(layer)[0, head], own.kept_indices(layer)[0, head])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_oracle_agrees_with_bits_groups_and_every_policy(tiny: ModuleType, name: str) -> None:
+    model, ids, question = tiny.tiny_model(), tiny.prompt(CONTEXT, 2), tiny.prompt(5, 2, seed=4)
+    profile = profile_of(tiny, model, name)
+    layered = profile_of(tiny, model, name, "layer")
+    budgets = layered.budgets.copy()
+    budgets[3] = budgets[2]
+    grouped = replace(layered, budgets=budgets, share_groups=((2, 3),))
+    for each in (profile, grouped, profile.with_policy(replace(profile.policy, name="critical"))):
+        cache, shadow = each.cache(model), tiny.Shadow(model)
+        run(model, ids, cache)
+        shadow.logits(ids)
+        shadow.follow(cache)
+        assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+    fewer = replace(profile, bits=np.full_like(profile.budgets, 8)).cache(model)
+    run(model, ids, fewer)
+    plain = profile.cache(model)
+    run(model, ids, plain)
+    assert (fewer.kept_tokens == plain.kept_tokens).all()
+    assert fewer.retained_bytes < 0.5 * plain.retained_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_files_and_new_prompts(tiny: ModuleType, name: str, tmp_path: Path) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    profile = profile_of(tiny, model, name)
+    cache = profile.cache(model)
+    with cache.prefill():
+        run(model, ids[:, :50], cache)
+        half = copy.deepcopy(cache)
+        run(model, ids[:, 50:], cache)
+    cache.save(tmp_path / "c.safetensors")
+    again = kvalloc.load_cache(tmp_path / "c.safetensors", model)
+    question = tiny.prompt(5, seed=5)
+    assert torch.equal(run(model, question, again), run(model, question, copy.deepcopy(cache)))
+    again.reset()
+    run(model, ids, again)
+    for layer in range(tiny.N_LAYERS):
+        assert torch.equal(again.kept_indices(layer), cache.kept_indices(layer))
+    assert half.kept_tokens.max() == 50
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_nothing_has_to_go_there_is_no_pass(
+    tiny: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvalloc.runtime.holding.run_later_passes", None)
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    profile = tiny.make_profile(model, CONTEXT, 1.0, scorer=name)
+    cache, plain = profile.cache(model), DynamicCache(config=model.config)
+    for tokens in (ids, tiny.prompt(3, seed=2)):
+        assert torch.equal(run(model, tokens, cache), run(model, tokens, plain))
+
+
+def test_a_pass_that_fails_leaves_a_cache_that_says_so(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    cache = profile_of(tiny, model, "lookahead").cache(model)
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(later_passes.HeldPrompt, "run", fail)
+        with pytest.raises(MemoryError, match="no more"):
+            run(model, ids, cache)
+    with pytest.raises(UnsupportedRequestError, match=r"failed half-way.*cache\.reset"):
+        run(model, tiny.prompt(1), cache)
+    cache.reset()
+    run(model, ids, cache)
+    assert cache.reduced
+    opened = profile_of(tiny, model, "lookahead").cache(model)
+    with pytest.raises(KeyboardInterrupt), opened.prefill():
+        run(model, ids, opened)
+        raise KeyboardInterrupt
+    with pytest.raises(UnsupportedRequestError, match="failed half-way"):
+        run(model, tiny.prompt(1), opened)
+
+
+def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    for name in NAMES:
+        with pytest.raises(UnsupportedRequestError, match="leave out decode_every"):
+            profile_of(tiny, model, name).cache(model, decode_every=4)
+    embedded = model.get_input_embeddings()(ids).detach()
+    repeating = profile_of(tiny, model, "reconstruction").cache(model)
+    with pytest.raises(UnsupportedRequestError, match="came as inputs_embeds"):
+        model(inputs_embeds=embedded, past_key_values=repeating)
+    drafting = profile_of(tiny, model, "lookahead")
+    cache = drafting.cache(model)
+    with torch.no_grad():
+        model(inputs_embeds=embedded, past_key_values=cache)
+    assert cache.reduced
+    with pytest.raises(UnsupportedModelError, match="with its language-model head"):
+        drafting.cache(model.get_decoder())
+    profile_of(tiny, model, "reconstruction").cache(model.get_decoder())
+    with pytest.raises(InputError, match=r"expected token ids such as '198\+198\+52'"):
+        get_scorer("reconstruction", instruction="Repeat")
+    with pytest.raises(InputError, match="tokens is 0"):
+        get_scorer("lookahead", tokens=0)
