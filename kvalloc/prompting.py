@@ -25,6 +25,7 @@ from kvalloc.runtime.applying import Applied
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import make_cache, with_policy
 from kvalloc.scorers import Scorer, get_scorer
+from kvalloc.scorers.later_pass import check_prompt_only
 from kvalloc.shape import ModelShape
 from kvalloc.solving import decide
 
@@ -81,7 +82,9 @@ class PromptTarget:
         get_solver(self.solver, **(self.solver_options or {}))
         if self.sinks < 0:
             raise InputError(f"sinks is {self.sinks!r}, expected a number of tokens >= 0")
-        check_measured_tokens(self.measured_tokens, self.sinks + self.make_scorer().window)
+        scorer = self.make_scorer()
+        check_prompt_only(scorer)
+        check_measured_tokens(self.measured_tokens, self.sinks + scorer.window)
 
     def request(self, rows: int) -> Request:
         """The target for a prompt that is one of several rows."""
@@ -268,6 +271,7 @@ def make_adapting_cache(
     """
     check_adapt(profile, adapt)
     check_measured_tokens(measured_tokens, profile.policy.protected_tokens)
+    check_prompt_only(get_scorer(profile.policy.scorer, **profile.policy.scorer_parameters))
     changed = with_policy(profile, policy, policy_options)
     move = _MoveForPrompt(
         stored=profile,

@@ -26,6 +26,7 @@ from kvalloc.measure.texts import Document, Prompt
 from kvalloc.models import require_run_packages, shape_of
 from kvalloc.score_profile import ScoreProfile, rank_grid
 from kvalloc.scorers import Scorer, get_scorer
+from kvalloc.scorers.later_pass import check_prompt_only
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def profile(
     require_run_packages()
     shape = shape_of(model, model_id=model_id)
     chosen_scorer = _scorer(scorer, window=window, pool=pool, group_reduce=group_reduce)
+    check_prompt_only(chosen_scorer)
     sinks = 0 if count_sinks else sinks
     _check_sizes(shape, context, sinks, chosen_scorer.window, batch)
     check_share_length(share_length, shape.full_layers)

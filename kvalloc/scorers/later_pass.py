@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from kvalloc.attention_hook import AttentionStates, Observed
     from kvalloc.scorers.base import Scorer
 
-__all__ = ["CARRIED_TOKENS", "Later", "LaterStep", "later_notes", "merged_passes"]
+__all__ = [
+    "CARRIED_TOKENS",
+    "Later",
+    "LaterStep",
+    "check_prompt_only",
+    "later_notes",
+    "merged_passes",
+]
 
 CARRIED_TOKENS = 8
 """Last tokens of a repeated piece that lead over to the next one, as in KVzip."""
@@ -103,6 +110,18 @@ def merged_passes(scorers: Iterable[Scorer]) -> list[Later]:
     return passes
 
 
+def check_prompt_only(scorer: Scorer) -> None:
+    """Refuse a scorer where nothing but the prompt is run.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If it asks for a later pass.
+    """
+    if scorer.later is not None:
+        raise UnsupportedRequestError(_ALONE.format(name=scorer.name))
+
+
 def later_notes(states: AttentionStates, scorer: Scorer) -> Observed:
     """What the scorer has noted in its later pass over this prompt.
 
@@ -114,9 +133,12 @@ def later_notes(states: AttentionStates, scorer: Scorer) -> Observed:
     key: Hashable = scorer.later_key
     found = None if states.later is None else states.later.get(key)
     if found is None:
-        raise UnsupportedRequestError(
-            f"the scorer {scorer.name} looks at tokens that come after the prompt, and here only "
-            "the prompt is run; use it in a cache (policy=), as an option of heads ('kvalloc "
-            "tune', --loss-policies), or choose another scorer"
-        )
+        raise UnsupportedRequestError(_ALONE.format(name=scorer.name))
     return found
+
+
+_ALONE = (
+    "the scorer {name} looks at tokens that come after the prompt, and here only the prompt is "
+    "run; decide budgets with 'kvalloc tune', offer it to heads (--loss-policies), name it where "
+    "a cache is made (--policy), or choose another scorer"
+)

@@ -9,7 +9,7 @@ from cli_tools import prose, refused, run, save_tiny_model
 from tiny_models import tiny_model
 
 from kvalloc.runtime.policies import policy_names
-from kvalloc.scorers import scorer_names
+from kvalloc.scorers import get_scorer, scorer_names
 
 CONTEXT = 64
 
@@ -57,6 +57,12 @@ def test_profile_measures_with_every_scorer(folder, tmp_path, name):
     scores, budgets = tmp_path / "s.safetensors", tmp_path / "p.json"
     text = ("--text", folder / "text.txt", "--context", CONTEXT, "--samples", 1)
     ran = run("profile", folder / "tiny", *text, "--scorer", name, "--window", 8, "-o", scores)
+    if get_scorer(name).later is not None:
+        assert ran.code == 2
+        assert f"the scorer {name} looks at tokens that come after the prompt" in ran.err
+        assert len(ran.err.strip().splitlines()) == 1
+        assert not scores.exists()
+        return
     assert ran.code == 0, ran.err
     solve = ("solve", scores, "--budget", "50%", "--solver", "greedy", "-o", budgets, "--quiet")
     assert run(*solve).code == 0
