@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvalloc.cli.calibrating import Lengths, Question, TaskNames, read_recipe
 from kvalloc.cli.models import Device, Dtype, ModelName
 from kvalloc.cli.output import Json, Quiet, duration, note, print_fields, print_json, size
 from kvalloc.cli.targets import bit_widths
@@ -30,6 +31,11 @@ EXAMPLES = """\
 """
 
 DEFAULT_SINKS = 4
+DEFAULT_RATIO = 0.1
+DEFAULT_KINDS = ("needle", "pairs", "kl", "code")
+"""`kvalloc.evaluate.calibration.KINDS`, which is not imported without need."""
+EACH_TASK = 2
+"""Prompts of each kind that are made."""
 
 
 def profile(
@@ -56,23 +62,23 @@ def profile(
             "and 'input'; can be repeated.",
         ),
     ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,NAME",
-            help="Prompts with answers instead, made by the rules of these tasks of 'kvalloc eval' "
-            "from texts and words that no evaluation uses. With --loss, and no text or prompts "
-            "given: needle,pairs,kl,code.",
-        ),
-    ] = None,
+    tasks: TaskNames = None,
+    question: Question = None,
+    lengths: Lengths = None,
     samples: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Samples to measure; see --sampling-ratio. 8 with --tasks."),
+        typer.Option(
+            metavar="N",
+            help="Samples to measure; see --sampling-ratio. With --tasks two of each by default.",
+        ),
     ] = None,
     sampling_ratio: Annotated[
-        float,
-        typer.Option(metavar="SHARE", help="Without --samples: share of all samples there are."),
-    ] = 0.1,
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Without --samples: share of all samples there are; 0.1 by default.",
+        ),
+    ] = None,
     context: Annotated[
         int, typer.Option(metavar="N", min=1, help="Reference context, tokens.")
     ] = 1024,
@@ -155,7 +161,8 @@ def profile(
     """Measure on text what each layer and KV head can do without.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). Finished
-    samples are kept in OUT.safetensors.partial until the profile is complete.
+    samples are kept in OUT.safetensors.partial until the profile is complete. With --loss, and no
+    text or prompts given, prompts are made as by --tasks needle,pairs,kl,code.
     """
     given = {"window": window, "pool": pool, "group_reduce": group_reduce}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -166,11 +173,21 @@ def profile(
     policies = tuple(loss_policies.split(",")) if loss_policies else ()
     _check_probes(probes, loss)
     _check_loss(loss, loss_level, policies, chosen, DEFAULT_SINKS if sinks is None else sinks)
-    kinds = _kinds(tasks, given=bool(text or prompts), loss=loss is not None)
-    texts = [] if kinds else _read(text or [], prompts or [])
+    recipe = read_recipe(
+        *(tasks, question, lengths),
+        context=context,
+        given=bool(text or prompts),
+        default=DEFAULT_KINDS if loss is not None else (),
+    )
+    if recipe is not None and sampling_ratio is not None:
+        raise InputError(
+            "--sampling-ratio is a share of the text that is given, and prompts are made here; "
+            "say how many with --samples"
+        )
+    texts = [] if recipe else _read(text or [], prompts or [])
     options |= {
         "samples": samples,
-        "sampling_ratio": sampling_ratio,
+        "sampling_ratio": DEFAULT_RATIO if sampling_ratio is None else sampling_ratio,
         "context": context,
         "scorer": scorer,
         "sinks": DEFAULT_SINKS if sinks is None else sinks,
@@ -192,8 +209,13 @@ def profile(
         loaded = load_model(
             model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
         )
-    if kinds:
-        texts = _made(loaded, kinds, options)
+    if recipe:
+        texts = [
+            *recipe.make(
+                loaded.tokenizer, samples=samples, each=EACH_TASK, context=context, seed=seed
+            )
+        ]
+        options["samples"] = len(texts)
     measured = _measure(loaded, texts, output, folder, options, quiet=quiet)
     _report(measured, output, time.perf_counter() - start, json=json, quiet=quiet)
 
@@ -232,36 +254,6 @@ def _check_loss(
         plan.named_policies(scorer, sinks=sinks)
     elif policies:
         raise InputError("--loss-policies are measured by their losses; add --loss measured|fast")
-
-
-def _kinds(tasks: str | None, *, given: bool, loss: bool) -> tuple[str, ...]:
-    """The tasks whose prompts are made; none where the user gives text, or none is needed."""
-    if tasks is not None and given:
-        raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
-    if tasks is None and (given or not loss):
-        return ()
-    from kvalloc.evaluate.calibration import KINDS
-    from kvalloc.evaluate.tasks import find_tasks
-
-    if tasks is None:
-        return KINDS
-    return tuple(task.name for task in find_tasks(tasks.split(",")))
-
-
-def _made(
-    loaded: LoadedModel, kinds: tuple[str, ...], options: dict[str, Any]
-) -> list[Document | Prompt]:
-    from kvalloc.evaluate.calibration import N_PROMPTS, calibration_prompts
-
-    wanted = N_PROMPTS if options["samples"] is None else options["samples"]
-    try:
-        made = calibration_prompts(
-            loaded.tokenizer, wanted, options["context"], kinds=kinds, seed=options["seed"]
-        )
-    except InputError as error:
-        raise InputError(f"{error}; or bring your own with --prompts or --text") from error
-    options["samples"] = len(made)
-    return [*made]
 
 
 def _measure(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvalloc.cli.calibrating import Lengths, Question, TaskNames, read_recipe
 from kvalloc.cli.models import Device, Dtype, ModelName
 from kvalloc.cli.output import Json, Quiet, note, print_json, print_table, size
 from kvalloc.errors import InputError
@@ -16,8 +17,12 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
   kvalloc tune demo --prompts calibration.jsonl --budget 20% -o p.json
+  kvalloc tune demo --tasks needle,pairs,kl,code --question both --budget 20% -o p.json
   kvalloc tune demo --text docs/ --samples 12 --budget 50% --budget 20% -o p.json
 """
+
+EACH_TASK = 4
+"""Prompts of each kind that are made."""
 
 
 def tune(
@@ -42,8 +47,16 @@ def tune(
     text: Annotated[
         list[Path] | None, typer.Option(metavar="FILE|DIR", help="Running text; can be repeated.")
     ] = None,
+    tasks: TaskNames = None,
+    question: Question = None,
+    lengths: Lengths = None,
     samples: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="How many prompts; all by default.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=2,
+            help="How many prompts; all by default, with --tasks four of each.",
+        ),
     ] = None,
     context: Annotated[
         int, typer.Option(metavar="N", min=1, help="Reference context, tokens.")
@@ -85,7 +98,8 @@ def tune(
     files = _files(output, shares)
     for file in files:
         check_writable(file)
-    texts = _texts(text or [], prompts or [])
+    recipe = read_recipe(tasks, question, lengths, context=context, given=bool(text or prompts))
+    texts = [] if recipe else _texts(text or [], prompts or [])
     options = _options(scorer, window, policies, steps)
     with slow(f"loading {model}", quiet=quiet):
         loaded = load_model(
@@ -93,6 +107,13 @@ def tune(
         )
     from kvalloc.measure.tuning import tune as descend
 
+    if recipe:
+        texts = [
+            *recipe.make(
+                loaded.tokenizer, samples=samples, each=EACH_TASK, context=context, seed=seed
+            )
+        ]
+        samples = len(texts)
     rows = []
     with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
         found = descend(
@@ -129,7 +150,7 @@ def _texts(text: list[Path], prompts: list[Path]) -> list[Any]:
     for file in prompts:
         found += read_prompts(file)
     if not found:
-        raise InputError("there is nothing to tune on; give --prompts or --text")
+        raise InputError("there is nothing to tune on; give --tasks, --prompts or --text")
     return found
 
 

@@ -135,7 +135,7 @@ class ReadPrompt:
         device = model.get_input_embeddings().weight.device
         built = [policy_of(policy) for policy in policies]
         own = policies[0]
-        answer = found.answer_ids[index]
+        answer, question = found.answer_ids[index], found.question_ids[index]
         probe = LossProbe(
             model,
             torch.from_numpy(found.token_ids[index]).to(device),
@@ -144,6 +144,7 @@ class ReadPrompt:
             shape=shape,
             answer_ids=None if answer is None else torch.from_numpy(answer).to(device),
             continuation_tokens=descent.continuation_tokens,
+            question_ids=None if question is None else torch.from_numpy(question),
             policies=built,
         )
         layers = [

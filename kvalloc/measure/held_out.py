@@ -52,7 +52,8 @@ def refuse_held_out(texts: Iterable[Document | Prompt]) -> None:
 def _whole(text: Document | Prompt) -> str:
     if isinstance(text, Document):
         return text.text
-    return " ".join([text.text, *(str(message.get("content", "")) for message in text.messages)])
+    said = (str(message.get("content", "")) for message in text.messages)
+    return " ".join([text.text, *said, text.question])
 
 
 @cache

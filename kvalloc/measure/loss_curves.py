@@ -171,12 +171,13 @@ def estimate_losses(
         whole = probe.outputs(layer, None)
         heads = losses.shape[1]
         slopes = _by_unit(gradients[layer], heads)
-        n_predictions = whole.shape[1]
         # Heads do not see each other: all of them are reduced at once, and told apart after.
         kept = [keep for each in _kept_by_policy(probe, layer, budgets, job) for keep in each]
         for begin in range(0, len(kept), batch):
             shifts = probe.outputs(layer, torch.stack(kept[begin : begin + batch])) - whole
-            squares = (_by_unit(shifts, heads) @ slopes.transpose(1, 2)) ** 2 / (2 * n_predictions)
+            squares = (_by_unit(shifts, heads) @ slopes.transpose(1, 2)) ** 2 / (
+                2 * probe.n_measured
+            )
             for place, values in enumerate(squares.transpose(0, 1).cpu().numpy(), start=begin):
                 policy, level = divmod(place, len(budgets))
                 losses[layer, :, policy, level] = values.mean(axis=-1)

@@ -122,6 +122,7 @@ class LossPlan:
         sinks: int,
         layer_done: Callable[[], None],
         only: BoolArray | None = None,
+        question_ids: IntArray | None = None,
     ) -> MeasuredLosses:
         """Loss curves of one sample.
 
@@ -142,6 +143,8 @@ class LossPlan:
         only : ndarray of bool, optional
             Which figures to measure; see `kvalloc.measure.loss_curves.measure_losses`. Where there
             are `probes` and it is not given, all are estimated.
+        question_ids : ndarray of int64, (n_question,), optional
+            What is read between prompt and continuation, and not reduced.
 
         Returns
         -------
@@ -167,6 +170,7 @@ class LossPlan:
             shape=shape,
             answer_ids=None if answer_ids is None else torch.from_numpy(answer_ids).to(device),
             continuation_tokens=self.continuation_tokens,
+            question_ids=None if question_ids is None else torch.from_numpy(question_ids),
             policies=[policy_of(one) for one in self.named_policies(scorer, sinks=sinks)],
         )
         job = LossJob(

@@ -20,6 +20,7 @@ from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.measure.beginning import begun_at, decoder_layers
 from kvalloc.measure.later_states import with_later
 from kvalloc.measure.mini_prefill import evaluating
+from kvalloc.measure.stored_attention import attend_over_stored
 
 if TYPE_CHECKING:
     from kvalloc.attention_hook import Compute
@@ -67,6 +68,9 @@ class LossProbe:
     continuation_tokens : int
         How many tokens it writes at most, up to its end-of-turn token; how many of the answer
         are used at most.
+    question_ids : Tensor of int64, (n_question,), optional
+        What is read between the two, of any length: the prompt is what is reduced, the question
+        is not, and no prediction inside it counts.
     policies : sequence of EvictionPolicy, optional
         What else is to choose from the prompt's entries.
 
@@ -80,7 +84,9 @@ class LossProbe:
         What each full-attention layer saw of the prompt, with as many of the last queries as
         ``policies`` look at; empty without any.
     continuation_ids : Tensor of int64, (n_continuation,)
-        What the losses are measured on: after each of these tokens, one prediction.
+        What is read after the prompt, the question first. The losses are measured on the
+        predictions after each of these tokens, or after the last of the question's and those
+        that follow: ``n_measured`` of them.
 
     Raises
     ------
@@ -100,6 +106,7 @@ class LossProbe:
         shape: ModelShape,
         answer_ids: Tensor | None = None,
         continuation_tokens: int = 24,
+        question_ids: Tensor | None = None,
         policies: Sequence[EvictionPolicy] = (),
     ) -> None:
         if prompt_ids.numel() == 0 or continuation_tokens < 1:
@@ -109,7 +116,9 @@ class LossProbe:
         self._model = model
         self._layers = decoder_layers(model)
         self._scorer, self._sinks, self._shape = scorer, sinks, shape
-        self._capacity = prompt_ids.numel() + continuation_tokens
+        question = prompt_ids[:0] if question_ids is None else question_ids.to(prompt_ids.device)
+        self._unmeasured = max(0, int(question.numel()) - 1)
+        self._capacity = prompt_ids.numel() + question.numel() + continuation_tokens
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._stored = 0
@@ -121,14 +130,22 @@ class LossProbe:
             first = self._prefill(prompt_ids)
             self._look_later(prompt_ids, first)
             if answer_ids is None:
-                self.continuation_ids = self._write(first, continuation_tokens)
+                if question.numel():
+                    first = self._read(question)
+                answer = self._write(first, continuation_tokens)
             else:
-                self.continuation_ids = answer_ids[:continuation_tokens].to(prompt_ids.device)
+                answer = answer_ids[:continuation_tokens].to(prompt_ids.device)
+            self.continuation_ids = torch.cat([question, answer])
             self._stored = self.n_tokens = int(prompt_ids.numel())
             self._hidden, logits = self._reference()
-            self._log_probabilities = logits.float().log_softmax(dim=-1)
+            self._log_probabilities = self._measured(logits).float().log_softmax(dim=-1)
             self._probabilities = self._log_probabilities.exp()
             self._some_impossible = bool((self._log_probabilities == float("-inf")).any())
+
+    @property
+    def n_measured(self) -> int:
+        """Predictions that losses are of."""
+        return int(self.continuation_ids.numel()) - self._unmeasured
 
     @property
     def stored_bytes(self) -> int:
@@ -150,7 +167,7 @@ class LossProbe:
 
         Returns
         -------
-        Tensor of float64, (n_variants, n_continuation)
+        Tensor of float64, (n_variants, n_measured)
             Nats. Rounding may take a loss of nothing a little below 0.
         """
         entering = self._hidden if around is None else around.entering
@@ -221,7 +238,7 @@ class LossProbe:
         ):
             logits = self._forward(input_ids=ids[None], n_tokens=int(ids.numel()))
             terms = self._probabilities * (
-                self._log_probabilities - logits[0].float().log_softmax(dim=-1)
+                self._log_probabilities - self._measured(logits)[0].float().log_softmax(dim=-1)
             )
             if self._some_impossible:
                 terms = terms.masked_fill(self._log_probabilities == float("-inf"), 0.0)
@@ -290,7 +307,7 @@ class LossProbe:
             intercept_attention(self._model, handler),
         ):
             logits = self._forward(input_ids=ids, n_tokens=int(ids.shape[1]))
-            likely = logits[0].float().log_softmax(dim=-1)
+            likely = self._measured(logits)[0].float().log_softmax(dim=-1)
             # One forward serves all draws; each has a way back of its own.
             sums = [likely.gather(-1, tokens[:, None]).sum() for tokens in at]
             wanted = list(offsets.values())
@@ -366,25 +383,34 @@ class LossProbe:
         if not self.policies:
             self.prompt_states = {}
 
-    def _write(self, first: Tensor, n_tokens: int) -> Tensor:
-        """The greedy continuation with the full cache."""
+    def _measured(self, logits: Tensor) -> Tensor:
+        """Predictions of the answer: those inside the question do not count."""
+        return logits[..., self._unmeasured :, :]
+
+    def _read(self, ids: Tensor) -> Tensor:
+        """Read and store tokens with the full cache; the most likely token after them."""
 
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
             output = self._attend(states, None)
             self._store(states)
             return output, None
 
+        with intercept_attention(self._model, handler):
+            logits = self._forward(input_ids=ids[None], n_tokens=int(ids.numel()))
+        self._stored += int(ids.numel())
+        first: Tensor = logits[0, -1].argmax()[None]
+        return first
+
+    def _write(self, first: Tensor, n_tokens: int) -> Tensor:
+        """The greedy continuation with the full cache."""
         written, ends = [first], _end_tokens(self._model)
         if int(first) in ends:
             raise InputError(
                 "the model ends its turn at once after this prompt, so there is no continuation to "
                 "measure a loss on; give the prompt an answer, or leave it out"
             )
-        with intercept_attention(self._model, handler):
-            while len(written) < n_tokens and int(written[-1]) not in ends:
-                logits = self._forward(input_ids=written[-1][None], n_tokens=1)
-                self._stored += 1
-                written.append(logits[0, -1].argmax()[None])
+        while len(written) < n_tokens and int(written[-1]) not in ends:
+            written.append(self._read(written[-1]))
         return torch.cat(written)
 
     def _reference(self) -> tuple[dict[int, Tensor], Tensor]:
@@ -417,9 +443,16 @@ class LossProbe:
         return entering, logits
 
     def _divergence(self, logits: Tensor) -> Tensor:
-        """KL from the full cache's predictions, ``(n_variants, n_continuation)``, float64."""
+        """KL from the full cache's predictions, ``(n_variants, n_measured)``, float64."""
         full = self._log_probabilities
-        terms = logits.float().log_softmax(dim=-1).neg_().add_(full).mul_(self._probabilities)
+        terms = (
+            self._measured(logits)
+            .float()
+            .log_softmax(dim=-1)
+            .neg_()
+            .add_(full)
+            .mul_(self._probabilities)
+        )
         # a token that the full cache rules out adds nothing, where 0 * inf would be NaN
         if self._some_impossible:
             terms.masked_fill_(full == float("-inf"), 0.0)
@@ -441,51 +474,15 @@ class LossProbe:
             held[states.layer][:, self._stored : self._stored + n_new] = new[0]
 
     def _attend(self, states: AttentionStates, keep: Tensor | None) -> Tensor:
-        """Attention of new tokens over what is stored and over each other.
-
-        The variants are folded into the rows of one product with the stored keys, which are
-        therefore never copied.
-        """
-        variants, _, n_new, head_dim = states.queries.shape
-        n_kv_heads, stored = states.keys.shape[1], self._stored
-        keys = self._keys[states.layer][:, :stored]
-        values = self._values[states.layer][:, :stored]
-        queries = states.queries.reshape(variants, n_kv_heads, -1, n_new, head_dim)
-        rows = queries.transpose(0, 1).reshape(n_kv_heads, -1, head_dim)
-        before = (rows @ keys.transpose(1, 2)).float() * states.scaling
-        before = before.view(n_kv_heads, variants, -1, n_new, stored)
-        among = (queries @ states.keys[:, :, None].transpose(-1, -2)).float() * states.scaling
+        """Attention of new tokens over what is stored and over each other."""
         full = states.layer in self._shape.full_layers
-        window = None if full else self._shape.sliding_window
-        visible = _visible(n_new, stored, window, before.device)
-        if states.softcap is not None:
-            before = states.softcap * torch.tanh(before / states.softcap)
-            among = states.softcap * torch.tanh(among / states.softcap)
-        before.masked_fill_(~visible[:, :stored], float("-inf"))
-        among.masked_fill_(~visible[:, stored:], float("-inf"))
-        if keep is not None:
-            kept = keep.transpose(0, 1)[:, :, None, None]
-            if kept.dtype == torch.bool:
-                before.masked_fill_(~kept, float("-inf"))
-            else:  # logarithms of how much is kept of each entry
-                before = before + kept
-        logits = [before.transpose(0, 1), among]
-        if states.sink_logits is not None:
-            extra = states.sink_logits.float().view(1, n_kv_heads, -1, 1, 1)
-            logits.append(extra.expand(*among.shape[:-1], 1))
-        weights = torch.cat(logits, dim=-1).softmax(dim=-1).to(values.dtype)
-        seen = weights[..., :stored].transpose(0, 1).reshape(n_kv_heads, -1, stored) @ values
-        output = seen.view(n_kv_heads, variants, -1, n_new, head_dim).transpose(0, 1)
-        output = output + weights[..., stored : stored + n_new] @ states.values[:, :, None]
-        return output.reshape(variants, -1, n_new, head_dim).transpose(1, 2).contiguous()
-
-
-def _visible(n_new: int, stored: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of stored and new tokens each new token sees, ``(n_new, stored + n_new)``."""
-    place = torch.arange(stored + n_new, device=device)
-    distance = place[stored:, None] - place
-    visible: Tensor = distance >= 0
-    return visible if window is None else visible & (distance < window)
+        return attend_over_stored(
+            states,
+            self._keys[states.layer][:, : self._stored],
+            self._values[states.layer][:, : self._stored],
+            keep,
+            window=None if full else self._shape.sliding_window,
+        )
 
 
 def _end_tokens(model: Any) -> frozenset[int]:

@@ -95,6 +95,7 @@ def _measured(
             sinks=job.sinks,
             layer_done=lambda: None,
             only=where,
+            question_ids=job.samples.question_ids[index],
         )
     except InputError as error:
         raise InputError(f"sample {index}: {error}") from error

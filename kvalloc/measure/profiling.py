@@ -364,6 +364,7 @@ def _with_losses(
                 context_tokens=job.context_tokens,
                 sinks=job.sinks,
                 layer_done=one_more,
+                question_ids=job.samples.question_ids[index],
             )
         except InputError as error:
             raise InputError(f"sample {index}: {error}") from error

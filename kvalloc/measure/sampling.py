@@ -32,15 +32,19 @@ class SampleSet:
         Where they came from, for people.
     answer_ids : tuple of (ndarray of int64, (n_answer,), or None)
         What follows each sample, where the data says so.
+    question_ids : tuple of (ndarray of int64, (n_question,), or None)
+        What is read between the two, after the compression, where the data says so.
     """
 
     token_ids: tuple[IntArray, ...]
     description: str
     answer_ids: tuple[IntArray | None, ...] = ()
+    question_ids: tuple[IntArray | None, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.answer_ids:
-            object.__setattr__(self, "answer_ids", (None,) * len(self.token_ids))
+        for name in ("answer_ids", "question_ids"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (None,) * len(self.token_ids))
 
     def digest(self) -> str:
         """SHA-256 over the samples' lengths and token ids, answers not included."""
@@ -51,9 +55,10 @@ class SampleSet:
         return hasher.hexdigest()
 
     def answers_digest(self) -> str:
-        """SHA-256 over the answers."""
+        """SHA-256 over the answers, and over the questions where there are any."""
         hasher = hashlib.sha256()
-        for ids in self.answer_ids:
+        asks = any(ids is not None for ids in self.question_ids)
+        for ids in (*self.answer_ids, *(self.question_ids if asks else ())):
             hasher.update(np.array([-1 if ids is None else ids.size], dtype="<i8").tobytes())
             hasher.update(b"" if ids is None else ids.astype("<i8").tobytes())
         return hasher.hexdigest()
@@ -120,19 +125,25 @@ def choose_samples(
     chosen = _spread(n_candidates, samples, sampling_ratio, seed)
     token_ids = []
     answer_ids: list[IntArray | None] = []
+    question_ids: list[IntArray | None] = []
     for index in chosen:
         if index < n_pieces:
             piece = stream[index * own_tokens : (index + 1) * own_tokens]
             token_ids.append(np.concatenate([prefix, piece]))
             answer_ids.append(None)
+            question_ids.append(None)
         else:
             prompt = prompts[index - n_pieces]
             token_ids.append(cut_middle(_tokenise(prompt, tokenizer), context_tokens))
             answer_ids.append(_tokenise_answer(prompt, tokenizer))
+            question_ids.append(_tokenise_question(prompt, tokenizer))
             _check_length(prompt, token_ids[-1].size, least_tokens)
     description = _describe(documents, prompts, chosen, n_pieces, context_tokens)
     return SampleSet(
-        token_ids=tuple(token_ids), description=description, answer_ids=tuple(answer_ids)
+        token_ids=tuple(token_ids),
+        description=description,
+        answer_ids=tuple(answer_ids),
+        question_ids=tuple(question_ids),
     )
 
 
@@ -188,7 +199,8 @@ def _tokenise_answer(prompt: Prompt, tokenizer: Any) -> IntArray | None:
         return np.asarray(prompt.answer_ids, dtype=np.int64)
     if not prompt.answer:
         return None
-    goes_on = bool(prompt.text) and not prompt.text[-1].isspace()
+    before = prompt.question or prompt.text
+    goes_on = bool(before) and not before[-1].isspace()
     ids = _encode(tokenizer, f"{' ' if goes_on else ''}{prompt.answer}", special=False)
     if ids.size == 0:
         raise InputError(
@@ -196,6 +208,13 @@ def _tokenise_answer(prompt: Prompt, tokenizer: Any) -> IntArray | None:
             "another one, or leave it out"
         )
     return ids
+
+
+def _tokenise_question(prompt: Prompt, tokenizer: Any) -> IntArray | None:
+    """What is read after the prompt and before the answer, just as it stands."""
+    if prompt.question_ids:
+        return np.asarray(prompt.question_ids, dtype=np.int64)
+    return _encode(tokenizer, prompt.question, special=False) if prompt.question else None
 
 
 def _encode(tokenizer: Any, text: str, *, special: bool) -> IntArray:

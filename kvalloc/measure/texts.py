@@ -49,8 +49,11 @@ class Prompt:
         A chat, brought into the model's own form by the tokenizer's chat template.
     answer : str
         What the model should write next, where the data says so; empty where it does not.
-    token_ids, answer_ids : tuple of int
-        Prompt and answer of who has the tokens already; they go before texts.
+    question : str
+        What is read between the two, after the prompt has been compressed: the prompt is then the
+        context alone. Empty where the prompt itself ends with the question.
+    token_ids, question_ids, answer_ids : tuple of int
+        Prompt, question and answer of who has the tokens already; they go before texts.
     task : str
         What it asks for, where the data says so: losses of different tasks are of different size.
     name : str
@@ -62,7 +65,9 @@ class Prompt:
     text: str = ""
     messages: tuple[dict[str, Any], ...] = field(default=())
     answer: str = ""
+    question: str = ""
     token_ids: tuple[int, ...] = ()
+    question_ids: tuple[int, ...] = ()
     answer_ids: tuple[int, ...] = ()
     task: str = ""
     name: str = ""
@@ -115,8 +120,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     path : str or Path
         Each line an object with ``prompt`` or ``text`` (a string), ``messages`` (a chat), or
         ``context`` and ``input`` (joined by an empty line, the question last). The answer is
-        ``answer`` (a string) or the first of ``answers``, the task ``task`` or ``dataset``, where
-        there is one. Other fields are ignored, empty lines skipped.
+        ``answer`` (a string) or the first of ``answers``, the task ``task`` or ``dataset``, and
+        what is read between prompt and answer once the prompt is compressed ``question_after``,
+        where there is one. Other fields are ignored, empty lines skipped.
 
     Returns
     -------
@@ -217,7 +223,7 @@ def _parse_prompt(line: str, name: str, number: int) -> Prompt:
     if not isinstance(record, dict):
         raise InputError(f"{where} is not an object; each line holds one with {PROMPT_FIELDS}")
     told: dict[str, Any] = {"answer": _answer(record), "task": _task(record)}
-    told |= {"name": name, "line": number}
+    told |= {"name": name, "line": number, "question": _question(record)}
     messages = record.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
         return Prompt(messages=tuple(messages), **told)
@@ -232,6 +238,11 @@ def _parse_prompt(line: str, name: str, number: int) -> Prompt:
 def _task(record: dict[str, Any]) -> str:
     named = (record.get(key) for key in ("task", "dataset"))
     return next((task.strip() for task in named if isinstance(task, str) and task.strip()), "")
+
+
+def _question(record: dict[str, Any]) -> str:
+    asked = record.get("question_after")
+    return asked if isinstance(asked, str) and asked.strip() else ""
 
 
 def _answer(record: dict[str, Any]) -> str:

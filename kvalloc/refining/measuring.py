@@ -243,6 +243,7 @@ class JointProbes:
             return self._probes[index]
         device = self._model.get_input_embeddings().weight.device
         answer = self._samples.answer_ids[index]
+        question = self._samples.question_ids[index]
         try:
             probe = LossProbe(
                 self._model,
@@ -252,6 +253,7 @@ class JointProbes:
                 shape=self._scores.shape,
                 answer_ids=None if answer is None else torch.from_numpy(answer).to(device),
                 continuation_tokens=self._continuation_tokens,
+                question_ids=None if question is None else torch.from_numpy(question),
                 policies=self._policies,
             )
         except InputError as error:

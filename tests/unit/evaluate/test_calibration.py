@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_models import WordTokenizer
 
+from kvalloc.cli.profile import DEFAULT_KINDS, EACH_TASK
 from kvalloc.errors import InputError
 from kvalloc.evaluate.calibration import KINDS, N_PROMPTS, calibration_prompts
 from kvalloc.evaluate.splits import KEYS, split_texts
@@ -29,6 +30,11 @@ def test_the_kinds_take_turns():
     ]
 
 
+def test_the_command_makes_the_same_by_default():
+    assert DEFAULT_KINDS == KINDS
+    assert EACH_TASK * len(KINDS) == N_PROMPTS
+
+
 def test_by_default_every_kind_comes_twice():
     assert set(KINDS) <= set(TASKS)
     assert 2 * len(KINDS) == N_PROMPTS
@@ -51,6 +57,32 @@ def test_prompt_and_answer_are_the_case_of_the_profiling_split():
     )
 
 
+@pytest.mark.parametrize("kind", ["needle", "kl", "pairs"])
+def test_with_the_question_after_the_prompt_is_the_context_alone(kind):
+    made = make(2, kinds=(kind,), question="after")
+    cases = TASKS[kind].make(TOKENIZER, 2, 300, 0, split="profiling", after=True)
+    for prompt, case in zip(made, cases, strict=True):
+        turn = case.turns[0]
+        begun = turn.begun_tokens
+        assert prompt.token_ids == case.input_ids
+        assert prompt.question_ids
+        assert prompt.question_ids + prompt.answer_ids[:begun] == turn.question_ids
+        wanted = turn.continuation_ids or tuple(TOKENIZER(f" {turn.answers[0]}")["input_ids"])
+        assert prompt.answer_ids[begun:] == wanted
+        assert prompt.name.endswith("question after")
+
+
+def test_every_kind_comes_in_every_form_with_text_of_its_own():
+    made = make(8, n_tokens=(200, 300), question="both")
+    whole = [len(prompt.token_ids) + len(prompt.question_ids) for prompt in made]
+    forms = {
+        (prompt.task, bool(prompt.question_ids), n_tokens > 200)
+        for prompt, n_tokens in zip(made, whole, strict=True)
+    }
+    assert len(forms) == len(made)
+    assert len({prompt.token_ids[20:60] for prompt in made}) == len(made)
+
+
 def test_no_text_or_key_is_one_of_an_evaluation():
     names = {prompt.name.split(" in ")[1] for prompt in make(8, kinds=("needle", "kl"))}
     assert names <= set(split_texts("profiling"))
@@ -69,10 +101,14 @@ def test_they_can_be_profiled():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"n_prompts": 0}, "0 prompts of 2 kinds"),
+        ({"n_prompts": 0}, "0 prompts of 2 kinds and 1 lengths"),
         ({"kinds": ()}, "of 0 kinds"),
         ({"kinds": ("nothing",)}, "no task 'nothing'"),
         ({"n_tokens": 10}, "ask for a longer"),
+        ({"n_tokens": ()}, "0 lengths"),
+        ({"question": "before"}, "choose from: inside, after, both"),
+        ({"split": "held-out"}, "for the last evaluation"),
+        ({"split": "test"}, "no split 'test'"),
     ],
 )
 def test_what_cannot_be_made(options, said):

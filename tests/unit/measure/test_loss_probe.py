@@ -20,7 +20,12 @@ FULL_LAYERS = {"llama": (0, 1, 2), "qwen3": (0, 1, 2), "gemma3": (1,)}
 
 
 def make_probe(
-    kind: str = "llama", *, n_tokens: int = 40, answer: Any = None, **options: Any
+    kind: str = "llama",
+    *,
+    n_tokens: int = 40,
+    answer: Any = None,
+    question: Any = None,
+    **options: Any,
 ) -> tuple[Any, torch.Tensor, LossProbe]:
     model = tiny_model(kind, **options)
     ids = torch.randint(2, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(1))
@@ -32,6 +37,7 @@ def make_probe(
         shape=shape_of(model),
         answer_ids=answer,
         continuation_tokens=6,
+        question_ids=question,
     )
     return model, ids, probe
 
@@ -121,6 +127,38 @@ def test_given_answer_is_the_continuation() -> None:
     assert probe.continuation_ids.tolist() == [5, 9, 13]
 
 
+QUESTION, ANSWER = torch.tensor([11, 4, 7, 9, 30]), torch.tensor([5, 9, 17, 3])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_question_is_read_and_only_what_follows_it_counts(kind: str) -> None:
+    model, ids, probe = make_probe(kind, question=QUESTION, answer=ANSWER)
+    assert probe.continuation_ids.tolist() == [*QUESTION.tolist(), *ANSWER.tolist()]
+    assert (probe.n_tokens, probe.n_measured) == (ids.numel(), 1 + ANSWER.numel())
+    everything = torch.cat([ids, QUESTION, ANSWER])
+    keep = torch.rand(1, 2, ids.numel(), generator=torch.Generator().manual_seed(3)) < 0.4
+    layer = FULL_LAYERS[kind][0]
+    full = masked_logits(model, everything, None, keep[0])
+    reduced = masked_logits(model, everything, layer, keep[0])
+    expected = (full.exp() * (full - reduced)).sum(-1)[QUESTION.numel() - 1 :]
+    assert float(expected.max()) > 1e-3
+    torch.testing.assert_close(probe.losses(layer, keep)[0], expected, rtol=1e-3, atol=1e-6)
+    settled = probe.settle({layer: keep[0]}).losses
+    torch.testing.assert_close(settled, expected, rtol=1e-3, atol=1e-6)
+    soft = float(probe.soft_loss({layer: keep[0].float().clamp(min=1e-30)}).detach())
+    assert soft == pytest.approx(float(expected.mean()), rel=1e-3)
+
+
+def test_after_a_question_the_model_writes_its_own_answer() -> None:
+    model, ids, probe = make_probe(question=QUESTION)
+    asked = torch.cat([ids, QUESTION])
+    with torch.no_grad():
+        written = model.generate(asked[None], max_new_tokens=6, do_sample=False)[0, asked.numel() :]
+    n_written = probe.n_measured - 1
+    assert probe.continuation_ids[QUESTION.numel() :].tolist() == written[:n_written].tolist()
+    assert n_written > 1
+
+
 def test_nothing_hidden_is_no_loss_and_model_is_left_as_it_was() -> None:
     model, ids, probe = make_probe()
     before = [dict(layer.__dict__) for layer in model.model.layers]
@@ -155,10 +193,11 @@ def test_layer_loss_hides_in_all_heads_at_once() -> None:
     assert abs(alone.losses - one_by_one.losses).max() < 1e-5
 
 
+@pytest.mark.parametrize("asked", [{}, {"question": QUESTION, "answer": ANSWER}])
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_second_order_estimate_agrees_where_the_harm_is_small(level: str) -> None:
+def test_second_order_estimate_agrees_where_the_harm_is_small(level: str, asked: Any) -> None:
     # keep nearly everything: the change is small, where a second-order estimate must hold
-    _, _, probe = make_probe(initializer_range=0.15)
+    _, _, probe = make_probe(initializer_range=0.15, **asked)
     levels = LossPlan(shares=(0.8, 0.9)).levels(40, SINKS + WINDOW)
     measured = measure_losses(probe, levels, job(level)).losses[..., :-1]
     estimated = estimate_losses(probe, levels, job(level), n_draws=4000).losses[..., :-1]

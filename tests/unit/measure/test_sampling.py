@@ -116,6 +116,23 @@ def test_ids_are_int64():
     assert choose([words(20)]).token_ids[0].dtype == np.int64
 
 
+def test_a_question_comes_between_prompt_and_answer():
+    text = "a b c d e f"
+    asks = Prompt(text=text, question=" which letter?", answer="b")
+    brings = Prompt(token_ids=(3, 4, 5, 6, 7, 8), question_ids=(9, 10), answer_ids=(11,))
+    found = choose_samples(
+        [asks, brings], WordTokenizer(), context_tokens=9, least_tokens=2, samples=2
+    )
+    asked = WordTokenizer()(" which letter?")["input_ids"]
+    assert [ids.tolist() for ids in found.question_ids] == [asked, [9, 10]]
+    assert found.token_ids[0].tolist() == WordTokenizer()(text)["input_ids"]
+    plain = [Prompt(text=text, answer="b"), Prompt(token_ids=(3, 4, 5, 6, 7, 8), answer_ids=(11,))]
+    without = choose_samples(plain, WordTokenizer(), context_tokens=9, least_tokens=2, samples=2)
+    assert without.question_ids == (None, None)
+    assert without.digest() == found.digest()
+    assert without.answers_digest() != found.answers_digest()
+
+
 def test_answers_follow_their_prompts():
     prompts = [
         Prompt(text="a b c d e", answer="x y"),

@@ -146,6 +146,32 @@ def test_the_stated_loss_is_that_of_the_profiles_cache(model, scorer, policies):
     assert found.held_out_losses[0] == pytest.approx(kl, rel=1e-3, abs=1e-5)
 
 
+def test_the_stated_loss_of_a_question_after_is_that_of_the_profiles_cache(model):
+    """The context is compressed, the question is read then, and the answer's tokens count."""
+    from transformers import DynamicCache
+
+    tokenizer = WordTokenizer()
+    texts = [
+        Prompt(text=one.text, question=words(7, seed=50 + place), answer=words(4, seed=90 + place))
+        for place, one in enumerate(prompts())
+    ]
+    (found,) = tuned(model, texts=texts)
+    (index,) = held_out(3, QUICK.held_out, 0)
+    asked = texts[index]
+    question = tokenizer(asked.question)["input_ids"]
+    fed = torch.tensor([question + tokenizer(asked.answer)["input_ids"]])
+    logits = []
+    for cache in (DynamicCache(config=model.config), found.profile.cache(model)):
+        with torch.no_grad():
+            model(input_ids=torch.tensor([tokenizer(asked.text)["input_ids"]]),
+                  past_key_values=cache)  # fmt: skip
+            logits.append(model(input_ids=fed, past_key_values=cache).logits[0].log_softmax(-1))
+    right, mine = (one[len(question) - 1 :] for one in logits)
+    kl = float((right.exp() * (right - mine)).sum(-1).mean())
+    assert kl > 1e-4
+    assert found.held_out_losses[0] == pytest.approx(kl, rel=1e-3, abs=1e-5)
+
+
 def test_held_out_prompts_never_get_worse_than_with_equal_budgets(model):
     (found,) = tuned(model)
     assert found.held_out_losses.mean() <= found.uniform_losses.mean()
@@ -234,6 +260,10 @@ def test_the_command(model, tmp_path, capsys, monkeypatch):
     assert "descent" in capsys.readouterr().out
     assert main([*command, "--budget", "2%"]) == 2
     assert "ask for another budget" in capsys.readouterr().err
+    made = ["tune", "tiny", "--tasks", "kl", "--question", "both", "--samples", "4", *command[4:]]
+    assert main([*made, "--budget", "50%"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["held_out_prompts"] == 1
+    assert "4 of 4 prompts of kl in" in BudgetProfile.load(out).requested["text"]
     without = [part for part in command if part not in ("--prompts", str(file))]
     assert main([*without, "--budget", "30%"]) == 2
-    assert "give --prompts or --text" in capsys.readouterr().err
+    assert "give --tasks, --prompts or --text" in capsys.readouterr().err
