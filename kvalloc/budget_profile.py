@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.budget_checks import budget_fault
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write
-from kvalloc.layer_groups import Groups, groups_fault
-from kvalloc.policy import Policy, others_fault
+from kvalloc.layer_groups import Groups
+from kvalloc.policy import Policy
 from kvalloc.rounding import apportion
 from kvalloc.shape import ModelShape
-from kvalloc.stored_bytes import BIT_WIDTHS, stored_bytes
+from kvalloc.stored_bytes import stored_bytes
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -28,6 +28,7 @@ __all__ = ["SCHEMA_VERSION", "BudgetProfile", "LengthRule", "Level", "Policy", "
 SCHEMA_VERSION = 1
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 Level = Literal["layer", "head"]
 LengthRule = Literal["proportional", "fixed"]
 
@@ -65,6 +66,13 @@ class BudgetProfile:
     unit_policies : ndarray of int64, (n_layers, n_kv_heads), or None
         Which policy each KV head has: 0 for ``policy``, k for ``other_policies[k - 1]``; 0 in
         sliding layers. None where all have ``policy``.
+    unit_weights : ndarray of float64, (n_layers, n_kv_heads, n_policies), or None
+        Instead of ``unit_policies``: what each policy's scores count in a unit's score, their sum
+        weighted by these numbers >= 0; 0 in sliding layers.
+    by_prompt : bool
+        The budgets say how many entries are kept in all, and each prompt hands them out among the
+        KV heads by its own scores (`kvalloc.runtime.handing_out`); what stands in ``budgets`` is
+        then what the heads had in the mean.
     solver : str
         Who was asked to decide.
     solver_options : dict
@@ -135,6 +143,8 @@ class BudgetProfile:
     policy: Policy
     other_policies: tuple[Policy, ...] = ()
     unit_policies: IntArray | None = None
+    unit_weights: FloatArray | None = None
+    by_prompt: bool = False
     solver: str = ""
     solver_options: dict[str, Any] = field(default_factory=dict)
     decided_by: str = ""
@@ -165,12 +175,12 @@ class BudgetProfile:
     evaluation: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        fault = _first_fault(self)
+        fault = budget_fault(self)
         if fault is not None:
             name, found, expected = fault
             raise InputError(f"budget profile: {name} is {found}, expected {expected}")
         self.budgets.flags.writeable = False
-        for array in (self.ranks, self.bits, self.unit_policies):
+        for array in (self.ranks, self.bits, self.unit_policies, self.unit_weights):
             if array is not None:
                 array.flags.writeable = False
 
@@ -186,7 +196,14 @@ class BudgetProfile:
 
     def with_policy(self, policy: Policy) -> BudgetProfile:
         """The same budgets with one policy for all units."""
-        return replace(self, policy=policy, other_policies=(), unit_policies=None, evaluation=None)
+        return replace(
+            self,
+            policy=policy,
+            other_policies=(),
+            unit_policies=None,
+            unit_weights=None,
+            evaluation=None,
+        )
 
     @property
     def retained_tokens(self) -> int:
@@ -406,87 +423,3 @@ def relative_gap(objective: float, bound: float | None) -> float | None:
     if bound is None:
         return None
     return abs(bound - objective) / max(abs(bound), abs(objective), 1e-300)
-
-
-def _first_fault(profile: BudgetProfile) -> tuple[str, object, str] | None:
-    shape, budgets = profile.shape, profile.budgets
-    expected = (shape.n_layers, shape.n_kv_heads)
-    if budgets.shape != expected or budgets.dtype != np.int64:
-        return "budgets", f"{budgets.dtype} shaped {budgets.shape}", f"int64 shaped {expected}"
-    decided = budgets[list(shape.full_layers)]
-    least, most = profile.policy.protected_tokens, profile.context_tokens
-    if int(decided.min()) < min(least, most):
-        layer = int(np.argmin(decided.min(axis=1)))
-        return (
-            "budgets",
-            f"{int(decided.min())} in full-attention layer {shape.full_layers[layer]}",
-            f"at least the {least} tokens of sinks and window",
-        )
-    if int(decided.max()) > most:
-        return "budgets", int(decided.max()), f"at most the context of {most} tokens"
-    if profile.level not in ("layer", "head"):
-        return "level", profile.level, "'layer' or 'head'"
-    if profile.level == "layer" and np.any(decided != decided[:, :1]):
-        return "budgets", "different within a layer", "one budget for all KV heads of a layer"
-    if profile.length_rule not in ("proportional", "fixed"):
-        return "length_rule", profile.length_rule, "'proportional' or 'fixed'"
-    if profile.predicted_loss is not None and not math.isfinite(profile.predicted_loss):
-        return "predicted_loss", profile.predicted_loss, "finite nats per token, or None"
-    if groups := groups_fault(profile.share_groups, shape.full_layers):
-        return "share_groups", groups, "runs of adjacent layers from layer 2 on, in order"
-    if any(np.any(budgets[list(g)] != budgets[g[0]]) for g in profile.share_groups):
-        return "budgets", "different within a group", "one budget for layers that share entries"
-    if profile.page_tokens < 1 or profile.batch < 1:
-        return "page_tokens, batch", (profile.page_tokens, profile.batch), "numbers >= 1"
-    if fault := _policy_fault(profile):
-        return fault
-    if profile.bits is not None and (fault := _bit_fault(profile, profile.bits)):
-        return fault
-    return None if profile.ranks is None else _rank_fault(profile, profile.ranks)
-
-
-def _policy_fault(profile: BudgetProfile) -> tuple[str, object, str] | None:
-    table, others = profile.unit_policies, profile.other_policies
-    if table is None:
-        if not others:
-            return None
-        return "other_policies", "given", "unit_policies that say which KV head has which"
-    if (fault := others_fault(profile.policy, others)) is not None:
-        return "other_policies", *fault
-    if table.shape != profile.budgets.shape or table.dtype != np.int64:
-        expected = f"int64 shaped {profile.budgets.shape}"
-        return "unit_policies", f"{table.dtype} shaped {table.shape}", expected
-    if int(table.min()) < 0 or int(table.max()) > len(others):
-        found = f"{int(table.min())}..{int(table.max())}"
-        return "unit_policies", found, f"0..{len(others)}, places in the list of policies"
-    sliding = [i for i in range(len(table)) if i not in profile.shape.full_layers]
-    if np.any(table[sliding] != 0):
-        return "unit_policies", "not 0 in a sliding layer", "0 there: nothing is decided"
-    return None
-
-
-def _bit_fault(profile: BudgetProfile, bits: IntArray) -> tuple[str, object, str] | None:
-    if bits.shape != profile.budgets.shape or bits.dtype != np.int64:
-        return "bits", f"{bits.dtype} shaped {bits.shape}", f"int64 shaped {profile.budgets.shape}"
-    unknown = set(np.unique(bits).tolist()) - set(BIT_WIDTHS)
-    if unknown:
-        return "bits", sorted(unknown), f"one of {', '.join(map(str, BIT_WIDTHS))} each"
-    sliding = [i for i in range(len(bits)) if i not in profile.shape.full_layers]
-    if np.any(bits[sliding] != 16):
-        return "bits", "below 16 in a sliding layer", "16 there: nothing is decided"
-    if profile.level == "layer" and np.any(bits != bits[:, :1]):
-        return "bits", "different within a layer", "one width for all KV heads of a layer"
-    return None
-
-
-def _rank_fault(profile: BudgetProfile, ranks: IntArray) -> tuple[str, object, str] | None:
-    if ranks.shape != profile.budgets.shape or ranks.dtype != np.int64:
-        shape = profile.budgets.shape
-        return "ranks", f"{ranks.dtype} shaped {ranks.shape}", f"int64 shaped {shape}"
-    if profile.level != "head":
-        return "ranks", "given at layer level", "a placement of single heads, at head level"
-    decided = np.zeros(len(ranks), dtype=np.bool_)
-    decided[list(profile.shape.full_layers)] = True
-    if np.any(ranks[decided] < 0) or np.any(ranks[~decided] != -1):
-        return "ranks", "not right for each layer", "ranks >= 0, and -1 in sliding layers"
-    return None

@@ -115,6 +115,16 @@ class BudgetProfileModel(_Strict):
         description="policy of each head, one row a layer: 0 is policy, k is the k-th of "
         "other_policies; left out where all have policy",
     )
+    unit_weights: list[list[list[float]]] | None = Field(
+        default=None,
+        description="what each policy's scores count in a head's score, one row a layer, policy "
+        "first, then other_policies; left out where each head has one policy",
+    )
+    by_prompt: bool = Field(
+        default=False,
+        description="each prompt hands out the sum of the budgets by its own scores; left out "
+        "where the budgets themselves hold",
+    )
     solver: str
     solver_options: dict[str, Any]
     decided_by: str = ""
@@ -218,6 +228,8 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
         "evaluation": profile.evaluation,
         "other_policies": [other.record() for other in profile.other_policies] or None,
         "unit_policies": None if profile.unit_policies is None else profile.unit_policies.tolist(),
+        "unit_weights": None if profile.unit_weights is None else profile.unit_weights.tolist(),
+        "by_prompt": profile.by_prompt or None,
     }
     data |= {name: value for name, value in optional.items() if value is not None}
     data["digest"] = _digest(data)
@@ -227,7 +239,7 @@ def budget_profile_dict(profile: BudgetProfile) -> dict[str, Any]:
 def budget_profile_json(profile: BudgetProfile) -> str:
     """The file's text: one key a line, one row of budgets a line."""
     data = budget_profile_dict(profile)
-    names = ("budgets", "ranks", "bits", "unit_policies")
+    names = ("budgets", "ranks", "bits", "unit_policies", "unit_weights")
     tables = {name: data[name] for name in names if data.get(name) is not None}
     marks = {name: f"ROWS OF {name}" for name in tables}
     text = json.dumps({**data, **marks}, indent=2, sort_keys=True, allow_nan=False)
@@ -294,6 +306,7 @@ def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
                 "bits",
                 "other_policies",
                 "unit_policies",
+                "unit_weights",
             ),
             *("retained_tokens", "full_tokens", "retained_bytes", "full_bytes"),
         }
@@ -307,6 +320,7 @@ def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
             policy=Policy(**model.policy.model_dump()),
             other_policies=tuple(Policy(**other.model_dump()) for other in model.other_policies),
             unit_policies=_table(model.unit_policies),
+            unit_weights=_weights(model.unit_weights),
             budgets=np.asarray(model.budgets, dtype=np.int64),
             bits=_table(model.bits),
             share_groups=tuple(tuple(group) for group in model.share_groups),
@@ -317,6 +331,10 @@ def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
         raise ProfileFileError(
             path, field="content", found=str(error), expected="a sound profile", way_out=WAY_OUT
         ) from error
+
+
+def _weights(rows: list[list[list[float]]] | None) -> npt.NDArray[np.float64] | None:
+    return None if rows is None else np.asarray(rows, dtype=np.float64)
 
 
 def _table(rows: list[list[int]] | None) -> npt.NDArray[np.int64] | None:

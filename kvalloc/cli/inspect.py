@@ -181,7 +181,8 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
             **({} if profile.ranks is None else {"ranks": ranks_text(profile)}),
             **(_sharing(profile) if profile.share_groups else {}),
             **({"price": price} if (price := price_text(profile)) else {}),
-            "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average",
+            "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average"
+            + ("; handed out by each prompt, this is their mean" if profile.by_prompt else ""),
             "other lengths": "the same number of entries"
             if profile.length_rule == "fixed"
             else "the same share of the evictable entries",

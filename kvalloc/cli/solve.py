@@ -335,7 +335,12 @@ def retention_text(decided: BudgetProfile) -> str:
 
 
 def policies_text(decided: BudgetProfile) -> str:
-    """How many KV heads have which policy; empty where all have the same."""
+    """How many KV heads have which policy, or what each counts; empty where all have the same."""
+    if decided.unit_weights is not None:
+        own = decided.unit_weights[list(decided.shape.full_layers)]
+        counts = (own / own.sum(axis=-1, keepdims=True)).mean(axis=(0, 1)).tolist()
+        heads_each = zip(decided.policies, counts, strict=True)
+        return ", ".join(f"{one.title} counts {count:.0%}" for one, count in heads_each)
     if decided.unit_policies is None:
         return ""
     table = decided.unit_policies[list(decided.shape.full_layers)]

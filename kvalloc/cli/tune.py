@@ -19,6 +19,7 @@ EXAMPLES = """\
   kvalloc tune demo --prompts calibration.jsonl --budget 20% -o p.json
   kvalloc tune demo --tasks needle,pairs,kl,code --question both --budget 20% -o p.json
   kvalloc tune demo --text docs/ --samples 12 --budget 50% --budget 20% -o p.json
+  kvalloc tune demo --prompts calibration.jsonl --by-prompt --budget 20% -o p.json
 """
 
 EACH_TASK = 4
@@ -61,9 +62,18 @@ def tune(
     context: Annotated[
         int, typer.Option(metavar="N", min=1, help="Reference context, tokens.")
     ] = 1024,
+    by_prompt: Annotated[
+        bool,
+        typer.Option(
+            "--by-prompt",
+            help="Let each prompt hand out its entries among the heads by score; what is tuned is "
+            "how much each scorer's scores count in each head.",
+        ),
+    ] = False,
     scorer: Annotated[
-        str, typer.Option(metavar="NAME", help="Ranks where nothing else is better.")
-    ] = "xkv",
+        str | None,
+        typer.Option(metavar="NAME", help="Ranks where nothing else is better; xkv, or a draft."),
+    ] = None,
     window: Annotated[
         int | None, typer.Option(metavar="N", help="The scorer's window, never evicted, tokens.")
     ] = None,
@@ -75,7 +85,9 @@ def tune(
             "such as tova,xkv:window=4:pool=1.",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of the descent.")] = 60,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Steps of the descent; 60, or 40.")
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the choice of prompts.")] = 0,
     dtype: Dtype = "float32",
     device: Device = None,
@@ -100,12 +112,14 @@ def tune(
         check_writable(file)
     recipe = read_recipe(tasks, question, lengths, context=context, given=bool(text or prompts))
     texts = [] if recipe else _texts(text or [], prompts or [])
-    options = _options(scorer, window, policies, steps)
+    choose = _mixing_options if by_prompt else _options
+    options = choose(scorer, window, policies, steps)
     with slow(f"loading {model}", quiet=quiet):
         loaded = load_model(
             model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
         )
     from kvalloc.measure.tuning import tune as descend
+    from kvalloc.measure.weighed_tuning import tune_by_prompt
 
     if recipe:
         texts = [
@@ -116,7 +130,7 @@ def tune(
         samples = len(texts)
     rows = []
     with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
-        found = descend(
+        found = (tune_by_prompt if by_prompt else descend)(
             loaded.model,
             loaded.tokenizer,
             texts,
@@ -154,18 +168,38 @@ def _texts(text: list[Path], prompts: list[Path]) -> list[Any]:
     return found
 
 
-def _options(scorer: str, window: int | None, policies: str | None, steps: int) -> dict[str, Any]:
+def _options(
+    scorer: str | None, window: int | None, policies: str | None, steps: int | None
+) -> dict[str, Any]:
     from kvalloc.measure.descent import Descent
-    from kvalloc.scorers import get_scorer
+    from kvalloc.measure.loss_policies import read_scorer
 
-    given = {} if window is None else {"window": window}
-    options: dict[str, Any] = {
-        "scorer": get_scorer(scorer, **given),
-        "descent": Descent(steps=steps),
-    }
-    if policies is not None:
-        options["policies"] = [name.strip() for name in policies.split(",") if name.strip()]
-    return options
+    options: dict[str, Any] = {"scorer": read_scorer(_with_window(scorer or "xkv", window))}
+    if steps is not None:
+        options["descent"] = Descent(steps=steps)
+    return options | _named(policies)
+
+
+def _mixing_options(
+    scorer: str | None, window: int | None, policies: str | None, steps: int | None
+) -> dict[str, Any]:
+    from kvalloc.measure.weighed_tuning import DEFAULT_SCORER
+    from kvalloc.measure.weighing import Weighing
+
+    options: dict[str, Any] = {"scorer": _with_window(scorer or DEFAULT_SCORER, window)}
+    if steps is not None:
+        options["weighing"] = Weighing(steps=steps)
+    return options | _named(policies)
+
+
+def _with_window(scorer: str, window: int | None) -> str:
+    return scorer if window is None else f"{scorer}:window={window}"
+
+
+def _named(policies: str | None) -> dict[str, Any]:
+    if policies is None:
+        return {}
+    return {"policies": [name.strip() for name in policies.split(",") if name.strip()]}
 
 
 def _row(file: Path, tuned: Tuned) -> dict[str, Any]:

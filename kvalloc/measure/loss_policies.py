@@ -74,6 +74,20 @@ def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple
     return tuple(found)
 
 
+def read_scorer(text: str) -> Scorer:
+    """A scorer written as NAME or NAME:KEY=VALUE:...
+
+    Raises
+    ------
+    InputError
+        If it is not, or there is no such scorer or parameter.
+    """
+    from kvalloc.scorers import get_scorer
+
+    name, *pairs = text.strip().split(":")
+    return get_scorer(name, **_options(text, pairs))
+
+
 def _named(text: str, own: Policy, scorer: Scorer) -> Policy:
     from kvalloc.runtime.policies import changed_policy, policy_names, policy_of
     from kvalloc.runtime.policies.by_head import check_chooses_only

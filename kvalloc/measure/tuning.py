@@ -127,7 +127,7 @@ def tune(
     descent = descent or Descent()
     shape = shape_of(model, model_id=model_id)
     own_scorer = scorer if isinstance(scorer, Scorer) else get_scorer(scorer)
-    chosen = _policies(own_scorer, policies, sinks)
+    chosen = scoring_policies(own_scorer, policies, sinks)
     protected = chosen[0].protected_tokens
     _check_shares(shares, protected, context)
     found = choose_samples(
@@ -180,8 +180,16 @@ def _check_shares(shares: Sequence[float], protected: int, context: int) -> None
             )
 
 
-def _policies(scorer: Scorer, others: Sequence[str], sinks: int) -> tuple[Policy, ...]:
-    """The scorer's best entries, and the others, all with its window."""
+def scoring_policies(scorer: Scorer, others: Sequence[str], sinks: int) -> tuple[Policy, ...]:
+    """The scorer's best entries, and the others, all with its window.
+
+    Raises
+    ------
+    InputError
+        If a policy is not known, or named twice.
+    UnsupportedRequestError
+        If one does not rank entries by one score.
+    """
     own = Policy(
         scorer=scorer.name,
         scorer_parameters=dict(scorer.parameters()),

@@ -13,7 +13,8 @@ from torch import Tensor
 from kvalloc.attention_hook import AttentionStates, Observed
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.packed import PackedEntries
-from kvalloc.runtime.policies import ByHead, EvictionPolicy
+from kvalloc.runtime.policies import ByHead, EvictionPolicy, Weighted
+from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.unfinished import Part, Unfinished, part_of, parts
@@ -127,6 +128,30 @@ class Eviction:
         self._store(layer, targets, self._choices(layer, states, targets, after), states)
         layer.unfinished = after if self.remember else Unfinished()
 
+    @torch.no_grad()
+    def evictable_scores(self, layer: BudgetLayer, states: AttentionStates) -> list[Tensor]:
+        """Scores of a held layer's entries without sinks, window and padding.
+
+        Parameters
+        ----------
+        layer : BudgetLayer
+            Holds a complete prompt.
+        states : AttentionStates
+            With its keys and values.
+
+        Returns
+        -------
+        list of Tensor, each (n_kv_heads, n_evictable)
+            One a row; n_evictable is 0 where a row has no more than sinks and window.
+        """
+        assert isinstance(self.policy, Score | Weighted)  # `budget_fault` refuses others
+        found: list[Tensor] = []
+        for part in parts(self._grain(layer), *self._sizes(layer, states)):
+            own = self._candidates(layer, states, part).states
+            end = max(int(own.keys.shape[2]) - self.window, self.sinks)
+            found += self.policy.scores(own, sinks=self.sinks)[..., self.sinks : end]
+        return found
+
     def _grain(self, layer: BudgetLayer) -> int:
         if layer.entries is not None:
             return 2
@@ -135,7 +160,9 @@ class Eviction:
     def _wanted_rows(self) -> int:
         """How many of the prompt's last queries the policy is to see."""
         policy = self.policy
-        sums = policy.observes or (isinstance(policy, ByHead) and policy.needs_whole_prompt)
+        sums = policy.observes or (
+            isinstance(policy, ByHead | Weighted) and policy.needs_whole_prompt
+        )
         if self.held and sums:
             return self.prompt_tokens  # all at once, instead of what each chunk brings
         return policy.query_rows(self.prompt_tokens)

@@ -16,6 +16,7 @@ from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.groups import GroupEviction, Held
+from kvalloc.runtime.handing_out import handed_out
 from kvalloc.runtime.later_cache import HeldPrompt
 from kvalloc.runtime.later_passes import Wanted, check_draft, check_repeat, run_later_passes
 from kvalloc.runtime.layers import BudgetLayer
@@ -181,13 +182,18 @@ class HoldsPrompt:
             layer: self._policy.later_scorers(layer) for layer in self.profile.shape.full_layers
         }
         wanted = {layer: each for layer, each in wanted.items() if each}
-        if not wanted:
+        if not wanted and not self.profile.by_prompt:
             return None
         if self.arrival.decode_every is not None:
-            raise UnsupportedRequestError(
+            why = (
                 "a scorer of this profile looks at what comes right after the prompt, which says "
-                "nothing of what is decoded later; leave out decode_every, or choose another "
-                "scorer"
+                "nothing of what is decoded later"
+                if wanted
+                else "each prompt hands out the budgets of this profile once, when it is complete"
+            )
+            raise UnsupportedRequestError(
+                f"{why}; leave out decode_every, or choose another "
+                f"{'scorer' if wanted else 'profile'}"
             )
         return Holding(wanted, model)
 
@@ -236,8 +242,31 @@ class HoldsPrompt:
         found: dict[int, IntArray] = {}
         for index in self.profile.shape.full_layers:
             own: IntArray = np.minimum(budgets[:, index], tokens[:, None])
-            if index in self._bits or bool((own < columns).any()):
+            if self.profile.by_prompt or index in self._bits or bool((own < columns).any()):
                 found[index] = own
+        if self.profile.by_prompt and all((own == columns).all() for own in found.values()):
+            return {}
+        return found
+
+    def _by_prompt(
+        self, eviction: GroupEviction, targets: dict[int, IntArray]
+    ) -> dict[int, IntArray]:
+        """As many entries in all, handed out by each row's own scores."""
+        assert self._holding is not None
+        by_row: list[list[Tensor]] = []
+        for index in targets:
+            layer = self.layers[index]
+            states = replace(self._holding.seen[index], keys=layer.keys, values=layer.values)
+            by_row.append(eviction.evictable_scores(layer, states))
+        totals = sum(own.sum(axis=1) for own in targets.values())
+        found = {index: own.copy() for index, own in targets.items()}
+        for row, scores in enumerate(zip(*by_row, strict=True)):
+            if not scores[0].shape[-1]:
+                continue  # a row of nothing but sinks and window
+            protected = self.profile.policy.protected_tokens
+            budgets = handed_out(scores, int(totals[row]), protected=protected)
+            for index, own in zip(found, budgets, strict=True):
+                found[index][row] = own
         return found
 
     def _finish_held(self, *, failed: bool = False) -> None:
@@ -265,6 +294,8 @@ class HoldsPrompt:
             for layer, found in notes.items():
                 self.layers[layer].unfinished.later = found
         eviction, held = self._held_eviction(columns, visible), list[Held]()
+        if self.profile.by_prompt:
+            targets = self._by_prompt(eviction, targets)
         for index, own in targets.items():
             layer = self.layers[index]
             states = replace(holding.seen[index], keys=layer.keys, values=layer.values)

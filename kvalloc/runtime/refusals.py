@@ -12,7 +12,7 @@ from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
 from kvalloc.layer_groups import groups_text
 from kvalloc.runtime.arrival import Step
-from kvalloc.runtime.policies import ByHead, EvictionPolicy, RankedPolicy, policy_class
+from kvalloc.runtime.policies import ByHead, EvictionPolicy, RankedPolicy, Weighted, policy_class
 from kvalloc.runtime.ragged import IntArray
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _check_bits(profile: BudgetProfile) -> None:
 
 def _check_shares(profile: BudgetProfile) -> None:
     groups = f"in this profile layers {groups_text(profile.share_groups)} keep the same entries"
-    if profile.unit_policies is not None:
+    if profile.unit_policies is not None or profile.unit_weights is not None:
         raise UnsupportedRequestError(
             f"{groups}, but heads have different policies, which cannot choose together; solve "
             "again without --share-groups, or with one policy"
@@ -209,7 +209,7 @@ def check_chunk(policy: EvictionPolicy, step: Step) -> None:
             f"the policy {policy.name} merges entries, for which it has to see the whole prompt; "
             "send it in one piece, or choose another policy"
         )
-    several = isinstance(policy, ByHead) and policy.needs_whole_prompt
+    several = isinstance(policy, ByHead | Weighted) and policy.needs_whole_prompt
     if several and step.remember:  # something follows that has to be added up
         raise UnsupportedRequestError(
             "one of this profile's policies adds up the attention of all tokens, which works for "

@@ -27,18 +27,19 @@ class Lookahead(Scorer):
     """Attention of the first tokens that the model itself would say, and of the prompt's last ones.
 
     After the prompt the model drafts `tokens` tokens greedily with the full cache. How much their
-    queries, and those of the last `window` tokens of the prompt, attend to each entry is its
+    queries, and those of the last `votes` tokens of the prompt, attend to each entry is its
     score. The draft is taken away again before entries are evicted.
 
     Parameters
     ----------
     tokens : int
         Length of the draft, tokens: as many forwards of one token. Its queries up to that of its
-        end-of-turn token vote.
+        end-of-turn token vote. 0 drafts nothing, and the prompt is not held for it.
     window : int
         Last tokens of the prompt that are never evicted, tokens.
-    with_window : bool
-        Whether the window's queries vote, too.
+    votes : int
+        Last tokens of the prompt whose queries vote, too; the window by default, may be more than
+        it, or 0.
     pool : int
         Odd width of the average pooling, tokens; 1 turns it off.
     row_reduce, group_reduce : {"mean", "max"}
@@ -67,23 +68,23 @@ class Lookahead(Scorer):
         *,
         tokens: int = 8,
         window: int = 8,
-        with_window: bool = True,
+        votes: int | None = None,
         pool: int = 7,
         row_reduce: str = "mean",
         group_reduce: str = "mean",
     ) -> None:
-        self.tokens = check_at_least("tokens", tokens, 1, self.name)
+        self.tokens = check_at_least("tokens", tokens, 0, self.name)
         self.window = check_at_least("window", window, 1, self.name)
-        chosen = check_choice("with_window", str(with_window), ("True", "False"), self.name)
-        self.with_window = chosen == "True"
+        least = 0 if self.tokens else 1
+        self.votes = check_at_least("votes", window if votes is None else votes, least, self.name)
         self.pool = check_odd("pool", pool, self.name)
         self.row_reduce = check_choice("row_reduce", row_reduce, ROW_REDUCTIONS, self.name)
         self.group_reduce = check_choice("group_reduce", group_reduce, GROUP_REDUCTIONS, self.name)
 
     @property
-    def later(self) -> Later:
-        """The draft."""
-        return Later(kind="draft", tokens=self.tokens)
+    def later(self) -> Later | None:
+        """The draft, if any."""
+        return Later(kind="draft", tokens=self.tokens) if self.tokens else None
 
     @property
     def later_key(self) -> Hashable:
@@ -112,18 +113,22 @@ class Lookahead(Scorer):
         """Scores of one layer's entries; see `Scorer.score`."""
         import torch
 
-        noted = later_notes(states, self)
-        assert noted.columns is not None  # `observe_later` made it
-        n_kv_heads, n_tokens = states.keys.shape[1:3]
-        votes = noted.columns.view(noted.columns.shape[0], n_kv_heads, -1, n_tokens)
-        n_rows = noted.totals["rows"].float()
-        if self.with_window:
-            rows = window_attention(states, self.window)
+        batch, n_kv_heads, n_tokens, _ = states.keys.shape
+        group = states.queries.shape[1] // n_kv_heads
+        votes = states.keys.new_zeros(batch, n_kv_heads, group, n_tokens, dtype=torch.float32)
+        n_rows = votes.new_zeros(batch)
+        if self.tokens:
+            noted = later_notes(states, self)
+            assert noted.columns is not None  # `observe_later` made it
+            votes += noted.columns.view(votes.shape)
+            n_rows += noted.totals["rows"]
+        if self.votes:
+            rows = window_attention(states, self.votes)
             if self.row_reduce == "mean":
                 votes = votes + rows.sum(dim=3)
             else:
                 votes = torch.maximum(votes, rows.amax(dim=3))
-            n_rows = n_rows + rows.shape[3]
+            n_rows += rows.shape[3]
         if self.row_reduce == "mean":
             votes = votes / n_rows.clamp(min=1)[:, None, None, None]
         return pooled_votes(
@@ -136,15 +141,15 @@ class Lookahead(Scorer):
         )
 
     def query_rows(self, n_tokens: int) -> int:
-        """The window's, where they vote."""
-        return self.window if self.with_window else 0
+        """Those that vote."""
+        return self.votes
 
     def parameters(self) -> dict[str, int | float | str | bool]:
         """What builds this scorer again."""
         return {
             "tokens": self.tokens,
             "window": self.window,
-            "with_window": self.with_window,
+            "votes": self.votes,
             "pool": self.pool,
             "row_reduce": self.row_reduce,
             "group_reduce": self.group_reduce,

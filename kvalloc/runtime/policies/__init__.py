@@ -15,6 +15,7 @@ from kvalloc.errors import InputError, SolverError
 from kvalloc.registry import POLICIES, SCORERS, build, load, names
 from kvalloc.runtime.policies.base import Combined, EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.by_head import ByHead
+from kvalloc.runtime.policies.weighted import Weighted
 from kvalloc.scorers import Scorer, get_scorer, scorer_class
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Combined",
     "EvictionPolicy",
     "RankedPolicy",
+    "Weighted",
     "changed_policy",
     "get_policy",
     "policies_of",
@@ -96,7 +98,7 @@ def policy_of(policy: Policy) -> EvictionPolicy:
 
 
 def policies_of(profile: BudgetProfile) -> EvictionPolicy:
-    """The one policy of a budget profile, or all that its KV heads have in one.
+    """The one policy of a budget profile, or all that its KV heads have or weigh in one.
 
     Raises
     ------
@@ -106,6 +108,9 @@ def policies_of(profile: BudgetProfile) -> EvictionPolicy:
         If heads have different policies and one of those does more than choose.
     """
     own = policy_of(profile.policy)
+    if profile.unit_weights is not None:
+        scorers = [own.scorer, *(policy_of(other).scorer for other in profile.other_policies)]
+        return Weighted(scorers, profile.unit_weights)
     if profile.unit_policies is None:
         return own
     others = (policy_of(policy) for policy in profile.other_policies)

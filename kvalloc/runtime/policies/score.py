@@ -26,11 +26,15 @@ class Score(RankedPolicy):
     summary: ClassVar[str] = "the best entries by the profile's scorer"
     reference: ClassVar[str] = "XKV, Algorithm 2; the method is the scorer's"
 
+    def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """The scorer's scores of one layer, (batch, n_kv_heads, n_tokens)."""
+        return self.scorer.score(states, sinks=sinks)
+
     def rankings(
         self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """The scores; see `RankedPolicy.rankings`."""
-        return (self.scorer.score(states, sinks=sinks),)
+        return (self.scores(states, sinks=sinks),)
 
     def keep_ranked(
         self,

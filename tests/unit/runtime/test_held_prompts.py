@@ -365,5 +365,5 @@ def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
     profile_of(tiny, model, "reconstruction").cache(model.get_decoder())
     with pytest.raises(InputError, match=r"expected token ids such as '198\+198\+52'"):
         get_scorer("reconstruction", instruction="Repeat")
-    with pytest.raises(InputError, match="tokens is 0"):
-        get_scorer("lookahead", tokens=0)
+    with pytest.raises(InputError, match="votes is 0"):
+        get_scorer("lookahead", tokens=0, votes=0)

@@ -1,0 +1,247 @@
+"""Budget profiles whose entries each prompt hands out by weighted scores, tuned on the loss."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.errors import InputError
+from kvalloc.measure.descent import held_out
+from kvalloc.measure.loss_policies import read_scorer
+from kvalloc.measure.sampling import SampleSet, choose_samples
+from kvalloc.measure.tuning import Tuned, scoring_policies
+from kvalloc.measure.weighing import (
+    WeighedPrompt,
+    Weighing,
+    WeighingJob,
+    WeighingStage,
+    weigh_scores,
+)
+from kvalloc.models import require_run_packages, shape_of
+from kvalloc.rounding import apportion
+from kvalloc.runtime.policies import policy_of
+from kvalloc.scorers import Scorer
+
+if TYPE_CHECKING:
+    from kvalloc.measure.texts import Document, Prompt
+    from kvalloc.policy import Policy
+
+__all__ = ["DEFAULT_OTHERS", "DEFAULT_SCORER", "tune_by_prompt"]
+
+IntArray = npt.NDArray[np.int64]
+
+_DRAFT = "lookahead:tokens=16:row_reduce=max:group_reduce=max:votes=0"
+DEFAULT_SCORER = f"{_DRAFT}:pool=1"
+"""What a draft of the answer looks at."""
+DEFAULT_OTHERS = (
+    f"{_DRAFT}:pool=5",
+    "lookahead:tokens=0:votes=32:row_reduce=max:group_reduce=max:pool=1",
+    "snapkv:window=8:pool=5",
+    "tova",
+    "streaming",
+)
+"""The draft again, for passages; the prompt's last queries, for single entries and passages; its
+very last one; and how late an entry stands."""
+
+
+def tune_by_prompt(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str | Document | Prompt],
+    *,
+    shares: Sequence[float],
+    scorer: str | Scorer = DEFAULT_SCORER,
+    policies: Sequence[str] = DEFAULT_OTHERS,
+    context: int = 1024,
+    samples: int | None = None,
+    sinks: int = 4,
+    seed: int = 0,
+    weighing: Weighing | None = None,
+    model_id: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Tuned]:
+    """Decide what each head's scores count, where prompts hand out their entries by score.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model; the same afterwards.
+    tokenizer : transformers.PreTrainedTokenizerBase
+    texts : iterable of str, Document or Prompt
+        As for `kvalloc.profile`; prompts of all the kinds that are to come.
+    shares : sequence of float
+        Of all entries at the reference context, sinks and window included, 0..1. Each is decided
+        for itself; the prompts are read once.
+    scorer : str or Scorer
+        Where the descent begins. Its window is never evicted. Written as for ``--loss-policies``.
+    policies : sequence of str
+        What else each head mixes; scorers only.
+    context, samples, sinks, seed
+        As for `kvalloc.profile`; all prompts by default. All of them are held in memory with
+        their full caches and scores.
+    weighing : Weighing, optional
+        How the descent goes.
+    model_id : str, optional
+        Instead of what the model's config says.
+    progress : callable, optional
+        Called with (steps done, steps in all); reading a prompt counts as one.
+
+    Yields
+    ------
+    Tuned
+        In the order of the shares, each as soon as it is decided.
+
+    Raises
+    ------
+    InputError
+        If a share leaves no room beside sinks and window, there are fewer than two prompts, or
+        text, prompts or scorers cannot be used.
+
+    Notes
+    -----
+    The score of an entry in head h is ``sum_k w_hk s_k``; the best entries of all heads together
+    stay. The descent is on ``log w`` (`kvalloc.measure.weighing`), the loss each prompt's KL over
+    that of the beginning, so that no kind of prompt drowns another. A fifth of the prompts is held
+    out and chooses among the stages, the beginning among them.
+    """
+    require_run_packages()
+    weighing = weighing or Weighing()
+    shape = shape_of(model, model_id=model_id)
+    first = scorer if isinstance(scorer, Scorer) else read_scorer(scorer)
+    chosen = scoring_policies(first, policies, sinks)
+    built = [policy_of(policy).scorer for policy in chosen]
+    jobs = [
+        WeighingJob(
+            shape=shape,
+            share=share,
+            context=context,
+            sinks=sinks,
+            window=first.window,
+            weighing=weighing,
+        )
+        for share in shares
+    ]
+    _check_shares(jobs)
+    found = choose_samples(
+        texts,
+        tokenizer,
+        context_tokens=context,
+        least_tokens=sinks + first.window + 2,
+        samples=samples,
+        sampling_ratio=1.0,
+        seed=seed,
+    )
+    n_prompts = len(found.token_ids)
+    if n_prompts < 2:
+        raise InputError("a descent needs at least two prompts: one to learn from, one held out")
+    total, tell = n_prompts + weighing.steps * len(shares), progress or (lambda done, total: None)
+    read = []
+    for index in range(n_prompts):
+        read.append(WeighedPrompt.read(model, found, index, built, jobs[0]))
+        tell(index + 1, total)
+    held = held_out(n_prompts, weighing.held_out, seed)
+    train = [one for place, one in enumerate(read) if place not in held]
+    for number, job in enumerate(jobs):
+        before = n_prompts + number * weighing.steps
+        stage = weigh_scores(
+            job,
+            train,
+            [one for place, one in enumerate(read) if place in held],
+            seed,
+            lambda step, before=before: tell(before + step, total),  # type: ignore[misc]
+        )
+        yield Tuned(
+            profile=_to_profile(job, chosen, found, stage, _mean_budgets(job, train, stage), seed),
+            held_out_losses=stage.held_out_losses,
+            uniform_losses=stage.uniform_losses,
+            stages=stage.stages,
+        )
+
+
+def _check_shares(jobs: Sequence[WeighingJob]) -> None:
+    if not jobs:
+        raise InputError("there is no budget to decide for; ask for at least one share")
+    for job in jobs:
+        if not job.protected / job.context < job.share < 1:
+            raise InputError(
+                f"{job.share:.1%} of {job.context:,} tokens is not more than the {job.protected} "
+                "of sinks and window and less than all; ask for another budget"
+            )
+
+
+def _mean_budgets(
+    job: WeighingJob, prompts: Sequence[WeighedPrompt], stage: WeighingStage
+) -> IntArray:
+    """What heads kept of the prompts in the mean, at the reference context."""
+    parts = []
+    for one in prompts:
+        room = one.probe.n_tokens - job.protected
+        parts.append((one.budgets(job, stage.weights) - job.protected) / room)
+    room = job.context - job.protected
+    wanted = np.mean(parts, axis=0) * room
+    total = job.total(job.context) - job.protected * wanted.size
+    kept = apportion(wanted.ravel(), total, maximum=np.full(wanted.size, room))
+    return kept.reshape(wanted.shape) + job.protected
+
+
+def _to_profile(
+    job: WeighingJob,
+    policies: Sequence[Policy],
+    found: SampleSet,
+    stage: WeighingStage,
+    kept: IntArray,
+    seed: int,
+) -> BudgetProfile:
+    shape, full = job.shape, list(job.shape.full_layers)
+    budgets = np.zeros((shape.n_layers, shape.n_kv_heads), dtype=np.int64)
+    budgets[:] = shape.sliding_entries(job.context)
+    budgets[full] = kept
+    weights = np.zeros((*budgets.shape, len(policies)))
+    # six digits say it all, and keep the file small
+    weights[full] = np.vectorize(lambda one: float(f"{one:.6g}"))(stage.weights.cpu().numpy())
+    reached, uniform = stage.held_out_losses.mean(), stage.uniform_losses.mean()
+    return BudgetProfile(
+        shape=shape,
+        level="head",
+        context_tokens=job.context,
+        budgets=budgets,
+        policy=policies[0],
+        other_policies=tuple(policies[1:]),
+        unit_weights=weights,
+        by_prompt=True,
+        solver="descent",
+        solver_options={
+            "steps": job.weighing.steps,
+            "batch": job.weighing.batch,
+            "continuation_tokens": job.weighing.continuation_tokens,
+            "learning_rate": job.weighing.learning_rate,
+            "seed": seed,
+            "policies": [policy.title for policy in policies],
+        },
+        decided_by="descent",
+        detail=(
+            "each prompt hands out its entries by weighted scores; "
+            f"loss of the whole reduced cache on {stage.held_out_losses.size} held-out prompts "
+            f"{reached:.4f} nats per token, {uniform:.4f} with equal budgets and the first scorer"
+        ),
+        objective=-float(reached),
+        termination="heuristic",
+        requested={
+            "target": "budget",
+            "value": job.share,
+            "budget": job.share,
+            "objective": "loss",
+            "text": found.description,
+            "text_digest": found.digest(),
+        },
+        versions={
+            name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")
+        },
+        created=datetime.date.today().isoformat(),
+    )

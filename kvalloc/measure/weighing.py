@@ -1,0 +1,320 @@
+"""Each head's mixture of scorers, by descent on the loss of caches that share entries by prompt.
+
+Where each prompt hands out its entries among the heads by score (`kvalloc.runtime.handing_out`),
+what is to be decided beforehand is how the scores of different heads compare, and which scorer
+knows best in which head. Both are weights of scores, and the loss is made smooth in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvalloc.errors import InputError
+from kvalloc.measure.loss_probe import LossProbe
+from kvalloc.runtime.handing_out import handed_out
+from kvalloc.runtime.policies.score import Score
+from kvalloc.scorers import Scorer
+
+if TYPE_CHECKING:
+    from kvalloc.measure.sampling import SampleSet
+    from kvalloc.shape import ModelShape
+
+__all__ = ["WeighedPrompt", "Weighing", "WeighingJob", "WeighingStage", "weigh_scores"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_LEAST_PART = 1e-6
+_LEAST_SCORE = 1e-9
+_LOSS_FLOOR = 0.002
+"""Nats a token: what is lost below it counts little beside what is lost elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighing:
+    """How the descent goes.
+
+    Attributes
+    ----------
+    steps : int
+        Steps of Adam.
+    batch : int
+        Prompts a step, in turn.
+    continuation_tokens : int
+        Tokens after each prompt on which the distributions are compared, at most.
+    learning_rate : float
+        Of the logarithms of the weights.
+    other_weight : float
+        What every scorer but the first counts at the beginning.
+    softness : tuple of float
+        At the beginning and at the end: over which range of log scores the threshold between kept
+        and evicted entries is smeared.
+    held_out : float
+        Share of the prompts that no step sees; they choose among the stages of the descent.
+    checks : int
+        How often the held-out prompts are asked.
+
+    Raises
+    ------
+    InputError
+        If a value is out of range.
+    """
+
+    steps: int = 40
+    batch: int = 6
+    continuation_tokens: int = 32
+    learning_rate: float = 0.15
+    other_weight: float = 0.1
+    softness: tuple[float, float] = (1.0, 0.1)
+    held_out: float = 0.2
+    checks: int = 3
+
+    def __post_init__(self) -> None:
+        least = min(self.steps, self.batch, self.continuation_tokens, self.checks)
+        if least < 1 or not 0 < self.held_out < 1:
+            raise InputError(
+                "weighing scores needs at least one step, prompt, token and check, and a share of "
+                "held out prompts between 0 and 1"
+            )
+        if min(*self.softness, self.learning_rate, self.other_weight) <= 0:
+            raise InputError("softness, learning rate and weights must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeighingJob:
+    """What is decided, and how."""
+
+    shape: ModelShape
+    share: float
+    context: int
+    sinks: int
+    window: int
+    weighing: Weighing
+
+    @property
+    def protected(self) -> int:
+        """Sinks and window, tokens."""
+        return self.sinks + self.window
+
+    def total(self, n_tokens: int) -> int:
+        """Entries that all heads keep together of a prompt of that length."""
+        units = len(self.shape.full_layers) * self.shape.n_kv_heads
+        part = (self.share * self.context - self.protected) / (self.context - self.protected)
+        room = n_tokens - self.protected
+        return units * self.protected + int(part * room * units + 1e-6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeighedPrompt:
+    """A prompt with its full cache, and every scorer's scores.
+
+    Attributes
+    ----------
+    probe : LossProbe
+    scores : Tensor of float32, (n_scorers, n_full_layers, n_kv_heads, n_evictable)
+    """
+
+    probe: LossProbe
+    scores: Tensor
+
+    @classmethod
+    def read(
+        cls,
+        model: Any,
+        found: SampleSet,
+        index: int,
+        scorers: Sequence[Scorer],
+        job: WeighingJob,
+    ) -> WeighedPrompt:
+        """Read one of the samples with the full cache, and let every scorer see it."""
+        device = model.get_input_embeddings().weight.device
+        answer, question = found.answer_ids[index], found.question_ids[index]
+        probe = LossProbe(
+            model,
+            torch.from_numpy(found.token_ids[index]).to(device),
+            scorers[0],
+            sinks=job.sinks,
+            shape=job.shape,
+            answer_ids=None if answer is None else torch.from_numpy(answer).to(device),
+            continuation_tokens=job.weighing.continuation_tokens,
+            question_ids=None if question is None else torch.from_numpy(question),
+            policies=[Score(scorer=scorer) for scorer in scorers],
+        )
+        evictable = slice(job.sinks, probe.n_tokens - job.window)
+        layers = [
+            torch.stack(
+                [scorer.score(states, sinks=job.sinks)[0][:, evictable] for scorer in scorers]
+            ).float()
+            for _, states in sorted(probe.prompt_states.items())
+        ]
+        probe.prompt_states.clear()  # their queries are not needed again
+        return cls(probe=probe, scores=torch.stack(layers, dim=1))
+
+    def weighed(self, weights: Tensor) -> Tensor:
+        """Sums of scores, (n_full_layers, n_kv_heads, n_evictable); weights (..., n_scorers)."""
+        return torch.einsum("klht,lhk->lht", self.scores, weights)
+
+    def soft_loss(self, job: WeighingJob, logarithms: Tensor, softness: float) -> Tensor:
+        """Loss with a soft threshold, differentiable in the logarithms of the weights.
+
+        An entry of weighed score s is kept to the part ``sigmoid((log s - lambda) / softness)``,
+        with the one lambda for the whole model that keeps as much as is wanted.
+        """
+        places = (self.weighed(logarithms.exp()) + _LEAST_SCORE).log()
+        wanted = job.total(self.probe.n_tokens) - job.protected * places.shape[0] * places.shape[1]
+        threshold = _threshold(places, wanted / places.numel(), softness)
+        parts = torch.sigmoid((places - threshold) / softness).clamp(min=_LEAST_PART)
+        kept = torch.nn.functional.pad(parts, (job.sinks, job.window), value=1.0)
+        return self.probe.soft_loss(dict(zip(job.shape.full_layers, kept, strict=True)))
+
+    def budgets(self, job: WeighingJob, weights: Tensor) -> IntArray:
+        """What each head keeps of this prompt, (n_full_layers, n_kv_heads)."""
+        total = job.total(self.probe.n_tokens)
+        return handed_out(list(self.weighed(weights)), total, protected=job.protected)
+
+    def hard_loss(
+        self, job: WeighingJob, weights: Tensor, budgets: IntArray | None = None
+    ) -> float:
+        """Loss with exactly the entries that a cache would keep, nats per token.
+
+        Parameters
+        ----------
+        job : WeighingJob
+        weights : Tensor, (n_full_layers, n_kv_heads, n_scorers)
+        budgets : ndarray of int64, (n_full_layers, n_kv_heads), optional
+            Instead of those that the prompt hands out.
+        """
+        scores = self.weighed(weights)
+        given = self.budgets(job, weights) if budgets is None else budgets
+        counts = torch.from_numpy(given - job.protected).to(scores.device)
+        order = torch.argsort(scores, dim=-1, descending=True, stable=True)
+        ranks = torch.empty_like(order)
+        ranks.scatter_(
+            -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        )
+        kept = torch.nn.functional.pad(
+            ranks < counts[..., None], (job.sinks, job.window), value=True
+        )
+        settled = self.probe.settle(dict(zip(job.shape.full_layers, kept, strict=True)))
+        return float(settled.losses.mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeighingStage:
+    """The best stage of a descent on the held-out prompts.
+
+    Attributes
+    ----------
+    weights : Tensor of float32, (n_full_layers, n_kv_heads, n_scorers)
+    held_out_losses : ndarray of float64, (n_held_out,)
+    uniform_losses : ndarray of float64, (n_held_out,)
+        With equal budgets and the first scorer.
+    stages : tuple of (int, float)
+        Mean held-out loss after so many steps.
+    """
+
+    weights: Tensor
+    held_out_losses: FloatArray
+    uniform_losses: FloatArray
+    stages: tuple[tuple[int, float], ...]
+
+
+def weigh_scores(
+    job: WeighingJob,
+    train: Sequence[WeighedPrompt],
+    held_out: Sequence[WeighedPrompt],
+    seed: int,
+    done: Callable[[int], None],
+) -> WeighingStage:
+    """Adam on the logarithms of the weights; the best stage on the held-out prompts.
+
+    Parameters
+    ----------
+    job : WeighingJob
+    train, held_out : sequence of WeighedPrompt
+    seed : int
+        Of the prompts' order.
+    done : callable
+        Called with the number of steps done.
+    """
+    weighing, scores = job.weighing, train[0].scores
+    size = (*scores.shape[1:3], scores.shape[0])
+    first = torch.full(size, np.log(weighing.other_weight), device=scores.device)
+    first[..., 0] = 0.0
+    logarithms = first.requires_grad_(True)
+    uniform = _uniform_losses(job, held_out, size)
+    best = _checked(job, held_out, logarithms, uniform)
+    stages = [(0, float(best[2].mean()))]
+    scales = [one.hard_loss(job, best[1]) + _LOSS_FLOOR for one in train]
+    adam = torch.optim.Adam([logarithms], lr=weighing.learning_rate)
+    order = np.random.default_rng(seed).permutation(len(train))
+    checks = {weighing.steps * n // weighing.checks for n in range(1, weighing.checks + 1)}
+    for step in range(weighing.steps):
+        rest = 1 - step / weighing.steps
+        softness = weighing.softness[1] + (weighing.softness[0] - weighing.softness[1]) * rest
+        adam.zero_grad()
+        for place in range(weighing.batch):
+            which = int(order[(step * weighing.batch + place) % len(train)])
+            loss = train[which].soft_loss(job, logarithms, softness) / scales[which]
+            (slope,) = torch.autograd.grad(loss / weighing.batch, [logarithms])
+            logarithms.grad = slope if logarithms.grad is None else logarithms.grad + slope
+        adam.step()
+        done(step + 1)
+        if step + 1 in checks:
+            now = _checked(job, held_out, logarithms, uniform)
+            stages.append((step + 1, float(now[2].mean())))
+            best = min(best, now, key=lambda stage: stage[0])
+    return WeighingStage(
+        weights=best[1],
+        held_out_losses=best[2],
+        uniform_losses=uniform,
+        stages=tuple(stages),
+    )
+
+
+def _checked(
+    job: WeighingJob, held_out: Sequence[WeighedPrompt], logarithms: Tensor, uniform: FloatArray
+) -> tuple[float, Tensor, FloatArray]:
+    """How good a stage is (each prompt's loss over that of equal budgets), weights and losses."""
+    weights = logarithms.detach().exp()
+    weights = weights / weights.amax()  # only their proportions count
+    losses = np.array([one.hard_loss(job, weights) for one in held_out])
+    return float((losses / (uniform + _LOSS_FLOOR)).mean()), weights, losses
+
+
+def _uniform_losses(
+    job: WeighingJob, held_out: Sequence[WeighedPrompt], size: tuple[int, ...]
+) -> FloatArray:
+    weights = torch.zeros(size, device=held_out[0].scores.device)
+    weights[..., 0] = 1.0
+    units = size[0] * size[1]
+    found = []
+    for one in held_out:
+        total = job.total(one.probe.n_tokens)
+        equal = np.full(units, total // units) + (np.arange(units) < total % units)
+        found.append(one.hard_loss(job, weights, equal.reshape(size[:2])))
+    return np.array(found)
+
+
+def _threshold(places: Tensor, part: float, softness: float) -> Tensor:
+    """Where ``sigmoid((places - lambda) / softness)`` has that mean, with lambda's derivative."""
+    with torch.no_grad():
+        low, high = places.min() - 50 * softness, places.max() + 50 * softness
+        for _ in range(50):
+            middle = (low + high) / 2
+            above = torch.sigmoid((places - middle) / softness).mean() > part
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        inner = torch.sigmoid((places - low) / softness)
+        slope = inner * (1 - inner)
+        shares = slope / slope.sum()
+    # the part stays what it is: where scores rise, lambda rises with their weighted mean
+    shift = (shares * places).sum()
+    found: Tensor = low + shift - shift.detach()
+    return found

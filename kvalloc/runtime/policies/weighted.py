@@ -1,0 +1,102 @@
+"""Several scorers in one cache: each KV head ranks by its own weighted sum of their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvalloc.attention_hook import AttentionStates
+from kvalloc.runtime.policies.base import EvictionPolicy
+from kvalloc.runtime.selection import keep_best
+from kvalloc.scorers import Scorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Weighted(EvictionPolicy):
+    """Each KV head keeps the best by a sum of scores that are weighted for it.
+
+    The weights say which scorer knows best in a head, and how much a head's scores count beside
+    those of others where entries are handed out among heads by score. It has no name to be asked
+    for: a budget profile with weights makes it.
+
+    Parameters
+    ----------
+    scorers : sequence of Scorer
+        The first one counts as this policy's own.
+    weights : ndarray of float64, (n_layers, n_kv_heads, n_scorers)
+        Not below 0.
+    """
+
+    name: ClassVar[str] = "weighted"
+    summary: ClassVar[str] = "each KV head by its own mixture of scorers"
+    reference: ClassVar[str] = "ours"
+
+    def __init__(self, scorers: Sequence[Scorer], weights: npt.NDArray[np.float64]) -> None:
+        super().__init__(scorer=scorers[0])
+        self.scorers = tuple(scorers)
+        self.weights = weights
+
+    def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """The weighted sums of one layer's scores.
+
+        Parameters
+        ----------
+        states : AttentionStates
+            All KV heads of a layer, or some of them.
+        sinks : int
+            First tokens, never evicted.
+
+        Returns
+        -------
+        Tensor of float32, (batch, n_kv_heads, n_tokens)
+        """
+        n_heads = int(states.keys.shape[1])
+        own = self.weights[states.layer, states.first_head : states.first_head + n_heads]
+        summed = states.keys.new_zeros(states.keys.shape[:3], dtype=torch.float32)
+        for place in self._used(states.layer):
+            weights = torch.tensor(own[:, place], dtype=torch.float32, device=summed.device)
+            found = self.scorers[place].score(states, sinks=sinks)
+            summed += weights[None, :, None] * found.to(summed.device)
+        return summed
+
+    def keep(
+        self,
+        states: AttentionStates,
+        budgets: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Choose the entries that stay; see `EvictionPolicy.keep`."""
+        scores = self.scores(states, sinks=sinks)
+        return keep_best(scores, budgets, sinks=sinks, window=window, valid=valid)
+
+    def _used(self, layer: int) -> list[int]:
+        """Places of the scorers that count in any head of a layer."""
+        return [int(place) for place in np.flatnonzero(self.weights[layer].any(axis=0))]
+
+    @property
+    def observes(self) -> bool:
+        """No: where one of them has to, the prompt comes in one piece."""
+        return False
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether one of them adds up what each chunk brings, of which there is one record."""
+        return any(type(scorer).observe is not Scorer.observe for scorer in self.scorers)
+
+    def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
+        """Those that count in some head of the layer."""
+        used = (self.scorers[place] for place in self._used(layer))
+        return tuple(scorer for scorer in used if scorer.later is not None)
+
+    def query_rows(self, n_tokens: int) -> int:
+        """The most that one of them wants to see: each takes those that it needs from the end."""
+        return max(scorer.query_rows(n_tokens) for scorer in self.scorers)

@@ -1,0 +1,179 @@
+"""Weights of scores, by descent on the loss of caches that hand out entries by prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import WordTokenizer, tiny_model, words
+
+from kvalloc.budget_profile import BudgetProfile
+from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.evaluate.kl import divergence
+from kvalloc.measure.sampling import choose_samples
+from kvalloc.measure.texts import Prompt
+from kvalloc.measure.weighed_tuning import tune_by_prompt
+from kvalloc.measure.weighing import WeighedPrompt, Weighing, WeighingJob, _threshold
+from kvalloc.models import shape_of
+from kvalloc.runtime.policies import policies_of
+
+SCORER = "lookahead:tokens=3:window=4:votes=0:pool=1"
+OTHERS = ("lookahead:tokens=0:votes=6:window=4:pool=1", "tova", "keydiff")
+CONTEXT = 60
+QUICK = Weighing(steps=4, batch=2, continuation_tokens=5, checks=2, held_out=0.34)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny_model()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts(count=3):
+    return [Prompt(text=words(CONTEXT, seed=seed)) for seed in range(count)]
+
+
+def tuned(model, **options):
+    settings = {"shares": [0.4], "scorer": SCORER, "policies": OTHERS, "context": CONTEXT}
+    settings |= {"sinks": 2, "weighing": QUICK, **options}
+    texts = settings.pop("texts", prompts())
+    return list(tune_by_prompt(model, WordTokenizer(), texts, **settings))
+
+
+def test_the_loss_that_is_descended_on_is_that_of_the_cache(model):
+    """What the probe measures with weights is what a cache with these weights loses."""
+    (found,) = tuned(model)
+    profile = found.profile
+    samples = choose_samples(
+        prompts(1),
+        WordTokenizer(),
+        context_tokens=CONTEXT,
+        least_tokens=8,
+        samples=None,
+        sampling_ratio=1.0,
+        seed=0,
+    )
+    job = WeighingJob(
+        shape=shape_of(model), share=0.4, context=CONTEXT, sinks=2, window=4, weighing=QUICK
+    )
+    scorers = policies_of(profile).scorers
+    read = WeighedPrompt.read(model, samples, 0, scorers, job)
+    weights = torch.tensor(profile.unit_weights, dtype=torch.float32)
+    cache = profile.cache(model)
+    ids = torch.from_numpy(samples.token_ids[0])[None]
+    following = read.probe.continuation_ids[None]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        kept = cache.kept_tokens
+        reduced = model(following, past_key_values=cache).logits[0]
+        full = model(torch.cat([ids, following], dim=1)).logits[0, ids.shape[1] :]
+    assert kept.tolist() == read.budgets(job, weights).tolist()
+    expected = divergence(full, reduced).kl
+    assert expected > 1e-3
+    assert read.hard_loss(job, weights) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_profile_says_what_it_kept_in_the_mean(model):
+    (found,) = tuned(model)
+    profile = found.profile
+    assert profile.by_prompt
+    assert profile.level == "head"
+    assert profile.budgets.sum() == int(0.4 * CONTEXT * profile.budgets.size + 1e-6)
+    assert profile.budgets.min() >= profile.policy.protected_tokens
+    assert profile.unit_weights.shape == (*profile.budgets.shape, 4)
+    assert profile.unit_weights.max() == 1.0
+    assert [step for step, _ in found.stages] == [0, 2, 4]
+    least = min(loss for _, loss in found.stages)
+    assert float(found.held_out_losses.mean()) == pytest.approx(least)
+    assert found.profile.objective == pytest.approx(-least)
+
+
+def test_two_shares_read_the_prompts_once_and_the_same_seed_gives_the_same(model, tmp_path):
+    told = []
+    both = tuned(model, shares=[0.4, 0.6], progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (3 + 2 * QUICK.steps, 3 + 2 * QUICK.steps)
+    (again,) = tuned(model)
+    again.profile.save(tmp_path / "p.json")
+    loaded = BudgetProfile.load(tmp_path / "p.json")
+    assert np.array_equal(loaded.unit_weights, both[0].profile.unit_weights)
+    assert np.array_equal(loaded.budgets, both[0].profile.budgets)
+    assert both[1].profile.budgets.sum() > both[0].profile.budgets.sum()
+
+
+def test_it_learns(model):
+    """With more steps the prompts that it learns from lose less than in the beginning."""
+    many = dataclasses.replace(QUICK, steps=12, batch=3, checks=1, learning_rate=0.3)
+    texts = [Prompt(text=words(CONTEXT, seed=1))] * 3
+    (found,) = tuned(model, texts=texts, weighing=many)
+    (_, before), (_, after) = found.stages
+    assert after < before
+
+
+@pytest.mark.parametrize("softness", [1.0, 0.1])
+def test_the_threshold_keeps_the_part_and_so_does_its_slope(softness):
+    torch.manual_seed(0)
+    places = (3 * torch.randn(2, 3, 40, dtype=torch.float64)).requires_grad_()
+
+    def part(states):
+        return torch.sigmoid((states - _threshold(states, 0.3, softness)) / softness).mean()
+
+    assert float(part(places).detach()) == pytest.approx(0.3, abs=1e-6)
+    (slope,) = torch.autograd.grad(part(places), places)
+    assert float(slope.abs().max()) < 1e-9
+    ahead = places.detach().clone()
+    ahead[0, 0, 0] += 1e-3
+    moved = float(_threshold(ahead, 0.3, softness) - _threshold(places.detach(), 0.3, softness))
+    (slope,) = torch.autograd.grad(_threshold(places, 0.3, softness), places)
+    assert float(slope[0, 0, 0]) == pytest.approx(moved / 1e-3, rel=0.02, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shares": []}, "at least one share"),
+        ({"shares": [0.05]}, "not more than the 6 of sinks and window"),
+        ({"texts": prompts(1)}, "at least two prompts"),
+        ({"scorer": "lookahead:tokens"}, "NAME:KEY=VALUE"),
+        ({"scorer": "nobody"}, "nobody"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(model, options, said):
+    with pytest.raises(InputError, match=said) as error:
+        tuned(model, **options)
+    assert "\n" not in str(error.value).split("choose")[0]
+
+
+def test_only_scores_can_be_weighed(model):
+    with pytest.raises(UnsupportedRequestError, match="does not keep at a larger one"):
+        tuned(model, policies=["nacl"])
+
+
+@pytest.mark.parametrize("changes", [{"steps": 0}, {"held_out": 1.0}, {"softness": (1.0, 0.0)}])
+def test_settings_are_checked(changes):
+    with pytest.raises(InputError):
+        Weighing(**changes)
+
+
+def test_the_command(model, tmp_path, capsys, monkeypatch):
+    from kvalloc.cli.main import main
+    from kvalloc.models import LoadedModel
+
+    loaded = LoadedModel(model=model, tokenizer=WordTokenizer(), model_id="tiny")
+    monkeypatch.setattr("kvalloc.models.load_model", lambda *_, **__: loaded)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"text": one.text}) + "\n" for one in prompts()))
+    out = tmp_path / "p.json"
+    command = ["tune", "tiny", "--by-prompt", "--prompts", str(file), "--context", "60"]
+    command += ["--policies", "tova", "--steps", "1", "--budget", "60%", "-o", str(out), "--quiet"]
+    assert main([*command, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["policies"][1] == "tova"
+    assert main(["inspect", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "handed out by each prompt" in shown
+    assert "tova" in shown
+    assert main(["diff", str(out), str(out)]) == 0

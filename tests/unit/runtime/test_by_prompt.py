@@ -1,0 +1,284 @@
+"""Entries that each prompt hands out among all heads by weighted scores."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import kvalloc
+from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.errors import InputError, ProfileFileError, UnsupportedRequestError
+from kvalloc.runtime.handing_out import handed_out
+
+CONTEXT, PROTECTED = 90, 6
+LOOKAHEAD = {"tokens": 4, "votes": 0, "pool": 1}
+
+
+def weighted(tiny: ModuleType, model: Any, **changes: Any) -> Any:
+    """A profile of two scorers, one of which drafts, with a weight for each head."""
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4, parameters={"pool": 1}))
+    drafting = Policy(
+        scorer="lookahead",
+        scorer_parameters={"window": tiny.WINDOW, **LOOKAHEAD},
+        sinks=tiny.SINKS,
+        window=tiny.WINDOW,
+    )
+    weights = np.random.default_rng(3).uniform(0.1, 2.0, (*profile.budgets.shape, 2))
+    sliding = sorted(set(range(profile.shape.n_layers)) - set(profile.shape.full_layers))
+    weights[sliding] = 0.0
+    return replace(
+        profile, other_policies=(drafting,), unit_weights=weights, by_prompt=True, **changes
+    )
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache, **inputs).logits
+    return logits
+
+
+def total_of(profile: BudgetProfile, tokens: int) -> int:
+    return int(profile.budgets_for(tokens)[list(profile.shape.full_layers)].sum())
+
+
+# Handing out
+
+
+@given(
+    scores=arrays.arrays(np.float32, (2, 2, 4), elements=st.sampled_from([0.0, 0.25, 0.5, 1.0])),
+    total=st.integers(0, 40),
+    protected=st.integers(0, 3),
+)
+def test_no_other_budgets_of_that_total_hold_more(
+    scores: npt.NDArray[np.float32], total: int, protected: int
+) -> None:
+    found = handed_out([torch.from_numpy(one) for one in scores], total, protected=protected)
+    wanted = min(max(total, 4 * protected), 4 * (protected + 4))
+    assert found.sum() == wanted
+    assert found.min() >= protected
+    assert found.max() <= protected + 4
+    best = np.sort(scores, axis=-1)[..., ::-1].reshape(4, 4)
+    curves = np.concatenate([np.zeros((4, 1)), best.cumsum(axis=-1)], axis=1)
+    counts = (found - protected).ravel()
+    held = curves[np.arange(4), counts].sum()
+    table = {0: 0.0}  # entries to what they hold at most, head by head
+    for curve in curves:
+        table = {
+            n: max(table[n - k] + curve[k] for k in range(5) if n - k in table)
+            for n in range(max(table) + 5)
+        }
+    assert held == pytest.approx(table[int(counts.sum())])
+
+
+def test_where_there_is_no_room_sinks_and_window_stay() -> None:
+    nothing = torch.zeros(2, 0)
+    assert handed_out([nothing, nothing], 50, protected=5).tolist() == [[5, 5], [5, 5]]
+    some = torch.ones(2, 3)
+    assert handed_out([some], 4, protected=5).tolist() == [[5, 5]]
+
+
+def test_among_equal_scores_the_earlier_head_wins() -> None:
+    same = torch.ones(2, 3)
+    assert handed_out([same, same], 4, protected=0).tolist() == [[3, 1], [0, 0]]
+
+
+# In a cache
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_best_of_all_heads_together_stay(tiny: ModuleType, family: str, attention: str) -> None:
+    """Against each scorer's own cache, whose scores are weighed and sorted here."""
+    model, ids = tiny.tiny_model(family, attention), tiny.prompt(CONTEXT)
+    profile = weighted(tiny, model)
+    cache = profile.cache(model)
+    run(model, ids, cache)
+    full = list(profile.shape.full_layers)
+    scores = naive_scores(tiny, model, ids, profile)
+    flat = np.sort(scores.ravel())[::-1]
+    room = total_of(profile, CONTEXT) - PROTECTED * scores.shape[0] * scores.shape[1]
+    least = flat[room - 1]
+    for place, layer in enumerate(full):
+        for head in range(2):
+            best = np.flatnonzero(scores[place, head] >= least) + tiny.SINKS
+            wanted = {*range(tiny.SINKS), *best.tolist(), *range(CONTEXT - tiny.WINDOW, CONTEXT)}
+            kept = cache.kept_indices(layer)[0, head]
+            assert {int(one) for one in kept if one >= 0} == wanted
+    assert cache.kept_tokens[full].sum() == total_of(profile, CONTEXT)
+    assert np.unique(cache.kept_tokens[full]).size > 2
+
+
+def naive_scores(
+    tiny: ModuleType, model: Any, ids: torch.Tensor, profile: Any
+) -> npt.NDArray[np.float64]:
+    """Weighted sums of both scorers' scores without sinks and window, from plain forwards."""
+    from kvalloc.attention_hook import intercept_attention
+
+    def rows(tokens: torch.Tensor, first: int) -> dict[int, npt.NDArray[np.float64]]:
+        found: dict[int, npt.NDArray[np.float64]] = {}
+
+        def look(states: Any, compute: Any) -> Any:
+            queries = states.queries[0].double()
+            keys = states.keys[0].double().repeat_interleave(len(queries) // 2, dim=0)
+            logits = queries @ keys.transpose(1, 2) * states.scaling
+            n = logits.shape[-1]
+            logits.masked_fill_(torch.ones(n, n).triu(1).bool(), float("-inf"))
+            votes = logits.softmax(dim=-1)[:, first:, tiny.SINKS : CONTEXT - tiny.WINDOW].mean(1)
+            found[states.layer] = votes.view(2, -1, votes.shape[-1]).mean(dim=1).numpy()
+            return compute(states.mask)
+
+        with torch.no_grad(), intercept_attention(model, look):
+            model(tokens, use_cache=False)
+        return found
+
+    drafted = model.generate(ids, max_new_tokens=LOOKAHEAD["tokens"], do_sample=False)
+    window, draft = rows(ids, CONTEXT - tiny.WINDOW), rows(drafted, CONTEXT)
+    return np.stack(
+        [
+            profile.unit_weights[layer, :, :1] * window[layer]
+            + profile.unit_weights[layer, :, 1:] * draft[layer]
+            for layer in profile.shape.full_layers
+        ]
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_it_answers_as_if_the_rest_were_hidden(tiny: ModuleType, family: str) -> None:
+    model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
+    cache = weighted(tiny, model).cache(model)
+    run(model, ids, cache)
+    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+    for seed in (1, 2):
+        following = tiny.prompt(3, seed=seed)
+        difference = run(model, following, cache) - oracle.logits(following)
+        assert float(difference.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_each_row_hands_out_its_own(tiny: ModuleType, side: str) -> None:
+    model = tiny.tiny_model()
+    profile = weighted(tiny, model)
+    lengths = (CONTEXT, 61)
+    rows = [tiny.prompt(n, seed=n) for n in lengths]
+    ids, mask = torch.zeros(2, CONTEXT, dtype=torch.long), torch.zeros(2, CONTEXT).long()
+    for row, own in enumerate(rows):
+        n = own.shape[1]
+        at = slice(CONTEXT - n, None) if side == "left" else slice(0, n)
+        ids[row, at], mask[row, at] = own[0], 1
+    cache = profile.cache(model)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    run(model, ids, cache, attention_mask=mask, position_ids=positions)
+    for row, own in enumerate(rows):
+        alone = profile.cache(model)
+        run(model, own, alone)
+        assert cache.kept_tokens_by_row[row].tolist() == alone.kept_tokens.tolist()
+        assert cache.kept_tokens_by_row[row].sum() == total_of(profile, own.shape[1])
+
+
+def test_chunks_a_copy_and_a_saved_cache_keep_the_same(tiny: ModuleType, tmp_path: Path) -> None:
+    model, ids, following = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(2, seed=9)
+    profile = weighted(tiny, model)
+    whole, chunked = profile.cache(model), profile.cache(model)
+    run(model, ids, whole)
+    with chunked.prefill():
+        for chunk in ids.split(33, dim=1):
+            run(model, chunk, chunked)
+    assert chunked.kept_tokens.tolist() == whole.kept_tokens.tolist()
+    assert chunked.retained_bytes == whole.retained_bytes
+    whole.save(tmp_path / "saved.safetensors")
+    loaded = kvalloc.load_cache(tmp_path / "saved.safetensors", model)
+    logits = run(model, following, copy.deepcopy(whole))
+    assert torch.equal(run(model, following, loaded), logits)
+    assert torch.allclose(run(model, following, chunked), logits, atol=1e-4)
+
+
+def test_a_short_prompt_is_kept_whole(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = weighted(tiny, model).cache(model)
+    run(model, tiny.prompt(PROTECTED), cache)
+    assert (cache.kept_tokens == PROTECTED).all()
+
+
+def test_one_scorer_alone_can_hand_out(tiny: ModuleType) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    plain = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4))
+    cache = replace(plain, by_prompt=True).cache(model)
+    run(model, ids, cache)
+    assert cache.kept_tokens.sum() == total_of(plain, CONTEXT)
+    assert cache.kept_tokens.tolist() != plain.budgets.tolist()
+
+
+# As a file, and what it refuses
+
+
+def test_the_file_brings_it_back(tiny: ModuleType, tmp_path: Path) -> None:
+    profile = weighted(tiny, tiny.tiny_model())
+    profile.save(tmp_path / "p.json")
+    loaded = BudgetProfile.load(tmp_path / "p.json")
+    assert loaded.by_prompt
+    assert loaded.unit_weights is not None
+    assert loaded.unit_weights.tolist() == profile.unit_weights.tolist()
+    assert loaded.policies == profile.policies
+    plain = tiny.make_profile(tiny.tiny_model(), CONTEXT)
+    plain.save(tmp_path / "plain.json")
+    text = (tmp_path / "plain.json").read_text(encoding="utf-8")
+    assert "by_prompt" not in text
+    assert "unit_weights" not in text
+
+
+def test_a_changed_weight_is_noticed(tiny: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    profile = weighted(tiny, tiny.tiny_model())
+    profile.save(file)
+    number = repr(float(profile.unit_weights[1, 1, 1]))
+    text = file.read_text(encoding="utf-8")
+    assert text.count(number) == 1
+    file.write_text(text.replace(number, "0.5"), encoding="utf-8")
+    with pytest.raises(ProfileFileError, match="digest"):
+        BudgetProfile.load(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"level": "layer"}, "different within a layer"),
+        ({"page_tokens": 4}, "by_prompt is true with pages"),
+        ({"bits": 16}, "by_prompt is true with bits"),
+        ({"unit_weights": -1.0}, "unit_weights is not finite or below 0"),
+        ({"unit_weights": np.inf}, "unit_weights is not finite or below 0"),
+        ({"unit_weights": 0.0}, "unit_weights is not right for each layer"),
+        ({"unit_policies": 0}, "unit_policies, whose scores cannot be compared"),
+        ({"by_prompt": False, "unit_policies": 0}, "given beside unit_policies"),
+        ({"other_policies": ()}, "unit_weights is float64 shaped"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    tiny: ModuleType, changes: dict[str, Any], said: str
+) -> None:
+    profile = weighted(tiny, tiny.tiny_model())
+    filled = {
+        "unit_weights": lambda value: np.full(profile.unit_weights.shape, value),
+        "bits": lambda value: np.full(profile.budgets.shape, value, dtype=np.int64),
+        "unit_policies": lambda value: np.full(profile.budgets.shape, value, dtype=np.int64),
+    }
+    made = {key: filled[key](value) if key in filled else value for key, value in changes.items()}
+    with pytest.raises(InputError, match=said):
+        replace(profile, **made)
+
+
+def test_it_is_not_for_a_budget_kept_while_decoding(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = replace(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)), by_prompt=True)
+    with pytest.raises(UnsupportedRequestError, match="decode_every"):
+        profile.cache(model, decode_every=8)
