@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from kvalloc.attention_hook import AttentionStates, Compute, base_implementation
+from kvalloc.attention_hook import AttentionStates, Compute
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import (
     InputError,
@@ -24,23 +24,17 @@ from kvalloc.errors import (
     UnsupportedModelError,
     UnsupportedRequestError,
 )
-from kvalloc.runtime import hooks, refusals
+from kvalloc.runtime import hooks, plain, refusals
 from kvalloc.runtime.arrival import Arrival, Step
+from kvalloc.runtime.biased_attention import biased_attention
 from kvalloc.runtime.deciding import Decide, DecidesByPrompt
 from kvalloc.runtime.even_attention import attend_apart, hold_apart
 from kvalloc.runtime.groups import GroupEviction, Held, groups_by_layer
 from kvalloc.runtime.holding import HoldsPrompt
 from kvalloc.runtime.layers import BudgetLayer, gathered
-from kvalloc.runtime.masks import biased_mask, stored_mask
+from kvalloc.runtime.masks import MaskKind, stored_mask
 from kvalloc.runtime.packed import packed_layers
 from kvalloc.runtime.packed_attention import entries_attention
-from kvalloc.runtime.plain import (
-    allocated_bytes,
-    free_slid_out,
-    plain_bytes,
-    slid_out_bytes,
-    stored_rows,
-)
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.ragged import IntArray
@@ -106,8 +100,8 @@ class BudgetCache(RefusedCalls, Cache, DecidesByPrompt, HoldsPrompt):
         self._step: Step | None = None
         self._targets: dict[int, IntArray] = {}
         self._held: list[Held] = []
-        self._masks: dict[tuple[int, int, torch.device], Tensor | None] = {}
-        self._additive = False
+        self._masks: dict[tuple[int, int, torch.device], Any] = {}
+        self._mask_kind: MaskKind = "boolean"
         self._interrupted = False
 
     @property
@@ -123,12 +117,12 @@ class BudgetCache(RefusedCalls, Cache, DecidesByPrompt, HoldsPrompt):
     @property
     def batch(self) -> int:
         """Rows that are stored; 0 before the first forward."""
-        return stored_rows(self.layers[0])
+        return plain.stored_rows(self.layers[0])
 
     @property
     def retained_bytes(self) -> int:
         """Bytes of K and V storage allocated now: every storage once and in full."""
-        return allocated_bytes(self.layers)
+        return plain.allocated_bytes(self.layers)
 
     @property
     def full_bytes(self) -> int:
@@ -141,7 +135,7 @@ class BudgetCache(RefusedCalls, Cache, DecidesByPrompt, HoldsPrompt):
             return 0
         shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
         tokens = self.arrival.row_tokens(self.get_seq_length(), self.batch)
-        return plain_bytes(shape, tokens) + slid_out_bytes(self.layers)
+        return plain.plain_bytes(shape, tokens) + plain.slid_out_bytes(self.layers)
 
     @property
     def kept_tokens(self) -> npt.NDArray[np.int64]:
@@ -253,8 +247,7 @@ class BudgetCache(RefusedCalls, Cache, DecidesByPrompt, HoldsPrompt):
                 "an earlier forward with this cache failed half-way, so its layers disagree; "
                 "call cache.reset() and start with the prompt again"
             )
-        base = base_implementation(decoder.config)
-        refusals.check_forward(self, decoder, arguments, base)
+        mask_kind = refusals.check_forward(self, decoder, arguments)
         batch, new_tokens = refusals.new_tokens_shape(arguments)
         mask = arguments.get("attention_mask")
         if self.prompt_complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
@@ -279,7 +272,7 @@ class BudgetCache(RefusedCalls, Cache, DecidesByPrompt, HoldsPrompt):
         if self._reader is None:
             hold_apart(self._budget_layers, step)
         self._masks.clear()
-        self._additive = base == "eager"
+        self._mask_kind = mask_kind
         self._step = step
         if mask is None and step.visible is not None:
             return {"attention_mask": step.visible.long()}
@@ -290,7 +283,7 @@ class BudgetCache(RefusedCalls, Cache, DecidesByPrompt, HoldsPrompt):
         layer = self.layers[states.layer]
         if not isinstance(layer, BudgetLayer):
             output = compute(states.mask)
-            free_slid_out(layer, states)
+            plain.free_slid_out(layer, states)
             return output
         output = self._attention(layer, states, compute)
         step = self._step
@@ -358,7 +351,8 @@ class BudgetCache(RefusedCalls, Cache, DecidesByPrompt, HoldsPrompt):
         if layer.entries is not None:
             return entries_attention(layer.entries, states, visible), None
         if layer.logit_bias is not None:
-            return compute(biased_mask(layer.logit_bias, states, visible=visible))
+            kind = self._mask_kind
+            return biased_attention(layer.logit_bias, states, compute, kind=kind, visible=visible)
         if self._reader is not None and states.queries.shape[2] == 1 and visible is None:
             return self._read(self._reader, layer, states, compute)
         key = (n_stored, n_kept, states.keys.device)
@@ -366,8 +360,10 @@ class BudgetCache(RefusedCalls, Cache, DecidesByPrompt, HoldsPrompt):
             self._masks[key] = stored_mask(
                 int(states.queries.shape[2]),
                 n_stored,
-                additive_dtype=states.queries.dtype if self._additive else None,
+                kind=self._mask_kind,
+                dtype=states.queries.dtype,
                 device=states.keys.device,
+                batch=int(states.queries.shape[0]),
                 visible=visible,
             )
         return compute(self._masks[key])

@@ -37,7 +37,7 @@ def make_cache(
     profile : BudgetProfile
         Budgets at layer or head level. They are scaled to the length of each row of the prompt.
     model : transformers.PreTrainedModel
-        The model that will use the cache, on sdpa or eager attention.
+        The model that will use the cache, on sdpa, eager, flash or flex attention.
     allow_other_model : bool
         Accept a model of another name with the same sizes, e.g. a fine-tune.
     prompt_tokens : int, optional

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from kvalloc.attention_hook import base_implementation
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
 from kvalloc.layer_groups import groups_text
 from kvalloc.runtime.arrival import Step
+from kvalloc.runtime.masks import MaskKind, mask_kind
 from kvalloc.runtime.policies import ByHead, EvictionPolicy, RankedPolicy, Weighted, policy_class
 from kvalloc.runtime.ragged import IntArray
 
@@ -295,9 +297,7 @@ def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
         raise UnsupportedRequestError(WEIGHTS)
 
 
-def check_forward(
-    cache: BudgetCache, decoder: nn.Module, arguments: Mapping[str, Any], base: str
-) -> None:
+def check_forward(cache: BudgetCache, decoder: nn.Module, arguments: Mapping[str, Any]) -> MaskKind:
     """Refuse a forward that the cache cannot serve.
 
     Parameters
@@ -308,8 +308,11 @@ def check_forward(
         The model.
     arguments : mapping
         Arguments of the decoder's forward by name.
-    base : str
-        The attention implementation in use.
+
+    Returns
+    -------
+    MaskKind
+        What the model's attention implementation takes.
 
     Raises
     ------
@@ -320,10 +323,12 @@ def check_forward(
         raise UnsupportedRequestError(COMPILED)
     if arguments.get("use_cache") is False:
         raise UnsupportedRequestError(UNUSED)
-    if base not in ("sdpa", "eager"):
+    base = base_implementation(decoder.config)
+    kind = mask_kind(base)
+    if kind is None:
         raise UnsupportedRequestError(
-            f"a reduced cache runs on sdpa and eager attention, not on {base}; load the model with "
-            'attn_implementation="sdpa"'
+            f"a reduced cache runs on sdpa, eager, flash and flex attention, not on {base}; load "
+            'the model with attn_implementation="sdpa"'
         )
     wanted = arguments.get("output_attentions")
     if wanted or (wanted is None and getattr(decoder.config, "output_attentions", False)):
@@ -334,6 +339,7 @@ def check_forward(
             f"the cache holds {cache.batch} rows, but this input has {batch}; make a cache for "
             "each batch, or repeat the rows with cache.batch_repeat_interleave(n)"
         )
+    return kind
 
 
 def _is_compiled() -> bool:

@@ -6,7 +6,7 @@ Only the window's rows are computed again from queries and keys, so the cost is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
 
@@ -270,14 +270,13 @@ def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
     """
     import torch
 
-    mask, n_tokens = states.mask, states.keys.shape[2]
-    if mask is None:
+    given: Any = states.mask
+    n_tokens = states.keys.shape[2]
+    if given is None:
         return None
-    if not isinstance(mask, torch.Tensor):
-        raise UnsupportedModelError(
-            f"the scorers cannot read an attention mask of type {type(mask).__name__}; load the "
-            "model with attention 'sdpa' or 'eager'"
-        )
+    if not isinstance(given, torch.Tensor):
+        return _block_rows(given, states, first, end)
+    mask: Tensor = given
     rows, n_new = end - first, states.queries.shape[2]
     if mask.dim() == 2:  # flash attention gets the padding alone, 1 for a real token
         own = torch.ones(rows, n_tokens, dtype=torch.bool, device=mask.device)
@@ -289,3 +288,22 @@ def _row_mask(states: AttentionStates, first: int, end: int) -> Tensor | None:
     if mask.shape[1] == 1:
         return mask[:, :, None]
     return mask.reshape(mask.shape[0], states.keys.shape[1], -1, mask.shape[2], n_tokens)
+
+
+def _block_rows(mask: Any, states: AttentionStates, first: int, end: int) -> Tensor:
+    """The same of flex attention's `BlockMask`, whose rule says what each row sees."""
+    import torch
+
+    rule = getattr(mask, "mask_mod", None)
+    if rule is None:
+        raise UnsupportedModelError(
+            f"the scorers cannot read an attention mask of type {type(mask).__name__}; load the "
+            "model with attention 'sdpa' or 'eager'"
+        )
+    device = states.queries.device
+    row = torch.arange(states.queries.shape[0], device=device).view(-1, 1, 1, 1)
+    query = torch.arange(first, end, device=device).view(1, 1, -1, 1)
+    key = torch.arange(states.keys.shape[2], device=device).view(1, 1, 1, -1)
+    # transformers' masks are the same for all heads
+    seen: Tensor = rule(row, torch.zeros_like(row), query, key)
+    return seen.expand(seen.shape[0], 1, end - first, key.numel())[:, :, None]

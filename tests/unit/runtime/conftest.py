@@ -36,6 +36,12 @@ def peak_bytes() -> Any:
     return _load("kvalloc_live_storage", "live_storage.py").peak_bytes
 
 
+@pytest.fixture(scope="session")
+def attention_on_cpu() -> Any:
+    """``with attention_on_cpu(name):`` lets flash (a stand-in) and flex attention run."""
+    return _load("kvalloc_other_attention", "other_attention.py").attention_on_cpu
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny tensors lose far more to thread hand-over than they gain, most of all under load."""

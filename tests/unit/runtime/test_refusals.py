@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import CompileConfig
+from transformers import AttentionInterface, CompileConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvalloc
 from kvalloc.errors import (
@@ -100,13 +101,12 @@ def test_attention_weights_are_refused(tiny: ModuleType) -> None:
     refused(model, cache, "output_attentions", input_ids=ids)
 
 
-@pytest.mark.parametrize("other", ["flex_attention", "flash_attention_2"])
-def test_other_attention_implementations_are_refused(
-    tiny: ModuleType, model: Any, other: str
-) -> None:
+def test_attention_with_unknown_masks_is_refused(tiny: ModuleType, model: Any) -> None:
+    """An implementation of the user's own, whose masks could be of any kind."""
+    AttentionInterface.register("mine", sdpa_attention_forward)
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
-    model.config._attn_implementation_internal = other  # the setter asks for the package
-    refused(model, cache, "sdpa and eager", input_ids=tiny.prompt(CONTEXT))
+    model.set_attn_implementation("mine")
+    refused(model, cache, "flash and flex attention, not on mine", input_ids=tiny.prompt(CONTEXT))
 
 
 def test_another_batch_size_is_refused(tiny: ModuleType, model: Any) -> None:

@@ -1,0 +1,179 @@
+"""Flash attention's masks (a stand-in on the CPU) and flex attention, against the oracle.
+
+Every policy and arrival on both is in test_matrix.py; here is what is particular about them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.attention_hook import AttentionStates, intercept_attention
+from kvalloc.runtime import make_cache
+from kvalloc.runtime.biased_attention import masked_attention
+from kvalloc.scorers import get_scorer, scorer_names
+
+CONTEXT = 90
+LENGTHS = (CONTEXT, 41)
+
+
+@pytest.fixture(params=["flex_attention", "padding_only"])
+def attention(request: pytest.FixtureRequest, attention_on_cpu: Any) -> Iterator[str]:
+    with attention_on_cpu(request.param):
+        yield request.param
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, past_key_values=cache)
+    logits: torch.Tensor = out.logits
+    return logits
+
+
+def profile_of(tiny: ModuleType, model: Any, level: str) -> Any:
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    return tiny.by_head(profile, spread=9) if level == "head" else profile
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
+def test_questions_after_a_padded_prompt(
+    tiny: ModuleType, attention: str, family: str, level: str
+) -> None:
+    """Padding on either side, then questions; one of them of two lengths, padded as well."""
+    # flash attention cuts padding out and counts a sliding window without it
+    gaps = not (family == "gemma3" and attention == "padding_only")
+    model = tiny.tiny_model(family, attention)
+    profile = profile_of(tiny, model, level)
+    ids = tiny.prompt(CONTEXT, 2)
+    columns, count = torch.arange(CONTEXT), torch.tensor(LENGTHS)[:, None]
+    for mask in (columns >= CONTEXT - count, columns < count)[: 2 if gaps else 1]:
+        mask = mask.long()
+        cache, shadow = profile.cache(model), tiny.Shadow(model)
+        assert tiny.worst(run(model, ids, cache, mask), shadow.logits(ids, mask), mask) < 1e-4
+        shadow.follow(cache)
+        for tokens, pads in ((5, 0), (1, 0), (6, 2), (1, 0), (30, 0)):
+            own = torch.ones(2, tokens, dtype=torch.long)
+            own[1, : pads if gaps else 0] = 0
+            mask = torch.cat([mask, own], dim=1)
+            question = tiny.prompt(tokens, 2, seed=tokens)
+            found, expected = run(model, question, cache, mask), shadow.logits(question, mask)
+            assert tiny.worst(found, expected, mask) < 1e-4
+
+
+@pytest.mark.parametrize("policy", ["merge", "compensate"])
+def test_entries_that_stand_for_several(tiny: ModuleType, attention: str, policy: str) -> None:
+    """Neither takes a bias for each head, so that kvalloc attends by itself."""
+    model = tiny.tiny_model("llama", attention)
+    cache = make_cache(profile_of(tiny, model, "layer"), model, policy=policy)
+    shadow, ids = tiny.Shadow(model), tiny.prompt(CONTEXT, 2)
+    run(model, ids, cache)
+    shadow.logits(ids)
+    shadow.follow(cache)
+    shadow.take_combined(cache)
+    for tokens in (1, 5):
+        question = tiny.prompt(tokens, 2, seed=tokens)
+        assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_budget_of_everything_changes_no_bit(
+    tiny: ModuleType, attention: str, family: str
+) -> None:
+    model = tiny.tiny_model(family, attention)
+    profile = dataclasses.replace(tiny.make_profile(model, CONTEXT, 1.0), level="head")
+    cache, plain = profile.cache(model), DynamicCache(config=model.config)
+    for tokens in (CONTEXT, 5, 1, 1):
+        ids = tiny.prompt(tokens, 2, seed=tokens)
+        assert torch.equal(run(model, ids, cache), run(model, ids, plain))
+
+
+def test_packed_entries_and_generate(tiny: ModuleType, attention: str) -> None:
+    """Tokens of `generate` are those of sdpa, with entries at 8 bits as well."""
+    found = []
+    for name in (attention, "sdpa"):
+        model = tiny.tiny_model("llama", name)
+        plain = profile_of(tiny, model, "head")
+        bits = torch.full(plain.budgets.shape, 8).numpy()
+        for profile in (plain, dataclasses.replace(plain, bits=bits)):
+            out = model.generate(
+                tiny.prompt(CONTEXT, 2), past_key_values=profile.cache(model), max_new_tokens=6
+            )
+            found.append(out)
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize(
+    "scorer", [name for name in scorer_names() if get_scorer(name).later is None]
+)
+def test_scorers_read_masks_of_either_kind(tiny: ModuleType, attention: str, scorer: str) -> None:
+    """Padding and causal attention, as the model shows them: the same scores as on sdpa."""
+    ids, mask = tiny.prompt(CONTEXT, 2), torch.ones(2, CONTEXT, dtype=torch.long)
+    mask[1, :49] = 0
+    own = get_scorer(scorer)
+    scores = []
+    for name in (attention, "sdpa"):
+        model = tiny.tiny_model("llama", name)
+        seen: list[torch.Tensor] = []
+
+        def look(states: AttentionStates, compute: Any, seen: list[torch.Tensor] = seen) -> Any:
+            if states.layer == 0:  # later layers differ by rounding
+                seen.append(own.score(states, sinks=2))
+            return compute(states.mask)
+
+        with torch.no_grad(), intercept_attention(model, look):
+            model(ids, attention_mask=mask)
+        scores += seen
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-5, atol=1e-7)
+
+
+def test_profiling_sees_the_same_curves(attention: str) -> None:
+    curves = []
+    for name in (attention, "sdpa"):
+        model = tiny_models.tiny_model(attention=name)
+        scores = kvalloc.profile(
+            model, tiny_models.WordTokenizer(), [tiny_models.words(300)], samples=2, context=60
+        )
+        curves.append(torch.from_numpy(scores.curves))
+    torch.testing.assert_close(curves[0], curves[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_masked_attention_is_the_softmax_it_says(softcap: float | None, sinks: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randn(2, 4, 3, 8, generator=generator)
+    keys, values = (torch.randn(2, 2, 7, 8, generator=generator) for _ in range(2))
+    mask = torch.randn(2, 4, 3, 7, generator=generator)
+    mask[..., 1] = float("-inf")
+    own = torch.randn(4, generator=generator) if sinks else None
+    states = AttentionStates(
+        layer=0,
+        queries=queries,
+        keys=keys,
+        values=values,
+        scaling=0.3,
+        mask=None,
+        softcap=softcap,
+        sink_logits=own,
+    )
+    found = masked_attention(states, mask)
+    for row in range(2):
+        for head in range(4):
+            for token in range(3):
+                logits = keys[row, head // 2] @ queries[row, head, token] * 0.3
+                if softcap is not None:
+                    logits = softcap * torch.tanh(logits / softcap)
+                weights = (logits + mask[row, head, token]).exp()
+                total = weights.sum() + (own[head].exp() if own is not None else 0.0)
+                expected = (weights / total) @ values[row, head // 2]
+                torch.testing.assert_close(found[row, token, head], expected)
