@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from quality.digests import digest_of_case
 from quality.tables import read_rows
 
 import kvalloc
@@ -60,9 +61,7 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        turn = self.case.turns[0]
-        said = json.dumps([self.case.input_ids, turn.question_ids, turn.continuation_ids])
-        return hashlib.sha256(said.encode()).hexdigest()[:12]
+        return digest_of_case(self.case)
 
 
 def main() -> int:
