@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvalloc.errors import KVAllocError
     from kvalloc.library import load_profile, shipped_profiles
     from kvalloc.measure import profile
+    from kvalloc.measure.tuning import tune
     from kvalloc.problem import AllocationProblem
     from kvalloc.prompting import apply
     from kvalloc.refining import refine
@@ -42,6 +43,7 @@ _WHERE = {
     "refine": "kvalloc.refining",
     "shipped_profiles": "kvalloc.library",
     "solve": "kvalloc.solving",
+    "tune": "kvalloc.measure.tuning",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "refine",
     "shipped_profiles",
     "solve",
+    "tune",
 ]
 
 

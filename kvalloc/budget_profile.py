@@ -103,7 +103,8 @@ class BudgetProfile:
     predicted_loss : float or None
         Predicted loss at these budgets, nats per token: the sum of the losses that were measured
         with each unit reduced alone; with a refinement, what was measured of all units together
-        on the prompts that it learnt from. None where no loss curves were measured.
+        on the prompts that it learnt from; of a descent, that of the whole reduced cache on the
+        prompts held out of it. None where no losses were measured.
     refinement : dict or None
         What refining measured: predicted and measured loss with their intervals, on which prompts,
         and every round (`kvalloc.refine`).

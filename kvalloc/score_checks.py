@@ -84,6 +84,10 @@ def _curve_fault(curves: FloatArray, ranks: IntArray) -> tuple[str, str] | None:
     return None
 
 
+LOSS_METHODS = ("", "measured", "fast")
+"""How losses can have come about; empty where a file does not tell."""
+
+
 def _loss_fault(profile: ScoreProfile) -> Fault | None:
     """Loss curves are measured, so noise stays: a curve need not fall, nor be above 0 all along.
 
@@ -95,9 +99,13 @@ def _loss_fault(profile: ScoreProfile) -> Fault | None:
         if any(array is not None for array in (levels, losses, stderr, profile.loss_probed)):
             both = "both or neither (and loss_stderr)"
             return "loss_tokens, losses", "one without the other", both
+        if profile.loss_method:
+            return "loss_method", profile.loss_method, "losses to be told of"
         if profile.loss_policies or profile.other_losses is not None:
             return "other_losses", "given", "losses of the scorer's own entries beside them"
         return None
+    if profile.loss_method not in LOSS_METHODS:
+        return "loss_method", profile.loss_method, f"one of {', '.join(filter(None, LOSS_METHODS))}"
     if levels.ndim != 1 or levels.size < 2 or levels.dtype != np.int64:
         return "loss_tokens", f"{levels.dtype} shaped {levels.shape}", "int64, two levels or more"
     least, most = profile.protected_tokens, profile.context_tokens

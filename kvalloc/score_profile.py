@@ -95,6 +95,9 @@ class ScoreProfile:
     loss_probed : ndarray of int64, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels), or None
         1 where a loss was measured and 0 where it is an estimate scaled to those (`kvalloc profile
         --probes`), the scorer's own entries first; None where all are of one kind.
+    loss_method : {"measured", "fast", ""}
+        Whether losses were measured or estimated (``--loss fast``); ``fast`` with `loss_probed`
+        says which were measured as well. Empty where the file does not tell: it is older.
     bit_widths : ndarray of int64, (n_bits,), or None
         Bit widths whose fidelity was measured, of 16, 8 and 4.
     bit_fidelity : ndarray of float64, (n_samples, n_layers, n_kv_heads, n_bits), or None
@@ -148,6 +151,7 @@ class ScoreProfile:
     other_losses: FloatArray | None = None
     other_loss_stderr: FloatArray | None = None
     loss_probed: IntArray | None = None
+    loss_method: str = ""
     bit_widths: IntArray | None = None
     bit_fidelity: FloatArray | None = None
     interpolation_error: float = 0.0
@@ -408,6 +412,7 @@ class ScoreProfile:
             "versions": self.versions,
             "created": self.created,
             **({"loss_policies": others} if others else {}),
+            **({"loss_method": self.loss_method} if self.loss_method else {}),
         }
 
 

@@ -164,14 +164,14 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
         {
             "budget profile": file,
             "model": model_text(profile.shape),
-            "asked": request_text(profile) if "target" in profile.requested else "not recorded",
+            "asked": request_text(profile) if "target" in profile.requested else _asked(profile),
             "solver": f"{solver_text(profile)}{f' with {options}' if options else ''}, "
             f"{profile.termination}, {profile.level} level, {profile.created}",
             **({"why": why_text(profile)} if profile.detail else {}),
             "retention": retention_text(profile),
             "predicted loss": "unknown, no loss curves"
             if profile.predicted_loss is None
-            else f"{profile.predicted_loss:.6f} nats per token; {LOSS_NOTE}",
+            else f"{profile.predicted_loss:.6f} nats per token; {_loss_source(profile, LOSS_NOTE)}",
             **({} if profile.refinement is None else refinement_fields(profile)),
             "objective": objective_text(profile.objective, profile),
             "bound": bound_text(profile),
@@ -193,6 +193,66 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
     )
     print()
     print("\n".join(budget_picture(profile)))
+    if profile.evaluation is not None:
+        _print_evaluation(profile.evaluation)
+
+
+def _print_evaluation(evaluation: dict[str, Any]) -> None:
+    """What was measured with these budgets, a row a task; what a file leaves out is a dash."""
+    from kvalloc.cli.output import print_table
+
+    settings = evaluation.get("settings")
+    told = settings if isinstance(settings, dict) else {}
+    rows = evaluation.get("rows")
+    shown = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    if not shown:
+        return
+    headings = ("evaluated", "tokens", "question", "KL", "95% of KL", "agree", "score", "full", "n")
+    print()
+    print_table(headings, [_evaluation_cells(row, told) for row in shown])
+    split, seed = told.get("split", "unknown"), told.get("seed", "unknown")
+    print(f"measured on prompts of the split {split}, seed {seed}; KL in nats per token")
+
+
+def _evaluation_cells(row: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    ends = row.get("ci95")
+    two = isinstance(ends, list) and len(ends) == 2
+    return [
+        str(row.get("task", "-")),
+        _number(row.get("context"), ","),
+        str(row.get("question", settings.get("question", "-"))),
+        _number(row.get("kl"), ".4f"),
+        "..".join(_number(end, ".4f") for end in ends) if two and ends else "-",
+        _number(row.get("top1_agreement"), ".0%"),
+        _number(row.get("score"), ".0%"),
+        _number(row.get("full_score"), ".0%"),
+        _number(row.get("n"), ","),
+    ]
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else "-"
+
+
+def _asked(profile: BudgetProfile) -> str:
+    """What a descent was asked for; other profiles without a target do not say."""
+    share, text = profile.requested.get("budget"), profile.requested.get("text")
+    if share is None or text is None:
+        return "not recorded"
+    return f"least loss of the whole reduced cache in {share:.1%} of all entries, on {text}"
+
+
+def _loss_source(profile: BudgetProfile, usual: str) -> str:
+    """What the predicted loss is of: a descent measures the whole cache, others add up."""
+    count = profile.requested.get("predicted_on_prompts")
+    if count is None:
+        return usual
+    ends = profile.requested.get("predicted_interval")
+    said = "no interval from one prompt" if ends is None else "95% {:.6f} to {:.6f}".format(*ends)
+    return (
+        f"{said}; of the whole reduced cache on {count} prompts that only chose among the "
+        f"descent's stages, of {profile.requested.get('text', 'a text that is not recorded')}"
+    )
 
 
 def _policy_text(policy: Policy) -> str:
@@ -273,6 +333,7 @@ def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
         "interpolation_error": profile.interpolation_error,
         "loss_tokens": None if profile.loss_tokens is None else profile.loss_tokens.tolist(),
         "losses_per": _losses_per(profile),
+        "loss_method": profile.loss_method or None,
         "loss_policies": [policy.title for policy in profile.policies]
         if profile.losses is not None
         else None,
@@ -298,9 +359,18 @@ def _loss_text(profile: ScoreProfile) -> str:
     titles = ", ".join(policy.title for policy in profile.policies)
     several = f", with each of {titles}" if profile.loss_policies else ""
     return (
-        f"measured one {_losses_per(profile)} at a time, at {levels.size} budgets from "
-        f"{int(levels[0]):,} to {int(levels[-1]):,} tokens{several}"
+        f"{_loss_origin(profile)} one {_losses_per(profile)} at a time, at {levels.size} budgets "
+        f"from {int(levels[0]):,} to {int(levels[-1]):,} tokens{several}"
     )
+
+
+def _loss_origin(profile: ScoreProfile) -> str:
+    """Whether losses were measured or estimated, as far as the file tells."""
+    if profile.loss_probed is not None:
+        probed = int(profile.loss_probed.sum())
+        return f"estimated, {probed:,} of {profile.loss_probed.size:,} figures measured,"
+    known = {"measured": "measured", "fast": "estimated to second order (--loss fast)"}
+    return known.get(profile.loss_method, "measured or estimated (this older file does not say)")
 
 
 def _bits_text(profile: ScoreProfile) -> str:

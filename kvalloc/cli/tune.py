@@ -14,6 +14,7 @@ from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
     from kvalloc.measure.tuning import Tuned
+    from kvalloc.models import LoadedModel
 
 EXAMPLES = """\
   kvalloc tune demo --prompts calibration.jsonl --budget 20% -o p.json
@@ -91,6 +92,9 @@ def tune(
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the choice of prompts.")] = 0,
     dtype: Dtype = "float32",
     device: Device = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where a killed command stood.")
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -100,16 +104,16 @@ def tune(
     continuations of the prompts, moves entries from heads that can spare them to heads that
     need them. A fifth of the prompts is held out and chooses among the stages of the descent.
     """
-    from kvalloc.cli.progress import ProgressBar, slow
-    from kvalloc.files import check_writable
+    from kvalloc.cli.progress import slow
     from kvalloc.models import load_model, require_run_packages
     from kvalloc.quantities import parse_share
 
     require_run_packages()
     shares = list(dict.fromkeys(parse_share(one) for one in budget))
     files = _files(output, shares)
-    for file in files:
-        check_writable(file)
+    if by_prompt and resume:
+        raise InputError("--by-prompt keeps no state to --resume from; leave one of them out")
+    states = _states(files, resume=resume)
     recipe = read_recipe(tasks, question, lengths, context=context, given=bool(text or prompts))
     texts = [] if recipe else _texts(text or [], prompts or [])
     choose = _mixing_options if by_prompt else _options
@@ -118,9 +122,6 @@ def tune(
         loaded = load_model(
             model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
         )
-    from kvalloc.measure.tuning import tune as descend
-    from kvalloc.measure.weighed_tuning import tune_by_prompt
-
     if recipe:
         texts = [
             *recipe.make(
@@ -128,23 +129,12 @@ def tune(
             )
         ]
         samples = len(texts)
-    rows = []
-    with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
-        found = (tune_by_prompt if by_prompt else descend)(
-            loaded.model,
-            loaded.tokenizer,
-            texts,
-            shares=shares,
-            context=context,
-            samples=samples,
-            seed=seed,
-            model_id=loaded.model_id,
-            progress=progress,
-            **options,
-        )
-        for file, tuned in zip(files, found, strict=True):
-            tuned.profile.save(file)
-            rows.append(_row(file, tuned))
+    options |= {"shares": shares, "context": context, "samples": samples, "seed": seed}
+    if not by_prompt:
+        options |= {"state_files": states, "resume": resume}
+    rows = _tuned(loaded, texts, files, options, by_prompt=by_prompt, quiet=quiet)
+    for state in states:
+        state.unlink(missing_ok=True)
     if json:
         print_json(rows)
     elif not quiet:
@@ -155,6 +145,59 @@ def _files(output: Path, shares: list[float]) -> list[Path]:
     if len(shares) == 1:
         return [output]
     return [output.with_name(f"{output.stem}-{share * 100:g}{output.suffix}") for share in shares]
+
+
+def _states(files: list[Path], *, resume: bool) -> list[Path]:
+    """Where each descent's state is kept; refused before anything is loaded."""
+    from kvalloc.files import check_writable
+    from kvalloc.measure.checkpoint import checkpoint_folder
+
+    states = [checkpoint_folder(file) for file in files]
+    for file, state in zip(files, states, strict=True):
+        check_writable(file)
+        if not resume and state.exists():
+            raise InputError(
+                f"{state} holds an unfinished descent; go on with --resume, or delete the file to "
+                "start over"
+            )
+    return states
+
+
+def _tuned(
+    loaded: LoadedModel,
+    texts: list[Any],
+    files: list[Path],
+    options: dict[str, Any],
+    *,
+    by_prompt: bool,
+    quiet: bool,
+) -> list[dict[str, Any]]:
+    """Decide one budget after the other, each written as soon as it is decided."""
+    from kvalloc.cli.progress import ProgressBar
+    from kvalloc.measure.tuning import tune_shares
+    from kvalloc.measure.weighed_tuning import tune_by_prompt
+
+    rows = []
+    try:
+        with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
+            found = (tune_by_prompt if by_prompt else tune_shares)(
+                loaded.model,
+                loaded.tokenizer,
+                texts,
+                model_id=loaded.model_id,
+                progress=progress,
+                **options,
+            )
+            for file, tuned in zip(files, found, strict=True):
+                tuned.profile.save(file)
+                rows.append(_row(file, tuned))
+    except KeyboardInterrupt:
+        if not any(state.exists() for state in options.get("state_files", ())):
+            raise
+        raise KeyboardInterrupt(
+            "interrupted; the steps so far are kept: go on with the same command and --resume"
+        ) from None
+    return rows
 
 
 def _texts(text: list[Path], prompts: list[Path]) -> list[Any]:
@@ -210,6 +253,7 @@ def _row(file: Path, tuned: Tuned) -> dict[str, Any]:
         "full_bytes": profile.full_bytes,
         "held_out_loss": float(tuned.held_out_losses.mean()),
         "uniform_loss": float(tuned.uniform_losses.mean()),
+        "held_out_interval": profile.requested["predicted_interval"],
         "held_out_prompts": int(tuned.held_out_losses.size),
         "stages": [{"step": step, "held_out_loss": loss} for step, loss in tuned.stages],
         "policies": [policy.title for policy in profile.policies],

@@ -7,7 +7,7 @@ gradient of the loss then says at once which heads are starved and which have en
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError
+from kvalloc.measure.descent_state import StateFile, adam_tensors, restore_adam
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.policy import Policy
 from kvalloc.rounding import apportion
@@ -196,22 +197,23 @@ def descend(
     n_policies: int,
     seed: int,
     done: Callable[[int], None],
+    state: StateFile | None = None,
 ) -> Stage:
     """Adam on the logits of shares and policies; the best stage, equal budgets among them."""
     descent = job.descent
     size = (len(job.shape.full_layers), job.shape.n_kv_heads)
-    equal = np.full(size, job.evictable_share)
-    first = np.zeros(size, dtype=np.int64)
-    scales = [sample.hard_loss(job, equal, first) + _SCALE_FLOOR for sample in train]
-    uniform = _losses(job, held_out, equal, first)
-    best = (_score(uniform, uniform), equal, first, uniform)
-    stages = [(0, float(uniform.mean()))]
     device = train[0].ranks.device
     theta = torch.zeros(size, device=device, requires_grad=True)
     mixing = torch.zeros(*size, n_policies, device=device, requires_grad=True)
+    variables = {"theta": theta, "mixing": mixing}
     adam = torch.optim.Adam([theta, mixing], lr=descent.learning_rate)
+    course = _resumed(state, adam, variables)
+    if course is None:
+        course = _begun(job, train, held_out)
+    else:
+        done(course.steps_done)
     order = np.random.default_rng(seed).permutation(len(train))
-    for step in range(descent.steps):
+    for step in range(course.steps_done, descent.steps):
         rest = 1 - step / descent.steps
         softness = _between(descent.softness, rest)
         temperature = _between(descent.temperature, rest)
@@ -220,27 +222,109 @@ def descend(
             which = int(order[(step * descent.batch + place) % len(train)])
             shares = _shares(theta, job.evictable_share)
             mixture = (mixing / temperature).softmax(dim=-1)
-            loss = train[which].soft_loss(job, shares, mixture, softness) / scales[which]
+            loss = train[which].soft_loss(job, shares, mixture, softness) / course.scales[which]
             slopes = torch.autograd.grad(loss / descent.batch, [theta, mixing])
             for variable, slope in zip((theta, mixing), slopes, strict=True):
                 variable.grad = slope if variable.grad is None else variable.grad + slope
         adam.step()
-        done(step + 1)
+        course = replace(course, steps_done=step + 1)
         if (step + 1) in _check_steps(descent):
             with torch.no_grad():
                 now = _shares(theta, job.evictable_share).double().cpu().numpy()
                 places = mixing.argmax(dim=-1).cpu().numpy()
-            losses = _losses(job, held_out, now, places)
-            stages.append((step + 1, float(losses.mean())))
-            if (score := _score(losses, uniform)) < best[0]:
-                best = (score, now, places, losses)
-    _, shares_found, places_found, losses_found = best
-    return Stage(
-        shares=shares_found,
-        places=places_found,
-        held_out_losses=losses_found,
-        uniform_losses=uniform,
-        stages=tuple(stages),
+            course = course.checked(now, places, _losses(job, held_out, now, places))
+        if state is not None:
+            state.save({**adam_tensors(adam, variables), **course.tensors()}, course.values())
+        done(step + 1)
+    return course.stage()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How far a descent has come, and the best that it has seen.
+
+    Attributes
+    ----------
+    steps_done : int
+    scales : tuple of float
+        What each prompt's loss is divided by.
+    uniform : ndarray of float64, (n_held_out,)
+        Held-out losses of equal budgets.
+    shares, places : ndarray, (n_full_layers, n_kv_heads)
+        The best so far: shares of the evictable entries, and policies.
+    losses : ndarray of float64, (n_held_out,)
+        Its held-out losses.
+    stages : tuple of (int, float)
+        Mean held-out loss after so many steps.
+    """
+
+    steps_done: int
+    scales: tuple[float, ...]
+    uniform: FloatArray
+    shares: FloatArray
+    places: IntArray
+    losses: FloatArray
+    stages: tuple[tuple[int, float], ...]
+
+    def checked(self, shares: FloatArray, places: IntArray, losses: FloatArray) -> Course:
+        """With the held-out losses of what the descent has come to."""
+        known = replace(self, stages=(*self.stages, (self.steps_done, float(losses.mean()))))
+        if _score(losses, self.uniform) < _score(self.losses, self.uniform):
+            return replace(known, shares=shares, places=places, losses=losses)
+        return known
+
+    def stage(self) -> Stage:
+        """The best that was seen."""
+        return Stage(
+            shares=self.shares,
+            places=self.places,
+            held_out_losses=self.losses,
+            uniform_losses=self.uniform,
+            stages=self.stages,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a `StateFile`."""
+        return {name: torch.from_numpy(getattr(self, name)) for name in _COURSE_ARRAYS}
+
+    def values(self) -> dict[str, Any]:
+        """For a `StateFile`."""
+        return {"steps_done": self.steps_done, "scales": self.scales, "stages": self.stages}
+
+
+_COURSE_ARRAYS = ("uniform", "shares", "places", "losses")
+
+
+def _begun(job: DescentJob, train: Sequence[ReadPrompt], held_out: Sequence[ReadPrompt]) -> Course:
+    """Equal budgets with the first policy, and what they lose."""
+    size = (len(job.shape.full_layers), job.shape.n_kv_heads)
+    equal, first = np.full(size, job.evictable_share), np.zeros(size, dtype=np.int64)
+    uniform = _losses(job, held_out, equal, first)
+    return Course(
+        steps_done=0,
+        scales=tuple(sample.hard_loss(job, equal, first) + _SCALE_FLOOR for sample in train),
+        uniform=uniform,
+        shares=equal,
+        places=first,
+        losses=uniform,
+        stages=((0, float(uniform.mean())),),
+    )
+
+
+def _resumed(
+    state: StateFile | None, adam: torch.optim.Adam, variables: dict[str, Tensor]
+) -> Course | None:
+    """Where a killed descent stood, its variables put back; None where there is none."""
+    found = None if state is None else state.load()
+    if found is None:
+        return None
+    tensors, values = found
+    restore_adam(adam, variables, tensors)
+    return Course(
+        steps_done=int(values["steps_done"]),
+        scales=tuple(values["scales"]),
+        stages=tuple((int(step), float(loss)) for step, loss in values["stages"]),
+        **{name: tensors[name].numpy() for name in _COURSE_ARRAYS},
     )
 
 

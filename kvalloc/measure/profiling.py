@@ -410,6 +410,7 @@ def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
         several = ("other_losses", "other_loss_stderr") if len(job.policies) > 1 else ()
         losses = {
             "loss_tokens": job.loss_levels,
+            "loss_method": job.losses.method if job.losses.probes is None else "fast",
             "loss_policies": job.policies[1:],
             **{name: _stacked(results, name) for name in ("losses", "loss_stderr", *several)},
         }

@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,16 +19,21 @@ import numpy.typing as npt
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.measure.descent import Descent, DescentJob, ReadPrompt, Stage, descend, held_out
+from kvalloc.measure.descent_state import StateFile
+from kvalloc.measure.fingerprint import fingerprint
+from kvalloc.measure.job import versions
 from kvalloc.measure.loss_policies import named_policies
 from kvalloc.measure.sampling import SampleSet, choose_samples
 from kvalloc.models import require_run_packages, shape_of
 from kvalloc.policy import Policy
+from kvalloc.quantities import parse_share
 from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import Scorer, get_scorer
 
 if TYPE_CHECKING:
     from kvalloc.measure.texts import Document, Prompt
+    from kvalloc.shape import ModelShape
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -36,6 +42,8 @@ DEFAULT_POLICIES = (
     "expected_attention",
 )
 """What a head chooses from, beside the scorer."""
+
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +72,72 @@ def tune(
     tokenizer: Any,
     texts: Iterable[str | Document | Prompt],
     *,
+    budget: str | float,
+    state_file: str | Path | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> BudgetProfile:
+    """Decide budgets and policies of all heads together, for one size.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model; the same afterwards.
+    tokenizer : transformers.PreTrainedTokenizerBase
+    texts : iterable of str, Document or Prompt
+        Prompts of all the kinds that are to come, such as those of
+        `kvalloc.evaluate.calibration.calibration_prompts`.
+    budget : str or float
+        Share of all entries, such as ``"20%"`` or 0.2.
+    state_file : str or Path, optional
+        Where the descent's state is kept after each step, and deleted when it is done.
+    resume : bool
+        Whether to go on with what a killed call left in `state_file`. The numbers are those of an
+        unbroken one.
+    **options
+        Of `tune_shares`.
+
+    Returns
+    -------
+    BudgetProfile
+        ``predicted_loss`` is that of the held-out prompts.
+
+    Raises
+    ------
+    InputError
+        As `tune_shares`; if `state_file` holds another descent, or any without `resume`.
+    UnsupportedRequestError
+        If a policy does not rank entries by one score.
+
+    Examples
+    --------
+    >>> from kvalloc.models import load_model  # doctest: +SKIP
+    >>> demo = load_model("demo")  # doctest: +SKIP
+    >>> prompts = calibration_prompts(demo.tokenizer, 16, 1024)  # doctest: +SKIP
+    >>> kvalloc.tune(demo.model, demo.tokenizer, prompts, budget="20%")  # doctest: +SKIP
+    """
+    if resume and state_file is None:
+        raise InputError("there is nothing to resume from; name the state_file")
+    files = None if state_file is None else [Path(state_file)]
+    (found,) = tune_shares(
+        model,
+        tokenizer,
+        texts,
+        shares=[parse_share(budget)],
+        state_files=files,
+        resume=resume,
+        **options,
+    )
+    for file in files or ():
+        file.unlink(missing_ok=True)
+    return found.profile
+
+
+def tune_shares(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str | Document | Prompt],
+    *,
     shares: Sequence[float],
     scorer: str | Scorer = "xkv",
     policies: Sequence[str] = DEFAULT_POLICIES,
@@ -73,6 +147,8 @@ def tune(
     seed: int = 0,
     descent: Descent | None = None,
     model_id: str | None = None,
+    state_files: Sequence[Path] | None = None,
+    resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Tuned]:
     """Decide budgets and policies of all heads together, on what the reduced cache really does.
@@ -90,8 +166,8 @@ def tune(
     scorer : str or Scorer
         What ranks the entries where no other policy is better. Its window is never evicted.
     policies : sequence of str
-        What else each head chooses from, named as for ``kvalloc profile --loss-policies``; scorers
-        only.
+        What else each head chooses from, named as for ``kvalloc profile --loss-policies``; any
+        scorer, with its options. ``usual`` stands for those that are the default.
     context, samples, sinks, seed
         As for `kvalloc.profile`; all prompts by default. All of them are held in memory with
         their full caches.
@@ -99,6 +175,10 @@ def tune(
         How it goes.
     model_id : str, optional
         Instead of what the model's config says.
+    state_files : sequence of Path, optional
+        For each share, where its descent's state is kept; the caller deletes them.
+    resume : bool
+        Whether to go on with what they hold.
     progress : callable, optional
         Called with (steps done, steps in all); reading a prompt counts as one.
 
@@ -127,7 +207,9 @@ def tune(
     descent = descent or Descent()
     shape = shape_of(model, model_id=model_id)
     own_scorer = scorer if isinstance(scorer, Scorer) else get_scorer(scorer)
-    chosen = scoring_policies(own_scorer, policies, sinks)
+    usual = {"usual": DEFAULT_POLICIES}
+    named = [each for one in policies for each in usual.get(one, (one,))]
+    chosen = scoring_policies(own_scorer, named, sinks)
     protected = chosen[0].protected_tokens
     _check_shares(shares, protected, context)
     found = choose_samples(
@@ -142,6 +224,15 @@ def tune(
     n_prompts = len(found.token_ids)
     if n_prompts < 2:
         raise InputError("a descent needs at least two prompts: one to learn from, one held out")
+    where: list[Path | None] = [None] * len(shares) if state_files is None else [*state_files]
+    states = [
+        None
+        if file is None
+        else StateFile(
+            file, _record(model, shape, share, chosen, found, descent, seed), resume=resume
+        )
+        for file, share in zip(where, shares, strict=True)
+    ]
     total, tell = n_prompts + descent.steps * len(shares), progress or (lambda done, total: None)
     read = []
     for index in range(n_prompts):
@@ -160,6 +251,7 @@ def tune(
             len(chosen),
             seed,
             lambda step, before=before: tell(before + step, total),  # type: ignore[misc]
+            states[number],
         )
         yield Tuned(
             profile=_to_profile(job, chosen, found, stage, seed),
@@ -167,6 +259,31 @@ def tune(
             uniform_losses=stage.uniform_losses,
             stages=stage.stages,
         )
+
+
+def _record(
+    model: Any,
+    shape: ModelShape,
+    share: float,
+    policies: Sequence[Policy],
+    found: SampleSet,
+    descent: Descent,
+    seed: int,
+) -> dict[str, Any]:
+    """Everything that decides the numbers of a descent."""
+    return {
+        "model": shape.to_dict(),
+        "weights": fingerprint(model),
+        "dtype": str(model.dtype),
+        "device": model.get_input_embeddings().weight.device.type,
+        "budget": share,
+        "policies": [{**policy.record(), "label": policy.label} for policy in policies],
+        "descent": asdict(descent),
+        "seed": seed,
+        "text_digest": found.digest(),
+        "answers": found.answers_digest(),
+        "versions": versions(),
+    }
 
 
 def _check_shares(shares: Sequence[float], protected: int, context: int) -> None:
@@ -245,19 +362,49 @@ def _to_profile(
         },
         decided_by="descent",
         detail=(
-            f"loss of the whole reduced cache on {tuned.held_out_losses.size} held-out prompts "
-            f"{reached:.4f} nats per token, {uniform:.4f} with equal budgets"
+            f"loss of the whole reduced cache on {tuned.held_out_losses.size} prompts that were "
+            f"held out of the descent and chose its best stage: {reached:.4f} nats per token, "
+            f"{uniform:.4f} with equal budgets"
         ),
         objective=-float(reached),
+        predicted_loss=float(reached),
         termination="heuristic",
         requested={
             "budget": job.share,
             "objective": "loss",
             "text": found.description,
             "text_digest": found.digest(),
+            **held_out_record(tuned.held_out_losses, tuned.uniform_losses, seed),
         },
         versions={
             name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")
         },
         created=datetime.date.today().isoformat(),
     )
+
+
+def held_out_record(losses: FloatArray, uniform: FloatArray, seed: int) -> dict[str, Any]:
+    """What a descent's budget profile tells of its predicted loss, beside the figure itself.
+
+    Parameters
+    ----------
+    losses, uniform : ndarray of float64, (n_held_out,)
+        Of the whole reduced cache on each held-out prompt, as decided and with equal budgets, nats
+        per token.
+    seed : int
+        Of the interval's resamples.
+    """
+    return {
+        "predicted_on_prompts": int(losses.size),
+        "predicted_interval": _interval(losses, seed),
+        "predicted_with_equal_budgets": float(uniform.mean()),
+    }
+
+
+def _interval(losses: FloatArray, seed: int) -> list[float] | None:
+    """95% percentile bootstrap interval of the mean over prompts; None for a single one."""
+    if losses.size < 2:
+        return None
+    picked = np.random.default_rng(seed).integers(0, losses.size, size=(RESAMPLES, losses.size))
+    low, high = np.quantile(losses[picked].mean(axis=1), (0.025, 0.975))
+    return [float(low), float(high)]

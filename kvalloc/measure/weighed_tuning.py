@@ -15,7 +15,7 @@ from kvalloc.errors import InputError
 from kvalloc.measure.descent import held_out
 from kvalloc.measure.loss_policies import read_scorer
 from kvalloc.measure.sampling import SampleSet, choose_samples
-from kvalloc.measure.tuning import Tuned, scoring_policies
+from kvalloc.measure.tuning import Tuned, held_out_record, scoring_policies
 from kvalloc.measure.weighing import (
     WeighedPrompt,
     Weighing,
@@ -231,6 +231,7 @@ def _to_profile(
             f"{reached:.4f} nats per token, {uniform:.4f} with equal budgets and the first scorer"
         ),
         objective=-float(reached),
+        predicted_loss=float(reached),
         termination="heuristic",
         requested={
             "target": "budget",
@@ -239,6 +240,7 @@ def _to_profile(
             "objective": "loss",
             "text": found.description,
             "text_digest": found.digest(),
+            **held_out_record(stage.held_out_losses, stage.uniform_losses, seed),
         },
         versions={
             name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")

@@ -37,6 +37,7 @@ def test_losses_lie_beside_the_retention_curves(tmp_path, method, level, heads):
     assert (found.losses[..., -1] == 0).all()
     assert (found.losses[..., 0] > 0).all()
     assert not plain.has_losses
+    assert (found.loss_method, plain.loss_method) == (method, "")
 
 
 def test_a_target_loss_is_met_on_what_was_measured():

@@ -9,13 +9,15 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, WordTokenizer, tiny_model, words
 
+import kvalloc
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.measure.descent import Descent, _shares, held_out
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.texts import Prompt
-from kvalloc.measure.tuning import tune
+from kvalloc.measure.tuning import DEFAULT_POLICIES, tune, tune_shares
 from kvalloc.models import shape_of
+from kvalloc.registry import SCORERS, names
 from kvalloc.scorers import get_scorer
 
 SCORER = get_scorer("xkv", window=4, pool=3)
@@ -39,7 +41,7 @@ def tuned(model, **options):
     settings = {"shares": [0.4], "scorer": SCORER, "policies": POLICIES, "context": CONTEXT}
     settings |= {"sinks": 2, "descent": QUICK, **options}
     texts = settings.pop("texts", prompts())
-    return list(tune(model, WordTokenizer(), texts, **settings))
+    return list(tune_shares(model, WordTokenizer(), texts, **settings))
 
 
 def probe_of(model, seed=5, n_tokens=40):
@@ -201,6 +203,105 @@ def test_the_same_seed_decides_the_same(model):
     assert np.array_equal(first.held_out_losses, second.held_out_losses)
 
 
+class Killed(Exception):
+    """Stands for a kill."""
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_a_killed_descent_goes_on_to_the_same_numbers(model, tmp_path, monkeypatch, steps):
+    whole = tuned(model)[0]
+    file = tmp_path / "p.json.partial"
+
+    def kill(done, total):
+        if done == 3 + steps:
+            raise Killed
+
+    with pytest.raises(Killed):
+        tuned(model, state_files=[file], progress=kill)
+    taken = []
+    soft_loss = LossProbe.soft_loss
+    monkeypatch.setattr(LossProbe, "soft_loss", lambda *given: taken.append(1) or soft_loss(*given))
+    again = tuned(model, state_files=[file], resume=True)[0]
+    assert len(taken) == (QUICK.steps - steps) * QUICK.batch
+    assert np.array_equal(again.profile.budgets, whole.profile.budgets)
+    assert np.array_equal(again.held_out_losses, whole.held_out_losses)
+    assert again.stages == whole.stages
+    assert again.profile.policies == whole.profile.policies
+
+
+def test_what_was_begun_is_neither_overwritten_nor_mixed_up(model, tmp_path):
+    file = tmp_path / "p.json.partial"
+    tuned(model, state_files=[file])
+    with pytest.raises(InputError, match="unfinished descent"):
+        tuned(model, state_files=[file])
+    with pytest.raises(InputError, match="begun with another seed"):
+        tuned(model, state_files=[file], resume=True, seed=3)
+    with pytest.raises(InputError, match="begun with another text_digest"):
+        tuned(model, state_files=[file], resume=True, texts=prompts(4)[1:])
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(InputError, match="cannot be read"):
+        tuned(model, state_files=[file], resume=True)
+
+
+def test_in_the_library(model, tmp_path):
+    file = tmp_path / "state"
+    options = {"scorer": SCORER, "policies": POLICIES, "context": CONTEXT, "sinks": 2}
+    profile = tune(
+        *(model, WordTokenizer(), prompts()),
+        **{**options, "budget": "40%", "descent": QUICK, "state_file": file},
+    )
+    assert np.array_equal(profile.budgets, tuned(model)[0].profile.budgets)
+    assert kvalloc.tune is tune
+    assert not file.exists()
+    with pytest.raises(InputError, match="state_file"):
+        tune(model, WordTokenizer(), prompts(), budget=0.4, resume=True)
+    with pytest.raises(InputError, match="not a share"):
+        tune(model, WordTokenizer(), prompts(), budget="a lot")
+
+
+def test_the_profile_states_what_it_loses_on_which_prompts(model, tmp_path):
+    descent = Descent(steps=2, batch=2, continuation_tokens=5, checks=1, held_out=0.5)
+    (found,) = tuned(model, texts=prompts(8), descent=descent)
+    profile = found.profile
+    losses = found.held_out_losses
+    assert profile.predicted_loss == pytest.approx(losses.mean())
+    low, high = profile.requested["predicted_interval"]
+    assert losses.min() <= low < losses.mean() < high <= losses.max()
+    assert profile.requested["predicted_on_prompts"] == losses.size == 4
+    assert "8 of 8 prompts" in profile.requested["text"]
+    profile.save(tmp_path / "p.json")
+    assert BudgetProfile.load(tmp_path / "p.json").predicted_loss == profile.predicted_loss
+    assert tuned(model)[0].profile.requested["predicted_interval"] is None
+
+
+@pytest.mark.parametrize("name", sorted(names(SCORERS)))
+def test_every_scorer_can_be_chosen(model, name):
+    descent = Descent(steps=1, batch=1, continuation_tokens=3, checks=1, held_out=0.34)
+    (found,) = tuned(model, policies=[_within(name)], descent=descent)
+    assert np.isfinite(found.held_out_losses).all()
+    assert len(found.profile.solver_options["policies"]) == (1 if name == SCORER.name else 2)
+
+
+def _within(name):
+    """With a window that the profile's protects, and what else it takes from its own scorer."""
+    window = getattr(get_scorer(name), "window", 0)
+    if name == SCORER.name:
+        return f"{name}:window=4:pool=3"
+    return f"{name}:window=4" if window > 4 else name
+
+
+def test_the_usual_policies_are_the_default_ones(model):
+    scorer = get_scorer("xkv", window=8, pool=3)
+    one_step = Descent(steps=1, batch=1, continuation_tokens=3, checks=1, held_out=0.34)
+    options = {"scorer": scorer, "descent": one_step}
+    usual, default = (
+        tuned(model, policies=policies, **options)[0].profile.solver_options["policies"]
+        for policies in (["usual"], DEFAULT_POLICIES)
+    )
+    assert usual == default
+    assert len(usual) > 3
+
+
 def test_several_shares_read_the_prompts_once(model):
     found = tuned(model, shares=[0.6, 0.3])
     kept = [one.profile.retained_tokens / one.profile.budgets.size / CONTEXT for one in found]
@@ -257,7 +358,15 @@ def test_the_command(model, tmp_path, capsys, monkeypatch):
     rows = json.loads(capsys.readouterr().out)
     assert [row["output"] for row in rows] == [str(tmp_path / f"p-{n}.json") for n in (60, 30)]
     assert main(["inspect", str(tmp_path / "p-30.json")]) == 0
-    assert "descent" in capsys.readouterr().out
+    capsys_text = capsys.readouterr().out
+    assert "descent" in capsys_text
+    assert "on 3 of 3 prompts" in capsys_text
+    kept = tmp_path / "p.json.partial"
+    kept.write_text("")
+    assert main([*command, "--budget", "50%"]) == 2
+    assert "go on with --resume" in capsys.readouterr().err
+    kept.unlink()
+    assert not list(tmp_path.glob("*.partial"))
     assert main([*command, "--budget", "2%"]) == 2
     assert "ask for another budget" in capsys.readouterr().err
     made = ["tune", "tiny", "--tasks", "kl", "--question", "both", "--samples", "4", *command[4:]]

@@ -1,0 +1,87 @@
+"""What ``kvalloc inspect`` says of losses and evaluations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from factories import make_budget_profile, make_losses, make_scores
+
+from kvalloc.cli.main import main
+from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.score_profile import ScoreProfile
+
+ROWS = [
+    {"task": "needle", "context": 1000, "question": "after", "kl": 0.0321, "ci95": [0.01, 0.05],
+     "top1_agreement": 0.96, "score": 0.5, "full_score": 1.0, "n": 6},
+    {"task": "kl", "kl": 0.2, "ci95": None, "score": None, "n": 1},
+]  # fmt: skip
+
+
+def shown(capsys, file, *options):
+    assert main(["inspect", str(file), *options]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("measured", "measured one"),
+        ("fast", "estimated to second order (--loss fast) one"),
+        ("", "this older file does not say"),
+    ],
+)
+def test_it_says_whether_losses_were_measured(tmp_path, capsys, method, words):
+    file = tmp_path / "s.safetensors"
+    scores = dataclasses.replace(make_losses(), loss_method=method)
+    scores.save(file)
+    assert ScoreProfile.load(file).loss_method == method
+    assert words in " ".join(shown(capsys, file).split())
+    assert json.loads(shown(capsys, file, "--json"))["loss_method"] == (method or None)
+    probed = np.zeros((*scores.losses.shape[1:3], 1, scores.loss_tokens.size), dtype=np.int64)
+    probed[0] = 1
+    dataclasses.replace(scores, loss_probed=probed).save(file)
+    said = f"estimated, {probed.sum()} of {probed.size} figures measured"
+    assert said in " ".join(shown(capsys, file).split())
+
+
+def test_a_method_that_there_is_none_of_is_refused():
+    with pytest.raises(InputError, match="loss_method"):
+        dataclasses.replace(make_losses(), loss_method="guessed")
+    with pytest.raises(InputError, match="loss_method"):
+        dataclasses.replace(make_scores(), loss_method="fast")
+
+
+def test_the_method_is_part_of_the_digest(tmp_path):
+    plain = make_losses()
+    assert dataclasses.replace(plain, loss_method="fast").digest() != plain.digest()
+    file = tmp_path / "s.safetensors"
+    dataclasses.replace(plain, loss_method="fast").save(file)
+    data = file.read_bytes().replace(b'loss_method\\": \\"fast', b'loss_method\\": \\"slow')
+    file.write_bytes(data)
+    with pytest.raises(ProfileFileError, match="loss_method"):
+        ScoreProfile.load(file)
+
+
+def test_it_shows_the_evaluation(tmp_path, capsys):
+    file = tmp_path / "p.json"
+    budgets = make_budget_profile(np.full((2, 2), 20))
+    evaluation = {"settings": {"split": "held-out", "seed": 7, "question": "inside"}, "rows": ROWS}
+    dataclasses.replace(budgets, evaluation=evaluation).save(file)
+    said = shown(capsys, file)
+    lines = [line.split() for line in said.splitlines()]
+    assert ["needle", "1,000", "after", "0.0321", "0.0100..0.0500", "96%", "50%", "100%", "6"] in (
+        lines
+    )
+    assert ["kl", "-", "inside", "0.2000", "-", "-", "-", "-", "1"] in lines
+    assert "split held-out, seed 7" in said
+
+
+@pytest.mark.parametrize("evaluation", [{}, {"rows": 3}, {"rows": [1, "x"], "settings": []}])
+def test_an_evaluation_of_another_form_does_no_harm(tmp_path, capsys, evaluation):
+    file = tmp_path / "p.json"
+    plain = make_budget_profile(np.full((2, 2), 20))
+    dataclasses.replace(plain, evaluation=evaluation).save(file)
+    assert "evaluated" not in shown(capsys, file)
