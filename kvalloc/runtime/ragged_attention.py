@@ -22,7 +22,7 @@ from torch import Tensor
 from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
 from kvalloc.runtime.ragged_decoding import decoding_attention
 
-__all__ = ["SCRATCH_ELEMENTS", "ragged_attention"]
+__all__ = ["SCRATCH_ELEMENTS", "has_triton", "ragged_attention"]
 
 SCRATCH_ELEMENTS = 1 << 23
 """Numbers that the logits of one step may take; one new token is always done at once."""
@@ -83,7 +83,7 @@ def ragged_attention(
     Tensor, (batch, n_new_tokens, n_query_heads, head_dim)
         Of the queries' type, contiguous.
     """
-    if queries.device.type == "cuda" and _has_triton():
+    if queries.device.type == "cuda" and has_triton():
         from kvalloc.runtime.ragged_kernel import kernel_attention
 
         return kernel_attention(
@@ -120,7 +120,8 @@ def ragged_attention(
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed, which torch for CUDA brings along."""
     return find_spec("triton") is not None
 
 

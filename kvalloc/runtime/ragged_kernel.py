@@ -10,14 +10,16 @@ then the rest, then the tokens that followed; the last split reads the last two.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvalloc.runtime.ragged import RaggedEntries
+from kvalloc.runtime.ragged import IntArray
 
-__all__ = ["kernel_attention"]
+__all__ = ["SpannedEntries", "kernel_attention"]
 
 _COLUMNS = 64
 _LEAST_ROWS = 16
@@ -25,9 +27,36 @@ _MOST_ROWS = 64
 _MOST_SPLITS = 64
 
 
+class SpannedEntries(Protocol):
+    """Kept entries as the kernel reads them: flat, and where each segment's are.
+
+    `RaggedEntries` are such, and `EvenEntries`, whose segments have the same number.
+    """
+
+    @property
+    def keys(self) -> Tensor:
+        """(n_entries, head_dim), contiguous."""
+
+    @property
+    def values(self) -> Tensor:
+        """(n_entries, value_dim), contiguous."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Added to logits, float32, (n_entries,)."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """Entries of each segment, (batch, n_kv_heads)."""
+
+    @property
+    def span_table(self) -> Tensor:
+        """Two spans of each segment, int64, (n_segments, 4): start and end, start and end."""
+
+
 def kernel_attention(
     queries: Tensor,
-    entries: RaggedEntries,
+    entries: SpannedEntries,
     keys: Tensor,
     values: Tensor,
     *,
@@ -63,37 +92,39 @@ def kernel_attention(
     most = keys.new_empty(splits, n_segments, n_rows, dtype=torch.float32)
     total, summed = torch.empty_like(most), most.new_empty(*most.shape, value_dim)
     nothing = most  # stands for an argument that is not read
-    _read_segment[(n_segments, row_blocks, splits)](
-        queries.reshape(n_segments, n_rows, head_dim).contiguous(),
-        entries.keys,
-        entries.values,
-        nothing if entries.bias is None else entries.bias,
-        entries.span_table,
-        keys.reshape(n_segments, n_following, head_dim).contiguous(),
-        values.reshape(n_segments, n_following, value_dim).contiguous(),
-        nothing if visible is None else visible.to(torch.uint8).contiguous(),
-        most,
-        total,
-        summed,
-        n_segments,
-        n_rows,
-        n_new,
-        n_following,
-        n_kv_heads,
-        scaling,
-        0.0 if softcap is None else softcap,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        HEAD_BLOCK=max(triton.next_power_of_2(head_dim), 16),
-        VALUE_BLOCK=max(triton.next_power_of_2(value_dim), 16),
-        ROWS=rows,
-        COLUMNS=_COLUMNS,
-        SPLITS=splits,
-        BIASED=entries.bias is not None,
-        PADDED=visible is not None,
-        CAPPED=softcap is not None,
-        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
-    )
+    # Triton launches on the current device, which need not be this layer's
+    with torch.cuda.device_of(queries):  # type: ignore[no-untyped-call]
+        _read_segment[(n_segments, row_blocks, splits)](
+            queries.reshape(n_segments, n_rows, head_dim).contiguous(),
+            entries.keys,
+            entries.values,
+            nothing if entries.bias is None else entries.bias,
+            entries.span_table,
+            keys.reshape(n_segments, n_following, head_dim).contiguous(),
+            values.reshape(n_segments, n_following, value_dim).contiguous(),
+            nothing if visible is None else visible.to(torch.uint8).contiguous(),
+            most,
+            total,
+            summed,
+            n_segments,
+            n_rows,
+            n_new,
+            n_following,
+            n_kv_heads,
+            scaling,
+            0.0 if softcap is None else softcap,
+            HEAD_DIM=head_dim,
+            VALUE_DIM=value_dim,
+            HEAD_BLOCK=max(triton.next_power_of_2(head_dim), 16),
+            VALUE_BLOCK=max(triton.next_power_of_2(value_dim), 16),
+            ROWS=rows,
+            COLUMNS=_COLUMNS,
+            SPLITS=splits,
+            BIASED=entries.bias is not None,
+            PADDED=visible is not None,
+            CAPPED=softcap is not None,
+            PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+        )
     if sink_logits is not None:
         own = sink_logits.float().view(1, n_kv_heads, group, 1)
         own = own.expand(batch, -1, -1, n_new).reshape(1, n_segments, n_rows)
@@ -106,7 +137,7 @@ def kernel_attention(
     return shaped.transpose(1, 2).contiguous()
 
 
-def _splits(entries: RaggedEntries, programs: int, device: torch.device) -> int:
+def _splits(entries: SpannedEntries, programs: int, device: torch.device) -> int:
     """Enough programs for two on each multiprocessor, none with less than a few blocks to read."""
     if device.type != "cuda":
         return 1

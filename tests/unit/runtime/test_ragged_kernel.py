@@ -16,6 +16,8 @@ CHECK = """
 import itertools
 import numpy as np
 import torch
+from kvalloc.attention_hook import AttentionStates
+from kvalloc.runtime.even_attention import even_kernel_attention
 from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
 from kvalloc.runtime.ragged_attention import ragged_attention
 from kvalloc.runtime.ragged_kernel import kernel_attention
@@ -58,6 +60,29 @@ for n_new, extras, dtype, splits in cases:
     error = (found.cpu().float() - expected).abs().max().item()
     worst[dtype] = max(worst.get(dtype, 0.0), error)
     assert torch.isfinite(found).all()
+
+# Segments of equal length, no multiple of a block, and the latest tokens apart.
+for extras, dtype, splits in itertools.product((False, True), (torch.float32, *halves), (1, 3)):
+    kept = torch.randn(2, 2, 2, 2 * BLOCK_TOKENS + 7, 24, device=DEVICE).to(dtype)
+    latest = torch.randn(2, 2, 2, 5, 24, device=DEVICE).to(dtype)
+    queries = torch.randn(2, 6, 1, 24, device=DEVICE).to(dtype)
+    softcap = 3.0 if extras else None
+    sinks = torch.randn(6, device=DEVICE) if extras else None
+    states = AttentionStates(
+        layer=0, queries=queries, keys=latest[0], values=latest[1], scaling=0.2, mask=None,
+        softcap=softcap, sink_logits=sinks,
+    )
+    found = even_kernel_attention(states, tuple(kept), splits=splits)
+    assert found.dtype == dtype and found.shape == (2, 1, 6, 24)
+    keys, values = torch.cat([kept, latest], dim=3).double().repeat_interleave(3, dim=2)
+    logits = queries.double() @ keys.transpose(2, 3) * 0.2
+    if extras:
+        logits = softcap * torch.tanh(logits / softcap)
+        own = sinks.double().view(1, 6, 1, 1).expand(2, -1, -1, -1)
+        logits = torch.cat([logits, own], dim=-1)
+        values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+    expected = (logits.softmax(-1) @ values).transpose(1, 2)
+    worst[dtype] = max(worst[dtype], (found.double() - expected).abs().max().item())
 assert worst[torch.float32] < 1e-5, worst
 assert all(worst[half] < 2e-2 for half in halves), worst
 print(worst)
