@@ -9,7 +9,9 @@ with their quartiles, in time on the clock and, on the CPU, in processor time.
 - prefill: one prompt of ``--prefill-tokens`` with eviction, by layer and by head, against the
   same with a plain cache.
 - decode: tokens a second at ``--batch`` rows of ``--tokens``. The prompt is prefilled for real,
-  once for each cache, and its row repeated.
+  once for each cache, and its row repeated. In the same turns also what bounds the ratio: the model
+  with a cache of a few tokens, whose time no cache can save, and a plain cache of as many entries
+  as are kept by layer, which reads the same bytes.
 - batch: rows that fit into the bytes of K and V that a plain cache of ``--batch`` rows takes, both
   after ``--new-tokens`` decoded tokens. The reduced cache is brought to that many rows, decodes,
   and its storage is measured.
@@ -41,6 +43,9 @@ from kvalloc.models import load_model, shape_of
 
 PREFILL_TARGET = 1.08
 DECODE_TARGETS = {"layer": 4.0, "head": 3.5}
+DENSE_RATIO = 4.2
+"""What plain caches of the same bytes reached when the targets for decoding were set."""
+FEW_TOKENS = 8
 BATCH_TARGET = 4.5
 BANDWIDTH_TARGET = 1.25
 SINKS, WINDOW = 4, 8
@@ -219,6 +224,9 @@ def decode_rows(
     ids, rows, new = arguments.ids[:, : arguments.tokens], arguments.batch, arguments.new_tokens
     caches = {name: prefill(model, one(), ids) for name, one in make.items()}
     one_row = {level: caches[level].retained_bytes for level in DECODE_TARGETS}
+    kept = caches["layer"].kept_tokens.max(axis=1)
+    caches["dense"] = shortened(model, caches["plain"], kept)
+    caches["alone"] = shortened(model, caches["plain"], np.minimum(kept, FEW_TOKENS))
     for cache in caches.values():
         cache.batch_repeat_interleave(rows)
     device = ids.device
@@ -229,8 +237,8 @@ def decode_rows(
         },
         repeats=arguments.repeats,
     )
+    speed = {name: rows * new / statistics.median(found[name][0]) for name in caches}
     for level, target in DECODE_TARGETS.items():
-        speed = {name: rows * new / statistics.median(found[name][0]) for name in caches}
         yield {
             "name": f"decode by {level} / plain, {rows} rows of {ids.shape[1]:,}, tokens a second",
             **ratio_of(found, "plain", level),
@@ -239,12 +247,36 @@ def decode_rows(
             "note": f"{speed[level]:.1f} and {speed['plain']:.1f} tokens/s; "
             f"{one_row[level]:,} bytes a row retained of {plain_bytes(caches['plain'], ids)[0]:,}",
         }
+        yield {
+            "name": f"decode by {level} / plain cache of the same bytes, tokens a second",
+            **ratio_of(found, "dense", level),
+            "target": target / DENSE_RATIO,
+            "at_most": False,
+            "note": f"{speed['dense']:.1f} tokens/s; the model alone {speed['alone']:.1f}; "
+            f"without the model's own time the plain cache takes "
+            f"{beyond_the_model(found, level):.1f} times as long",
+        }
         if device.type == "cuda":
             yield bandwidth_row(model, caches[level], level, found[level][0], new)
     decoded = caches["plain"].get_seq_length() - ids.shape[1]
     memory = plain_bytes(caches["plain"], ids)[1]
     for level in DECODE_TARGETS:
         yield fits_row(model, caches[level], level, memory, rows, decoded, device)
+
+
+def shortened(model: Any, cache: DynamicCache, tokens: Any) -> DynamicCache:
+    """A plain cache of the first so many entries of each layer."""
+    short = DynamicCache(config=model.config)
+    for index, (layer, count) in enumerate(zip(cache.layers, tokens.tolist(), strict=True)):
+        keys, values = (states[:, :, :count].clone() for states in (layer.keys, layer.values))
+        short.update(keys, values, index)
+    return short
+
+
+def beyond_the_model(found: Mapping[str, tuple[list[float], list[float]]], level: str) -> float:
+    """Median ratio of plain to reduced, each less what the model alone takes in that round."""
+    rounds = zip(*(found[name][0] for name in ("plain", level, "alone")), strict=True)
+    return statistics.median((plain - own) / max(ours - own, 1e-9) for plain, ours, own in rounds)
 
 
 def plain_bytes(cache: DynamicCache, ids: torch.Tensor) -> tuple[int, int]:
