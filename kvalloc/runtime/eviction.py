@@ -226,16 +226,16 @@ class Eviction:
         first = layer.seen_tokens - int(states.queries.shape[2])
         device = states.queries.device
         places = torch.arange(first, layer.seen_tokens, dtype=torch.int32, device=device)
-        return places if row is None or self.visible is None else places[self.visible[row]]
+        return places if (shown := self._shown(row, device)) is None else places[shown]
 
     def _columns(
         self, layer: BudgetLayer, states: AttentionStates, row: int | None
     ) -> slice | Tensor:
         """Columns of the dense storage that hold tokens of this row, and no padding."""
-        if self.visible is None or row is None:
+        if (shown := self._shown(row, states.keys.device)) is None:
             return slice(None)
-        older = int(states.keys.shape[2]) - int(self.visible.shape[1])
-        found = self.visible[row].nonzero()[:, 0] + older
+        older = int(states.keys.shape[2]) - int(shown.shape[0])
+        found = shown.nonzero()[:, 0] + older
         if older:
             found = torch.cat([torch.arange(older, device=found.device), found])
         first, count = (int(found[0]), int(found.numel())) if found.numel() else (0, 0)
@@ -277,9 +277,12 @@ class Eviction:
         if row is None:
             return states.queries
         queries = states.queries[row : row + 1]
-        if self.visible is None or not queries.shape[2]:
-            return queries
-        return queries[:, :, self.visible[row]]
+        shown = self._shown(row, queries.device)
+        return queries if shown is None or not queries.shape[2] else queries[:, :, shown]
+
+    def _shown(self, row: int | None, device: torch.device) -> Tensor | None:
+        """What of a row's new tokens is no padding: the mask may be on another device."""
+        return None if row is None or self.visible is None else self.visible[row].to(device)
 
     # What is chosen
 

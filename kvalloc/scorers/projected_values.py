@@ -55,6 +55,12 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
             "(hidden_size, query heads x head_dim), which this model does not have; use another "
             "policy"
         )
+    if weight.device.type == "meta":
+        raise UnsupportedModelError(
+            f"CriticalKV needs the output projection of layer {states.layer}, whose weights are "
+            "offloaded and loaded only when their turn comes; keep the layers on devices, or use "
+            "another scorer"
+        )
     group = n_query_heads // n_kv_heads
     norms = torch.zeros(
         (batch, n_kv_heads, n_tokens), dtype=torch.float32, device=states.values.device

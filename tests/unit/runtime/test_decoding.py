@@ -19,7 +19,11 @@ from kvalloc.scorers import get_scorer, scorer_names
 
 CONTEXT = 60
 MERGING = {"merge", "compensate"}
-NAMES = [*(name for name in policy_names() if name not in MERGING), *scorer_names()]
+NAMES = [
+    *(name for name in policy_names() if name not in MERGING),
+    # the others look at what comes right after the prompt, and are refused with decode_every
+    *(name for name in scorer_names() if get_scorer(name).later is None),
+]
 
 
 def feed(model: Any, cache: Any, ids: torch.Tensor, sizes: list[int]) -> torch.Tensor:
