@@ -1,0 +1,25 @@
+"""Refusals of files, and that they are told well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvalloc.errors import ProfileFileError
+
+
+def refused(path: Path, load: Callable[[Path], object]) -> ProfileFileError:
+    """What loading says, after checking that it says it well."""
+    with pytest.raises(ProfileFileError) as caught:
+        load(path)
+    error = caught.value
+    text = str(error)
+    assert "\n" not in text
+    assert text.startswith(f"{path}: {error.field} is ")
+    assert "expected" in text
+    assert error.way_out
+    assert error.way_out in text
+    assert len(text) < 600 + len(str(path))
+    return error
