@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvalloc.cli.eval_methods import cache_methods, check_adapts, read_target
 from kvalloc.cli.models import Device, Dtype, ModelName
 from kvalloc.cli.output import Json, Quiet, note, print_json, print_table, size
 from kvalloc.cli.peers import peer_methods, read_peers
@@ -26,6 +26,7 @@ EXAMPLES = """\
   kvalloc eval demo --profile p.json --profile q.json --tasks needle,kl
   kvalloc eval demo --profile p.json --tasks pairs --samples 12 --context 2048 --json
   kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
+  kvalloc eval demo --profile p.json --adapt 0.25 --target-retention 0.9
   kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
 """
 
@@ -49,6 +50,22 @@ def eval(
             help="A press of kvpress on the same prompts, at the profiles' share of entries or at "
             "one of its own: kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%; can be "
             "repeated. Needs an environment with kvpress: 'make peers'.",
+        ),
+    ] = None,
+    adapt: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Every profile also with budgets that each prompt moves by at most this share, at "
+            "the same total.",
+        ),
+    ] = None,
+    target_retention: Annotated[
+        float | None,
+        typer.Option(
+            metavar="R",
+            help="Also budgets that are decided for each prompt, to retain this share of its "
+            "attention mass.",
         ),
     ] = None,
     tasks: Annotated[
@@ -140,7 +157,9 @@ def eval(
     require_run_packages()
     if output is not None:
         check_writable(output)
-    profiles = _profiles(profile or [], peer or [])
+    target = read_target(target_retention)
+    profiles = _profiles(profile or [], others=bool(peer) or target is not None)
+    check_adapts(profiles, adapt)
     files = _files(profile or []) if into_profile else {}
     peers = read_peers(peer or [], profiles.values())
     options = _options(question, split, turns)
@@ -150,7 +169,9 @@ def eval(
         loaded = load_model(
             model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
         )
-    methods = _methods(loaded, profiles, allow_other_model=allow_other_model)
+    methods = cache_methods(
+        loaded, profiles, adapt=adapt, target=target, allow_other_model=allow_other_model
+    )
     methods |= peer_methods(peers, loaded.tokenizer)
     if asked_context is not None or tasks is not None or prompts is None:
         _check_context(loaded, context)
@@ -166,6 +187,8 @@ def eval(
         **{"tasks": [task.name for task, _ in cases], "split": split, "question": question},
         **{"turns": turns, "samples": samples, "context": context, "seed": seed},
         **{"metric": metric, "dtype": dtype},
+        **({} if adapt is None else {"adapt": adapt}),
+        **({} if target_retention is None else {"target_retention": target_retention}),
     }
     record = evaluation_record(
         model_id=loaded.model_id,
@@ -182,10 +205,10 @@ def eval(
         _print_rows(rows)
 
 
-def _profiles(names: list[str], peers: list[str]) -> dict[str, BudgetProfile]:
+def _profiles(names: list[str], *, others: bool) -> dict[str, BudgetProfile]:
     from kvalloc.library import load_profile
 
-    if not names and not peers:
+    if not names and not others:
         raise InputError("there is nothing to evaluate; give at least one --profile")
     profiles: dict[str, BudgetProfile] = {}
     for name in names:
@@ -263,19 +286,6 @@ def _limit(loaded: LoadedModel) -> int | None:
     from kvalloc.models import shape_of
 
     return shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
-
-
-def _methods(
-    loaded: LoadedModel, profiles: dict[str, BudgetProfile], *, allow_other_model: bool
-) -> dict[str, Method]:
-    from kvalloc.evaluate.methods import CacheMethod
-
-    methods: dict[str, Method] = {}
-    for name, budgets in profiles.items():
-        make = partial(budgets.cache, loaded.model, allow_other_model=allow_other_model)
-        make()  # refuses the profile of another model before anything runs
-        methods[name] = CacheMethod(make_cache=make)
-    return methods
 
 
 def _scores(

@@ -429,6 +429,36 @@ def test_eval_puts_profiles_beside_the_full_cache(models, profiles, folder):
     assert (twin["against"], twin["kl_ratio"], twin["kl_ratio_ci95"]) == ("other", 1.0, [1.0, 1.0])
 
 
+def test_eval_puts_budgets_for_each_prompt_beside_stored_ones(models, profiles, folder):
+    prompts = folder / "each.jsonl"
+    lines = [
+        {"prompt": " ".join(f"w{n * step}" for n in range(60)), "answer": "w7"} for step in (1, 3)
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    ran = run(
+        *("eval", models / "tiny", "--profile", profiles / "tiny.json", "--prompts", prompts),
+        *("--adapt", 0.5, "--target-retention", 0.8, "--json"),
+    )
+    assert ran.code == 0, ran.err
+    names = ["full", "tiny", "tiny --adapt 0.5", "--target-retention 0.8"]
+    assert [row["name"] for row in ran.json] == names
+    full, stored, moved, each = ran.json
+    assert moved["retained_bytes"] <= stored["retained_bytes"]
+    assert moved["kl"] != stored["kl"]
+    assert 0 < each["retained_bytes"] < full["retained_bytes"]
+    alone = run(
+        *("eval", models / "tiny", "--prompts", prompts, "--target-retention", 0.8, "--json")
+    )
+    assert alone.code == 0, alone.err
+    assert alone.json[1]["kl"] == each["kl"]
+    only = ("eval", models / "tiny", "--prompts", prompts)
+    assert "give one" in refused(folder, *only, "--adapt", 0.5, "--target-retention", 0.8)
+    assert "retention" in refused(folder, *only, "--target-retention", 1.5)
+    assert "from 0 to 1" in refused(
+        folder, *only, "--profile", profiles / "tiny.json", "--adapt", 2
+    )
+
+
 def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder):
     prompts = folder / "q.jsonl"
     record = {"context": "w1 w2 " * 20, "input": "w3", "answers": ["w7"]}
