@@ -204,7 +204,7 @@ class HoldsPrompt:
     def _begin_held(self, arguments: Mapping[str, Any], step: Step) -> None:
         assert self._holding is not None
         self._holding.begin(arguments)
-        if step.completes and self._reader is not None:
+        if self._reader is not None:  # any chunk may be the last one inside `prefill`
             columns = step.seen + step.new_tokens
             targets = self._held_targets(step.batch, columns, step.visible)
             check_read(self._policy, targets.values())

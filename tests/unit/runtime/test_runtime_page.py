@@ -50,3 +50,10 @@ def test_every_example_runs(
         assert first != second
         assert names["cache"].get_seq_length() == 60
     assert names["cache"].profile.shape.n_layers == tiny.N_LAYERS
+
+
+def test_the_ten_failures_are_named_as_their_tests_are() -> None:
+    tests = Path(__file__).with_name("test_ten_failures.py").read_text(encoding="utf-8")
+    found = re.findall(r"^def (test_\d+_\w+)", tests, re.MULTILINE)
+    assert [int(name.split("_")[1]) for name in found] == list(range(1, 11))
+    assert re.findall(r"`(test_\d+_\w+)`", PAGE.read_text(encoding="utf-8")) == found
