@@ -1,7 +1,7 @@
 """Layers on different devices, or with weights that are only loaded when their turn comes.
 
-Two devices need a GPU: tests/gpu has those. What can be seen here is that nothing asks a layer's
-own weights where they are, and that what is made for a layer is made where the layer computes.
+Two devices need a GPU, and no test has that yet. What can be seen here is that nothing asks a
+layer's own weights where they are, and that what is made for a layer is made where it computes.
 """
 
 from __future__ import annotations
