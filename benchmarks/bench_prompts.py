@@ -3,8 +3,8 @@
     python benchmarks/bench_prompts.py [--lengths 1024 4096] [--measured-tokens 1024]
 
 Prefill of one prompt with a plain cache, with a stored profile, with that profile moved by the
-prompt (``adapt``), and with budgets decided from the prompt alone, with the whole prompt measured
-and with a part of it; in turns, in one process.
+prompt (``adapt``), and with budgets decided from the prompt alone, with the whole prompt measured,
+with a part of it, and from the held prompt itself; in turns, in one process.
 """
 
 from __future__ import annotations
@@ -68,13 +68,16 @@ def measure(
     options = {"budget": arguments.share, "level": arguments.level}
     part = arguments.measured_tokens
     target, sampled = PromptTarget(**options), PromptTarget(**options, measured_tokens=part)
+    held = PromptTarget(**options, hold=True)
     make = {
         "plain": lambda: DynamicCache(config=model.config),
         "stored": lambda: profile.cache(model),
         "adapted": lambda: profile.cache(model, adapt=ADAPT),
         "adapted, part": lambda: profile.cache(model, adapt=ADAPT, measured_tokens=part),
+        "adapted, held": lambda: profile.cache(model, adapt=ADAPT, hold=True),
         "decided": lambda: make_prompt_cache(model, target),
         "decided, part": lambda: make_prompt_cache(model, sampled),
+        "decided, held": lambda: make_prompt_cache(model, held),
     }
 
     def prefill(cache: Any) -> Any:
@@ -101,7 +104,7 @@ def describe(row: dict[str, Any]) -> str:
     plain = row["prefill"]["plain"]["median_seconds"]
     lines = [f"{row['tokens']:>5} tokens: plain prefill {plain:.2f} s"]
     for name, found in row["ratio"].items():
-        name = name.replace("part", f"{row['measured_tokens']} tokens measured")
+        name = name.replace(", part", f", {row['measured_tokens']} tokens measured")
         lines.append(
             f"      {name}: {found['ratio']:.3f}x plain "
             f"[{found['ratio_quartile_1']:.3f}, {found['ratio_quartile_3']:.3f}]"

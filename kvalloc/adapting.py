@@ -34,14 +34,19 @@ def check_adapt(profile: BudgetProfile, limit: object) -> None:
     InputError
         If the limit is not a share from 0 to 1.
     UnsupportedRequestError
-        If layers share their entries, heads have different policies, or there may be only few
-        different budgets.
+        If each prompt hands out the budgets anyway, layers share their entries, heads have
+        different policies, or there may be only few different budgets.
     """
     number = isinstance(limit, int | float) and not isinstance(limit, bool)
     if not number or not 0 <= float(limit) <= 1:  # type: ignore[arg-type]
         raise InputError(
             f"adapt is {limit!r}, expected the share by which a budget may move, from 0 to 1, "
             "such as 0.25"
+        )
+    if profile.by_prompt:
+        raise UnsupportedRequestError(
+            "each prompt hands out the budgets of this profile among all heads anyway; leave out "
+            "adapt"
         )
     if profile.share_groups:
         raise UnsupportedRequestError(

@@ -285,6 +285,7 @@ class BudgetProfile:
         decode_every: int | None = None,
         adapt: float | None = None,
         measured_tokens: int | None = None,
+        hold: bool = False,
     ) -> Cache:
         """A transformers cache that keeps these budgets.
 
@@ -307,6 +308,9 @@ class BudgetProfile:
             the total as it was; see `kvalloc.adapting.adapt_budgets`. 0 is the stored profile.
         measured_tokens : int, optional
             With adapt: of a longer prompt, measure only so many tokens.
+        hold : bool
+            With adapt: measure nothing beforehand, but hold the prompt's full cache and decide
+            from it, then evict.
 
         Returns
         -------
@@ -332,9 +336,10 @@ class BudgetProfile:
         where, name = "kvalloc.runtime", "make_cache"
         if adapt is not None:
             where, name = "kvalloc.prompting", "make_adapting_cache"
-            options |= {"adapt": adapt, "measured_tokens": measured_tokens}
-        elif measured_tokens is not None:
-            raise InputError("measured_tokens says how much adapt measures; give adapt, too")
+            options |= {"adapt": adapt, "measured_tokens": measured_tokens, "hold": hold}
+        elif measured_tokens is not None or hold:
+            given = "hold" if hold else "measured_tokens"
+            raise InputError(f"{given} says how adapt measures; give adapt, too")
         cache: Cache = getattr(importlib.import_module(where), name)(self, model, **options)
         return cache
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import nn
 
 from kvalloc.adapting import adapt_budgets, check_adapt, may_move
+from kvalloc.attention_hook import AttentionStates
 from kvalloc.budget_profile import BudgetProfile, Level, Policy
 from kvalloc.errors import InputError
 from kvalloc.measure.prompt_scores import check_measured_tokens, prompt_scores
@@ -55,6 +56,8 @@ class PromptTarget:
         First tokens, never evicted.
     measured_tokens : int or None
         Longest mini-prefill, tokens; see `kvalloc.measure.prompt_scores.prompt_scores`.
+    hold : bool
+        Run no mini-prefill: hold the prompt's full cache, decide from it, then evict.
 
     Raises
     ------
@@ -76,6 +79,7 @@ class PromptTarget:
     scorer_options: Mapping[str, Any] | None = None
     sinks: int = 4
     measured_tokens: int | None = None
+    hold: bool = False
 
     def __post_init__(self) -> None:
         self.request(1)
@@ -83,7 +87,7 @@ class PromptTarget:
         if self.sinks < 0:
             raise InputError(f"sinks is {self.sinks!r}, expected a number of tokens >= 0")
         scorer = self.make_scorer()
-        check_prompt_only(scorer)
+        _check_hold(self.hold, scorer, self.measured_tokens)
         check_measured_tokens(self.measured_tokens, self.sinks + scorer.window)
 
     def request(self, rows: int) -> Request:
@@ -123,19 +127,47 @@ class PromptTarget:
         )
 
 
+def _check_hold(hold: bool, scorer: Scorer, measured_tokens: int | None) -> None:
+    if not hold:
+        check_prompt_only(scorer)
+    elif measured_tokens is not None:
+        raise InputError(
+            "a held prompt is measured whole and without another prefill, so measured_tokens "
+            "spares nothing; leave out one of them"
+        )
+
+
+States = Mapping[int, AttentionStates]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _SolveForPrompt:
-    """Decides each row for itself; see `kvalloc.runtime.deciding.Decide`."""
+    """Decides each row for itself; see `kvalloc.runtime.deciding.DecideHeld`."""
 
     target: PromptTarget
     undecided: BudgetProfile
 
+    @property
+    def hold(self) -> bool:
+        return self.target.hold
+
+    @property
+    def scorer(self) -> Scorer:
+        return self.target.make_scorer()
+
     def __call__(self, decoder: nn.Module, rows: Sequence[IntArray]) -> list[BudgetProfile]:
         return [self._row(decoder, row, len(rows)) for row in rows]
 
-    def _row(self, decoder: nn.Module, row: IntArray, rows: int) -> BudgetProfile:
-        target, policy = self.target, self.undecided.policy
-        scorer = target.make_scorer()
+    def from_states(
+        self, decoder: nn.Module, rows: Sequence[IntArray], states: Sequence[States]
+    ) -> list[BudgetProfile]:
+        pairs = zip(rows, states, strict=True)
+        return [self._row(decoder, row, len(rows), seen) for row, seen in pairs]
+
+    def _row(
+        self, decoder: nn.Module, row: IntArray, rows: int, states: States | None = None
+    ) -> BudgetProfile:
+        target, policy, scorer = self.target, self.undecided.policy, self.scorer
         if row.size <= target.sinks + scorer.window:
             return self.undecided
         scores = prompt_scores(
@@ -145,6 +177,7 @@ class _SolveForPrompt:
             sinks=target.sinks,
             shape=self.undecided.shape,
             measured_tokens=target.measured_tokens,
+            states=states,
         )
         options = dict(target.solver_options or {})
         request = target.request(rows)
@@ -156,7 +189,7 @@ class _SolveForPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class _MoveForPrompt:
-    """Moves a stored decision for each row; see `kvalloc.runtime.deciding.Decide`.
+    """Moves a stored decision for each row; see `kvalloc.runtime.deciding.DecideHeld`.
 
     The scores are those that the stored budgets were decided from, also where the entries are
     picked by another policy.
@@ -166,23 +199,39 @@ class _MoveForPrompt:
     policy: Policy | None
     limit: float
     measured_tokens: int | None
+    hold: bool = False
+
+    @property
+    def scorer(self) -> Scorer:
+        policy = self.stored.policy
+        return get_scorer(policy.scorer, **policy.scorer_parameters)
 
     def __call__(self, decoder: nn.Module, rows: Sequence[IntArray]) -> list[BudgetProfile]:
-        moved = [self._row(decoder, row) for row in rows]
+        return self._picked([self._row(decoder, row) for row in rows])
+
+    def from_states(
+        self, decoder: nn.Module, rows: Sequence[IntArray], states: Sequence[States]
+    ) -> list[BudgetProfile]:
+        pairs = zip(rows, states, strict=True)
+        return self._picked([self._row(decoder, row, seen) for row, seen in pairs])
+
+    def _picked(self, moved: list[BudgetProfile]) -> list[BudgetProfile]:
         return moved if self.policy is None else [one.with_policy(self.policy) for one in moved]
 
-    def _row(self, decoder: nn.Module, row: IntArray) -> BudgetProfile:
+    def _row(
+        self, decoder: nn.Module, row: IntArray, states: States | None = None
+    ) -> BudgetProfile:
         stored = self.stored
         if not may_move(stored, self.limit, int(row.size)):
             return stored
-        policy = stored.policy
         scores = prompt_scores(
             decoder,
             row,
-            scorer=get_scorer(policy.scorer, **policy.scorer_parameters),
-            sinks=policy.sinks,
+            scorer=self.scorer,
+            sinks=stored.policy.sinks,
             shape=stored.shape,
             measured_tokens=self.measured_tokens,
+            states=states,
         )
         return adapt_budgets(stored, scores, self.limit)
 
@@ -201,6 +250,8 @@ def make_prompt_cache(
     In the prompt's forward, a mini-prefill over the prompt comes first, then the solver, then the
     prefill with eviction. That takes about as long as another prefill, less with
     ``measured_tokens``; no cache exists meanwhile, so peak memory stays that of a reduced prefill.
+    With ``hold`` there is no mini-prefill: the prompt's own forward is measured, and peak memory is
+    that of its full cache.
 
     Parameters
     ----------
@@ -241,6 +292,7 @@ def make_adapting_cache(
     *,
     adapt: float,
     measured_tokens: int | None = None,
+    hold: bool = False,
     policy: str | Policy | None = None,
     policy_options: Mapping[str, Any] | None = None,
     **options: Any,
@@ -257,6 +309,8 @@ def make_adapting_cache(
         `kvalloc.adapting.adapt_budgets`. At 0 nothing is measured.
     measured_tokens : int, optional
         Longest mini-prefill, tokens; the whole prompt by default.
+    hold : bool
+        Run no mini-prefill: hold the prompt's full cache, decide from it, then evict.
     policy, policy_options, **options
         As for `kvalloc.runtime.make_cache`.
 
@@ -271,13 +325,15 @@ def make_adapting_cache(
     """
     check_adapt(profile, adapt)
     check_measured_tokens(measured_tokens, profile.policy.protected_tokens)
-    check_prompt_only(get_scorer(profile.policy.scorer, **profile.policy.scorer_parameters))
+    scorer = get_scorer(profile.policy.scorer, **profile.policy.scorer_parameters)
+    _check_hold(hold, scorer, measured_tokens)
     changed = with_policy(profile, policy, policy_options)
     move = _MoveForPrompt(
         stored=profile,
         policy=None if policy is None else changed.policy,
         limit=adapt,
         measured_tokens=measured_tokens,
+        hold=hold,
     )
     return make_cache(changed, model, **options, decide=move if adapt else None)
 
@@ -292,6 +348,7 @@ def apply(
     memory: str | int | None = None,
     adapt: float | None = None,
     measured_tokens: int | None = None,
+    hold: bool = False,
     level: Level | None = None,
     solver: str | None = None,
     solver_options: Mapping[str, Any] | None = None,
@@ -331,6 +388,9 @@ def apply(
         `make_adapting_cache`.
     measured_tokens : int, optional
         Longest mini-prefill, tokens; the whole prompt by default.
+    hold : bool
+        With a target or adapt: run no mini-prefill, but hold each prompt's full cache, decide from
+        it, and then evict. Nearly as fast as a stored profile, at the peak memory of a full cache.
     level, solver, solver_options, min_tokens, max_tokens, page, scorer, scorer_options, sinks
         How a target is measured and decided; see `PromptTarget`. They do not go with a profile.
     allow_other_model : bool
@@ -376,7 +436,7 @@ def apply(
     if profile is None:
         if adapt is not None:
             raise InputError("adapt moves the budgets of a stored profile; give one, too")
-        target = PromptTarget(measured_tokens=measured_tokens, **asked)
+        target = PromptTarget(measured_tokens=measured_tokens, hold=hold, **asked)
         return Applied(model, _for_target(model, target, picked))
     if asked:
         raise InputError(
@@ -385,10 +445,11 @@ def apply(
         )
     picked["allow_other_model"] = allow_other_model
     if adapt is not None:
-        picked |= {"adapt": adapt, "measured_tokens": measured_tokens}
-    elif measured_tokens is not None:
+        picked |= {"adapt": adapt, "measured_tokens": measured_tokens, "hold": hold}
+    elif measured_tokens is not None or hold:
+        name = "hold" if hold else "measured_tokens"
         raise InputError(
-            "with a stored profile nothing is measured; leave out measured_tokens, or give adapt"
+            f"with a stored profile nothing is measured; leave out {name}, or give adapt"
         )
     return Applied(model, _for_profile(model, profile, picked))
 

@@ -27,7 +27,7 @@ class CacheChoice:
     target : dict
         What each prompt is to reach: at most one of target_retention, budget, budget_tokens,
         memory, and level and solver where they were given.
-    adapt, measured_tokens
+    adapt, measured_tokens, hold
         How a prompt counts; see `kvalloc.prompting`.
     policy : str or None
     policy_option : list of str
@@ -46,6 +46,7 @@ class CacheChoice:
     target: dict[str, Any] = field(default_factory=dict)
     adapt: float | None = None
     measured_tokens: int | None = None
+    hold: bool = False
     policy: str | None = None
     policy_option: list[str] = field(default_factory=list)
     decode_every: int | None = None
@@ -79,10 +80,10 @@ class CacheChoice:
             )
         if self.adapt is not None and (self.profile is None or self.full):
             raise InputError("--adapt moves the budgets of a --profile; give one")
-        if self.measured_tokens is not None and self.adapt is None and not asked:
+        given = "--hold" if self.hold else "--measured-tokens"
+        if (self.hold or self.measured_tokens is not None) and self.adapt is None and not asked:
             raise InputError(
-                "--measured-tokens is about budgets for each prompt; give it with --adapt or a "
-                "target"
+                f"{given} is about budgets for each prompt; give it with --adapt or a target"
             )
 
     def budgets(self) -> BudgetProfile | None:
@@ -141,11 +142,13 @@ class CacheChoice:
                 allow_other_model=self.allow_other_model,
                 adapt=self.adapt,
                 measured_tokens=self.measured_tokens,
+                hold=self.hold,
                 **picked,
             )
         from kvalloc.prompting import PromptTarget, make_prompt_cache
 
-        target = PromptTarget(**self.target, measured_tokens=self.measured_tokens)
+        measured = self.measured_tokens
+        target = PromptTarget(**self.target, measured_tokens=measured, hold=self.hold)
         return make_prompt_cache(loaded.model, target, **picked)
 
     def policy_options(self) -> dict[str, Any]:

@@ -78,6 +78,14 @@ def generate(
             "of its ends.",
         ),
     ] = None,
+    hold: Annotated[
+        bool,
+        typer.Option(
+            "--hold",
+            help="With --adapt or a target: hold the prompt's full cache and decide from it, "
+            "instead of reading the prompt twice.",
+        ),
+    ] = False,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.")] = None,
     prompt_file: Annotated[
         Path | None,
@@ -172,6 +180,7 @@ def generate(
         "target": {name: value for name, value in target.items() if value is not None},
         "adapt": adapt,
         "measured_tokens": measured_tokens,
+        "hold": hold,
         "policy": policy,
         "policy_option": policy_option or [],
         "decode_every": decode_every,

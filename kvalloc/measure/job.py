@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from kvalloc.measure.sampling import SampleSet
 from kvalloc.policy import Policy
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
+
+if TYPE_CHECKING:
+    from kvalloc.attention_hook import AttentionStates
 
 IntArray = npt.NDArray[np.int64]
 
@@ -47,6 +50,9 @@ class Job:
         Bit widths whose fidelity is measured.
     share_length : int
         Longest run of layers whose joint curves are measured; 1 for none.
+    states : mapping of int to AttentionStates, or None
+        What each full-attention layer saw of the one sample, where that is known; then no
+        mini-prefill is run.
     """
 
     model: Any
@@ -60,6 +66,7 @@ class Job:
     losses: LossPlan | None
     bits: tuple[int, ...] = ()
     share_length: int
+    states: Mapping[int, AttentionStates] | None = None
 
     @property
     def shared_runs(self) -> IntArray:

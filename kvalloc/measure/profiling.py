@@ -298,7 +298,6 @@ def _measure_group(
     import torch
 
     ids = np.stack([job.samples.token_ids[index] for index in group])
-    device = job.model.get_input_embeddings().weight.device
     curves = np.ones((len(group), *job.curves_shape))
     masses = np.zeros((len(group), *job.curves_shape[:2]))
     errors = np.zeros(len(group))
@@ -326,7 +325,12 @@ def _measure_group(
                 errors[row] = max(errors[row], error)
         layer_done(layers.index(layer) + 1)
 
-    mini_prefill(job.model, torch.from_numpy(ids).to(device), look, layers=layers)
+    if job.states is None:
+        device = job.model.get_input_embeddings().weight.device
+        mini_prefill(job.model, torch.from_numpy(ids).to(device), look, layers=layers)
+    else:
+        for layer in layers:
+            look(job.states[layer])
     return [
         MeasuredSample(
             curves=curves[row],

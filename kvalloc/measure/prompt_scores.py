@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ from kvalloc.measure.sampling import SampleSet, cut_middle
 from kvalloc.score_profile import ScoreProfile, rank_grid
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
+
+if TYPE_CHECKING:
+    from kvalloc.attention_hook import AttentionStates
 
 __all__ = ["check_measured_tokens", "prompt_scores"]
 
@@ -43,6 +47,7 @@ def prompt_scores(
     sinks: int,
     shape: ModelShape,
     measured_tokens: int | None = None,
+    states: Mapping[int, AttentionStates] | None = None,
 ) -> ScoreProfile:
     """Retention curves of one prompt.
 
@@ -62,6 +67,9 @@ def prompt_scores(
         Of a longer prompt, run only so many tokens, the first half and the last half of them, and
         stretch the curves by the share kept. That bounds what the mini-prefill takes; by default
         the whole prompt runs, as in XKV.
+    states : mapping of int to AttentionStates, optional
+        What each full-attention layer saw of the whole prompt, where that is known already: no
+        mini-prefill is run.
 
     Returns
     -------
@@ -101,5 +109,6 @@ def prompt_scores(
         batch=1,
         losses=None,
         share_length=1,
+        states=states,
     )
     return measure_job(job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,18 @@ from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.arrival import Arrival
 from kvalloc.runtime.refusals import new_tokens_shape
 
-__all__ = ["Decide", "DecidesByPrompt", "prompt_rows", "row_decisions"]
+if TYPE_CHECKING:
+    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.scorers import Scorer
+
+__all__ = [
+    "Decide",
+    "DecideHeld",
+    "DecidesByPrompt",
+    "from_held",
+    "prompt_rows",
+    "row_decisions",
+]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -39,6 +50,45 @@ class Decide(Protocol):
         sequence of BudgetProfile
             One a row, with the same sinks, window and policy as the cache's own.
         """
+
+
+class DecideHeld(Decide, Protocol):
+    """Decides budgets from a prompt that the cache holds whole, without running it again."""
+
+    @property
+    def hold(self) -> bool:
+        """Whether it does; otherwise it is a `Decide` like any other."""
+
+    @property
+    def scorer(self) -> Scorer:
+        """Whose scores it measures."""
+
+    def from_states(
+        self,
+        decoder: nn.Module,
+        rows: Sequence[IntArray],
+        states: Sequence[Mapping[int, AttentionStates]],
+    ) -> Sequence[BudgetProfile]:
+        """The budgets of each row.
+
+        Parameters
+        ----------
+        decoder, rows
+            As for `Decide`.
+        states : sequence of mapping of int to AttentionStates, each with one row
+            What each full-attention layer saw of it, with the last queries that the scorer looks
+            at, and without padding.
+
+        Returns
+        -------
+        sequence of BudgetProfile
+            As from `Decide`.
+        """
+
+
+def from_held(decide: Decide | None) -> DecideHeld | None:
+    """The decider, if it wants the cache to hold the prompt."""
+    return cast(DecideHeld, decide) if getattr(decide, "hold", False) else None
 
 
 def prompt_rows(arguments: Mapping[str, Any], visible: Tensor | None) -> list[IntArray]:
@@ -68,7 +118,11 @@ def prompt_rows(arguments: Mapping[str, Any], visible: Tensor | None) -> list[In
 
 
 def row_decisions(
-    decide: Decide, decoder: nn.Module, rows: Sequence[IntArray], otherwise: BudgetProfile
+    decide: Decide,
+    decoder: nn.Module,
+    rows: Sequence[IntArray],
+    otherwise: BudgetProfile,
+    states: Callable[[int], Mapping[int, AttentionStates]] | None = None,
 ) -> list[BudgetProfile]:
     """Ask once for rows that are equal, as those of a beam search are.
 
@@ -79,14 +133,23 @@ def row_decisions(
     rows : sequence of ndarray of int64, (n_tokens,)
     otherwise : BudgetProfile
         For rows that are padding only.
+    states : callable, optional
+        For a `DecideHeld`: what the layers saw of a row.
 
     Returns
     -------
     list of BudgetProfile, one a row
     """
     keys = [row.tobytes() for row in rows]
-    asked = {key: row for key, row in zip(keys, rows, strict=True) if row.size}
-    decided = dict(zip(asked, decide(decoder, list(asked.values())), strict=True)) if asked else {}
+    places = {key: place for place, key in enumerate(keys) if rows[place].size}
+    asked = [rows[place] for place in places.values()]
+    holding = from_held(decide)
+    answers: Sequence[BudgetProfile] = ()
+    if asked and holding is not None and states is not None:
+        answers = holding.from_states(decoder, asked, [states(row) for row in places.values()])
+    elif asked:
+        answers = decide(decoder, asked)
+    decided = dict(zip(places, answers, strict=True))
     return [decided.get(key, otherwise) for key in keys]
 
 
@@ -148,14 +211,23 @@ class DecidesByPrompt:
         self._decided_ahead = self._decide is not None
 
     def _decide_for(self, inputs: Mapping[str, Any]) -> None:
+        if self._decide is None or from_held(self._decide) is not None:
+            return
+        batch, tokens = new_tokens_shape(inputs)
+        visible = self.arrival.padding(batch, tokens, inputs.get("attention_mask"))
+        self._decide_rows(prompt_rows(inputs, visible))
+
+    def _decide_rows(
+        self,
+        rows: Sequence[IntArray],
+        states: Callable[[int], Mapping[int, AttentionStates]] | None = None,
+    ) -> None:
+        """Decide for rows without padding, from what the layers saw of them where that is known."""
         decoder = self.decoder()
         if self._decide is None or decoder is None:
             return
         begun = time.perf_counter()
-        batch, tokens = new_tokens_shape(inputs)
-        visible = self.arrival.padding(batch, tokens, inputs.get("attention_mask"))
-        rows = prompt_rows(inputs, visible)
-        decided = row_decisions(self._decide, decoder, rows, self._stored_profile)
+        decided = row_decisions(self._decide, decoder, rows, self._stored_profile, states)
         self.arrival.decide(decided)
         if all(one is decided[0] for one in decided):
             self.profile = decided[0]
@@ -164,6 +236,8 @@ class DecidesByPrompt:
     def _decide_on_arrival(self, batch: int, arguments: Mapping[str, Any], mask: object) -> None:
         """Decide in the first forward, unless that was done before."""
         if self._decide is None or self.get_seq_length() or self._decided_ahead:
+            return
+        if from_held(self._decide) is not None:  # when the prompt is complete
             return
         _, tokens = new_tokens_shape(arguments)
         if self.arrival.open or self.arrival.announced not in (None, tokens):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,8 +14,7 @@ from torch import Tensor
 from kvalloc.attention_hook import AttentionStates, Observed
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.packed import PackedEntries
-from kvalloc.runtime.policies import ByHead, EvictionPolicy, Weighted
-from kvalloc.runtime.policies.score import Score
+from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.unfinished import Part, Unfinished, part_of, parts
@@ -80,9 +80,6 @@ class Eviction:
         Whether there will be another chunk, for which the policy has to note something.
     bits : mapping
         For layers that are stored at fewer bits from now on: those of each KV head, (n_kv_heads,).
-    held : bool
-        Whether the whole prompt is held until it is complete: then its last queries are those
-        noted, and ``visible`` covers all of it when entries are evicted.
     """
 
     policy: EvictionPolicy
@@ -92,7 +89,9 @@ class Eviction:
     visible: Tensor | None
     remember: bool = True
     bits: Mapping[int, IntArray] = field(default_factory=dict)
-    held: bool = False
+
+    held: ClassVar[bool] = False
+    """Whether the whole prompt is held until it is complete."""
 
     @torch.no_grad()
     def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
@@ -101,13 +100,6 @@ class Eviction:
             if self.policy.observes:
                 found = self._candidates(layer, states, part)
                 self._note(layer.unfinished, part, found.states)
-            self._note_queries(layer, layer.unfinished, part, states)
-
-    @torch.no_grad()
-    def hold_queries(self, layer: BudgetLayer, states: AttentionStates) -> None:
-        """Note the queries that `evict` will need when the held prompt is complete."""
-        layer.unfinished.grain = self._grain(layer)
-        for part in parts(self._grain(layer), *self._sizes(layer, states)):
             self._note_queries(layer, layer.unfinished, part, states)
 
     @torch.no_grad()
@@ -128,30 +120,6 @@ class Eviction:
         self._store(layer, targets, self._choices(layer, states, targets, after), states)
         layer.unfinished = after if self.remember else Unfinished()
 
-    @torch.no_grad()
-    def evictable_scores(self, layer: BudgetLayer, states: AttentionStates) -> list[Tensor]:
-        """Scores of a held layer's entries without sinks, window and padding.
-
-        Parameters
-        ----------
-        layer : BudgetLayer
-            Holds a complete prompt.
-        states : AttentionStates
-            With its keys and values.
-
-        Returns
-        -------
-        list of Tensor, each (n_kv_heads, n_evictable)
-            One a row; n_evictable is 0 where a row has no more than sinks and window.
-        """
-        assert isinstance(self.policy, Score | Weighted)  # `budget_fault` refuses others
-        found: list[Tensor] = []
-        for part in parts(self._grain(layer), *self._sizes(layer, states)):
-            own = self._candidates(layer, states, part).states
-            end = max(int(own.keys.shape[2]) - self.window, self.sinks)
-            found += self.policy.scores(own, sinks=self.sinks)[..., self.sinks : end]
-        return found
-
     def _grain(self, layer: BudgetLayer) -> int:
         if layer.entries is not None:
             return 2
@@ -159,13 +127,7 @@ class Eviction:
 
     def _wanted_rows(self) -> int:
         """How many of the prompt's last queries the policy is to see."""
-        policy = self.policy
-        sums = policy.observes or (
-            isinstance(policy, ByHead | Weighted) and policy.needs_whole_prompt
-        )
-        if self.held and sums:
-            return self.prompt_tokens  # all at once, instead of what each chunk brings
-        return policy.query_rows(self.prompt_tokens)
+        return self.policy.query_rows(self.prompt_tokens)
 
     def _sizes(self, layer: BudgetLayer, states: AttentionStates) -> tuple[int, int]:
         return int(states.keys.shape[0]), int(states.keys.shape[1])

@@ -15,8 +15,10 @@ from kvalloc.attention_hook import AttentionStates
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.arrival import Arrival, Step
-from kvalloc.runtime.groups import GroupEviction, Held
+from kvalloc.runtime.deciding import Decide, from_held, prompt_rows
+from kvalloc.runtime.groups import Held
 from kvalloc.runtime.handing_out import handed_out
+from kvalloc.runtime.held_eviction import HeldEviction
 from kvalloc.runtime.later_cache import HeldPrompt
 from kvalloc.runtime.later_passes import Wanted, check_draft, check_repeat, run_later_passes
 from kvalloc.runtime.layers import BudgetLayer
@@ -43,6 +45,8 @@ class Holding:
         For each layer, the scorers that have to see what comes after the prompt.
     model : nn.Module
         Its head is needed to draft; held weakly.
+    deciding : Scorer or None
+        Whose scores of the whole prompt decide the budgets.
 
     Raises
     ------
@@ -50,9 +54,11 @@ class Holding:
         If a scorer drafts and the model has no head.
     """
 
-    def __init__(self, wanted: Wanted, model: nn.Module) -> None:
-        self.wanted = wanted
-        kinds = {scorer.later.kind for each in wanted.values() for scorer in each if scorer.later}
+    def __init__(self, wanted: Wanted, model: nn.Module, deciding: Scorer | None = None) -> None:
+        self.wanted, self.deciding = wanted, deciding
+        scorers = [scorer for each in wanted.values() for scorer in each]
+        scorers += [] if deciding is None else [deciding]
+        kinds = {scorer.later.kind for scorer in scorers if scorer.later}
         self.drafts, self.repeats = "draft" in kinds, "repeat" in kinds
         self._head: Callable[[], nn.Module | None] = lambda: None
         if self.drafts:
@@ -89,6 +95,8 @@ class Holding:
             ids = None
         if self.repeats:
             check_repeat(ids)
+        if self.deciding is not None:
+            prompt_rows(arguments, None)  # refuses where there are no ids
         positions = arguments.get("position_ids")
         self._new = ids, positions if isinstance(positions, Tensor) else None
 
@@ -131,6 +139,10 @@ class Holding:
             if states is not None:
                 setattr(self, name, states[rows.to(states.device)])
 
+    def rows(self, visible: Tensor | None) -> list[IntArray]:
+        """Token ids of each row of the complete prompt, without padding."""
+        return prompt_rows({"input_ids": self._ids}, visible)
+
     def prompt(self, decoder: nn.Module, layers: Sequence[Any], arrival: Arrival) -> HeldPrompt:
         """The complete prompt, as later passes take it."""
         assert self._next_positions is not None
@@ -169,6 +181,8 @@ class HoldsPrompt:
     arrival: Arrival
     layers: list[Any]
     decoder: Callable[[], nn.Module | None]
+    _decide: Decide | None
+    _decide_rows: Callable[..., None]
     get_seq_length: Callable[[], int]
     _policy: EvictionPolicy
     _holding: Holding | None
@@ -182,20 +196,25 @@ class HoldsPrompt:
             layer: self._policy.later_scorers(layer) for layer in self.profile.shape.full_layers
         }
         wanted = {layer: each for layer, each in wanted.items() if each}
-        if not wanted and not self.profile.by_prompt:
+        decide = from_held(self._decide)
+        deciding = None if decide is None else decide.scorer
+        if not wanted and deciding is None and not self.profile.by_prompt:
             return None
         if self.arrival.decode_every is not None:
-            why = (
-                "a scorer of this profile looks at what comes right after the prompt, which says "
-                "nothing of what is decoded later"
-                if wanted
-                else "each prompt hands out the budgets of this profile once, when it is complete"
+            why, instead = (
+                "each prompt hands out these budgets once, when it is complete",
+                "choose another profile",
             )
-            raise UnsupportedRequestError(
-                f"{why}; leave out decode_every, or choose another "
-                f"{'scorer' if wanted else 'profile'}"
-            )
-        return Holding(wanted, model)
+            if wanted:
+                why = "a scorer of this profile looks at what comes right after the prompt"
+                why, instead = (
+                    f"{why}, which says nothing of what is decoded later",
+                    "choose another scorer",
+                )
+            elif deciding is not None:
+                why, instead = "hold decides once, when the prompt is complete", "do not hold"
+            raise UnsupportedRequestError(f"{why}; leave out decode_every, or {instead}")
+        return Holding(wanted, model, deciding)
 
     def _holds(self, step: Step) -> bool:
         """Whether this forward is of a prompt that is held."""
@@ -204,7 +223,8 @@ class HoldsPrompt:
     def _begin_held(self, arguments: Mapping[str, Any], step: Step) -> None:
         assert self._holding is not None
         self._holding.begin(arguments)
-        if self._reader is not None:  # any chunk may be the last one inside `prefill`
+        # any chunk may be the last one inside `prefill`; budgets still to be decided are not known
+        if self._reader is not None and self._holding.deciding is None:
             columns = step.seen + step.new_tokens
             targets = self._held_targets(step.batch, columns, step.visible)
             check_read(self._policy, targets.values())
@@ -221,9 +241,9 @@ class HoldsPrompt:
         if step.completes:
             self._finish_held()
 
-    def _held_eviction(self, prompt_tokens: int, visible: Tensor | None) -> GroupEviction:
-        policy = self.profile.policy
-        return GroupEviction(
+    def _held_eviction(self, prompt_tokens: int, visible: Tensor | None) -> HeldEviction:
+        policy, holding = self.profile.policy, self._holding
+        return HeldEviction(
             policy=self._policy,
             sinks=policy.sinks,
             window=policy.window,
@@ -231,7 +251,7 @@ class HoldsPrompt:
             visible=visible,
             remember=False,
             bits=self._bits,
-            held=True,
+            deciding=None if holding is None else holding.deciding,
         )
 
     def _held_targets(
@@ -249,15 +269,13 @@ class HoldsPrompt:
         return found
 
     def _by_prompt(
-        self, eviction: GroupEviction, targets: dict[int, IntArray]
+        self, eviction: HeldEviction, targets: dict[int, IntArray]
     ) -> dict[int, IntArray]:
         """As many entries in all, handed out by each row's own scores."""
-        assert self._holding is not None
         by_row: list[list[Tensor]] = []
         for index in targets:
-            layer = self.layers[index]
-            states = replace(self._holding.seen[index], keys=layer.keys, values=layer.values)
-            by_row.append(eviction.evictable_scores(layer, states))
+            states = self._layer_states(index)
+            by_row.append(eviction.evictable_scores(self.layers[index], states))
         totals = sum(own.sum(axis=1) for own in targets.values())
         found = {index: own.copy() for index, own in targets.items()}
         for row, scores in enumerate(zip(*by_row, strict=True)):
@@ -284,25 +302,54 @@ class HoldsPrompt:
             return
         columns, batch = self.get_seq_length(), self.layers[0].keys.shape[0]
         visible = self.arrival.visible
+        full = self.profile.shape.full_layers
+        if holding.deciding is not None:
+            self._look_later(decoder, dict.fromkeys(full, (holding.deciding,)))
+            self._decide_rows(holding.rows(visible), self._row_states)
         targets = self._held_targets(batch, columns, visible)
-        wanted: dict[int, Sequence[Scorer]] = {
-            layer: each for layer, each in holding.wanted.items() if layer in targets
-        }
-        if wanted:
-            prompt = holding.prompt(decoder, self.layers, self.arrival)
-            notes = run_later_passes(prompt, wanted, sinks=self.profile.policy.sinks)
-            for layer, found in notes.items():
-                self.layers[layer].unfinished.later = found
+        if self._reader is not None:
+            check_read(self._policy, targets.values())
+        self._look_later(decoder, {i: each for i, each in holding.wanted.items() if i in targets})
         eviction, held = self._held_eviction(columns, visible), list[Held]()
         if self.profile.by_prompt:
             targets = self._by_prompt(eviction, targets)
         for index, own in targets.items():
             layer = self.layers[index]
-            states = replace(holding.seen[index], keys=layer.keys, values=layer.values)
-            eviction.evict_in_group(layer, states, own, self._groups.get(index), held)
+            group = self._groups.get(index)
+            eviction.evict_in_group(layer, self._layer_states(index), own, group, held)
         for index in self.profile.shape.full_layers:
             self.layers[index].unfinished.clear()
         holding.forget()
         if self._reader is not None:
             self._reader.forget()
         self._interrupted = False
+
+    def _layer_states(self, index: int) -> AttentionStates:
+        """What a layer saw of the held prompt, but for its queries."""
+        assert self._holding is not None
+        layer = self.layers[index]
+        return replace(self._holding.seen[index], keys=layer.keys, values=layer.values)
+
+    def _row_states(self, row: int) -> dict[int, AttentionStates]:
+        """What each layer saw of one row, without padding."""
+        eviction = self._held_eviction(self.get_seq_length(), self.arrival.visible)
+        return {
+            index: eviction.row_states(self.layers[index], self._layer_states(index), row)
+            for index in self.profile.shape.full_layers
+        }
+
+    def _look_later(self, decoder: nn.Module, wanted: Mapping[int, Sequence[Scorer]]) -> None:
+        """Make the passes that are still to be made, and note what scorers see of them."""
+        assert self._holding is not None
+        missing: dict[int, list[Scorer]] = {}
+        for index, scorers in wanted.items():
+            noted = self.layers[index].unfinished.later
+            new = [one for one in scorers if one.later and one.later_key not in noted]
+            if new:
+                missing[index] = new
+        if not missing:
+            return
+        prompt = self._holding.prompt(decoder, self.layers, self.arrival)
+        notes = run_later_passes(prompt, missing, sinks=self.profile.policy.sinks)
+        for index, found in notes.items():
+            self.layers[index].unfinished.later |= found
