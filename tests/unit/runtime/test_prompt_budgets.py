@@ -448,3 +448,10 @@ def test_what_does_not_go_with_holding_is_refused(tiny: ModuleType, model: Any) 
     embedded = model.get_input_embeddings()(tiny.prompt(CONTEXT)).detach()
     with pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
         model(inputs_embeds=embedded, past_key_values=stored.cache(model, adapt=0.3, hold=True))
+
+
+def test_budgets_that_each_prompt_hands_out_do_not_move(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS))
+    by_prompt = dataclasses.replace(profile, by_prompt=True)
+    with pytest.raises(UnsupportedRequestError, match="hands out the budgets.*leave out adapt"):
+        by_prompt.cache(model, adapt=0.3)
