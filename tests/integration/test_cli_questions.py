@@ -208,6 +208,10 @@ def test_budgets_for_the_prompt(folder):
     assert ran.json["decision_seconds"] > 0
     assert ran.json["retained_bytes"] < ran.json["full_bytes"]
     assert ran.json["profile"] is None
+    held = run("generate", folder / "tiny", "--target-retention", 0.7, "--level", "head", "--hold",
+               *prompt).json  # fmt: skip
+    assert held["retained_bytes"] == ran.json["retained_bytes"]
+    assert held["answer"] == ran.json["answer"]
     stored = run("generate", folder / "tiny", "--profile", folder / "tiny.json", *prompt).json
     moved = run("generate", folder / "tiny", "--profile", folder / "tiny.json", "--adapt", 0.5,
                 "--measured-tokens", 60, *prompt).json  # fmt: skip
@@ -239,6 +243,8 @@ def test_budgets_for_the_prompt(folder):
         (["--full", "--adapt", "0.2"], ["--adapt", "--profile"]),
         (["--profile", "tiny.json", "--adapt", "1.2"], ["1.2", "0.25"]),
         (["--profile", "tiny.json", "--measured-tokens", "60"], ["--measured-tokens", "--adapt"]),
+        (["--profile", "tiny.json", "--hold"], ["--hold", "--adapt"]),
+        (["--budget", "20%", "--hold", "--measured-tokens", "60"], ["measured_tokens"]),
         (["--profile", "tiny.json", "--keep-turns"], ["--keep-turns", "--question"]),
         (["--profile", "tiny.json", "--question", " "], ["empty"]),
         (["--profile", "tiny.json", "--question", "w1", "--question", ""], ["question 2 is empty"]),
