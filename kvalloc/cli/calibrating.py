@@ -57,7 +57,14 @@ class Recipe:
     lengths: tuple[int, ...] = ()
 
     def make(
-        self, tokenizer: Any, *, samples: int | None, each: int, context: int, seed: int
+        self,
+        tokenizer: Any,
+        *,
+        samples: int | None,
+        each: int,
+        context: int,
+        seed: int,
+        begun_every: int = 0,
     ) -> list[Prompt]:
         """The prompts.
 
@@ -70,6 +77,8 @@ class Recipe:
         context : int
             Reference context, tokens.
         seed : int
+        begun_every : int
+            See `kvalloc.evaluate.calibration.calibration_prompts`.
 
         Raises
         ------
@@ -87,6 +96,7 @@ class Recipe:
                 lengths,
                 kinds=self.kinds,
                 question=self.question,
+                begun_every=begun_every,
                 seed=seed,
             )
         except InputError as error:

@@ -87,7 +87,8 @@ def tune(
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Steps of the descent; 60, or 40.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Steps of the descent; 60, or 100 with --by-prompt."),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the choice of prompts.")] = 0,
     dtype: Dtype = "float32",
@@ -125,7 +126,12 @@ def tune(
     if recipe:
         texts = [
             *recipe.make(
-                loaded.tokenizer, samples=samples, each=EACH_TASK, context=context, seed=seed
+                loaded.tokenizer,
+                samples=samples,
+                each=EACH_TASK,
+                context=context,
+                seed=seed,
+                begun_every=2 if by_prompt else 0,  # a draft begins in another place then
             )
         ]
         samples = len(texts)

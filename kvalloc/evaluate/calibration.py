@@ -41,6 +41,7 @@ def calibration_prompts(
     kinds: Sequence[str] = KINDS,
     question: str = "inside",
     split: str = "profiling",
+    begun_every: int = 0,
     seed: int = 0,
 ) -> list[Prompt]:
     """Make prompts with their answers, from texts and words that no evaluation uses.
@@ -60,6 +61,9 @@ def calibration_prompts(
         question is read when it has been compressed. ``both``: both kinds of prompts.
     split : str
         ``profiling`` or ``development``.
+    begun_every : int
+        So many-th prompts of each kind end with the beginning of their answer, as those of an
+        evaluation do; 0, as by default, for none.
     seed : int
 
     Returns
@@ -98,21 +102,30 @@ def calibration_prompts(
         n_cases = len(range(place, n_prompts, len(series)))
         if n_cases:
             cases = task.make(tokenizer, n_cases, length, own_seed, split=chosen, after=after)
-            made.append([_prompt(tokenizer, case, task.name) for case in cases])
+            made.append(
+                [
+                    _prompt(tokenizer, case, task.name, begun=_begun(number, begun_every))
+                    for number, case in enumerate(cases)
+                ]
+            )
     rounds = max(map(len, made))
     return [prompts[index] for index in range(rounds) for prompts in made if index < len(prompts)]
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str) -> Prompt:
+def _begun(number: int, every: int) -> bool:
+    return every > 0 and number % every == every - 1
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str, *, begun: bool) -> Prompt:
     """The case with the whole answer after it, also what an evaluation begins for the model.
 
     To begin the answer by itself the model has to find its place in the prompt, and what that
-    needs is then part of the loss.
+    needs is then part of the loss. Where the answer is `begun`, that part stays in the prompt.
     """
     turn = case.turns[0]
     answer = turn.continuation_ids
     asked = turn.question_ids or case.input_ids
-    end = len(asked) - turn.begun_tokens
+    end = len(asked) - (0 if begun else turn.begun_tokens)
     if turn.answers:
         answer = (*asked[end:], *encode(tokenizer, f" {turn.answers[0]}"))
     after = bool(turn.question_ids)

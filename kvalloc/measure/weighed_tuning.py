@@ -43,11 +43,10 @@ DEFAULT_OTHERS = (
     f"{_DRAFT}:pool=5",
     "lookahead:tokens=0:votes=32:row_reduce=max:group_reduce=max:pool=1",
     "snapkv:window=8:pool=5",
-    "tova",
-    "streaming",
+    *("tova", "keydiff", "streaming"),
 )
 """The draft again, for passages; the prompt's last queries, for single entries and passages; its
-very last one; and how late an entry stands."""
+very last one; how far a key is from the others; and how late an entry stands."""
 
 
 def tune_by_prompt(

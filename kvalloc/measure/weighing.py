@@ -67,14 +67,14 @@ class Weighing:
         If a value is out of range.
     """
 
-    steps: int = 40
+    steps: int = 100
     batch: int = 6
     continuation_tokens: int = 32
     learning_rate: float = 0.15
     other_weight: float = 0.1
     softness: tuple[float, float] = (1.0, 0.1)
     held_out: float = 0.2
-    checks: int = 3
+    checks: int = 4
 
     def __post_init__(self) -> None:
         least = min(self.steps, self.batch, self.continuation_tokens, self.checks)
