@@ -25,6 +25,7 @@ from quality.tables import (
     Ratio,
     against_best,
     current,
+    development_loss,
     grid_of,
     method_of,
     read_rows,
@@ -35,11 +36,14 @@ from quality.tables import (
 
 FOLDER = Path(__file__).resolve().parent
 PYTHON = FOLDER.parent / ".venv-kvpress" / "bin" / "python"
-PROFILES = tuple(f"smollm2-135m-instruct-loss-{share}" for share in (50, 20, 10))
-SHARES, AFTER_SHARES = (0.5, 0.2, 0.1), (0.5, 0.2)
+MODEL = "smollm2-135m-instruct"
+PROFILES = tuple(f"{MODEL}-loss-{share}" for share in (50, 20, 10))
+FIXED = tuple(f"{MODEL}-fixed-{share}" for share in (50, 20, 10))
+AFTER_PROFILES = tuple(f"{MODEL}-context-{share}" for share in (40, 20))
+SHARES, AFTER_SHARES = (0.5, 0.2, 0.1), (0.4, 0.2)
 LIMITS = {0.5: 1 / 4, 0.2: 1 / 3, 0.1: 1 / 2}
 CONTEXT, LONG_CONTEXT = 1000, 2048
-BY_POINTS = 0.02
+BY_POINTS, PREDICTED_WITHIN = 0.02, 0.25
 TWICE = "KVzip"
 LEAST_PROMPTS = 6
 """Of which the full cache gets some right, before retrieval or context only counts as met."""
@@ -56,7 +60,7 @@ def main() -> int:
         measure(asked)
     rows = current(read_rows())
     print(f"cells measured with {versions()}")
-    targets = [*inside(rows), *after(rows), *long_prompts(rows)]
+    targets = [*inside(rows), *after(rows), *long_prompts(rows), *predicted(rows)]
     print("\ntargets")
     for said, met in targets:
         print(f"  {'met      ' if met else 'MISSED   ' if met is False else 'undecided'}  {said}")
@@ -85,12 +89,13 @@ def versions() -> str:
 
 def measure(asked: argparse.Namespace) -> None:
     """Fill in the missing cells; what does not get done in time is missing in the tables."""
-    command = [str(PYTHON), str(FOLDER / "quality" / "cells.py"), "--profiles", *PROFILES]
+    command = [str(PYTHON), str(FOLDER / "quality" / "cells.py"), "-o", str(CELLS_FILE)]
     command += ["--prompts", str(asked.prompts), "--seconds", str(asked.seconds)]
-    subprocess.run([*command, "-o", str(CELLS_FILE)], check=False, stdout=sys.stderr)
-    long = ["--peers", "--after", "--tasks", "needle", "pairs", "--context", str(LONG_CONTEXT)]
-    long_command = [*command[:3], PROFILES[1], *command[6:], *long, "-o", str(CELLS_FILE)]
-    subprocess.run(long_command, check=False, stdout=sys.stderr)
+    usual = ["--profiles", *PROFILES, *FIXED, "--after-profiles", *AFTER_PROFILES]
+    long = ["--tasks", "needle", "pairs", "--context", str(LONG_CONTEXT), "--peers", "--after"]
+    before = ["--profiles", *PROFILES, "--peers", "--after", "--split", "development"]
+    for more in (usual, ["--profiles", PROFILES[1], *long], before):
+        subprocess.run([*command, *more], check=False, stdout=sys.stderr)
 
 
 def inside(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool | None]]:
@@ -193,6 +198,26 @@ def long_prompts(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool | N
         right, whole = sum(ours) / len(ours), sum(full) / len(full)
         said += f": {right:.0%} right of {len(ours)}, full cache {whole:.0%}"
         yield said, surely(right >= whole - BY_POINTS, sum(score > 0 for score in full))
+
+
+def predicted(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool | None]]:
+    """What was to be expected from prompts of the development split, and what came."""
+    for share in (0.5, 0.2):
+        one = grid(rows, share, after=False)
+        names = {row["method"] for row in rows if method_of(row) == OURS
+                 and not row["after"] and abs(row["share"] - share) < 0.006}  # fmt: skip
+        if one is None or len(names) != 1:
+            continue
+        expected = development_loss(read_rows(), names.pop().split("#")[1])
+        if expected is None:
+            yield f"{share:.0%} kept: predicted loss: not measured", None
+            continue
+        place = one.methods.index(OURS)
+        losses = [values[place].mean() for values in one.values.values()]
+        measured = float(sum(losses) / len(losses))
+        off = abs(expected - measured) / measured
+        said = f"{share:.0%} kept: predicted {expected:.5f}, measured {measured:.5f} nats"
+        yield f"{said}, {off:.0%} off, target {PREDICTED_WITHIN:.0%}", off <= PREDICTED_WITHIN
 
 
 def surely(met: bool, n_prompts: int) -> bool | None:

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quality.digests import digest_of_case
-from quality.tables import read_rows
+from quality.tables import HELD_OUT, read_rows
 
 import kvalloc
 from kvalloc.evaluate.kl import divergence
@@ -44,8 +44,9 @@ ASKING = ("needle", "pairs", "labels")
 AFTER = ("needle", "pairs")
 """Tasks that are also asked after the compression (context only)."""
 SHARES = (0.5, 0.2, 0.1)
-LEAST_AFTER = 0.15
-"""Context only is asked at the larger shares."""
+AFTER_SHARES = (0.4, 0.2)
+AFTER_PEERS = ("SnapKV", "CriticalAdaKV(SnapKV)", "KVzip")
+"""Context only is asked of fewer."""
 SEED = 7
 
 
@@ -57,6 +58,7 @@ class Prompt:
     after: bool
     number: int
     context: int
+    split: str
     case: Any
 
     @property
@@ -67,12 +69,15 @@ class Prompt:
 def main() -> int:
     asked = parse_arguments()
     loaded = load_model("demo")
-    profiles = [profile_of(name) for name in asked.profiles]
+    profiles = {
+        after: [profile_of(name) for name in names]
+        for after, names in ((False, asked.profiles), (True, asked.after_profiles))
+    }
     done = {key_of(row) for row in read_rows(asked.output)}
     until = time.monotonic() + asked.seconds
     with asked.output.open("a", encoding="utf-8") as out:
         for prompt in prompts(loaded.tokenizer, asked):
-            methods = dict(methods_for(loaded, profiles, prompt, asked))
+            methods = dict(methods_for(loaded, profiles[prompt.after], prompt, asked))
             for row in measured(loaded, prompt, methods, done):
                 out.write(json.dumps(row) + "\n")
                 out.flush()
@@ -85,13 +90,17 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="quality cells on held-out prompts")
     parser.add_argument("--profiles", nargs="*", default=[], help="budget profiles, one a share")
+    parser.add_argument("--after-profiles", nargs="*", default=[], help="the same, context only")
     parser.add_argument("--tasks", nargs="*", default=list(TASK_NAMES))
     parser.add_argument("--after", nargs="*", default=list(AFTER), help="asked after, too")
     parser.add_argument("--peers", nargs="*", default=list(PEERS))
+    parser.add_argument("--after-peers", nargs="*", default=list(AFTER_PEERS))
     parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
+    parser.add_argument("--after-shares", nargs="*", type=float, default=list(AFTER_SHARES))
     parser.add_argument("--prompts", type=int, default=2, help="of each task")
     parser.add_argument("--of", type=int, default=6, help="prompts that are drawn at once")
     parser.add_argument("--context", type=int, default=1000)
+    parser.add_argument("--split", default=HELD_OUT, help="held-out, or development")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no prompt after these")
     parser.add_argument("-o", "--output", type=Path, required=True)
     return parser.parse_args()
@@ -120,7 +129,7 @@ def prompts(tokenizer: Any, asked: argparse.Namespace) -> Iterator[Prompt]:
             max(asked.of, asked.prompts),
             asked.context,
             seed=SEED,
-            split="held-out",
+            split=asked.split,
             after=after,
         )
         for name, after in wanted
@@ -128,7 +137,12 @@ def prompts(tokenizer: Any, asked: argparse.Namespace) -> Iterator[Prompt]:
     for number in range(asked.prompts):
         for (name, after), cases in made.items():
             yield Prompt(
-                task=name, after=after, number=number, context=asked.context, case=cases[number]
+                task=name,
+                after=after,
+                number=number,
+                context=asked.context,
+                split=asked.split,
+                case=cases[number],
             )
 
 
@@ -137,9 +151,8 @@ def methods_for(
 ) -> Iterator[tuple[tuple[str, float], Any]]:
     """Methods by name and share; one reader, so that presses share the prompt's prefill."""
     reader = PromptReader()
-    shares = [share for share in asked.shares if share >= LEAST_AFTER or not prompt.after]
-    for share in shares:
-        for peer in asked.peers:
+    for share in asked.after_shares if prompt.after else asked.shares:
+        for peer in asked.after_peers if prompt.after else asked.peers:
             name = read_peer_name(f"kvpress:{peer}")
             yield (
                 (peer, share),
@@ -151,8 +164,6 @@ def methods_for(
             )
     for name, profile in profiles:
         share = profile.retained_tokens / (profile.budgets.size * profile.context_tokens)
-        if prompt.after and share < LEAST_AFTER:
-            continue
         make = CacheMethod(make_cache=lambda one=profile: one.cache(loaded.model))
         yield (name, round(share, 3)), make
 
@@ -224,6 +235,7 @@ def row_of(
         "after": prompt.after,
         "number": prompt.number,
         "context": prompt.context,
+        "split": prompt.split,
         "digest": prompt.digest,
         "method": method,
         "share": share,

@@ -11,9 +11,10 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-from quality.tables import LEAST_KL, OURS, Grid
+from quality.tables import LEAST_KL, OURS, OURS_FIXED, Grid
 
-OUR_COLOUR, PEER_COLOUR, BEST_COLOUR = "#b8432f", "#b9bdc4", "#31517a"
+OUR_COLOUR, FIXED_COLOUR = "#b8432f", "#dd9a8c"
+PEER_COLOUR, BEST_COLOUR = "#b9bdc4", "#31517a"
 
 
 def draw_shares(grids: Sequence[Grid], path: Path, *, title: str) -> None:
@@ -24,11 +25,12 @@ def draw_shares(grids: Sequence[Grid], path: Path, *, title: str) -> None:
         method: [float(grid.means().mean(axis=1)[grid.methods.index(method)]) for grid in grids]
         for method in grids[0].methods
     }
-    peers = {method: values for method, values in means.items() if method != OURS}
+    peers = {method: values for method, values in means.items() if method not in (OURS, OURS_FIXED)}
     strongest = min(peers, key=lambda method: float(np.mean(np.log(np.array(peers[method])))))
     heights = spread({method: values[0] for method, values in means.items()})
     for method, values in means.items():
-        colour = {OURS: OUR_COLOUR, strongest: BEST_COLOUR}.get(method, PEER_COLOUR)
+        special = {OURS: OUR_COLOUR, OURS_FIXED: FIXED_COLOUR, strongest: BEST_COLOUR}
+        colour = special.get(method, PEER_COLOUR)
         named = colour != PEER_COLOUR
         axes.plot(
             shares,
@@ -74,15 +76,17 @@ def spread(values: Mapping[str, float], *, gap: float = 0.1) -> dict[str, float]
 def draw_tasks(grid: Grid, path: Path, *, title: str) -> None:
     """Every method's loss in each task at one share, kvalloc marked."""
     tasks = list(grid.values)
+    n_presses = sum(method not in (OURS, OURS_FIXED) for method in grid.methods)
     figure, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
     for column, means in enumerate(grid.means().T):
         for method, value in zip(grid.methods, means, strict=True):
-            ours = method == OURS
+            ours = method in (OURS, OURS_FIXED)
+            own = OUR_COLOUR if method == OURS else FIXED_COLOUR
             axes.plot(
                 column,
                 max(value, LEAST_KL),
                 marker="D" if ours else "_",
-                color=OUR_COLOUR if ours else BEST_COLOUR,
+                color=own if ours else BEST_COLOUR,
                 markersize=8 if ours else 14,
                 zorder=3 if ours else 1,
             )
@@ -90,7 +94,7 @@ def draw_tasks(grid: Grid, path: Path, *, title: str) -> None:
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set_ylabel("KL to the full cache, nats per token")
     axes.set_title(
-        f"{title}: kvalloc (red) among {len(grid.methods) - 1} presses of kvpress",
+        f"{title}: kvalloc (red; pale with fixed budgets) among {n_presses} presses of kvpress",
         loc="left",
         fontsize=10,
     )

@@ -3,7 +3,7 @@
     python benchmarks/quality/ship.py tuned-50.json=smollm2-135m-instruct-loss-50 ...
 
 Each profile gets a row a task of its own cells, which must have been measured with just these
-budgets.
+budgets, and states what it lost on prompts of the development split, where there are such cells.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quality.cells import SEED, digest_of
-from quality.tables import read_rows
+from quality.tables import current, development_loss, read_rows
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.evaluate.scoring import bootstrap_interval
@@ -35,10 +35,17 @@ def main() -> int:
         file, _, name = pair.partition("=")
         profile = BudgetProfile.load(file)
         found = evaluation_of(rows, digest_of(profile))
-        settings = {"made_by": "make bench-quality", "split": "held-out", "seed": SEED}
+        expected = development_loss(rows, digest_of(profile))
+        settings: dict[str, Any] = {
+            "made_by": "make bench-quality",
+            "split": "held-out",
+            "seed": SEED,
+        }
+        if expected is not None:
+            settings["development_loss"] = expected
         evaluation = {"settings": settings, "rows": found}
         replace(profile, evaluation=evaluation).save(ROOT / "profiles" / f"{name}.json")
-        print(f"{name}: {len(found)} tasks")
+        print(f"{name}: {len(found)} tasks, on development prompts {expected}")
     return 0
 
 
@@ -46,7 +53,7 @@ def evaluation_of(rows: Sequence[dict[str, Any]], digest: str) -> list[dict[str,
     """Rows of the profile with that digest, the full cache's answers beside them."""
     full = {key_of(row): row for row in rows if row["method"] == "full"}
     cells: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
+    for row in current(rows):
         if row["method"].endswith(f"#{digest}"):
             cells[row["context"], row["after"], row["task"]].append(row)
     found = []

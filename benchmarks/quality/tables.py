@@ -16,8 +16,12 @@ FloatArray = npt.NDArray[np.float64]
 Row = Mapping[str, Any]
 
 CELLS_FILE = Path(__file__).resolve().parent / "cells.jsonl"
+HELD_OUT = "held-out"
 RESAMPLES = 2000
 OURS = "kvalloc"
+OURS_FIXED = "kvalloc, fixed budgets"
+FIXED = "-fixed-"
+"""In the name of a profile whose budgets do not follow the prompt; it competes with nobody."""
 LEAST_KL = 1e-6
 """Below it a loss is nought: a ratio of two of them says nothing."""
 
@@ -99,12 +103,15 @@ def grid_of(
 
 
 def method_of(row: Row) -> str:
-    """kvalloc's profiles are one method, whatever their names."""
-    return OURS if "#" in row["method"] else str(row["method"])
+    """kvalloc's profiles are one method, but for those of fixed budgets."""
+    if "#" not in row["method"]:
+        return str(row["method"])
+    return OURS_FIXED if FIXED in row["method"] else OURS
 
 
 def ordered(methods: set[str]) -> tuple[str, ...]:
-    return (*sorted(methods - {OURS}), *([OURS] if OURS in methods else []))
+    own = (OURS_FIXED, OURS)
+    return (*sorted(methods - {*own}), *(name for name in own if name in methods))
 
 
 def without(grid: Grid, method: str) -> Grid:
@@ -123,14 +130,15 @@ def against_best(grid: Grid, *, seed: int = 0) -> tuple[Ratio, dict[str, Ratio]]
     In every resample the best peer of each task is chosen anew, which favours the peers.
     """
     draw = np.random.default_rng(seed)
-    peers = np.array([method != OURS for method in grid.methods])
+    own = np.array([method == OURS for method in grid.methods])
+    peers = ~own & np.array([method != OURS_FIXED for method in grid.methods])
     ours: dict[str, FloatArray] = {}
     best: dict[str, FloatArray] = {}
     for task, values in grid.values.items():
         picked = draw.integers(0, values.shape[1], size=(RESAMPLES, values.shape[1]))
         picked = np.concatenate([np.arange(values.shape[1])[None], picked])
         means = values[:, picked].mean(axis=2)
-        ours[task] = np.maximum(means[~peers][0], LEAST_KL)
+        ours[task] = np.maximum(means[own][0], LEAST_KL)
         best[task] = np.maximum(means[peers].min(axis=0), LEAST_KL)
     tasks = list(grid.values)
     whole = sum(ours[task] for task in tasks) / sum(best[task] for task in tasks)
@@ -193,9 +201,20 @@ def read_rows(path: Path = CELLS_FILE) -> list[dict[str, Any]]:
     return rows
 
 
-def current(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Without the cells of profiles that have changed since."""
+def current(rows: Sequence[Row], *, split: str = HELD_OUT) -> list[dict[str, Any]]:
+    """Those of a split, without the cells of profiles that have changed since."""
+    rows = [row for row in rows if row.get("split", HELD_OUT) == split]
     newest = {row["method"].split("#")[0]: row["method"] for row in rows if "#" in row["method"]}
     return [
         dict(row) for row in rows if row["method"] in newest.values() or "#" not in row["method"]
     ]
+
+
+def development_loss(rows: Sequence[Row], digest: str) -> float | None:
+    """Mean over the tasks of what a profile lost on prompts of the development split."""
+    by_task: dict[str, list[float]] = defaultdict(list)
+    for row in current(rows, split="development"):
+        if row["method"].endswith(f"#{digest}") and not row["after"]:
+            by_task[row["task"]].append(row["kl"])
+    means = [sum(losses) / len(losses) for losses in by_task.values()]
+    return sum(means) / len(means) if means else None

@@ -120,19 +120,22 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str, *, begun:
     """The case with the whole answer after it, also what an evaluation begins for the model.
 
     To begin the answer by itself the model has to find its place in the prompt, and what that
-    needs is then part of the loss. Where the answer is `begun`, that part stays in the prompt.
+    needs is then part of the loss. Where the answer is `begun`, that part stays in the prompt, and
+    what the model itself goes on with is compared: after an answer of one word that is more.
     """
     turn = case.turns[0]
-    answer = turn.continuation_ids
+    answer: Sequence[int] = turn.continuation_ids
     asked = turn.question_ids or case.input_ids
     end = len(asked) - (0 if begun else turn.begun_tokens)
-    if turn.answers:
+    if begun and turn.answers:
+        answer = ()  # the model's own, which goes on beyond a short one
+    elif turn.answers:
         answer = (*asked[end:], *encode(tokenizer, f" {turn.answers[0]}"))
     after = bool(turn.question_ids)
     return Prompt(
         token_ids=case.input_ids if after else asked[:end],
         question_ids=asked[:end] if after else (),
-        answer_ids=answer,
+        answer_ids=tuple(answer),
         task=task,
         name=f"{task} in {case.source}{', question after' if after else ''}",
     )
