@@ -21,6 +21,7 @@ from kvalloc.measure.beginning import begun_at, decoder_layers
 from kvalloc.measure.later_states import with_later
 from kvalloc.measure.mini_prefill import evaluating
 from kvalloc.measure.stored_attention import attend_over_stored
+from kvalloc.runtime.holding import end_tokens
 
 if TYPE_CHECKING:
     from kvalloc.attention_hook import Compute
@@ -403,7 +404,7 @@ class LossProbe:
 
     def _write(self, first: Tensor, n_tokens: int) -> Tensor:
         """The greedy continuation with the full cache."""
-        written, ends = [first], _end_tokens(self._model)
+        written, ends = [first], end_tokens(self._model)
         if int(first) in ends:
             raise InputError(
                 "the model ends its turn at once after this prompt, so there is no continuation to "
@@ -483,10 +484,3 @@ class LossProbe:
             keep,
             window=None if full else self._shape.sliding_window,
         )
-
-
-def _end_tokens(model: Any) -> frozenset[int]:
-    """What the model ends a turn with: nothing sensible follows."""
-    config = getattr(model, "generation_config", None)
-    ends = getattr(config, "eos_token_id", None)
-    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])

@@ -211,19 +211,9 @@ def tune_shares(
     named = [each for one in policies for each in usual.get(one, (one,))]
     chosen = scoring_policies(own_scorer, named, sinks)
     protected = chosen[0].protected_tokens
-    _check_shares(shares, protected, context)
-    found = choose_samples(
-        texts,
-        tokenizer,
-        context_tokens=context,
-        least_tokens=protected + 2,
-        samples=samples,
-        sampling_ratio=1.0,
-        seed=seed,
-    )
+    check_shares(shares, protected, context)
+    found = prompts_to_tune_on(texts, tokenizer, context, protected, samples, seed)
     n_prompts = len(found.token_ids)
-    if n_prompts < 2:
-        raise InputError("a descent needs at least two prompts: one to learn from, one held out")
     where: list[Path | None] = [None] * len(shares) if state_files is None else [*state_files]
     states = [
         None
@@ -261,6 +251,35 @@ def tune_shares(
         )
 
 
+def prompts_to_tune_on(
+    texts: Iterable[str | Document | Prompt],
+    tokenizer: Any,
+    context: int,
+    protected: int,
+    samples: int | None,
+    seed: int,
+) -> SampleSet:
+    """All prompts of a descent, those that are held out among them.
+
+    Raises
+    ------
+    InputError
+        If there are fewer than two, or one is too short or cannot be read.
+    """
+    found = choose_samples(
+        texts,
+        tokenizer,
+        context_tokens=context,
+        least_tokens=protected + 2,
+        samples=samples,
+        sampling_ratio=1.0,
+        seed=seed,
+    )
+    if len(found.token_ids) < 2:
+        raise InputError("a descent needs at least two prompts: one to learn from, one held out")
+    return found
+
+
 def _record(
     model: Any,
     shape: ModelShape,
@@ -286,7 +305,14 @@ def _record(
     }
 
 
-def _check_shares(shares: Sequence[float], protected: int, context: int) -> None:
+def check_shares(shares: Sequence[float], protected: int, context: int) -> None:
+    """Refuse budgets that leave nothing to decide.
+
+    Raises
+    ------
+    InputError
+        If there is none, or one has no room beside sinks and window or keeps everything.
+    """
     if not shares:
         raise InputError("there is no budget to decide for; ask for at least one share")
     for share in shares:

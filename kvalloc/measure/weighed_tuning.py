@@ -11,11 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.budget_profile import BudgetProfile
-from kvalloc.errors import InputError
 from kvalloc.measure.descent import held_out
 from kvalloc.measure.loss_policies import read_scorer
-from kvalloc.measure.sampling import SampleSet, choose_samples
-from kvalloc.measure.tuning import Tuned, held_out_record, scoring_policies
+from kvalloc.measure.tuning import (
+    Tuned,
+    check_shares,
+    held_out_record,
+    prompts_to_tune_on,
+    scoring_policies,
+)
 from kvalloc.measure.weighing import (
     WeighedPrompt,
     Weighing,
@@ -29,6 +33,7 @@ from kvalloc.runtime.policies import policy_of
 from kvalloc.scorers import Scorer
 
 if TYPE_CHECKING:
+    from kvalloc.measure.sampling import SampleSet
     from kvalloc.measure.texts import Document, Prompt
     from kvalloc.policy import Policy
 
@@ -42,7 +47,7 @@ DEFAULT_SCORER = f"{_DRAFT}:pool=1"
 DEFAULT_OTHERS = (
     f"{_DRAFT}:pool=5",
     "lookahead:tokens=0:votes=32:row_reduce=max:group_reduce=max:pool=1",
-    "snapkv:window=8:pool=5",
+    "snapkv:pool=5",
     *("tova", "keydiff", "streaming"),
 )
 """The draft again, for passages; the prompt's last queries, for single entries and passages; its
@@ -80,7 +85,7 @@ def tune_by_prompt(
     scorer : str or Scorer
         Where the descent begins. Its window is never evicted. Written as for ``--loss-policies``.
     policies : sequence of str
-        What else each head mixes; scorers only.
+        What else each head mixes; scorers only. ``usual`` stands for those that are the default.
     context, samples, sinks, seed
         As for `kvalloc.profile`; all prompts by default. All of them are held in memory with
         their full caches and scores.
@@ -113,8 +118,10 @@ def tune_by_prompt(
     weighing = weighing or Weighing()
     shape = shape_of(model, model_id=model_id)
     first = scorer if isinstance(scorer, Scorer) else read_scorer(scorer)
-    chosen = scoring_policies(first, policies, sinks)
+    named = [each for one in policies for each in (DEFAULT_OTHERS if one == "usual" else (one,))]
+    chosen = scoring_policies(first, named, sinks)
     built = [policy_of(policy).scorer for policy in chosen]
+    check_shares(shares, sinks + first.window, context)
     jobs = [
         WeighingJob(
             shape=shape,
@@ -126,19 +133,8 @@ def tune_by_prompt(
         )
         for share in shares
     ]
-    _check_shares(jobs)
-    found = choose_samples(
-        texts,
-        tokenizer,
-        context_tokens=context,
-        least_tokens=sinks + first.window + 2,
-        samples=samples,
-        sampling_ratio=1.0,
-        seed=seed,
-    )
+    found = prompts_to_tune_on(texts, tokenizer, context, jobs[0].protected, samples, seed)
     n_prompts = len(found.token_ids)
-    if n_prompts < 2:
-        raise InputError("a descent needs at least two prompts: one to learn from, one held out")
     total, tell = n_prompts + weighing.steps * len(shares), progress or (lambda done, total: None)
     read = []
     for index in range(n_prompts):
@@ -161,17 +157,6 @@ def tune_by_prompt(
             uniform_losses=stage.uniform_losses,
             stages=stage.stages,
         )
-
-
-def _check_shares(jobs: Sequence[WeighingJob]) -> None:
-    if not jobs:
-        raise InputError("there is no budget to decide for; ask for at least one share")
-    for job in jobs:
-        if not job.protected / job.context < job.share < 1:
-            raise InputError(
-                f"{job.share:.1%} of {job.context:,} tokens is not more than the {job.protected} "
-                "of sinks and window and less than all; ask for another budget"
-            )
 
 
 def _mean_budgets(

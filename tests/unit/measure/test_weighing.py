@@ -147,6 +147,13 @@ def test_bad_input_is_told_in_one_line(model, options, said):
     assert "\n" not in str(error.value).split("choose")[0]
 
 
+def test_the_usual_scorers_take_another_window(model):
+    (found,) = tuned(model, policies=["usual"])
+    assert len(found.profile.policies) == 7
+    windows = {policy.scorer_parameters["window"] for policy in found.profile.policies}
+    assert windows == {4}
+
+
 def test_only_scores_can_be_weighed(model):
     with pytest.raises(UnsupportedRequestError, match="does not keep at a larger one"):
         tuned(model, policies=["nacl"])
