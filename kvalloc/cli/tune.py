@@ -112,8 +112,6 @@ def tune(
     require_run_packages()
     shares = list(dict.fromkeys(parse_share(one) for one in budget))
     files = _files(output, shares)
-    if by_prompt and resume:
-        raise InputError("--by-prompt keeps no state to --resume from; leave one of them out")
     states = _states(files, resume=resume)
     recipe = read_recipe(tasks, question, lengths, context=context, given=bool(text or prompts))
     texts = [] if recipe else _texts(text or [], prompts or [])
@@ -136,8 +134,7 @@ def tune(
         ]
         samples = len(texts)
     options |= {"shares": shares, "context": context, "samples": samples, "seed": seed}
-    if not by_prompt:
-        options |= {"state_files": states, "resume": resume}
+    options |= {"state_files": states, "resume": resume}
     rows = _tuned(loaded, texts, files, options, by_prompt=by_prompt, quiet=quiet)
     for state in states:
         state.unlink(missing_ok=True)
@@ -198,7 +195,7 @@ def _tuned(
                 tuned.profile.save(file)
                 rows.append(_row(file, tuned))
     except KeyboardInterrupt:
-        if not any(state.exists() for state in options.get("state_files", ())):
+        if not any(state.exists() for state in options["state_files"]):
             raise
         raise KeyboardInterrupt(
             "interrupted; the steps so far are kept: go on with the same command and --resume"

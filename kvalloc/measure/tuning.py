@@ -33,6 +33,7 @@ from kvalloc.scorers import Scorer, get_scorer
 
 if TYPE_CHECKING:
     from kvalloc.measure.texts import Document, Prompt
+    from kvalloc.measure.weighing import Weighing
     from kvalloc.shape import ModelShape
 
 FloatArray = npt.NDArray[np.float64]
@@ -73,6 +74,7 @@ def tune(
     texts: Iterable[str | Document | Prompt],
     *,
     budget: str | float,
+    by_prompt: bool = False,
     state_file: str | Path | None = None,
     resume: bool = False,
     **options: Any,
@@ -89,13 +91,16 @@ def tune(
         `kvalloc.evaluate.calibration.calibration_prompts`.
     budget : str or float
         Share of all entries, such as ``"20%"`` or 0.2.
+    by_prompt : bool
+        Whether each prompt hands out its entries among the heads by score; what is decided is how
+        much each scorer's scores count in each head.
     state_file : str or Path, optional
         Where the descent's state is kept after each step, and deleted when it is done.
     resume : bool
         Whether to go on with what a killed call left in `state_file`. The numbers are those of an
         unbroken one.
     **options
-        Of `tune_shares`.
+        Of `tune_shares`, or with `by_prompt` of `kvalloc.measure.weighed_tuning.tune_by_prompt`.
 
     Returns
     -------
@@ -119,7 +124,12 @@ def tune(
     if resume and state_file is None:
         raise InputError("there is nothing to resume from; name the state_file")
     files = None if state_file is None else [Path(state_file)]
-    (found,) = tune_shares(
+    tune_all: Callable[..., Iterator[Tuned]] = tune_shares
+    if by_prompt:
+        from kvalloc.measure.weighed_tuning import tune_by_prompt  # late: it takes much from here
+
+        tune_all = tune_by_prompt
+    (found,) = tune_all(
         model,
         tokenizer,
         texts,
@@ -214,15 +224,8 @@ def tune_shares(
     check_shares(shares, protected, context)
     found = prompts_to_tune_on(texts, tokenizer, context, protected, samples, seed)
     n_prompts = len(found.token_ids)
-    where: list[Path | None] = [None] * len(shares) if state_files is None else [*state_files]
-    states = [
-        None
-        if file is None
-        else StateFile(
-            file, _record(model, shape, share, chosen, found, descent, seed), resume=resume
-        )
-        for file, share in zip(where, shares, strict=True)
-    ]
+    record = descent_record(model, shape, context, chosen, found, descent, seed)
+    states = descent_states(state_files, shares, record, resume=resume)
     total, tell = n_prompts + descent.steps * len(shares), progress or (lambda done, total: None)
     read = []
     for index in range(n_prompts):
@@ -280,29 +283,47 @@ def prompts_to_tune_on(
     return found
 
 
-def _record(
+def descent_record(
     model: Any,
     shape: ModelShape,
-    share: float,
+    context: int,
     policies: Sequence[Policy],
     found: SampleSet,
-    descent: Descent,
+    settings: Descent | Weighing,
     seed: int,
 ) -> dict[str, Any]:
-    """Everything that decides the numbers of a descent."""
+    """Everything that decides the numbers of a descent, but for the budget."""
     return {
         "model": shape.to_dict(),
         "weights": fingerprint(model),
         "dtype": str(model.dtype),
         "device": model.get_input_embeddings().weight.device.type,
-        "budget": share,
+        "context_tokens": context,
         "policies": [{**policy.record(), "label": policy.label} for policy in policies],
-        "descent": asdict(descent),
+        "descent": asdict(settings),
         "seed": seed,
         "text_digest": found.digest(),
         "answers": found.answers_digest(),
         "versions": versions(),
     }
+
+
+def descent_states(
+    files: Sequence[Path] | None, shares: Sequence[float], record: dict[str, Any], *, resume: bool
+) -> list[StateFile | None]:
+    """For each share, where its descent's state is kept, if anywhere.
+
+    Raises
+    ------
+    InputError
+        If a file holds another descent, or any without `resume`.
+    """
+    if files is None:
+        return [None] * len(shares)
+    return [
+        StateFile(file, {**record, "budget": share}, resume=resume)
+        for file, share in zip(files, shares, strict=True)
+    ]
 
 
 def check_shares(shares: Sequence[float], protected: int, context: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from kvalloc.measure.loss_policies import read_scorer
 from kvalloc.measure.tuning import (
     Tuned,
     check_shares,
+    descent_record,
+    descent_states,
     held_out_record,
     prompts_to_tune_on,
     scoring_policies,
@@ -68,6 +71,8 @@ def tune_by_prompt(
     seed: int = 0,
     weighing: Weighing | None = None,
     model_id: str | None = None,
+    state_files: Sequence[Path] | None = None,
+    resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Tuned]:
     """Decide what each head's scores count, where prompts hand out their entries by score.
@@ -93,6 +98,10 @@ def tune_by_prompt(
         How the descent goes.
     model_id : str, optional
         Instead of what the model's config says.
+    state_files : sequence of Path, optional
+        For each share, where its descent's state is kept; the caller deletes them.
+    resume : bool
+        Whether to go on with what they hold.
     progress : callable, optional
         Called with (steps done, steps in all); reading a prompt counts as one.
 
@@ -104,8 +113,9 @@ def tune_by_prompt(
     Raises
     ------
     InputError
-        If a share leaves no room beside sinks and window, there are fewer than two prompts, or
-        text, prompts or scorers cannot be used.
+        If a share leaves no room beside sinks and window, there are fewer than two prompts,
+        text, prompts or scorers cannot be used, or a state file holds another descent, or any
+        without `resume`.
 
     Notes
     -----
@@ -134,6 +144,8 @@ def tune_by_prompt(
         for share in shares
     ]
     found = prompts_to_tune_on(texts, tokenizer, context, jobs[0].protected, samples, seed)
+    record = descent_record(model, shape, context, chosen, found, weighing, seed)
+    states = descent_states(state_files, shares, record, resume=resume)
     n_prompts = len(found.token_ids)
     total, tell = n_prompts + weighing.steps * len(shares), progress or (lambda done, total: None)
     read = []
@@ -150,6 +162,7 @@ def tune_by_prompt(
             [one for place, one in enumerate(read) if place in held],
             seed,
             lambda step, before=before: tell(before + step, total),  # type: ignore[misc]
+            states[number],
         )
         yield Tuned(
             profile=_to_profile(job, chosen, found, stage, _mean_budgets(job, train, stage), seed),

@@ -8,7 +8,7 @@ knows best in which head. Both are weights of scores, and the loss is made smoot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError
+from kvalloc.measure.descent_state import StateFile, adam_tensors, restore_adam
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.runtime.handing_out import handed_out
 from kvalloc.runtime.policies.score import Score
@@ -232,6 +233,7 @@ def weigh_scores(
     held_out: Sequence[WeighedPrompt],
     seed: int,
     done: Callable[[int], None],
+    state: StateFile | None = None,
 ) -> WeighingStage:
     """Adam on the logarithms of the weights; the best stage on the held-out prompts.
 
@@ -243,50 +245,131 @@ def weigh_scores(
         Of the prompts' order.
     done : callable
         Called with the number of steps done.
+    state : StateFile, optional
+        Where the descent goes on from, and where each step is kept.
     """
     weighing, scores = job.weighing, train[0].scores
     size = (*scores.shape[1:3], scores.shape[0])
     first = torch.full(size, np.log(weighing.other_weight), device=scores.device)
     first[..., 0] = 0.0
     logarithms = first.requires_grad_(True)
-    uniform = _uniform_losses(job, held_out, size)
-    best = _checked(job, held_out, logarithms, uniform)
-    stages = [(0, float(best[2].mean()))]
-    scales = [one.hard_loss(job, best[1]) + _LOSS_FLOOR for one in train]
+    variables = {"logarithms": logarithms}
     adam = torch.optim.Adam([logarithms], lr=weighing.learning_rate)
+    course = _resumed(state, adam, variables)
+    if course is None:
+        course = _begun(job, train, held_out, logarithms)
+    else:
+        done(course.steps_done)
     order = np.random.default_rng(seed).permutation(len(train))
     checks = {weighing.steps * n // weighing.checks for n in range(1, weighing.checks + 1)}
-    for step in range(weighing.steps):
+    for step in range(course.steps_done, weighing.steps):
         rest = 1 - step / weighing.steps
         softness = weighing.softness[1] + (weighing.softness[0] - weighing.softness[1]) * rest
         adam.zero_grad()
         for place in range(weighing.batch):
             which = int(order[(step * weighing.batch + place) % len(train)])
-            loss = train[which].soft_loss(job, logarithms, softness) / scales[which]
+            loss = train[which].soft_loss(job, logarithms, softness) / course.scales[which]
             (slope,) = torch.autograd.grad(loss / weighing.batch, [logarithms])
             logarithms.grad = slope if logarithms.grad is None else logarithms.grad + slope
         adam.step()
-        done(step + 1)
+        course = replace(course, steps_done=step + 1)
         if step + 1 in checks:
-            now = _checked(job, held_out, logarithms, uniform)
-            stages.append((step + 1, float(now[2].mean())))
-            best = min(best, now, key=lambda stage: stage[0])
-    return WeighingStage(
-        weights=best[1],
-        held_out_losses=best[2],
-        uniform_losses=uniform,
-        stages=tuple(stages),
+            course = course.checked(*_checked(job, held_out, logarithms))
+        if state is not None:
+            state.save({**adam_tensors(adam, variables), **course.tensors()}, course.values())
+        done(step + 1)
+    return course.best
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Course:
+    """How far a descent has come, and the best that it has seen.
+
+    Attributes
+    ----------
+    steps_done : int
+    scales : tuple of float
+        What each prompt's loss is divided by.
+    best : WeighingStage
+    """
+
+    steps_done: int
+    scales: tuple[float, ...]
+    best: WeighingStage
+
+    def checked(self, weights: Tensor, losses: FloatArray) -> _Course:
+        """With the held-out losses of what the descent has come to."""
+        best = self.best
+        stages = (*best.stages, (self.steps_done, float(losses.mean())))
+        least, now = (
+            (found / (best.uniform_losses + _LOSS_FLOOR)).mean()  # each over that of equal budgets
+            for found in (best.held_out_losses, losses)
+        )
+        if now < least:
+            best = replace(best, weights=weights, held_out_losses=losses)
+        return replace(self, best=replace(best, stages=stages))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a `StateFile`."""
+        best = self.best
+        arrays = {"held_out": best.held_out_losses, "uniform": best.uniform_losses}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()} | {
+            "weights": best.weights
+        }
+
+    def values(self) -> dict[str, Any]:
+        """For a `StateFile`."""
+        return {"steps_done": self.steps_done, "scales": self.scales, "stages": self.best.stages}
+
+
+def _begun(
+    job: WeighingJob,
+    train: Sequence[WeighedPrompt],
+    held_out: Sequence[WeighedPrompt],
+    logarithms: Tensor,
+) -> _Course:
+    uniform = _uniform_losses(job, held_out, tuple(logarithms.shape))
+    weights, losses = _checked(job, held_out, logarithms)
+    return _Course(
+        steps_done=0,
+        scales=tuple(one.hard_loss(job, weights) + _LOSS_FLOOR for one in train),
+        best=WeighingStage(
+            weights=weights,
+            held_out_losses=losses,
+            uniform_losses=uniform,
+            stages=((0, float(losses.mean())),),
+        ),
+    )
+
+
+def _resumed(
+    state: StateFile | None, adam: torch.optim.Adam, variables: dict[str, Tensor]
+) -> _Course | None:
+    """Where a killed descent stood, its variables put back; None where there is none."""
+    found = None if state is None else state.load()
+    if found is None:
+        return None
+    tensors, values = found
+    restore_adam(adam, variables, tensors)
+    return _Course(
+        steps_done=int(values["steps_done"]),
+        scales=tuple(values["scales"]),
+        best=WeighingStage(
+            weights=tensors["weights"].to(variables["logarithms"].device),
+            held_out_losses=tensors["held_out"].numpy(),
+            uniform_losses=tensors["uniform"].numpy(),
+            stages=tuple((int(step), float(loss)) for step, loss in values["stages"]),
+        ),
     )
 
 
 def _checked(
-    job: WeighingJob, held_out: Sequence[WeighedPrompt], logarithms: Tensor, uniform: FloatArray
-) -> tuple[float, Tensor, FloatArray]:
-    """How good a stage is (each prompt's loss over that of equal budgets), weights and losses."""
+    job: WeighingJob, held_out: Sequence[WeighedPrompt], logarithms: Tensor
+) -> tuple[Tensor, FloatArray]:
+    """Weights, and what they lose on each held-out prompt."""
     weights = logarithms.detach().exp()
     weights = weights / weights.amax()  # only their proportions count
-    losses = np.array([one.hard_loss(job, weights) for one in held_out])
-    return float((losses / (uniform + _LOSS_FLOOR)).mean()), weights, losses
+    return weights, np.array([one.hard_loss(job, weights) for one in held_out])
 
 
 def _uniform_losses(

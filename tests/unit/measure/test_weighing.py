@@ -10,9 +10,11 @@ import pytest
 import torch
 from tiny_models import WordTokenizer, tiny_model, words
 
+import kvalloc
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.evaluate.kl import divergence
+from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.sampling import choose_samples
 from kvalloc.measure.texts import Prompt
 from kvalloc.measure.weighed_tuning import tune_by_prompt
@@ -104,6 +106,66 @@ def test_two_shares_read_the_prompts_once_and_the_same_seed_gives_the_same(model
     assert both[1].profile.budgets.sum() > both[0].profile.budgets.sum()
 
 
+class Killed(Exception):
+    """Stands for a kill."""
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
+def test_a_killed_descent_goes_on_to_the_same_numbers(model, tmp_path, monkeypatch, steps):
+    """Before, at and after a check of the held-out prompts, and within the second share."""
+    shares = [0.4, 0.6]
+    whole = tuned(model, shares=shares)
+    files = [tmp_path / f"{share}.partial" for share in shares]
+
+    def kill(done, total):
+        if done == 3 + steps:
+            raise Killed
+
+    with pytest.raises(Killed):
+        tuned(model, shares=shares, state_files=files, progress=kill)
+    taken = []
+    soft_loss = LossProbe.soft_loss
+    monkeypatch.setattr(LossProbe, "soft_loss", lambda *given: taken.append(1) or soft_loss(*given))
+    again = tuned(model, shares=shares, state_files=files, resume=True)
+    assert len(taken) == (2 * QUICK.steps - steps) * QUICK.batch
+    for resumed, unbroken in zip(again, whole, strict=True):
+        resumed.profile.save(tmp_path / "resumed.json")
+        unbroken.profile.save(tmp_path / "whole.json")
+        saved = [(tmp_path / f"{name}.json").read_bytes() for name in ("resumed", "whole")]
+        assert saved[0] == saved[1]
+        assert np.array_equal(resumed.held_out_losses, unbroken.held_out_losses)
+        assert np.array_equal(resumed.uniform_losses, unbroken.uniform_losses)
+        assert resumed.stages == unbroken.stages
+
+
+def test_what_was_begun_is_neither_overwritten_nor_mixed_up(model, tmp_path):
+    file = tmp_path / "p.json.partial"
+    tuned(model, state_files=[file])
+    with pytest.raises(InputError, match="unfinished descent"):
+        tuned(model, state_files=[file])
+    for options, field in (
+        ({"seed": 3}, "seed"),
+        ({"shares": [0.5]}, "budget"),
+        ({"context": CONTEXT + 1}, "context_tokens"),
+        ({"policies": OTHERS[:2]}, "policies"),
+        ({"weighing": dataclasses.replace(QUICK, steps=5)}, "descent"),
+    ):
+        with pytest.raises(InputError, match=f"begun with another {field}"):
+            tuned(model, state_files=[file], resume=True, **options)
+
+
+def test_in_the_library(model, tmp_path):
+    options = {"scorer": SCORER, "policies": OTHERS, "context": CONTEXT, "sinks": 2}
+    profile = kvalloc.tune(
+        *(model, WordTokenizer(), prompts()),
+        **{**options, "budget": "40%", "by_prompt": True, "weighing": QUICK},
+        state_file=tmp_path / "state",
+    )
+    assert profile.by_prompt
+    assert np.array_equal(profile.unit_weights, tuned(model)[0].profile.unit_weights)
+    assert not list(tmp_path.iterdir())
+
+
 def test_it_learns(model):
     """With more steps the prompts that it learns from lose less than in the beginning."""
     many = dataclasses.replace(QUICK, steps=12, batch=3, checks=1, learning_rate=0.3)
@@ -184,3 +246,35 @@ def test_the_command(model, tmp_path, capsys, monkeypatch):
     assert "handed out by each prompt" in shown
     assert "tova" in shown
     assert main(["diff", str(out), str(out)]) == 0
+
+
+def test_the_command_goes_on_after_a_kill(model, tmp_path, capsys, monkeypatch):
+    from kvalloc.cli.main import main
+    from kvalloc.measure.descent_state import StateFile
+    from kvalloc.models import LoadedModel
+
+    loaded = LoadedModel(model=model, tokenizer=WordTokenizer(), model_id="tiny")
+    monkeypatch.setattr("kvalloc.models.load_model", lambda *_, **__: loaded)
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "p.json"
+    file.write_text("".join(json.dumps({"text": one.text}) + "\n" for one in prompts()))
+    command = ["tune", "tiny", "--by-prompt", "--prompts", str(file), "--context", "60"]
+    command += ["--policies", "tova", "--steps", "2", "--budget", "60%", "--quiet"]
+    assert main([*command, "-o", str(tmp_path / "whole.json")]) == 0
+    save = StateFile.save
+
+    def killed(self, tensors, values):
+        save(self, tensors, values)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StateFile, "save", killed)
+        assert main([*command, "-o", str(out)]) == 130
+    assert "the same command and --resume" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*command, "-o", str(out)]) == 2
+    assert "unfinished descent" in capsys.readouterr().err
+    assert main([*command, "-o", str(out), "--resume"]) == 0
+    again, whole = (BudgetProfile.load(each) for each in (out, tmp_path / "whole.json"))
+    assert again.predicted_loss == whole.predicted_loss
+    assert np.array_equal(again.unit_weights, whole.unit_weights)
+    assert not list(tmp_path.glob("*.partial"))
