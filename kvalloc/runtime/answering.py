@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError, ModelMismatchError
-from kvalloc.runtime.sizes import decoder_of
+from kvalloc.runtime.sizes import context_limit, decoder_of
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -110,8 +110,8 @@ def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:
             f"the cache holds {rows} rows, and a question is about one; take one of them with "
             "cache.batch_select_indices"
         )
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(limit, int) and held + ids.shape[1] + max_new_tokens > limit:
+    limit = context_limit(model)
+    if limit is not None and held + ids.shape[1] + max_new_tokens > limit:
         raise InputError(
             f"{held} tokens in the cache, a question of {ids.shape[1]} and an answer of up to "
             f"{max_new_tokens} are beyond the {limit} tokens that the model was made for; shorten "

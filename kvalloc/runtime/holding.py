@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,20 @@ from kvalloc.runtime.groups import Held
 from kvalloc.runtime.handing_out import handed_out
 from kvalloc.runtime.held_eviction import HeldEviction
 from kvalloc.runtime.later_cache import HeldPrompt
-from kvalloc.runtime.later_passes import Wanted, check_draft, check_repeat, run_later_passes
+from kvalloc.runtime.later_passes import (
+    Wanted,
+    check_context,
+    check_draft,
+    check_repeat,
+    run_later_passes,
+)
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.ragged import IntArray
 from kvalloc.runtime.refusals import check_read
+from kvalloc.runtime.sizes import context_limit
 from kvalloc.scorers import Scorer
+from kvalloc.scorers.later_pass import merged_passes
 
 __all__ = ["Holding", "HoldsPrompt", "end_tokens"]
 
@@ -67,6 +75,7 @@ class Holding:
             check_draft(head)
             self._head = weakref.ref(head)
         self._ends = end_tokens(model)
+        self._limit = context_limit(model)
         self.forget()
 
     def forget(self) -> None:
@@ -100,6 +109,35 @@ class Holding:
         positions = arguments.get("position_ids")
         self._new = ids, positions if isinstance(positions, Tensor) else None
 
+    def check_room(self, step: Step, layers: Collection[int]) -> None:
+        """After `begin`: refuse a prompt behind which the passes to come have no room.
+
+        Parameters
+        ----------
+        step : Step
+            What the forward is.
+        layers : collection of int
+            Those that have to evict.
+
+        Raises
+        ------
+        InputError
+            If a pass would go beyond the tokens that the model was made for.
+        """
+        scorers = [one for layer in layers for one in self.wanted.get(layer, ())]
+        scorers += [] if self.deciding is None else [self.deciding]
+        passes = merged_passes(scorers)
+        if self._limit is None or not passes:
+            return
+        coming = step.prompt_tokens - step.seen - step.new_tokens
+        some, _, following = _rows_end(step, self._new[1])
+        places = _where(some, following, self._next_positions) + coming
+        tokens = torch.full((step.batch,), step.prompt_tokens)
+        if step.visible is not None:
+            tokens = step.visible.sum(dim=1) + coming
+        for later in passes:
+            check_context(later, places.tolist(), tokens.tolist(), self._limit)
+
     def note(self, states: AttentionStates) -> None:
         """Note what of a layer's states is the same for the whole prompt."""
         empty = states.queries[:, :, :0].clone()  # a view would keep them all alive
@@ -115,21 +153,12 @@ class Holding:
         if ids is not None:
             self._ids = ids if self._ids is None else torch.cat([self._ids, ids], dim=1)
         hidden: Tensor = output[0]
-        device = hidden.device
-        if positions is None:
-            positions = torch.arange(step.seen, step.seen + step.new_tokens, device=device)[None]
-        positions = positions.to(device).expand(step.batch, -1)
-        last = torch.full((step.batch,), step.new_tokens - 1, device=device)
-        some = torch.ones(step.batch, dtype=torch.bool, device=device)
-        if step.new_visible is not None:
-            shown = step.new_visible.to(device)
-            some = shown.any(dim=1)
-            columns = torch.arange(step.new_tokens, device=device)
-            last = (shown * columns).amax(dim=1)
-        rows = torch.arange(step.batch, device=device)
-        # what follows a row is at the place after its last token, whatever padding comes behind
-        self._next_positions = _where(some, positions[rows, last] + 1, self._next_positions)
+        if positions is not None:
+            positions = positions.to(hidden.device)
+        some, last, following = (states.to(hidden.device) for states in _rows_end(step, positions))
+        self._next_positions = _where(some, following, self._next_positions)
         if self.drafts:
+            rows = torch.arange(step.batch, device=hidden.device)
             self._last_hidden = _where(some, hidden[rows, last], self._last_hidden)
 
     def select(self, rows: Tensor) -> None:
@@ -164,6 +193,38 @@ class Holding:
             first_tokens=first,
             ids=self._ids,
         )
+
+
+def _rows_end(step: Step, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the rows of a forward end.
+
+    Parameters
+    ----------
+    step : Step
+    positions : Tensor of int64, (batch or 1, n_new_tokens), or None
+        As the model got them; None where it counts columns.
+
+    Returns
+    -------
+    some : Tensor of bool, (batch,)
+        Rows that have any token in it that is no padding.
+    last : Tensor of int64, (batch,)
+        Place of their last one.
+    following : Tensor of int64, (batch,)
+        Position of what follows it, whatever padding comes behind.
+    """
+    if positions is None:
+        positions = torch.arange(step.seen, step.seen + step.new_tokens)[None]
+    device = positions.device
+    positions = positions.expand(step.batch, -1)
+    last = torch.full((step.batch,), step.new_tokens - 1, device=device)
+    some = torch.ones(step.batch, dtype=torch.bool, device=device)
+    if step.new_visible is not None:
+        shown = step.new_visible.to(device)
+        some = shown.any(dim=1)
+        last = (shown * torch.arange(step.new_tokens, device=device)).amax(dim=1)
+    rows = torch.arange(step.batch, device=device)
+    return some, last, positions[rows, last] + 1
 
 
 def _where(some: Tensor, new: Tensor, old: Tensor | None) -> Tensor:
@@ -224,10 +285,17 @@ class HoldsPrompt:
         assert self._holding is not None
         self._holding.begin(arguments)
         # any chunk may be the last one inside `prefill`; budgets still to be decided are not known
-        if self._reader is not None and self._holding.deciding is None:
-            columns = step.seen + step.new_tokens
-            targets = self._held_targets(step.batch, columns, step.visible)
-            check_read(self._policy, targets.values())
+        layers: Collection[int] = self._holding.wanted
+        if self._holding.deciding is None:
+            visible = step.visible
+            if visible is not None and visible.shape[1] < step.prompt_tokens:
+                more = step.prompt_tokens - int(visible.shape[1])
+                visible = nn.functional.pad(visible, (0, more), value=True)
+            targets = self._held_targets(step.batch, step.prompt_tokens, visible)
+            layers = targets
+            if self._reader is not None:
+                check_read(self._policy, targets.values())
+        self._holding.check_room(step, layers)
 
     def _note_held(self, layer: BudgetLayer, states: AttentionStates, step: Step) -> None:
         assert self._holding is not None

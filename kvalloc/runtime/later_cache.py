@@ -163,7 +163,7 @@ class HeldPrompt:
             ids=cut(self.ids),
         )
 
-    def run(self, cache: LaterCache, ids: Tensor, before: int) -> Tensor:
+    def run(self, cache: LaterCache, ids: Tensor, before: int, limit: int | None = None) -> Tensor:
         """Let the decoder go on.
 
         Parameters
@@ -173,6 +173,9 @@ class HeldPrompt:
         ids : Tensor of int64, (batch, n_new_tokens)
         before : int
             Later tokens that are in the cache already.
+        limit : int, optional
+            Positions that the model has: what lies beyond stands at the last one. Only rows whose
+            draft has ended run so far, and some models turn all positions another way then.
 
         Returns
         -------
@@ -181,6 +184,8 @@ class HeldPrompt:
         n_new = int(ids.shape[1])
         positions = torch.arange(before, before + n_new, device=ids.device)
         positions = self.next_positions.to(ids.device)[:, None] + positions
+        if limit is not None:
+            positions = positions.clamp(max=limit - 1)
         mask = None
         if self.visible is not None:
             mask = nn.functional.pad(self.visible.long(), (0, before + n_new), value=1)

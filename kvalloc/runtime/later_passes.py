@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from kvalloc.attention_hook import AttentionStates, Compute, Observed, intercept_attention
-from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
+from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
 from kvalloc.runtime.even_attention import even_attention
 from kvalloc.runtime.later_cache import HeldPrompt, LaterCache, LaterLayer
+from kvalloc.runtime.sizes import context_limit
 from kvalloc.scorers import Scorer
-from kvalloc.scorers.later_pass import CARRIED_TOKENS, Later, LaterStep, merged_passes
+from kvalloc.scorers.later_pass import (
+    CARRIED_TOKENS,
+    SMALLEST_CHUNK,
+    Later,
+    LaterStep,
+    merged_passes,
+)
 
-__all__ = ["LaterNotes", "check_draft", "check_repeat", "run_later_passes"]
+__all__ = ["LaterNotes", "check_context", "check_draft", "check_repeat", "run_later_passes"]
 
 #: For each layer, what scorers noted, by their `later_key`.
 LaterNotes = dict[int, dict[Hashable, Observed]]
@@ -44,6 +51,8 @@ def run_later_passes(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> Later
     ------
     UnsupportedModelError, UnsupportedRequestError
         If the prompt or its model do not have what a pass needs.
+    InputError
+        If a pass would go beyond the tokens that the model was made for.
     """
     scorers = {scorer.later_key: scorer for each in wanted.values() for scorer in each}
     notes: LaterNotes = {layer: {} for layer in wanted}
@@ -90,6 +99,57 @@ def check_repeat(ids: object) -> None:
         )
 
 
+def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], limit: int) -> None:
+    """Refuse a pass that goes beyond the tokens that the model was made for.
+
+    Parameters
+    ----------
+    later : Later
+        The pass.
+    places : sequence of int
+        Position of the first token after each row of the prompt.
+    n_tokens : sequence of int
+        Tokens of each row, without padding.
+    limit : int
+        Positions that the model has.
+
+    Raises
+    ------
+    InputError
+        If a repetition does not fit behind a row, or not one token of a draft does.
+    """
+    for place, tokens in zip(places, n_tokens, strict=True):
+        beyond = later.furthest(tokens)
+        if place + beyond <= limit:
+            continue
+        if later.kind == "draft":
+            raise InputError(
+                f"a scorer drafts the answer's first tokens, but the prompt's {place} tokens leave "
+                f"no room for them in the {limit} that the model was made for; shorten the prompt, "
+                "or choose another scorer"
+            )
+        lead = max(len(later.instruction), len(later.continuation) + CARRIED_TOKENS)
+        room = limit - place - lead
+        smaller = f"repeat shorter pieces (chunk={room}), " if room >= SMALLEST_CHUNK else ""
+        raise InputError(
+            f"a scorer has the model repeat the prompt right after it, in pieces of up to "
+            f"{later.tokens} tokens: {place} tokens and {beyond} of a repetition are beyond the "
+            f"{limit} that the model was made for; {smaller}shorten the prompt, or choose another "
+            "scorer"
+        )
+
+
+def _check_room(part: HeldPrompt, later: Later) -> int | None:
+    """Refuse as `check_context` does; returns the limit."""
+    limit = context_limit(part.decoder)
+    if limit is not None:
+        tokens = [part.n_prompt] * part.batch
+        if part.visible is not None:
+            tokens = part.visible.sum(dim=1).tolist()
+        check_context(later, part.next_positions.tolist(), tokens, limit)
+    return limit
+
+
 # Draft
 
 
@@ -106,17 +166,22 @@ def _draft(prompt: HeldPrompt, later: Later, looks: Wanted, notes: LaterNotes, s
     check_draft(prompt.head)
     assert prompt.head is not None
     assert prompt.first_tokens is not None
+    limit = _check_room(prompt, later)
     cache, drafted = prompt.cache(), _Drafted()
     _hold_apart(cache, prompt)
     token = prompt.first_tokens
     ends = torch.tensor(sorted(prompt.ends), dtype=torch.long, device=token.device)
     going = torch.ones_like(token, dtype=torch.bool)
+    # a row is cut where its model ends: no answer can be longer
+    room = torch.full_like(token, later.tokens)
+    if limit is not None:
+        room = limit - prompt.next_positions.to(token.device)
     counts: list[Tensor] = []
     with intercept_attention(prompt.decoder, _looking(cache, looks, drafted)):
         for number in range(later.tokens):
             counts.append(going)
-            going = going & ~torch.isin(token, ends)
-            hidden = prompt.run(cache, token[:, None], number)
+            going = going & ~torch.isin(token, ends) & (number + 1 < room)
+            hidden = prompt.run(cache, token[:, None], number, limit)
             if not bool(going.any()):
                 break
             if number + 1 < later.tokens:
@@ -176,6 +241,7 @@ def _whole_draft(
 def _repeat(prompt: HeldPrompt, later: Later, looks: Wanted, notes: LaterNotes, sinks: int) -> None:
     """Let the model read the prompt again, piece by piece, each right after the prompt."""
     check_repeat(prompt.ids)
+    _check_room(prompt, later)
     for part in prompt.alike():
         found: LaterNotes = {layer: {} for layer in looks}
         for ids, step in _pieces(part, later, sinks):

@@ -16,7 +16,7 @@ from kvalloc.errors import UnsupportedModelError
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.shape import ModelShape
 
-__all__ = ["decoder_of", "make_layers"]
+__all__ = ["context_limit", "decoder_of", "make_layers"]
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
@@ -24,6 +24,15 @@ def decoder_of(model: nn.Module) -> nn.Module:
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if get_decoder is not None else None
     return decoder if isinstance(decoder, nn.Module) else model
+
+
+def context_limit(model: nn.Module) -> int | None:
+    """Tokens that the model was made for; None where its config does not say."""
+    config: Any = model.config
+    text = getattr(config, "get_text_config", None)
+    config = config if text is None else text(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CARRIED_TOKENS",
+    "SMALLEST_CHUNK",
     "Later",
     "LaterStep",
     "check_prompt_only",
@@ -31,6 +32,9 @@ __all__ = [
 
 CARRIED_TOKENS = 8
 """Last tokens of a repeated piece that lead over to the next one, as in KVzip."""
+
+SMALLEST_CHUNK = 16
+"""A prompt is repeated in pieces of at least so many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +62,20 @@ class Later:
         if self.kind == "draft":
             return wanted.kind == "draft" and wanted.tokens <= self.tokens
         return self == wanted
+
+    def furthest(self, n_tokens: int) -> int:
+        """Tokens after a prompt of `n_tokens` that the pass cannot do without.
+
+        All of the longest repetition, with what leads to it; the first token of a draft, which may
+        be cut short after it.
+        """
+        if self.kind == "draft":
+            return 1
+        first = len(self.instruction) + min(self.tokens, n_tokens)
+        rest = min(self.tokens, n_tokens - self.tokens)
+        if rest <= 0:
+            return first
+        return max(first, len(self.continuation) + min(CARRIED_TOKENS, self.tokens) + rest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

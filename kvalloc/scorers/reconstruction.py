@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvalloc.attention_hook import Observed
 from kvalloc.errors import InputError
 from kvalloc.scorers.base import Scorer, check_at_least, check_choice, check_odd
-from kvalloc.scorers.later_pass import Later, LaterStep, later_notes
+from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep, later_notes
 from kvalloc.scorers.window_rows import (
     GROUP_REDUCTIONS,
     attention_logits,
@@ -76,7 +76,7 @@ class Reconstruction(Scorer):
         instruction: str = "",
         continuation: str = "",
     ) -> None:
-        self.chunk = check_at_least("chunk", chunk, 16, self.name)
+        self.chunk = check_at_least("chunk", chunk, SMALLEST_CHUNK, self.name)
         self.window = check_at_least("window", window, 1, self.name)
         self.pool = check_odd("pool", pool, self.name)
         self.group_reduce = check_choice("group_reduce", group_reduce, GROUP_REDUCTIONS, self.name)

@@ -250,9 +250,9 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
     forwards: list[int] = []
     original = later_passes.HeldPrompt.run
 
-    def counted(self: Any, cache: Any, tokens: torch.Tensor, before: int) -> torch.Tensor:
+    def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
         forwards.append(int(tokens.shape[1]))
-        return original(self, cache, tokens, before)
+        return original(self, cache, tokens, *more)
 
     monkeypatch.setattr(later_passes.HeldPrompt, "run", counted)
     cache = mixed.cache(model)

@@ -1,0 +1,202 @@
+"""What runs on beyond a held prompt stays within the tokens that the model was made for."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kvalloc.errors import InputError
+from kvalloc.runtime import later_passes, make_cache
+from kvalloc.scorers.later_pass import CARRIED_TOKENS, Later
+
+CONTEXT = 90
+CHUNK = {"chunk": 37, "instruction": "7+8+9", "continuation": "10"}
+REPEATED = 1 + CARRIED_TOKENS + 37  # the longest repetition: a further piece
+
+
+def profile_of(tiny: ModuleType, model: Any, name: str, parameters: dict[str, Any]) -> Any:
+    profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=name, parameters=parameters)
+    return tiny.by_head(profile, spread=9)
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache, **inputs).logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("later", "tokens", "wanted"),
+    [
+        (Later(kind="draft", tokens=8), 90, 1),
+        (Later(kind="repeat", tokens=100, instruction=(1, 2)), 90, 92),
+        (Later(kind="repeat", tokens=40, instruction=(1, 2)), 60, 42),
+        (Later(kind="repeat", tokens=40, instruction=(1, 2)), 90, 48),
+        (Later(kind="repeat", tokens=40, continuation=(1, 2, 3)), 40, 40),
+        (Later(kind="repeat", tokens=40, continuation=(1, 2, 3)), 75, 46),
+    ],
+)
+def test_how_far_a_pass_goes(later: Later, tokens: int, wanted: int) -> None:
+    assert later.furthest(tokens) == wanted
+
+
+def test_how_far_a_pass_goes_is_how_far_it_runs(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the tokens that the repetition's forwards really have."""
+    model, found = tiny.tiny_model(), list[int]()
+    original = later_passes.HeldPrompt.run
+
+    def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
+        found.append(int(tokens.shape[1]))
+        return original(self, cache, tokens, *more)
+
+    monkeypatch.setattr(later_passes.HeldPrompt, "run", counted)
+    for tokens in (60, 70, 74, 75, 83, CONTEXT):
+        for instruction in ("", "7+8+9", "+".join("7" * 30)):
+            found.clear()
+            options = {**CHUNK, "instruction": instruction}
+            cache = profile_of(tiny, model, "reconstruction", options).cache(model)
+            run(model, tiny.prompt(tokens), cache)
+            (scorer,) = cache._holding.wanted[0]
+            assert scorer.later.furthest(tokens) == max(found)
+
+
+def with_limit(tiny: ModuleType, limit: int) -> Any:
+    return tiny.tiny_model(max_position_embeddings=limit)
+
+
+def test_a_repetition_beyond_the_limit_is_refused_before_anything_runs(tiny: ModuleType) -> None:
+    ids, least = tiny.prompt(CONTEXT), CONTEXT + REPEATED
+    model = with_limit(tiny, least)
+    cache = profile_of(tiny, model, "reconstruction", CHUNK).cache(model)
+    run(model, ids, cache)
+    assert cache.reduced
+    model = with_limit(tiny, least - 1)
+    cache = profile_of(tiny, model, "reconstruction", CHUNK).cache(model)
+    said = r"90 tokens and 46 of a repetition are beyond the 135 .*\(chunk=36\)"
+    with pytest.raises(InputError, match=said):
+        run(model, ids, cache)
+    assert cache.get_seq_length() == 0
+    run(model, tiny.prompt(CONTEXT - 1), cache)  # the cache is as it was
+    assert cache.reduced
+    smaller = profile_of(tiny, model, "reconstruction", {**CHUNK, "chunk": 36}).cache(model)
+    run(model, ids, smaller)  # what the message says fits
+    model = with_limit(tiny, CONTEXT + 10)
+    cache = profile_of(tiny, model, "reconstruction", CHUNK).cache(model)
+    with pytest.raises(InputError, match="made for; shorten the prompt, or choose another"):
+        run(model, ids, cache)
+
+
+def test_chunks_are_refused_as_soon_as_it_is_known(tiny: ModuleType) -> None:
+    ids = tiny.prompt(CONTEXT)
+    model = with_limit(tiny, CONTEXT + REPEATED - 1)
+    profile = profile_of(tiny, model, "reconstruction", CHUNK)
+    announced = make_cache(profile, model, prompt_tokens=CONTEXT)
+    with pytest.raises(InputError, match="90 tokens and 46 of a repetition"):
+        run(model, ids[:, :20], announced)
+    assert announced.get_seq_length() == 0
+    opened, seen = profile.cache(model), 0
+    with pytest.raises(InputError, match="90 tokens and 46 of a"), opened.prefill():
+        for part in ids.split(30, dim=1):
+            run(model, part, opened)
+            seen += part.shape[1]
+    assert seen == 60
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_count(tiny: ModuleType, side: str) -> None:
+    """Rows of 41 and 50 tokens, in 90 columns, where positions leave padding out."""
+    model = with_limit(tiny, 50 + 1 + CARRIED_TOKENS + 37)
+    columns, count = torch.arange(CONTEXT), torch.tensor([41, 50])[:, None]
+    mask = ((columns >= CONTEXT - count) if side == "left" else (columns < count)).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = profile_of(tiny, model, "reconstruction", CHUNK).cache(model)
+    run(model, tiny.prompt(CONTEXT, 2), cache, attention_mask=mask, position_ids=positions)
+    assert cache.reduced
+    cache = profile_of(tiny, model, "reconstruction", CHUNK).cache(model)
+    with pytest.raises(InputError, match="beyond the 96"):
+        run(
+            model,
+            tiny.prompt(CONTEXT, 2),
+            cache,
+            attention_mask=mask,
+            position_ids=positions + 50,
+        )
+
+
+def test_nothing_is_refused_where_nothing_has_to_go(tiny: ModuleType) -> None:
+    model = with_limit(tiny, CONTEXT)
+    for name in ("lookahead", "reconstruction"):
+        cache = tiny.make_profile(model, CONTEXT, 1.0, scorer=name).cache(model)
+        run(model, tiny.prompt(CONTEXT), cache)
+        assert not cache.reduced
+
+
+def test_a_draft_is_cut_where_the_model_ends(tiny: ModuleType) -> None:
+    """It keeps what a draft of that length would keep; with no room at all it is refused."""
+    ids = tiny.prompt(CONTEXT)
+    for room in (1, 3):
+        model = with_limit(tiny, CONTEXT + room)
+        cut = profile_of(tiny, model, "lookahead", {"tokens": 8}).cache(model)
+        run(model, ids, cut)
+        short = profile_of(tiny, model, "lookahead", {"tokens": room}).cache(model)
+        run(model, ids, short)
+        long = with_limit(tiny, 1024)
+        whole = profile_of(tiny, long, "lookahead", {"tokens": 8}).cache(long)
+        run(long, ids, whole)
+        kept = [
+            [cache.kept_indices(layer) for layer in range(tiny.N_LAYERS)]
+            for cache in (cut, short, whole)
+        ]
+        assert all(torch.equal(*pair) for pair in zip(kept[0], kept[1], strict=True))
+        assert not all(torch.equal(*pair) for pair in zip(kept[0], kept[2], strict=True))
+    model = with_limit(tiny, CONTEXT)
+    cache = profile_of(tiny, model, "lookahead", {"tokens": 8}).cache(model)
+    with pytest.raises(InputError, match="90 tokens leave no room for them in the 90"):
+        run(model, ids, cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_row_whose_draft_is_cut_does_not_shorten_its_neighbours(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = with_limit(tiny, CONTEXT + 2), list[int]()
+    profile = profile_of(tiny, model, "lookahead", {"tokens": 8})
+    ids = tiny.prompt(CONTEXT, 2)
+    mask = (torch.arange(CONTEXT) >= CONTEXT - torch.tensor([[CONTEXT], [60]])).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    decoder = model.get_decoder()
+    watch = decoder.register_forward_pre_hook(
+        lambda module, inputs, named: asked.append(int(named["position_ids"].max())),
+        with_kwargs=True,
+    )
+    cache = profile.cache(model)
+    run(model, ids, cache, attention_mask=mask, position_ids=positions)
+    watch.remove()
+    assert len(asked) == 1 + 8
+    assert max(asked) == CONTEXT + 1  # no position beyond the last one that the model has
+    for row, first in ((0, 0), (1, 30)):
+        alone = profile.cache(model)
+        run(model, ids[row : row + 1, first:], alone)
+        for layer in range(tiny.N_LAYERS):
+            for head in range(2):
+                kept = cache.kept_indices(layer)[row, head]
+                wanted = alone.kept_indices(layer)[0, head]
+                assert [int(p) - first for p in kept if p >= 0] == [
+                    int(p) for p in wanted if p >= 0
+                ]
+
+
+def test_a_scorer_that_decides_budgets_is_checked_as_well(tiny: ModuleType) -> None:
+    """Its pass is made whether entries have to go or not."""
+    model = with_limit(tiny, CONTEXT + CONTEXT - 1)
+    stored = tiny.make_profile(model, CONTEXT, 0.4, scorer="reconstruction")
+    cache = stored.cache(model, adapt=0.3, hold=True)
+    with pytest.raises(InputError, match="90 tokens and 90 of a repetition are beyond the 179"):
+        run(model, tiny.prompt(CONTEXT), cache)
+    run(model, tiny.prompt(CONTEXT - 1), cache)
+    assert cache.reduced
