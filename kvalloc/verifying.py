@@ -241,6 +241,12 @@ def _group_checks(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
 
 def _request_of(profile: BudgetProfile) -> Request:
     asked = profile.requested
+    if profile.solver == "descent":
+        raise InputError(
+            "the budget profile was decided by 'kvalloc tune' on the loss of the whole reduced "
+            "cache, which no score profile holds, so it cannot be verified; measure it with "
+            "'kvalloc eval'"
+        )
     fields = {
         "retention": "target_retention",
         "loss": "target_loss",

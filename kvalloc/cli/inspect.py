@@ -149,7 +149,6 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
         policies_text,
         price_text,
         ranks_text,
-        request_text,
         retention_text,
         solver_text,
         why_text,
@@ -164,7 +163,7 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
         {
             "budget profile": file,
             "model": model_text(profile.shape),
-            "asked": request_text(profile) if "target" in profile.requested else _asked(profile),
+            "asked": _asked(profile),
             "solver": f"{solver_text(profile)}{f' with {options}' if options else ''}, "
             f"{profile.termination}, {profile.level} level, {profile.created}",
             **({"why": why_text(profile)} if profile.detail else {}),
@@ -235,11 +234,13 @@ def _number(value: Any, form: str) -> str:
 
 
 def _asked(profile: BudgetProfile) -> str:
-    """What a descent was asked for; other profiles without a target do not say."""
+    """What was asked for, of a descent on which text, too; older profiles do not say."""
+    from kvalloc.cli.solve import request_text
+
     share, text = profile.requested.get("budget"), profile.requested.get("text")
-    if share is None or text is None:
-        return "not recorded"
-    return f"least loss of the whole reduced cache in {share:.1%} of all entries, on {text}"
+    if profile.solver == "descent" and share is not None and text is not None:
+        return f"least loss of the whole reduced cache in {share:.1%} of all entries, on {text}"
+    return request_text(profile) if "target" in profile.requested else "not recorded"
 
 
 def _loss_source(profile: BudgetProfile, usual: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError
+from kvalloc.measure.descent_settings import DescentSettings, between
 from kvalloc.measure.descent_state import StateFile, adam_tensors, restore_adam
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.policy import Policy
@@ -35,28 +36,16 @@ _SCALE_FLOOR = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Descent:
+class Descent(DescentSettings):
     """How the descent goes.
+
+    The learning rate is that of the logits of shares and policies, and the softness a share of the
+    prompt's entries, over which a head's rank threshold is smeared.
 
     Attributes
     ----------
-    steps : int
-        Steps of Adam.
-    batch : int
-        Prompts a step, in turn.
-    continuation_tokens : int
-        Tokens after each prompt on which the distributions are compared, at most.
-    learning_rate : float
-        Of the logits of shares and policies.
-    softness : tuple of float
-        At the beginning and at the end: over which share of the prompt's entries a head's rank
-        threshold is smeared.
     temperature : tuple of float
         At the beginning and at the end: of each head's softmax over the policies.
-    held_out : float
-        Share of the prompts that no step sees; they choose among the stages of the descent.
-    checks : int
-        How often the held-out prompts are asked.
 
     Raises
     ------
@@ -70,18 +59,12 @@ class Descent:
     learning_rate: float = 0.25
     softness: tuple[float, float] = (0.04, 0.004)
     temperature: tuple[float, float] = (1.0, 0.05)
-    held_out: float = 0.2
     checks: int = 3
 
     def __post_init__(self) -> None:
-        least = min(self.steps, self.batch, self.continuation_tokens, self.checks)
-        if least < 1 or not 0 < self.held_out < 1:
-            raise InputError(
-                "a descent needs at least one step, prompt, token and check, and a share of held "
-                "out prompts between 0 and 1"
-            )
-        if min(*self.softness, *self.temperature, self.learning_rate) <= 0:
-            raise InputError("softness, temperature and learning rate must be above 0")
+        super().__post_init__()
+        if min(self.temperature) <= 0:
+            raise InputError("temperatures must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +197,8 @@ def descend(
         done(course.steps_done)
     order = np.random.default_rng(seed).permutation(len(train))
     for step in range(course.steps_done, descent.steps):
-        rest = 1 - step / descent.steps
-        softness = _between(descent.softness, rest)
-        temperature = _between(descent.temperature, rest)
+        softness = descent.softness_at(step)
+        temperature = between(descent.temperature, 1 - step / descent.steps)
         adam.zero_grad()
         for place in range(descent.batch):
             which = int(order[(step * descent.batch + place) % len(train)])
@@ -228,7 +210,7 @@ def descend(
                 variable.grad = slope if variable.grad is None else variable.grad + slope
         adam.step()
         course = replace(course, steps_done=step + 1)
-        if (step + 1) in _check_steps(descent):
+        if step + 1 in descent.check_steps:
             with torch.no_grad():
                 now = _shares(theta, job.evictable_share).double().cpu().numpy()
                 places = mixing.argmax(dim=-1).cpu().numpy()
@@ -352,14 +334,6 @@ def _losses(
     job: DescentJob, samples: Sequence[ReadPrompt], shares: FloatArray, places: IntArray
 ) -> FloatArray:
     return np.array([sample.hard_loss(job, shares, places) for sample in samples])
-
-
-def _between(ends: tuple[float, float], rest: float) -> float:
-    return ends[1] + (ends[0] - ends[1]) * rest
-
-
-def _check_steps(descent: Descent) -> set[int]:
-    return {descent.steps * number // descent.checks for number in range(1, descent.checks + 1)}
 
 
 def held_out(n_samples: int, share: float, seed: int) -> set[int]:

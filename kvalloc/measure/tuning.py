@@ -6,10 +6,8 @@ units are reduced together (`kvalloc.measure.descent`).
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +17,7 @@ import numpy.typing as npt
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.measure.descent import Descent, DescentJob, ReadPrompt, Stage, descend, held_out
-from kvalloc.measure.descent_state import StateFile
-from kvalloc.measure.fingerprint import fingerprint
-from kvalloc.measure.job import versions
+from kvalloc.measure.descent_record import descent_record, descent_states, provenance
 from kvalloc.measure.loss_policies import named_policies
 from kvalloc.measure.sampling import SampleSet, choose_samples
 from kvalloc.models import require_run_packages, shape_of
@@ -33,8 +29,6 @@ from kvalloc.scorers import Scorer, get_scorer
 
 if TYPE_CHECKING:
     from kvalloc.measure.texts import Document, Prompt
-    from kvalloc.measure.weighing import Weighing
-    from kvalloc.shape import ModelShape
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -43,8 +37,6 @@ DEFAULT_POLICIES = (
     "expected_attention",
 )
 """What a head chooses from, beside the scorer."""
-
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,49 +275,6 @@ def prompts_to_tune_on(
     return found
 
 
-def descent_record(
-    model: Any,
-    shape: ModelShape,
-    context: int,
-    policies: Sequence[Policy],
-    found: SampleSet,
-    settings: Descent | Weighing,
-    seed: int,
-) -> dict[str, Any]:
-    """Everything that decides the numbers of a descent, but for the budget."""
-    return {
-        "model": shape.to_dict(),
-        "weights": fingerprint(model),
-        "dtype": str(model.dtype),
-        "device": model.get_input_embeddings().weight.device.type,
-        "context_tokens": context,
-        "policies": [{**policy.record(), "label": policy.label} for policy in policies],
-        "descent": asdict(settings),
-        "seed": seed,
-        "text_digest": found.digest(),
-        "answers": found.answers_digest(),
-        "versions": versions(),
-    }
-
-
-def descent_states(
-    files: Sequence[Path] | None, shares: Sequence[float], record: dict[str, Any], *, resume: bool
-) -> list[StateFile | None]:
-    """For each share, where its descent's state is kept, if anywhere.
-
-    Raises
-    ------
-    InputError
-        If a file holds another descent, or any without `resume`.
-    """
-    if files is None:
-        return [None] * len(shares)
-    return [
-        StateFile(file, {**record, "budget": share}, resume=resume)
-        for file, share in zip(files, shares, strict=True)
-    ]
-
-
 def check_shares(shares: Sequence[float], protected: int, context: int) -> None:
     """Refuse budgets that leave nothing to decide.
 
@@ -388,7 +337,6 @@ def _to_profile(
     table = np.zeros_like(budgets)
     table[full] = np.searchsorted(used, tuned.places)
     several = len(used) > 1
-    descent = job.descent
     reached, uniform = tuned.held_out_losses.mean(), tuned.uniform_losses.mean()
     return BudgetProfile(
         shape=shape,
@@ -398,60 +346,18 @@ def _to_profile(
         policy=policies[0],
         other_policies=tuple(policies[place] for place in used[1:]),
         unit_policies=table if several else None,
-        solver="descent",
-        solver_options={
-            "steps": descent.steps,
-            "batch": descent.batch,
-            "continuation_tokens": descent.continuation_tokens,
-            "learning_rate": descent.learning_rate,
-            "seed": seed,
-            "policies": [policy.title for policy in policies],
-        },
-        decided_by="descent",
-        detail=(
-            f"loss of the whole reduced cache on {tuned.held_out_losses.size} prompts that were "
-            f"held out of the descent and chose its best stage: {reached:.4f} nats per token, "
-            f"{uniform:.4f} with equal budgets"
+        **provenance(
+            job.share,
+            job.descent,
+            policies,
+            found,
+            held_out_losses=tuned.held_out_losses,
+            uniform_losses=tuned.uniform_losses,
+            seed=seed,
+            detail=(
+                f"loss of the whole reduced cache on {tuned.held_out_losses.size} prompts that "
+                f"were held out of the descent and chose its best stage: {reached:.4f} nats per "
+                f"token, {uniform:.4f} with equal budgets"
+            ),
         ),
-        objective=-float(reached),
-        predicted_loss=float(reached),
-        termination="heuristic",
-        requested={
-            "budget": job.share,
-            "objective": "loss",
-            "text": found.description,
-            "text_digest": found.digest(),
-            **held_out_record(tuned.held_out_losses, tuned.uniform_losses, seed),
-        },
-        versions={
-            name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")
-        },
-        created=datetime.date.today().isoformat(),
     )
-
-
-def held_out_record(losses: FloatArray, uniform: FloatArray, seed: int) -> dict[str, Any]:
-    """What a descent's budget profile tells of its predicted loss, beside the figure itself.
-
-    Parameters
-    ----------
-    losses, uniform : ndarray of float64, (n_held_out,)
-        Of the whole reduced cache on each held-out prompt, as decided and with equal budgets, nats
-        per token.
-    seed : int
-        Of the interval's resamples.
-    """
-    return {
-        "predicted_on_prompts": int(losses.size),
-        "predicted_interval": _interval(losses, seed),
-        "predicted_with_equal_budgets": float(uniform.mean()),
-    }
-
-
-def _interval(losses: FloatArray, seed: int) -> list[float] | None:
-    """95% percentile bootstrap interval of the mean over prompts; None for a single one."""
-    if losses.size < 2:
-        return None
-    picked = np.random.default_rng(seed).integers(0, losses.size, size=(RESAMPLES, losses.size))
-    low, high = np.quantile(losses[picked].mean(axis=1), (0.025, 0.975))
-    return [float(low), float(high)]

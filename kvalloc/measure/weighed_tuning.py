@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +11,11 @@ import numpy.typing as npt
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.measure.descent import held_out
+from kvalloc.measure.descent_record import descent_record, descent_states, provenance
 from kvalloc.measure.loss_policies import read_scorer
 from kvalloc.measure.tuning import (
     Tuned,
     check_shares,
-    descent_record,
-    descent_states,
-    held_out_record,
     prompts_to_tune_on,
     scoring_policies,
 )
@@ -212,35 +208,18 @@ def _to_profile(
         other_policies=tuple(policies[1:]),
         unit_weights=weights,
         by_prompt=True,
-        solver="descent",
-        solver_options={
-            "steps": job.weighing.steps,
-            "batch": job.weighing.batch,
-            "continuation_tokens": job.weighing.continuation_tokens,
-            "learning_rate": job.weighing.learning_rate,
-            "seed": seed,
-            "policies": [policy.title for policy in policies],
-        },
-        decided_by="descent",
-        detail=(
-            "each prompt hands out its entries by weighted scores; "
-            f"loss of the whole reduced cache on {stage.held_out_losses.size} held-out prompts "
-            f"{reached:.4f} nats per token, {uniform:.4f} with equal budgets and the first scorer"
+        **provenance(
+            job.share,
+            job.weighing,
+            policies,
+            found,
+            held_out_losses=stage.held_out_losses,
+            uniform_losses=stage.uniform_losses,
+            seed=seed,
+            detail=(
+                "each prompt hands out its entries by weighted scores; loss of the whole reduced "
+                f"cache on {stage.held_out_losses.size} held-out prompts {reached:.4f} nats per "
+                f"token, {uniform:.4f} with equal budgets and the first scorer"
+            ),
         ),
-        objective=-float(reached),
-        predicted_loss=float(reached),
-        termination="heuristic",
-        requested={
-            "target": "budget",
-            "value": job.share,
-            "budget": job.share,
-            "objective": "loss",
-            "text": found.description,
-            "text_digest": found.digest(),
-            **held_out_record(stage.held_out_losses, stage.uniform_losses, seed),
-        },
-        versions={
-            name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")
-        },
-        created=datetime.date.today().isoformat(),
     )

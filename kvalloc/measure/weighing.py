@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError
+from kvalloc.measure.descent_settings import DescentSettings
 from kvalloc.measure.descent_state import StateFile, adam_tensors, restore_adam
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.runtime.handing_out import handed_out
@@ -39,28 +40,16 @@ _LOSS_FLOOR = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weighing:
+class Weighing(DescentSettings):
     """How the descent goes.
+
+    The learning rate is that of the logarithms of the weights, and the softness a range of log
+    scores, over which the threshold is smeared.
 
     Attributes
     ----------
-    steps : int
-        Steps of Adam.
-    batch : int
-        Prompts a step, in turn.
-    continuation_tokens : int
-        Tokens after each prompt on which the distributions are compared, at most.
-    learning_rate : float
-        Of the logarithms of the weights.
     other_weight : float
         What every scorer but the first counts at the beginning.
-    softness : tuple of float
-        At the beginning and at the end: over which range of log scores the threshold between kept
-        and evicted entries is smeared.
-    held_out : float
-        Share of the prompts that no step sees; they choose among the stages of the descent.
-    checks : int
-        How often the held-out prompts are asked.
 
     Raises
     ------
@@ -74,18 +63,12 @@ class Weighing:
     learning_rate: float = 0.15
     other_weight: float = 0.1
     softness: tuple[float, float] = (1.0, 0.1)
-    held_out: float = 0.2
     checks: int = 4
 
     def __post_init__(self) -> None:
-        least = min(self.steps, self.batch, self.continuation_tokens, self.checks)
-        if least < 1 or not 0 < self.held_out < 1:
-            raise InputError(
-                "weighing scores needs at least one step, prompt, token and check, and a share of "
-                "held out prompts between 0 and 1"
-            )
-        if min(*self.softness, self.learning_rate, self.other_weight) <= 0:
-            raise InputError("softness, learning rate and weights must be above 0")
+        super().__post_init__()
+        if self.other_weight <= 0:
+            raise InputError("the weight of other scorers must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,10 +244,8 @@ def weigh_scores(
     else:
         done(course.steps_done)
     order = np.random.default_rng(seed).permutation(len(train))
-    checks = {weighing.steps * n // weighing.checks for n in range(1, weighing.checks + 1)}
     for step in range(course.steps_done, weighing.steps):
-        rest = 1 - step / weighing.steps
-        softness = weighing.softness[1] + (weighing.softness[0] - weighing.softness[1]) * rest
+        softness = weighing.softness_at(step)
         adam.zero_grad()
         for place in range(weighing.batch):
             which = int(order[(step * weighing.batch + place) % len(train)])
@@ -273,7 +254,7 @@ def weigh_scores(
             logarithms.grad = slope if logarithms.grad is None else logarithms.grad + slope
         adam.step()
         course = replace(course, steps_done=step + 1)
-        if step + 1 in checks:
+        if step + 1 in weighing.check_steps:
             course = course.checked(*_checked(job, held_out, logarithms))
         if state is not None:
             state.save({**adam_tensors(adam, variables), **course.tensors()}, course.values())
