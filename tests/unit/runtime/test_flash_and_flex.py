@@ -136,6 +136,75 @@ def test_scorers_read_masks_of_either_kind(tiny: ModuleType, attention: str, sco
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-5, atol=1e-7)
 
 
+HELD = {
+    "lookahead": {"tokens": 5, "pool": 3},
+    "reconstruction": {"chunk": 37, "instruction": "7+8+9", "continuation": "10"},
+}
+SIDES = ["none", "left", "right"]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("scorer", list(HELD))
+def test_prompts_that_are_held_whole(
+    tiny: ModuleType, attention: str, scorer: str, family: str, side: str
+) -> None:
+    """The passes over a held prompt run on it as well: the entries of sdpa, and the oracle's word.
+
+    In one piece and in chunks, which come to the same.
+    """
+    if side == "right" and family == "gemma3" and attention == "padding_only":
+        pytest.skip("flash attention cuts padding out and counts a sliding window without it")
+    columns, count = torch.arange(CONTEXT), torch.tensor(LENGTHS)[:, None]
+    mask = {
+        "none": torch.ones(2, CONTEXT, dtype=torch.bool),
+        "left": columns >= CONTEXT - count,
+        "right": columns < count,
+    }[side].long()
+    ids, kept = tiny.prompt(CONTEXT, 2), []
+    for name, chunk in (("sdpa", CONTEXT), (attention, CONTEXT), (attention, 30)):
+        model = tiny.tiny_model(family, name)
+        profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=HELD[scorer])
+        cache = make_cache(tiny.by_head(profile, spread=9), model, prompt_tokens=CONTEXT)
+        shadow, own = tiny.Shadow(model), mask[:, :0]
+        for part in ids.split(chunk, dim=1):
+            own = mask[:, : own.shape[1] + part.shape[1]]
+            found = run(model, part, cache, own if side != "none" else None)
+            assert tiny.worst(found, shadow.logits(part, own), own) < 1e-4
+        shadow.follow(cache)
+        for tokens in (5, 1):
+            own = torch.nn.functional.pad(own, (0, tokens), value=1)
+            question = tiny.prompt(tokens, 2, seed=tokens)
+            found = run(model, question, cache, own if side != "none" else None)
+            assert tiny.worst(found, shadow.logits(question, own)) < 1e-4
+        assert cache.retained_bytes < 0.6 * cache.full_bytes
+        kept.append([cache.kept_indices(layer) for layer in profile.shape.full_layers])
+    for other in kept[1:]:
+        assert all(torch.equal(*pair) for pair in zip(kept[0], other, strict=True))
+
+
+@pytest.mark.parametrize("by_prompt", [True, False])
+def test_budgets_of_a_held_prompt_s_own(tiny: ModuleType, attention: str, by_prompt: bool) -> None:
+    """Handed out among all heads, or moved by what its layers saw: the budgets of sdpa."""
+    ids, mask = tiny.prompt(CONTEXT, 2), torch.ones(2, CONTEXT, dtype=torch.long)
+    mask[1, :49] = 0
+    found = []
+    for name in (attention, "sdpa"):
+        model = tiny.tiny_model("llama", name)
+        profile = dataclasses.replace(profile_of(tiny, model, "head"), by_prompt=by_prompt)
+        options = {} if by_prompt else {"adapt": 0.5, "hold": True}
+        cache, shadow = profile.cache(model, **options), tiny.Shadow(model)
+        run(model, ids, cache, mask)
+        shadow.logits(ids, mask)
+        shadow.follow(cache)
+        own = torch.nn.functional.pad(mask, (0, 3), value=1)
+        question = tiny.prompt(3, 2, seed=3)
+        assert tiny.worst(run(model, question, cache, own), shadow.logits(question, own)) < 1e-4
+        assert (cache.kept_tokens_by_row[0] - 3 != profile.budgets).any()  # row 1 is shorter
+        found.append([cache.kept_indices(layer) for layer in range(tiny.N_LAYERS)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_profiling_sees_the_same_curves(attention: str) -> None:
     curves = []
     for name in (attention, "sdpa"):
