@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test test-matrix test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-runtime bench-quality peers clean
+.PHONY: help demo test test-matrix test-gpu test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-runtime bench-quality peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -72,8 +72,13 @@ WORKERS ?= 2
 test: $(READY) ## all tests, those with the real model included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=15
 
-test-matrix: $(READY) ## every policy x arrival x model of the runtime against the oracle (an hour)
-	$(BIN)/python -m pytest -q --whole-matrix tests/unit/runtime/test_matrix.py
+# CELLS=1000 SEED=7 takes so many of its cells at random, about five a second and worker.
+test-matrix: $(READY) ## the runtime's whole matrix against the oracle (hours); CELLS=N draws N of it
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/unit/runtime/test_matrix.py \
+		$(if $(CELLS),--matrix-cells $(CELLS) --matrix-seed $(or $(SEED),0),--whole-matrix)
+
+test-gpu: $(READY) ## the runtime's tests on a CUDA device; skipped where there is none
+	$(BIN)/python -m pytest -q -m gpu tests/gpu
 
 $(OLDEST)/.installed: $(READY) Makefile
 	rm -rf $(OLDEST)

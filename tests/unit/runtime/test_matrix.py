@@ -1,379 +1,36 @@
 """Every policy, in every arrival, on every model, against the oracle.
 
 `make test` runs a selection in which any two settings (a policy and an arrival, an arrival and a
-model, ...) meet at least once; `make test-matrix` runs them all.
+model, ...) meet at least once; `make test-matrix` runs them all, or as many as it is asked for.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
-
-from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime import load_cache, make_cache
-from kvalloc.runtime.policies import policy_names
-from kvalloc.scorers import get_scorer, scorer_names
-
-CONTEXT, BATCH = 90, 2
-LENGTHS = (CONTEXT, 41)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-COMBINING = ("merge", "compensate")
-# The filter at decoding reads less than what is stored; here it reads all, so that the oracle of
-# what is stored holds. What it leaves out is the subject of test_mpcache.py.
-OPTIONS = {"mpcache": {"coarse_share": 1.0, "fine_share": 1.0}}
-
-
-class Setting:
-    """One cell of the matrix, and how to ask in it."""
-
-    def __init__(
-        self,
-        tiny: ModuleType,
-        model: Any,
-        tolerance: float,
-        policy: str,
-        scorer: str,
-        level: str,
-    ) -> None:
-        self.tiny, self.model, self.tolerance, self.policy = tiny, model, tolerance, policy
-        profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=None)
-        self.profile = tiny.by_head(profile, spread=9) if level == "head" else profile
-
-    def cache(self, **changes: Any) -> Any:
-        options = OPTIONS.get(self.policy)
-        return make_cache(
-            self.profile, self.model, policy=self.policy, policy_options=options, **changes
-        )
-
-    def shadow(self) -> Any:
-        return self.tiny.Shadow(self.model)
-
-    def follow(self, shadow: Any, cache: Any) -> None:
-        shadow.follow(cache)
-        if self.policy in COMBINING:
-            shadow.take_combined(cache)
-
-    def near(self, found: torch.Tensor, expected: torch.Tensor, mask: Any = None) -> None:
-        assert self.tiny.worst(found, expected, mask) <= self.tolerance
-
-    def run(self, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
-        with torch.no_grad():
-            out = self.model(ids, attention_mask=mask, past_key_values=cache)
-        logits: torch.Tensor = out.logits
-        return logits
-
-    def ask(self, tokens: int, cache: Any, shadow: Any, mask: Any = None) -> None:
-        """A question to both; the mask covers what came before it."""
-        ids = self.tiny.prompt(tokens, BATCH, seed=tokens)
-        if mask is not None:
-            mask = torch.nn.functional.pad(mask, (0, tokens), value=1)
-        self.near(self.run(ids, cache, mask), shadow.logits(ids, mask))
-
-    def prompted(self, batch: int = BATCH, seed: int = 0) -> tuple[Any, Any]:
-        """A cache that has read a prompt in one piece, and its oracle."""
-        cache, shadow, ids = self.cache(), self.shadow(), self.tiny.prompt(CONTEXT, batch, seed)
-        self.near(self.run(ids, cache), shadow.logits(ids))
-        self.follow(shadow, cache)
-        return cache, shadow
-
-
-# Arrivals
-
-
-def one_prompt(at: Setting) -> None:
-    cache, shadow = at.prompted()
-    full = list(at.profile.shape.full_layers)
-    assert (cache.kept_tokens_by_row[:, full] == at.profile.budgets[full]).all()
-    at.ask(1, cache, shadow)
-
-
-def question_of_5(at: Setting) -> None:
-    cache, shadow = at.prompted()
-    at.ask(5, cache, shadow)
-
-
-def question_of_100(at: Setting) -> None:
-    cache, shadow = at.prompted()
-    at.ask(100, cache, shadow)
-
-
-def several_turns(at: Setting) -> None:
-    cache, shadow = at.prompted()
-    for tokens in (5, 1, 1, 7, 1):
-        at.ask(tokens, cache, shadow)
-
-
-def chunks(at: Setting) -> None:
-    cache, shadow = at.cache(prompt_tokens=CONTEXT), at.shadow()
-    for part in at.tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
-        at.near(at.run(part, cache), shadow.logits(part))
-        at.follow(shadow, cache)
-    at.ask(5, cache, shadow)
-
-
-def unannounced_chunks(at: Setting) -> None:
-    cache, shadow = at.cache(), at.shadow()
-    with cache.prefill():
-        for part in at.tiny.prompt(CONTEXT, BATCH).split(7, dim=1):
-            at.near(at.run(part, cache), shadow.logits(part))
-            at.follow(shadow, cache)
-    at.follow(shadow, cache)  # a held prompt is evicted from now
-    at.ask(1, cache, shadow)
-
-
-def padded(at: Setting, side: str) -> None:
-    columns, count = torch.arange(CONTEXT), torch.tensor(LENGTHS)[:, None]
-    mask = (columns >= CONTEXT - count) if side == "left" else (columns < count)
-    cache, shadow, ids = at.cache(), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
-    at.near(at.run(ids, cache, mask.long()), shadow.logits(ids, mask.long()), mask)
-    at.follow(shadow, cache)
-    at.ask(5, cache, shadow, mask.long())
-
-
-def left_padding(at: Setting) -> None:
-    padded(at, "left")
-
-
-def different_lengths(at: Setting) -> None:
-    padded(at, "right")
-
-
-def padded_chunks(at: Setting) -> None:
-    mask = (torch.arange(CONTEXT) >= CONTEXT - torch.tensor(LENGTHS)[:, None]).long()
-    cache, shadow = at.cache(prompt_tokens=CONTEXT), at.shadow()
-    seen = 0
-    for part in at.tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
-        seen += part.shape[1]
-        own = mask[:, :seen]
-        at.near(at.run(part, cache, own), shadow.logits(part, own), own)
-        at.follow(shadow, cache)
-    at.ask(5, cache, shadow, mask)
-
-
-def reorder(at: Setting) -> None:
-    cache, shadow = at.prompted()
-    at.ask(3, cache, shadow)
-    rows = torch.tensor([1, 0])
-    cache.reorder_cache(rows)
-    shadow.reorder(rows)
-    at.ask(1, cache, shadow)
-    cache.reorder_cache(torch.tensor([1, 1]))
-    shadow.reorder(torch.tensor([1, 1]))
-    at.ask(2, cache, shadow)
-
-
-def generated(at: Setting, ids: torch.Tensor, **options: Any) -> tuple[Any, Any, Any]:
-    """What `generate` gives, its cache, and an oracle of the prompt with the same rows."""
-    cache = at.cache()
-    found = at.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=4,
-        return_dict_in_generate=True,
-        output_logits=True,
-        output_scores=True,
-        **options,
-    )
-    shadow = at.shadow()
-    first = shadow.logits(ids.repeat_interleave(found.sequences.shape[0] // len(ids), dim=0))
-    return found, first[:, -1:], (shadow, cache)
-
-
-def beams(at: Setting) -> None:
-    """The scores of both beams are what the oracle gives their tokens."""
-    ids = at.tiny.prompt(CONTEXT)
-    found, first, (shadow, cache) = generated(
-        at, ids, num_beams=2, num_return_sequences=2, do_sample=False
-    )
-    at.follow(shadow, cache)
-    new = found.sequences[:, CONTEXT:]
-    logits = torch.cat([first, shadow.logits(new[:, :-1])], dim=1).log_softmax(-1)
-    expected = logits.gather(-1, new[..., None])[..., 0].mean(dim=1)
-    assert (found.sequences_scores.float() - expected).abs().max() <= at.tolerance
-
-
-def sampled(at: Setting) -> None:
-    """num_return_sequences: rows of one prompt that part after it."""
-    torch.manual_seed(0)
-    ids = at.tiny.prompt(CONTEXT)
-    found, first, (shadow, cache) = generated(at, ids, num_return_sequences=2, do_sample=True)
-    at.follow(shadow, cache)
-    new = found.sequences[:, CONTEXT:]
-    expected = torch.cat([first, shadow.logits(new[:, :-1])], dim=1)
-    at.near(torch.stack(found.logits, dim=1), expected)
-
-
-def inputs_embeds(at: Setting) -> None:
-    cache, shadow, ids = at.cache(), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
-    with torch.no_grad():
-        embedded = at.model.get_input_embeddings()(ids)
-        found = at.model(inputs_embeds=embedded, past_key_values=cache).logits
-    at.near(found, shadow.logits(ids))
-    at.follow(shadow, cache)
-    at.ask(5, cache, shadow)
-
-
-def crop(at: Setting) -> None:
-    """A question is taken back, and another one is asked, of the prompt alone."""
-    cache, shadow = at.prompted()
-    if shadow.cache.layers[0].__class__.__name__ == "DynamicSlidingWindowLayer":
-        at.run(at.tiny.prompt(5, BATCH), cache)
-        with pytest.raises(UnsupportedRequestError, match="sliding-window layer"):
-            cache.crop(-5)
-        return
-    at.run(at.tiny.prompt(5, BATCH, seed=9), cache)
-    cache.crop(-5)
-    at.ask(3, cache, shadow)
-
-
-def saved(at: Setting, folder: Path) -> None:
-    cache, shadow = at.prompted()
-    at.ask(2, cache, shadow)
-    cache.save(folder / "cache.safetensors")
-    again = load_cache(folder / "cache.safetensors", at.model)
-    at.ask(5, again, shadow)
-
-
-def interleaved(at: Setting) -> None:
-    one, other = at.prompted(), at.prompted(seed=5)
-    for tokens in (3, 1):
-        at.ask(tokens, *one)
-        at.ask(tokens, *other)
-
-
-class Noted(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.tokens.append(-1)
-
-
-def streaming(at: Setting) -> None:
-    ids, streamer = at.tiny.prompt(CONTEXT), Noted()
-    found, first, (shadow, cache) = generated(at, ids, streamer=streamer, do_sample=False)
-    assert streamer.tokens == [*found.sequences[0].tolist(), -1]
-    at.follow(shadow, cache)
-    expected = torch.cat([first, shadow.logits(found.sequences[:, CONTEXT:-1])], dim=1)
-    at.near(torch.stack(found.logits, dim=1), expected)
-
-
-def assisted(at: Setting) -> None:
-    """Refused at once; with transformers 5.2, which tells no cache of it, at the first cut."""
-    options = {"prompt_lookup_num_tokens": 2, "do_sample": False, "eos_token_id": 1}
-    with pytest.raises(UnsupportedRequestError, match="assisted generation|cannot crop"):
-        generated(at, at.tiny.prompt(CONTEXT), **options)
-
-
-ARRIVALS: dict[str, Callable[..., None]] = {
-    function.__name__: function
-    for function in (
-        *(one_prompt, question_of_5, question_of_100, several_turns, chunks, unannounced_chunks),
-        *(left_padding, different_lengths, padded_chunks, reorder, beams, sampled),
-        *(inputs_embeds, crop, saved, interleaved, streaming, assisted),
-    )
-}
-
-
-# The matrix
-
-FACTORS: dict[str, list[str]] = {
-    "policy": policy_names(),
-    "arrival": list(ARRIVALS),
-    "family": ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"],
-    "level": ["layer", "head"],
-    "attention": ["sdpa", "eager", "flex_attention", "padding_only"],
-    "dtype": list(DTYPES),
-}
-Cell = tuple[str, ...]
-
-
-def comparable(cell: Cell) -> bool:
-    """Flash attention cuts out padding between tokens, and counts sliding windows without it."""
-    return not {"different_lengths", "gemma3", "padding_only"} <= set(cell)
-
-
-def all_cells() -> Iterator[Cell]:
-    return filter(comparable, itertools.product(*FACTORS.values()))
-
-
-def covering_cells() -> list[Cell]:
-    """Few cells in which any two settings of different factors meet: the greedy choice.
-
-    Each cell begins with a pair that is still missing and takes, factor by factor, the setting that
-    meets most of what it has not met.
-    """
-    names = list(FACTORS)
-    missing = {
-        ((i, a), (j, b))
-        for i, j in itertools.combinations(range(len(names)), 2)
-        for a in FACTORS[names[i]]
-        for b in FACTORS[names[j]]
-    }
-    cells = []
-    while missing:
-        cell: dict[int, str] = dict(min(missing))
-        for place, name in enumerate(names):
-            if place not in cell:
-                cell[place] = max(
-                    (value for value in FACTORS[name] if comparable((*cell.values(), value))),
-                    key=lambda value, place=place, cell=cell: sum(
-                        tuple(sorted([(place, value), other])) in missing for other in cell.items()
-                    ),
-                )
-        missing -= set(itertools.combinations(sorted(cell.items()), 2))
-        cells.append(tuple(cell[place] for place in range(len(names))))
-    return cells
+from runtime_cells import (
+    FACTORS,
+    Cell,
+    all_cells,
+    answers_as_the_oracle,
+    comparable,
+    covering_cells,
+    drawn_cells,
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        whole = metafunc.config.getoption("--whole-matrix")
-        cells = list(all_cells()) if whole else covering_cells()
+        asked = metafunc.config.getoption
+        cells = list(all_cells()) if asked("--whole-matrix") else covering_cells()
+        if asked("--matrix-cells"):
+            cells = drawn_cells(asked("--matrix-cells"), asked("--matrix-seed"))
         metafunc.parametrize("cell", cells, ids=["-".join(cell) for cell in cells])
-
-
-@functools.cache
-def model_of(tiny: ModuleType, family: str, attention: str, dtype: str) -> tuple[Any, float]:
-    """A model and what may be off: in half precision, twice what the plain model is."""
-    if dtype == "float32":
-        return tiny.tiny_model(family, attention), 1e-4
-    # smaller weights: with peaky attention the model's own rounding would be all there is to see
-    model = tiny.tiny_model(family, attention, DTYPES[dtype], initializer_range=0.08)
-    shadow, cache, own = tiny.Shadow(model), DynamicCache(config=model.config), 0.0
-    with torch.no_grad():
-        for tokens in (CONTEXT, 100):
-            ids = tiny.prompt(tokens, BATCH, seed=tokens)
-            own = max(own, tiny.worst(model(ids, past_key_values=cache).logits, shadow.logits(ids)))
-    return model, 2 * own
-
-
-def refusal(policy: str, scorer: str, arrival: str, level: str) -> str | None:
-    """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
-    if arrival == "assisted":
-        return None  # for every policy, see there
-    if scorer == "reconstruction" and arrival == "inputs_embeds":
-        return "came as inputs_embeds"
-    held = get_scorer(scorer).later is not None
-    if policy in COMBINING and "chunks" in arrival and not held:
-        return "merges entries"
-    uneven = level == "head" or arrival in ("left_padding", "different_lengths", "padded_chunks")
-    if policy == "mpcache" and uneven:
-        return "leaves entries unread"
-    return None
 
 
 @pytest.fixture
@@ -387,19 +44,7 @@ def attention(cell: Cell, attention_on_cpu: Any) -> Iterator[str]:
 def test_the_cache_answers_as_the_oracle(
     tiny: ModuleType, cell: Cell, attention: str, tmp_path: Path
 ) -> None:
-    policy, arrival, family, level, _, dtype = cell
-    model, tolerance = model_of(tiny, family, attention, dtype)
-    # the scorers in turn: none of them may matter to what the oracle says
-    scorer = scorer_names()[sum(map(ord, "".join(cell))) % len(scorer_names())]
-    at = Setting(tiny, model, tolerance, policy, scorer, level)
-    call = functools.partial(ARRIVALS[arrival], at)
-    call = functools.partial(call, tmp_path) if arrival == "saved" else call
-    said = refusal(policy, scorer, arrival, level)
-    if said is None:
-        call()
-        return
-    with pytest.raises(UnsupportedRequestError, match=said):
-        call()
+    answers_as_the_oracle(tiny, cell, tmp_path)
 
 
 def test_any_two_settings_meet() -> None:

@@ -109,11 +109,3 @@ needs_triton = pytest.mark.skipif(
 @needs_triton
 def test_the_kernel_in_the_interpreter_equals_the_plain_computation() -> None:
     assert "float32" in check(TRITON_INTERPRET="1")
-
-
-@needs_triton
-def test_the_kernel_on_the_device_equals_the_plain_computation() -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    assert "float32" in check("cuda")

@@ -1,0 +1,81 @@
+"""The runtime's tests on a GPU: tiny models there, the oracle on the CPU.
+
+Most tests here are those of unit/runtime, which only see another `tiny`. Where there is no GPU,
+``--gpu-device cpu`` runs them all the same, to try the tests themselves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+RUNTIME = Path(__file__).parents[1] / "unit" / "runtime"
+sys.path.append(str(RUNTIME))  # the tests that run here, too
+
+
+def _loaded(name: str, file: str) -> ModuleType:
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, RUNTIME / file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """Where the caches are."""
+    name: str = pytestconfig.getoption("--gpu-device")
+    return name
+
+
+@pytest.fixture(scope="session")
+def on_cpu() -> ModuleType:
+    """Tiny random models on the CPU, budget profiles for them, and the oracle."""
+    return _loaded("kvalloc_runtime_oracle", "oracle.py")
+
+
+@pytest.fixture(scope="session")
+def tiny(on_cpu: ModuleType, device: str) -> ModuleType:
+    """The same with models on the device, which take tokens and give logits on the CPU."""
+    there: Any = ModuleType("kvalloc_runtime_oracle_on_device")
+    vars(there).update(vars(on_cpu))
+
+    def tiny_model(*arguments: Any, **changes: Any) -> Any:
+        model = on_cpu.tiny_model(*arguments, **changes).to(device)
+        for module in (model, model.get_input_embeddings()):
+            module.register_forward_pre_hook(_moved_in, with_kwargs=True, prepend=True)
+        model.register_forward_hook(_moved_out)
+        return model
+
+    there.tiny_model = tiny_model
+    found: ModuleType = there
+    return found
+
+
+@pytest.fixture(scope="session")
+def attention_on_cpu() -> Any:
+    """``with attention_on_cpu(name):`` as in unit/runtime, for trying the tests on the CPU."""
+    return _loaded("kvalloc_other_attention", "other_attention.py").attention_on_cpu
+
+
+def _moved_in(module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """The oracle copies a model with its hooks, so they go by where the module is."""
+    place = next(module.parameters()).device
+
+    def moved(value: Any) -> Any:
+        return value.to(place) if isinstance(value, torch.Tensor) else value
+
+    return tuple(map(moved, inputs)), {name: moved(value) for name, value in named.items()}
+
+
+def _moved_out(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    output.logits = output.logits.cpu()
+    return output

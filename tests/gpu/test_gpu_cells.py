@@ -1,0 +1,55 @@
+"""Cells of the runtime's matrix on a GPU: any two settings meet, on the kernels of the device.
+
+Flash attention is the real one where transformers finds it, and takes half precision alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from runtime_cells import FACTORS, Cell, answers_as_the_oracle, covering_cells
+from transformers.utils import is_flash_attn_2_available
+
+pytestmark = pytest.mark.gpu
+
+ATTENTION, DTYPE = (list(FACTORS).index(name) for name in ("attention", "dtype"))
+
+
+def on_the_device(cell: Cell) -> Cell:
+    """The same with the flash attention that the stand-in stands for."""
+    if cell[ATTENTION] != "padding_only":
+        return cell
+    settings = list(cell)
+    settings[ATTENTION] = "flash_attention_2"
+    settings[DTYPE] = "bfloat16" if cell[DTYPE] == "float32" else cell[DTYPE]
+    return tuple(settings)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" in metafunc.fixturenames:
+        cells = covering_cells()
+        if metafunc.config.getoption("--gpu-device") != "cpu":
+            cells = list(dict.fromkeys(map(on_the_device, cells)))
+        metafunc.parametrize("cell", cells, ids=["-".join(cell) for cell in cells])
+
+
+@pytest.fixture
+def attention(cell: Cell, device: str, attention_on_cpu: Any) -> Iterator[str]:
+    name = cell[ATTENTION]
+    if name == "flash_attention_2" and not is_flash_attn_2_available():
+        pytest.skip("needs the package flash-attn")
+    if device != "cpu":
+        yield name
+        return
+    with attention_on_cpu(name):
+        yield name
+
+
+def test_the_cache_answers_as_the_oracle(
+    tiny: ModuleType, cell: Cell, attention: str, tmp_path: Path
+) -> None:
+    answers_as_the_oracle(tiny, cell, tmp_path)

@@ -1,0 +1,63 @@
+"""How a token is decoded on a GPU: the kernels, and that nothing that is kept is copied."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from runtime_cells import DTYPES, model_of
+from test_decoding_attention import (  # noqa: F401  its tests and fixtures
+    TOKENS,
+    model,
+    profile,
+    run,
+    test_what_is_held_apart_joins_for_everything_else,
+    test_what_is_kept_stays_where_it_is_while_decoding,
+)
+from test_ragged_kernel import check, needs_triton
+
+from kvalloc.runtime.even_attention import EvenEntries
+
+pytestmark = pytest.mark.gpu
+
+
+@needs_triton
+def test_the_kernel_equals_the_plain_computation(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("the interpreter has a test of its own")
+    assert "float32" in check("cuda")
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_equal_budgets_are_read_in_place(
+    tiny: ModuleType, device: str, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half precision, too, what is kept stays where it is, and the kernel reads it there."""
+    if device == "cpu" and dtype != "float32":
+        pytest.skip("on the CPU half precision is left to the model's own kernels")
+    own, tolerance = model_of(tiny, family, "sdpa", dtype, "alone")
+    cache = tiny.make_profile(own, TOKENS, 0.4).cache(own)
+    shadow, ids = tiny.Shadow(own), tiny.prompt(TOKENS, 2)
+    run(own, ids, cache)
+    shadow.logits(ids)
+    shadow.follow(cache)
+    layer = cache.layers[cache.profile.shape.full_layers[0]]
+    read: list[int] = []
+    made = EvenEntries.of.__func__  # type: ignore[attr-defined]
+
+    def noted(cls: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        read.append(keys.data_ptr())
+        return made(cls, keys, values)
+
+    monkeypatch.setattr(EvenEntries, "of", classmethod(noted))
+    places = []
+    for step in range(4):
+        token = tiny.prompt(1, 2, seed=step)
+        assert tiny.worst(run(own, token, cache), shadow.logits(token)) <= tolerance
+        assert layer.holds_apart
+        places.append(layer.kept_apart[0].data_ptr())
+    assert len(set(places)) == 1
+    assert device == "cpu" or places[0] in read

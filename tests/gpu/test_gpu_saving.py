@@ -1,0 +1,46 @@
+"""Caches in files, and those that move between the CPU and a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from runtime_cells import Setting
+from test_saving import *  # noqa: F403  its tests
+
+import kvalloc
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("bits", ["16_bits", "mixed_bits"])
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("to_device", [True, False])
+def test_a_cache_that_was_read_elsewhere(
+    tiny: ModuleType,
+    on_cpu: ModuleType,
+    tmp_path: Path,
+    to_device: bool,
+    family: str,
+    level: str,
+    bits: str,
+) -> None:
+    """The same bytes and entries on the other device, and the oracle's answers there."""
+    first, second = (on_cpu, tiny) if to_device else (tiny, on_cpu)
+    reads, asks = (
+        Setting(own, own.tiny_model(family), 1e-4, "score", "xkv", level, bits, "alone")
+        for own in (first, second)
+    )
+    cache, shadow = reads.prompted()
+    reads.ask(3, cache, shadow)
+    cache.save(tmp_path / "c.safetensors")
+    moved = kvalloc.load_cache(tmp_path / "c.safetensors", asks.model)
+    assert moved.layers[0].keys.device == next(asks.model.parameters()).device
+    assert moved.retained_bytes == cache.retained_bytes
+    for layer in cache.profile.shape.full_layers:
+        assert torch.equal(moved.kept_indices(layer).cpu(), cache.kept_indices(layer).cpu())
+    for tokens in (5, 1, 1):
+        asks.ask(tokens, moved, shadow)

@@ -1,0 +1,481 @@
+"""The cells of the runtime's matrix: every policy, in every arrival, on every model.
+
+Where entries are stored at fewer bits, the oracle's own ones are held against them, and it goes on
+with the numbers that are stored: the tolerance of what is computed from them is that of any cell.
+The tests are in unit/runtime/test_matrix.py and, on a GPU, in gpu/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime import load_cache, make_cache
+from kvalloc.runtime.packed import PackedEntries
+from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class, policy_names
+from kvalloc.scorers import get_scorer, scorer_names
+
+CONTEXT, BATCH = 90, 2
+LENGTHS = (CONTEXT, 41)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COMBINING = [n for n in policy_names() if policy_class(n).combine is not EvictionPolicy.combine]
+READING = [n for n in policy_names() if policy_class(n).reader is not EvictionPolicy.reader]
+# The filter at decoding reads less than what is stored; here it reads all, so that the oracle of
+# what is stored holds. What it leaves out is the subject of test_mpcache.py.
+OPTIONS = {"mpcache": {"coarse_share": 1.0, "fine_share": 1.0}}
+
+
+GROUP = (2, 3)
+"""Layers that keep the same entries, where any do."""
+
+
+class Setting:
+    """One cell of the matrix, and how to ask in it."""
+
+    def __init__(
+        self,
+        tiny: ModuleType,
+        model: Any,
+        tolerance: float,
+        policy: str,
+        scorer: str,
+        level: str,
+        bits: str,
+        sharing: str,
+    ) -> None:
+        self.tiny, self.model, self.tolerance, self.policy = tiny, model, tolerance, policy
+        profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=None)
+        profile = tiny.by_head(profile, spread=9) if level == "head" else profile
+        if sharing == "shared":
+            budgets = profile.budgets.copy()
+            budgets[list(GROUP)] = budgets[GROUP[0]]
+            profile = dataclasses.replace(profile, budgets=budgets, share_groups=(GROUP,))
+        if bits != "16_bits":
+            profile = dataclasses.replace(profile, bits=widths(profile, bits))
+        self.profile = profile
+
+    def cache(self, **changes: Any) -> Any:
+        options = OPTIONS.get(self.policy)
+        return make_cache(
+            self.profile, self.model, policy=self.policy, policy_options=options, **changes
+        )
+
+    def shadow(self) -> Any:
+        return self.tiny.Shadow(self.model)
+
+    def follow(self, shadow: Any, cache: Any) -> None:
+        shadow.follow(cache)
+        for one, other in itertools.pairwise(GROUP if self.profile.share_groups else ()):
+            assert torch.equal(cache.kept_indices(one), cache.kept_indices(other))
+        if self.policy in COMBINING:
+            shadow.take_combined(cache)
+        else:
+            self.take_rounded(shadow, cache)
+
+    def take_rounded(self, shadow: Any, cache: Any) -> None:
+        """The oracle's own entries are near what is stored at fewer bits, and give way to it.
+
+        Near: within half a step of their block. In half precision the model's own rounding is
+        more than that, so only the numbers give way.
+        """
+        for layer, stored in enumerate(cache.layers):
+            entries, its = getattr(stored, "entries", None), shadow.cache.layers[layer]
+            if not isinstance(entries, PackedEntries):
+                continue
+            for row, head in np.ndindex(*entries.lengths.shape):
+                bits = int(self.profile.bits[layer, head])
+                keys, values, positions = (own.cpu() for own in entries.piece(row, head)[:3])
+                if bits == 16 or not len(positions):
+                    continue
+                own = its.keys[row, head], its.values[row, head]
+                if (row, head, layer) not in shadow.rounded and keys.dtype == torch.float32:
+                    exact = [states[positions.long()] for states in own]
+                    assert ((keys - exact[0]).abs() <= half_step(exact[0], bits, 0)).all()
+                    assert ((values - exact[1]).abs() <= half_step(exact[1], bits, 1)).all()
+                shadow.rounded.add((row, head, layer))
+                for states, found in zip(own, (keys, values), strict=True):
+                    states[positions.long()] = found.float()
+
+    def near(self, found: torch.Tensor, expected: torch.Tensor, mask: Any = None) -> None:
+        assert self.tiny.worst(found, expected, mask) <= self.tolerance
+
+    def run(self, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
+        with torch.no_grad():
+            out = self.model(ids, attention_mask=mask, past_key_values=cache)
+        logits: torch.Tensor = out.logits
+        return logits
+
+    def ask(self, tokens: int, cache: Any, shadow: Any, mask: Any = None) -> None:
+        """A question to both; the mask covers what came before it."""
+        ids = self.tiny.prompt(tokens, BATCH, seed=tokens)
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, tokens), value=1)
+        self.near(self.run(ids, cache, mask), shadow.logits(ids, mask))
+
+    def prompted(self, batch: int = BATCH, seed: int = 0) -> tuple[Any, Any]:
+        """A cache that has read a prompt in one piece, and its oracle."""
+        cache, shadow, ids = self.cache(), self.shadow(), self.tiny.prompt(CONTEXT, batch, seed)
+        self.near(self.run(ids, cache), shadow.logits(ids))
+        self.follow(shadow, cache)
+        return cache, shadow
+
+
+def half_step(numbers: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
+    """How far from a number the nearest of the steps of its block may be, with float16 scales.
+
+    Blocks are of up to 64 numbers along the axis: keys (n_tokens, head_dim) per channel, values
+    per token, of which a tiny model's are one block.
+    """
+    found = []
+    for block in numbers.split(64, dim=axis):
+        low, high = (edge.expand_as(block) for edge in block.aminmax(dim=axis, keepdim=True))
+        # the least number and the step are float16 themselves, and the model's keys not the twin's
+        scales = (low.abs() + high - low) * 2.0**-11 + 1e-4
+        found.append((high - low) / (2**bits - 1) / 2 + scales)
+    return torch.cat(found, dim=axis)
+
+
+def widths(profile: Any, bits: str) -> Any:
+    """Bits of each KV head: all the same, or, mixed, those of a layer, or of its heads, differ."""
+    found = np.full_like(profile.budgets, 16)
+    for place, layer in enumerate(profile.shape.full_layers):
+        if bits == "mixed_bits":
+            found[layer] = (8, 4, 16, 8)[place % 4]
+            if profile.level == "head":
+                found[layer, 1] = (4, 16, 16, 8)[place % 4]
+        else:
+            found[layer] = int(bits.removesuffix("_bits"))
+    return found
+
+
+# Arrivals
+
+
+def one_prompt(at: Setting) -> None:
+    cache, shadow = at.prompted()
+    full = list(at.profile.shape.full_layers)
+    assert (cache.kept_tokens_by_row[:, full] == at.profile.budgets[full]).all()
+    at.ask(1, cache, shadow)
+
+
+def question_of_5(at: Setting) -> None:
+    cache, shadow = at.prompted()
+    at.ask(5, cache, shadow)
+
+
+def question_of_100(at: Setting) -> None:
+    cache, shadow = at.prompted()
+    at.ask(100, cache, shadow)
+
+
+def several_turns(at: Setting) -> None:
+    cache, shadow = at.prompted()
+    for tokens in (5, 1, 1, 7, 1):
+        at.ask(tokens, cache, shadow)
+
+
+def chunks(at: Setting) -> None:
+    cache, shadow = at.cache(prompt_tokens=CONTEXT), at.shadow()
+    for part in at.tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
+        at.near(at.run(part, cache), shadow.logits(part))
+        at.follow(shadow, cache)
+    at.ask(5, cache, shadow)
+
+
+def unannounced_chunks(at: Setting) -> None:
+    cache, shadow = at.cache(), at.shadow()
+    with cache.prefill():
+        for part in at.tiny.prompt(CONTEXT, BATCH).split(7, dim=1):
+            at.near(at.run(part, cache), shadow.logits(part))
+            at.follow(shadow, cache)
+    at.follow(shadow, cache)  # a held prompt is evicted from now
+    at.ask(1, cache, shadow)
+
+
+def padded(at: Setting, side: str) -> None:
+    columns, count = torch.arange(CONTEXT), torch.tensor(LENGTHS)[:, None]
+    mask = (columns >= CONTEXT - count) if side == "left" else (columns < count)
+    cache, shadow, ids = at.cache(), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
+    at.near(at.run(ids, cache, mask.long()), shadow.logits(ids, mask.long()), mask)
+    at.follow(shadow, cache)
+    at.ask(5, cache, shadow, mask.long())
+
+
+def left_padding(at: Setting) -> None:
+    padded(at, "left")
+
+
+def different_lengths(at: Setting) -> None:
+    padded(at, "right")
+
+
+def padded_chunks(at: Setting) -> None:
+    mask = (torch.arange(CONTEXT) >= CONTEXT - torch.tensor(LENGTHS)[:, None]).long()
+    cache, shadow = at.cache(prompt_tokens=CONTEXT), at.shadow()
+    seen = 0
+    for part in at.tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
+        seen += part.shape[1]
+        own = mask[:, :seen]
+        at.near(at.run(part, cache, own), shadow.logits(part, own), own)
+        at.follow(shadow, cache)
+    at.ask(5, cache, shadow, mask)
+
+
+def reorder(at: Setting) -> None:
+    cache, shadow = at.prompted()
+    at.ask(3, cache, shadow)
+    rows = torch.tensor([1, 0])
+    cache.reorder_cache(rows)
+    shadow.reorder(rows)
+    at.ask(1, cache, shadow)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    shadow.reorder(torch.tensor([1, 1]))
+    at.ask(2, cache, shadow)
+
+
+def generated(at: Setting, ids: torch.Tensor, **options: Any) -> tuple[Any, Any, Any]:
+    """What `generate` gives, its cache, and an oracle of the prompt with the same rows."""
+    cache = at.cache()
+    found = at.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=4,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=True,
+        **options,
+    )
+    shadow = at.shadow()
+    first = shadow.logits(ids.repeat_interleave(found.sequences.shape[0] // len(ids), dim=0))
+    return found, first[:, -1:], (shadow, cache)
+
+
+def beams(at: Setting) -> None:
+    """The scores of both beams are what the oracle gives their tokens."""
+    ids = at.tiny.prompt(CONTEXT)
+    found, first, (shadow, cache) = generated(
+        at, ids, num_beams=2, num_return_sequences=2, do_sample=False
+    )
+    at.follow(shadow, cache)
+    new = found.sequences[:, CONTEXT:]
+    logits = torch.cat([first, shadow.logits(new[:, :-1])], dim=1).log_softmax(-1)
+    expected = logits.gather(-1, new[..., None])[..., 0].mean(dim=1)
+    assert (found.sequences_scores.float() - expected).abs().max() <= at.tolerance
+
+
+def sampled(at: Setting) -> None:
+    """num_return_sequences: rows of one prompt that part after it."""
+    torch.manual_seed(0)
+    ids = at.tiny.prompt(CONTEXT)
+    found, first, (shadow, cache) = generated(at, ids, num_return_sequences=2, do_sample=True)
+    at.follow(shadow, cache)
+    new = found.sequences[:, CONTEXT:]
+    expected = torch.cat([first, shadow.logits(new[:, :-1])], dim=1)
+    at.near(torch.stack(found.logits, dim=1), expected)
+
+
+def inputs_embeds(at: Setting) -> None:
+    cache, shadow, ids = at.cache(), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
+    with torch.no_grad():
+        embedded = at.model.get_input_embeddings()(ids)
+        found = at.model(inputs_embeds=embedded, past_key_values=cache).logits
+    at.near(found, shadow.logits(ids))
+    at.follow(shadow, cache)
+    at.ask(5, cache, shadow)
+
+
+def crop(at: Setting) -> None:
+    """A question is taken back, and another one is asked, of the prompt alone."""
+    cache, shadow = at.prompted()
+    if shadow.cache.layers[0].__class__.__name__ == "DynamicSlidingWindowLayer":
+        at.run(at.tiny.prompt(5, BATCH), cache)
+        with pytest.raises(UnsupportedRequestError, match="sliding-window layer"):
+            cache.crop(-5)
+        return
+    at.run(at.tiny.prompt(5, BATCH, seed=9), cache)
+    cache.crop(-5)
+    at.ask(3, cache, shadow)
+
+
+def saved(at: Setting, folder: Path) -> None:
+    cache, shadow = at.prompted()
+    at.ask(2, cache, shadow)
+    cache.save(folder / "cache.safetensors")
+    again = load_cache(folder / "cache.safetensors", at.model)
+    at.ask(5, again, shadow)
+
+
+def interleaved(at: Setting) -> None:
+    one, other = at.prompted(), at.prompted(seed=5)
+    for tokens in (3, 1):
+        at.ask(tokens, *one)
+        at.ask(tokens, *other)
+
+
+class Noted(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def streaming(at: Setting) -> None:
+    ids, streamer = at.tiny.prompt(CONTEXT), Noted()
+    found, first, (shadow, cache) = generated(at, ids, streamer=streamer, do_sample=False)
+    assert streamer.tokens == [*found.sequences[0].tolist(), -1]
+    at.follow(shadow, cache)
+    expected = torch.cat([first, shadow.logits(found.sequences[:, CONTEXT:-1])], dim=1)
+    at.near(torch.stack(found.logits, dim=1), expected)
+
+
+def assisted(at: Setting) -> None:
+    """Refused at once; with transformers 5.2, which tells no cache of it, at the first cut."""
+    options = {"prompt_lookup_num_tokens": 2, "do_sample": False, "eos_token_id": 1}
+    at.cache()  # what the policy cannot do is another subject
+    with pytest.raises(UnsupportedRequestError, match="assisted generation|cannot crop"):
+        generated(at, at.tiny.prompt(CONTEXT), **options)
+
+
+ARRIVALS: dict[str, Callable[..., None]] = {
+    function.__name__: function
+    for function in (
+        *(one_prompt, question_of_5, question_of_100, several_turns, chunks, unannounced_chunks),
+        *(left_padding, different_lengths, padded_chunks, reorder, beams, sampled),
+        *(inputs_embeds, crop, saved, interleaved, streaming, assisted),
+    )
+}
+
+
+# The matrix
+
+FACTORS: dict[str, list[str]] = {
+    "policy": policy_names(),
+    "arrival": list(ARRIVALS),
+    "family": ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"],
+    "level": ["layer", "head"],
+    "attention": ["sdpa", "eager", "flex_attention", "padding_only"],
+    "dtype": list(DTYPES),
+    "bits": ["16_bits", "8_bits", "4_bits", "mixed_bits"],
+    "sharing": ["alone", "shared"],
+}
+Cell = tuple[str, ...]
+
+
+def comparable(cell: Cell) -> bool:
+    """Flash attention cuts out padding between tokens, and counts sliding windows without it."""
+    return not {"different_lengths", "gemma3", "padding_only"} <= set(cell)
+
+
+def all_cells() -> Iterator[Cell]:
+    return filter(comparable, itertools.product(*FACTORS.values()))
+
+
+def drawn_cells(number: int, seed: int) -> list[Cell]:
+    """So many of all, at random."""
+    return random.Random(seed).sample(list(all_cells()), number)
+
+
+def covering_cells() -> list[Cell]:
+    """Few cells in which any two settings of different factors meet: the greedy choice.
+
+    Each cell begins with a pair that is still missing and takes, factor by factor, the setting that
+    meets most of what it has not met.
+    """
+    names = list(FACTORS)
+    missing = {
+        ((i, a), (j, b))
+        for i, j in itertools.combinations(range(len(names)), 2)
+        for a in FACTORS[names[i]]
+        for b in FACTORS[names[j]]
+    }
+    cells = []
+    while missing:
+        cell: dict[int, str] = dict(min(missing))
+        for place, name in enumerate(names):
+            if place not in cell:
+                cell[place] = max(
+                    (value for value in FACTORS[name] if comparable((*cell.values(), value))),
+                    key=lambda value, place=place, cell=cell: sum(
+                        tuple(sorted([(place, value), other])) in missing for other in cell.items()
+                    ),
+                )
+        missing -= set(itertools.combinations(sorted(cell.items()), 2))
+        cells.append(tuple(cell[place] for place in range(len(names))))
+    return cells
+
+
+@functools.cache
+def model_of(
+    tiny: ModuleType, family: str, attention: str, dtype: str, sharing: str
+) -> tuple[Any, float]:
+    """A model and what may be off: in half precision, twice what the plain model is."""
+    changes: dict[str, Any] = {}
+    if family == "gemma3" and sharing == "shared":  # layers that share are neighbours
+        kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
+        changes = {"layer_types": kinds}
+    if dtype == "float32":
+        return tiny.tiny_model(family, attention, **changes), 1e-4
+    # smaller weights: with peaky attention the model's own rounding would be all there is to see
+    changes["initializer_range"] = 0.08
+    model = tiny.tiny_model(family, attention, DTYPES[dtype], **changes)
+    shadow, cache, own = tiny.Shadow(model), DynamicCache(config=model.config), 0.0
+    with torch.no_grad():
+        for tokens in (CONTEXT, 100):
+            ids = tiny.prompt(tokens, BATCH, seed=tokens)
+            own = max(own, tiny.worst(model(ids, past_key_values=cache).logits, shadow.logits(ids)))
+    return model, 2 * own
+
+
+def refusal(cell: Cell, scorer: str) -> str | None:
+    """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
+    policy, arrival, _, level, _, _, bits, sharing = cell
+    if bits != "16_bits" and policy in READING:
+        return "compares keys"
+    if sharing == "shared" and not issubclass(policy_class(policy), RankedPolicy):
+        return "chooses for each layer on its own"
+    if arrival == "assisted":
+        return None  # for every policy, see there
+    if scorer == "reconstruction" and arrival == "inputs_embeds":
+        return "came as inputs_embeds"
+    held = get_scorer(scorer).later is not None
+    if policy in COMBINING and "chunks" in arrival and not held:
+        return "merges entries"
+    uneven = level == "head" or arrival in ("left_padding", "different_lengths", "padded_chunks")
+    if policy in READING and uneven:
+        return "leaves entries unread"
+    return None
+
+
+def answers_as_the_oracle(tiny: ModuleType, cell: Cell, folder: Path) -> None:
+    """The assertions of one cell."""
+    policy, arrival, family, level, attention, dtype, bits, sharing = cell
+    model, tolerance = model_of(tiny, family, attention, dtype, sharing)
+    # the scorers in turn: none of them may matter to what the oracle says
+    scorer = scorer_names()[sum(map(ord, "".join(cell))) % len(scorer_names())]
+    at = Setting(tiny, model, tolerance, policy, scorer, level, bits, sharing)
+    call = functools.partial(ARRIVALS[arrival], at)
+    call = functools.partial(call, folder) if arrival == "saved" else call
+    said = refusal(cell, scorer)
+    if said is None:
+        call()
+        return
+    with pytest.raises(UnsupportedRequestError, match=said):
+        call()
