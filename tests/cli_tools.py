@@ -11,6 +11,9 @@ from typing import Any
 
 from kvalloc.cli.main import main
 
+CLI_CONTEXT = 64
+"""Tokens of the samples that tests of commands profile."""
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -77,3 +80,13 @@ def save_tiny_model(folder: Path, model: Any, *, chat: bool = False) -> Path:
 def prose(n_words: int) -> str:
     """A text of that many tokens of the tiny tokenizer."""
     return " ".join(f"w{(7 * number + number // 13) % 90}" for number in range(n_words))
+
+
+def profile_arguments(models, folder, name="tiny"):
+    return ["profile", models / name, "--text", folder / "text.txt", "--context", CLI_CONTEXT,
+            "--samples", 2, "-o", folder / "s.safetensors"]  # fmt: skip
+
+
+def generate_arguments(models, profiles, folder, name="tiny"):
+    return ["generate", models / name, "--profile", profiles / f"{name}.json",
+            "--prompt-file", folder / "prompt.txt", "--max-new-tokens", 5]  # fmt: skip

@@ -4,38 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
     from kvalloc.measure import Prompt
-
-TaskNames = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,NAME",
-        help="Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc "
-        "eval' from texts and words that no evaluation uses.",
-    ),
-]
-Question = Annotated[
-    str | None,
-    typer.Option(
-        metavar="inside|after|both",
-        help="With --tasks: whether the prompt that is reduced ends with the question, or is the "
-        "context alone, and the question is read after the reduction; inside by default.",
-    ),
-]
-Lengths = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,N",
-        help="With --tasks: prompts of each of these lengths, tokens; --context by default.",
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvalloc.cli import targets
-from kvalloc.cli.output import (
-    Json,
-    Quiet,
-    gap_text,
-    hanging,
-    note,
-    print_json,
-    print_table,
-    size,
-)
+from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.output import gap_text, hanging, note, print_json, print_table, size
 from kvalloc.cli.solve import (
     LOSS_NOTE,
     RETENTION_NOTE,

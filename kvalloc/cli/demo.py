@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvalloc.cli.output import Json, Quiet, duration, note, print_json, size, terminal_width
+from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.output import duration, note, print_json, size, terminal_width
 from kvalloc.cli.picture import can_print_bars
 from kvalloc.errors import InputError, SolverError
 
@@ -278,7 +279,7 @@ def _harm(
     plan, quiet = bench.asking.plan, bench.asking.quiet
     show.heading(4, "Harm: decide by what the answers lose, at the same bytes")
     start = time.perf_counter()
-    with ProgressBar("measuring losses", unit="layers", quiet=quiet) as progress:
+    with ProgressBar("measuring losses", unit="steps", quiet=quiet) as progress:
         losses = profile_losses(
             bench.loaded,
             n_prompts=plan.loss_prompts,

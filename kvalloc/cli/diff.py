@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvalloc.cli.output import Json, Quiet, print_fields, print_json, size
+from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.output import print_fields, print_json, size
 
 if TYPE_CHECKING:
     import numpy as np

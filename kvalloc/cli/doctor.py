@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 
 import typer
 
-from kvalloc.cli.output import Json, Quiet, print_json
+from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.output import print_json
 
 EXAMPLES = """\
   kvalloc doctor

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from kvalloc.cli import eval_options as options
 from kvalloc.cli.eval_methods import cache_methods, check_adapts, read_target
-from kvalloc.cli.models import Device, Dtype, ModelName
-from kvalloc.cli.output import Json, Quiet, note, print_json, print_table, size
+from kvalloc.cli.loading import load
+from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
+from kvalloc.cli.output import note, print_json, print_table, size
 from kvalloc.cli.peers import peer_methods, read_peers
 from kvalloc.errors import InputError
 
@@ -36,107 +37,22 @@ DEFAULT_CONTEXT = 1024
 
 def eval(
     model: ModelName,
-    profile: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="P.json",
-            help="A budget profile, or the name of a shipped one; can be repeated.",
-        ),
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="kvpress:NAME",
-            help="A press of kvpress on the same prompts, at the profiles' share of entries or at "
-            "one of its own: kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%; can be "
-            "repeated. Needs an environment with kvpress: 'make peers'.",
-        ),
-    ] = None,
-    adapt: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Every profile also with budgets that each prompt moves by at most this share, at "
-            "the same total.",
-        ),
-    ] = None,
-    target_retention: Annotated[
-        float | None,
-        typer.Option(
-            metavar="R",
-            help="Also budgets that are decided for each prompt, to retain this share of its "
-            "attention mass.",
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            "--tasks",
-            "--task",
-            metavar="NAMES",
-            help="Several with commas; needle,kl by default: needle, needle-keys, pairs, tracking, "
-            "common-words, frequent-words, labels, qa, quote, code, kl, perplexity.",
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help="Your own prompts as a task of its own: LongBench's fields, or 'prompt' with "
-            "'answer' or 'answers'.",
-        ),
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of --prompts, instead of the dataset's own: contains, all, exact, f1, rouge-l, "
-            "classification, edit, retrieval, count.",
-        ),
-    ] = None,
-    question: Annotated[
-        str,
-        typer.Option(
-            metavar="inside|after",
-            help="Whether the question is part of what is compressed, or comes after.",
-        ),
-    ] = "inside",
-    turns: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Questions about each prompt.")
-    ] = 1,
-    split: Annotated[
-        str,
-        typer.Option(
-            metavar="development|held-out",
-            help="Whose texts and words; held-out ones are for the final word only.",
-        ),
-    ] = "development",
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts of each task.")] = 6,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Longest prompt, tokens; 1024 by default, and --prompts as long as they are.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the prompts.")] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="OUT.json", help="Also write rows and every answer to a file."
-        ),
-    ] = None,
-    into_profile: Annotated[
-        bool,
-        typer.Option(
-            "--into-profile", help="Also write each budget profile's rows into its own file."
-        ),
-    ] = False,
-    allow_other_model: Annotated[
-        bool,
-        typer.Option("--allow-other-model", help="Accept profiles of a model of the same sizes."),
-    ] = False,
+    profile: options.Profile = None,
+    peer: options.Peer = None,
+    adapt: options.Adapt = None,
+    target_retention: options.TargetRetention = None,
+    tasks: options.Tasks = None,
+    prompts: options.Prompts = None,
+    metric: options.Metric = None,
+    question: options.Question = "inside",
+    turns: options.Turns = 1,
+    split: options.Split = "development",
+    samples: options.Samples = 6,
+    context: options.Context = None,
+    seed: options.Seed = 0,
+    output: options.Output = None,
+    into_profile: options.IntoProfile = False,
+    allow_other_model: options.AllowOtherModel = False,
     dtype: Dtype = "float32",
     device: Device = None,
     json: Json = False,
@@ -148,12 +64,12 @@ def eval(
     on. KL is that of the next-token distribution to the full cache's, nats per token, with its
     95% bootstrap interval over the prompts.
     """
-    from kvalloc.cli.progress import slow
     from kvalloc.evaluate.pairing import rows as paired_rows
     from kvalloc.evaluate.result_file import evaluation_record
     from kvalloc.files import check_writable
-    from kvalloc.models import load_model, require_run_packages
+    from kvalloc.models import require_run_packages
 
+    given = dict(locals())
     require_run_packages()
     if output is not None:
         check_writable(output)
@@ -162,37 +78,27 @@ def eval(
     check_adapts(profiles, adapt)
     files = _files(profile or []) if into_profile else {}
     peers = read_peers(peer or [], profiles.values())
-    options = _options(question, split, turns)
+    standing = _standing(question, split, turns)
     wanted = _wanted(tasks, prompts, metric, cut=context is not None)
-    asked_context, context = context, context or DEFAULT_CONTEXT
-    with slow(f"loading {model}", quiet=quiet):
-        loaded = load_model(
-            model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
-        )
+    loaded = load(model, dtype=dtype, device=device, quiet=quiet)
     methods = cache_methods(
         loaded, profiles, adapt=adapt, target=target, allow_other_model=allow_other_model
     )
     methods |= peer_methods(peers, loaded.tokenizer)
-    if asked_context is not None or tasks is not None or prompts is None:
-        _check_context(loaded, context)
+    longest = context or DEFAULT_CONTEXT
+    if context is not None or tasks is not None or prompts is None:
+        _check_context(loaded, longest)
     cases = [
-        (task, task.make(loaded.tokenizer, samples, context, seed, **options)) for task in wanted
+        (task, task.make(loaded.tokenizer, samples, longest, seed, **standing)) for task in wanted
     ]
     _check_lengths(loaded, cases)
     for name, budgets in profiles.items():
         note(f"{name}: {_describe(budgets)}", quiet=quiet or json)
-    scores = _scores(loaded, methods, cases, context, quiet=quiet)
+    scores = _scores(loaded, methods, cases, longest, quiet=quiet)
     rows = paired_rows(scores)
-    settings = {
-        **{"tasks": [task.name for task, _ in cases], "split": split, "question": question},
-        **{"turns": turns, "samples": samples, "context": context, "seed": seed},
-        **{"metric": metric, "dtype": dtype},
-        **({} if adapt is None else {"adapt": adapt}),
-        **({} if target_retention is None else {"target_retention": target_retention}),
-    }
     record = evaluation_record(
         model_id=loaded.model_id,
-        settings=settings,
+        settings=_settings(given, [task.name for task in wanted], longest),
         profiles=profiles,
         rows=rows,
         scores=scores,
@@ -203,6 +109,18 @@ def eval(
         print_json(rows)
     else:
         _print_rows(rows)
+
+
+def _settings(given: Mapping[str, Any], tasks: list[str], context: int) -> dict[str, Any]:
+    """What the evaluation's record tells of how it was asked for."""
+    names = ("split", "question", "turns", "samples", "seed", "metric", "dtype")
+    optional = ("adapt", "target_retention")
+    return {
+        "tasks": tasks,
+        "context": context,
+        **{name: given[name] for name in names},
+        **{name: given[name] for name in optional if given[name] is not None},
+    }
 
 
 def _profiles(names: list[str], *, others: bool) -> dict[str, BudgetProfile]:
@@ -232,7 +150,7 @@ def _files(names: list[str]) -> dict[str, Path]:
     return {Path(name).stem: Path(name) for name in names}
 
 
-def _options(question: str, split: str, turns: int) -> dict[str, Any]:
+def _standing(question: str, split: str, turns: int) -> dict[str, Any]:
     from kvalloc.evaluate.splits import check_split
 
     if question not in ("inside", "after"):

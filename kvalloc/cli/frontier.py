@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvalloc.cli import targets
-from kvalloc.cli.output import Json, Quiet, duration, note, print_json, print_table, size
+from kvalloc.cli.options import Json, Quiet, Solver, SolverOption
+from kvalloc.cli.output import duration, note, print_json, print_table, size
 from kvalloc.cli.solve import LOSS_NOTE
 
 if TYPE_CHECKING:
@@ -47,13 +48,8 @@ def frontier(
     tail: targets.Tail = None,
     share_groups: targets.ShareGroups = None,
     loss_policies: targets.LossPolicies = None,
-    solver: Annotated[
-        str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")
-    ] = "auto",
-    solver_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An option of the solver; can be repeated."),
-    ] = None,
+    solver: Solver = "auto",
+    solver_option: SolverOption = None,
     time_limit: targets.TimeLimit = None,
     png: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Draw the frontier as a picture too.")

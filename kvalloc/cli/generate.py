@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from kvalloc.cli import generate_options as options
 from kvalloc.cli import targets
 from kvalloc.cli.asking import check_questions
 from kvalloc.cli.cache_choice import CacheChoice
-from kvalloc.cli.models import Device, Dtype, ModelName
+from kvalloc.cli.loading import load
 from kvalloc.cli.one_answer import (
     answer_prompt,
     as_json,
@@ -20,7 +19,8 @@ from kvalloc.cli.one_answer import (
     summary,
     tokenise,
 )
-from kvalloc.cli.output import Json, Quiet, note, print_json, size
+from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
+from kvalloc.cli.output import note, print_json, size
 from kvalloc.cli.prompts import given_prompt
 from kvalloc.cli.reading import Reading, check_room, load_document, read_document, save_document
 from kvalloc.errors import InputError
@@ -47,113 +47,30 @@ EXAMPLES = """\
 
 def generate(
     model: ModelName,
-    profile: Annotated[
-        str | None,
-        typer.Option(metavar="P.json", help="A budget profile, or the name of a shipped one."),
-    ] = None,
+    profile: options.Profile = None,
     target_retention: targets.TargetRetention = None,
     budget: targets.Budget = None,
     budget_tokens: targets.BudgetTokens = None,
     memory: targets.Memory = None,
-    level: Annotated[
-        str | None,
-        typer.Option(metavar="layer|head", help="With a target: what gets a budget."),
-    ] = None,
-    solver: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With a target: who decides.")
-    ] = None,
-    adapt: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Let the prompt move the profile's budgets by at most this share, such as 0.25, "
-            "at the same total.",
-        ),
-    ] = None,
-    measured_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="With --adapt or a target: measure only N tokens of a longer prompt, from both "
-            "of its ends.",
-        ),
-    ] = None,
-    hold: Annotated[
-        bool,
-        typer.Option(
-            "--hold",
-            help="With --adapt or a target: hold the prompt's full cache and decide from it, "
-            "instead of reading the prompt twice.",
-        ),
-    ] = False,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.")] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A file with the prompt; stdin without either."),
-    ] = None,
-    question: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="A question about the prompt, which is then a document; may be repeated. Each "
-            "one follows the document alone.",
-        ),
-    ] = None,
-    ask: Annotated[
-        bool, typer.Option("--ask", help="Ask for questions; without a terminal, a line each.")
-    ] = False,
-    keep_turns: Annotated[
-        bool,
-        typer.Option("--keep-turns", help="A conversation: each question follows the answers."),
-    ] = False,
-    save_cache: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Save the cache with the document, for --cache."),
-    ] = None,
-    cache: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Take the document from a cache that was saved."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Length of an answer at most, tokens.")
-    ] = 128,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Put the prompt into the model's chat form, or not. Where the model has one by "
-            "default.",
-            show_default=False,
-        ),
-    ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Use the full cache, to compare with.")
-    ] = False,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Pick the entries in another way within the same budgets: a policy, or a scorer "
-            "whose best stay; see 'kvalloc policies'.",
-        ),
-    ] = None,
-    policy_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="A parameter of --policy; may be repeated."),
-    ] = None,
-    decode_every: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Keep the budget while answering, too: go back to it every N tokens. By default "
-            "the answer is never evicted.",
-        ),
-    ] = None,
-    allow_other_model: Annotated[
-        bool,
-        typer.Option("--allow-other-model", help="Accept a profile of a model of the same sizes."),
-    ] = False,
+    level: options.Level = None,
+    solver: options.Solver = None,
+    adapt: options.Adapt = None,
+    measured_tokens: options.MeasuredTokens = None,
+    hold: options.Hold = False,
+    prompt: options.Prompt = None,
+    prompt_file: options.PromptFile = None,
+    question: options.Question = None,
+    ask: options.Ask = False,
+    keep_turns: options.KeepTurns = False,
+    save_cache: options.SaveCache = None,
+    cache: options.Cache = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    chat: options.Chat = None,
+    full: options.Full = False,
+    policy: options.Policy = None,
+    policy_option: options.PolicyOption = None,
+    decode_every: options.DecodeEvery = None,
+    allow_other_model: options.AllowOtherModel = False,
     dtype: Dtype = "float32",
     device: Device = None,
     json: Json = False,
@@ -268,16 +185,7 @@ class _Wanted:
 
     def load(self) -> LoadedModel:
         """The model."""
-        from kvalloc.cli.progress import slow
-        from kvalloc.models import load_model
-
-        with slow(f"loading {self.model}", quiet=self.quiet):
-            return load_model(
-                self.model,
-                dtype=self.dtype,
-                device=self.device,
-                notify=lambda line: note(line, quiet=self.quiet),
-            )
+        return load(self.model, dtype=self.dtype, device=self.device, quiet=self.quiet)
 
 
 def _choice(

@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvalloc.cli.output import (
-    Json,
-    Quiet,
-    model_text,
-    note,
-    print_fields,
-    print_json,
-    size,
-)
+from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.output import model_text, note, print_fields, print_json, size
 from kvalloc.errors import InputError, ProfileFileError
 
 if TYPE_CHECKING:
@@ -139,6 +132,16 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
         print_json({"file": file, **known, **budget_profile_dict(profile), **spread})
         return
     from kvalloc.cli.picture import budget_picture
+
+    print_fields(_budget_fields(file, profile))
+    print()
+    print("\n".join(budget_picture(profile)))
+    if profile.evaluation is not None:
+        _print_evaluation(profile.evaluation)
+
+
+def _budget_fields(file: str, profile: BudgetProfile) -> dict[str, str]:
+    """What is told of a budget profile, for people."""
     from kvalloc.cli.refining import refinement_fields
     from kvalloc.cli.solve import (
         LOSS_NOTE,
@@ -159,41 +162,35 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
     options = ", ".join(f"{key}={value}" for key, value in profile.solver_options.items())
     chosen = policies_text(profile)
     others = "; ".join(_policy_text(other) for other in profile.other_policies)
-    print_fields(
-        {
-            "budget profile": file,
-            "model": model_text(profile.shape),
-            "asked": _asked(profile),
-            "solver": f"{solver_text(profile)}{f' with {options}' if options else ''}, "
-            f"{profile.termination}, {profile.level} level, {profile.created}",
-            **({"why": why_text(profile)} if profile.detail else {}),
-            "retention": retention_text(profile),
-            "predicted loss": "unknown, no loss curves"
-            if profile.predicted_loss is None
-            else f"{profile.predicted_loss:.6f} nats per token; {_loss_source(profile, LOSS_NOTE)}",
-            **({} if profile.refinement is None else refinement_fields(profile)),
-            "objective": objective_text(profile.objective, profile),
-            "bound": bound_text(profile),
-            "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
-            "bits": "16 (the model's dtype)" if profile.bits is None else bits_text(profile),
-            **({} if profile.cost_bytes is None else {"cost": cost_text(profile)}),
-            **({} if profile.ranks is None else {"ranks": ranks_text(profile)}),
-            **(_sharing(profile) if profile.share_groups else {}),
-            **({"price": price} if (price := price_text(profile)) else {}),
-            "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average"
-            + ("; handed out by each prompt, this is their mean" if profile.by_prompt else ""),
-            "other lengths": "the same number of entries"
-            if profile.length_rule == "fixed"
-            else "the same share of the evictable entries",
-            "policy": f"{_policy_text(profile.policy)}, {profile.policy.sinks} sinks, window "
-            f"{profile.policy.window}",
-            **({"other policies": others, "chosen": chosen} if chosen else {}),
-        }
-    )
-    print()
-    print("\n".join(budget_picture(profile)))
-    if profile.evaluation is not None:
-        _print_evaluation(profile.evaluation)
+    return {
+        "budget profile": file,
+        "model": model_text(profile.shape),
+        "asked": _asked(profile),
+        "solver": f"{solver_text(profile)}{f' with {options}' if options else ''}, "
+        f"{profile.termination}, {profile.level} level, {profile.created}",
+        **({"why": why_text(profile)} if profile.detail else {}),
+        "retention": retention_text(profile),
+        "predicted loss": "unknown, no loss curves"
+        if profile.predicted_loss is None
+        else f"{profile.predicted_loss:.6f} nats per token; {_loss_source(profile, LOSS_NOTE)}",
+        **({} if profile.refinement is None else refinement_fields(profile)),
+        "objective": objective_text(profile.objective, profile),
+        "bound": bound_text(profile),
+        "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
+        "bits": "16 (the model's dtype)" if profile.bits is None else bits_text(profile),
+        **({} if profile.cost_bytes is None else {"cost": cost_text(profile)}),
+        **({} if profile.ranks is None else {"ranks": ranks_text(profile)}),
+        **(_sharing(profile) if profile.share_groups else {}),
+        **({"price": price} if (price := price_text(profile)) else {}),
+        "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average"
+        + ("; handed out by each prompt, this is their mean" if profile.by_prompt else ""),
+        "other lengths": "the same number of entries"
+        if profile.length_rule == "fixed"
+        else "the same share of the evictable entries",
+        "policy": f"{_policy_text(profile.policy)}, {profile.policy.sinks} sinks, window "
+        f"{profile.policy.window}",
+        **({"other policies": others, "chosen": chosen} if chosen else {}),
+    }
 
 
 def _print_evaluation(evaluation: dict[str, Any]) -> None:
@@ -289,7 +286,7 @@ def _show_scores(file: str, profile: ScoreProfile, *, json: bool) -> None:
             "context": f"{profile.context_tokens:,} tokens, {profile.evictable_tokens:,} of them "
             f"evictable; {exact}",
             "samples": f"{profile.n_samples} of {lengths} tokens",
-            "loss curves": _loss_text(profile),
+            "loss curves": losses_text(profile),
             "bits": _bits_text(profile),
             "text": profile.text_description or "not recorded",
             "made": f"{profile.created} with {versions}",
@@ -353,7 +350,8 @@ def _losses_per(profile: ScoreProfile) -> str | None:
     return "layer" if profile.losses.shape[2] == 1 else "head"
 
 
-def _loss_text(profile: ScoreProfile) -> str:
+def losses_text(profile: ScoreProfile) -> str:
+    """What losses a score profile holds, in a few words."""
     if profile.loss_tokens is None:
         return "not measured"
     levels = profile.loss_tokens

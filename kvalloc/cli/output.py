@@ -7,21 +7,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvalloc.shape import ModelShape
 
 _MAX_WIDTH = 120
-
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON on stdout; progress stays on stderr.")
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print only what was asked for, and errors.")
-]
 
 
 def print_json(data: Any) -> None:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvalloc.cli.calibrating import Lengths, Question, TaskNames, read_recipe
-from kvalloc.cli.models import Device, Dtype, ModelName
-from kvalloc.cli.output import Json, Quiet, duration, note, print_fields, print_json, size
+from kvalloc.cli import profile_options as options
+from kvalloc.cli.calibrating import Recipe, read_recipe
+from kvalloc.cli.loading import load
+from kvalloc.cli.options import (
+    Device,
+    Dtype,
+    Json,
+    Lengths,
+    ModelName,
+    Question,
+    Quiet,
+    ReferenceContext,
+    TaskNames,
+)
+from kvalloc.cli.output import duration, print_fields, print_json, size
 from kvalloc.cli.targets import bit_widths
 from kvalloc.errors import InputError
 
@@ -40,121 +51,31 @@ EACH_TASK = 2
 
 def profile(
     model: ModelName,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", metavar="OUT.safetensors", help="The score profile to write."
-        ),
-    ],
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE|DIR",
-            help="Running text, cut into samples; can be repeated. Public-domain texts that ship "
-            "with kvalloc by default.",
-        ),
-    ] = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help="Prompts, one JSON object a line with 'prompt', 'text', 'messages', or 'context' "
-            "and 'input'; can be repeated.",
-        ),
-    ] = None,
+    output: options.Output,
+    text: options.Text = None,
+    prompts: options.Prompts = None,
     tasks: TaskNames = None,
     question: Question = None,
     lengths: Lengths = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Samples to measure; see --sampling-ratio. With --tasks two of each by default.",
-        ),
-    ] = None,
-    sampling_ratio: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Without --samples: share of all samples there are; 0.1 by default.",
-        ),
-    ] = None,
-    context: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Reference context, tokens.")
-    ] = 1024,
-    scorer: Annotated[
-        str, typer.Option(metavar="NAME", help="What is measured; see 'kvalloc scorers'.")
-    ] = "xkv",
-    window: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="The scorer's window, tokens; its own by default."),
-    ] = None,
-    pool: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="The scorer's pooling width, tokens; its own by default."),
-    ] = None,
-    group_reduce: Annotated[
-        str | None,
-        typer.Option(metavar="mean|max", help="How query heads that share a KV head are reduced."),
-    ] = None,
-    sinks: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="First tokens that are never evicted; 4 by default."),
-    ] = None,
-    count_sinks: Annotated[
-        bool, typer.Option("--count-sinks", help="Count the sinks as evictable, as XKV does.")
-    ] = False,
-    bits: Annotated[
-        str | None,
-        typer.Option(
-            metavar="16,8,4",
-            help="Measure what these bit widths do to the attention output too, for "
-            "'kvalloc solve --bits'.",
-        ),
-    ] = None,
-    share_length: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Also measure what runs of 2 to N adjacent layers keep when they share the kept "
-            "entries, for 'kvalloc solve --share-groups'; 4 at most, 1 measures nothing.",
-        ),
-    ] = 1,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the choice of samples.")] = 0,
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[measured|fast]",
-            help="Also measure what reducing each unit alone does to the next-token distribution: "
-            "a forward for every unit and level, or a second-order estimate at the price of a few "
-            "prefills.",
-        ),
-    ] = None,
-    loss_level: Annotated[
-        str, typer.Option(metavar="layer|head", help="What is reduced alone for --loss.")
-    ] = "layer",
-    probes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="With --loss measured: estimate everything first, then measure only the N figures "
-            "a sample whose measurement may change the solution; all by default.",
-        ),
-    ] = None,
-    loss_policies: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,NAME",
-            help="Policies or scorers whose losses are measured beside the scorer's, so that "
-            "'kvalloc solve' chooses one for each unit with its budget; options after a colon, "
-            "such as tova,critical,snapkv:window=4:pool=1; 'usual' for a set that does well.",
-        ),
-    ] = None,
+    samples: options.Samples = None,
+    sampling_ratio: options.SamplingRatio = None,
+    context: ReferenceContext = 1024,
+    scorer: options.Scorer = "xkv",
+    window: options.Window = None,
+    pool: options.Pool = None,
+    group_reduce: options.GroupReduce = None,
+    sinks: options.Sinks = None,
+    count_sinks: options.CountSinks = False,
+    bits: options.Bits = None,
+    share_length: options.ShareLength = 1,
+    seed: options.Seed = 0,
+    loss: options.Loss = None,
+    loss_level: options.LossLevel = "layer",
+    probes: options.Probes = None,
+    loss_policies: options.LossPolicies = None,
     dtype: Dtype = "float32",
     device: Device = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with what a killed command had finished.")
-    ] = False,
+    resume: options.Resume = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -164,63 +85,85 @@ def profile(
     samples are kept in OUT.safetensors.partial until the profile is complete. With --loss, and no
     text or prompts given, prompts are made as by --tasks needle,pairs,kl,code.
     """
-    given = {"window": window, "pool": pool, "group_reduce": group_reduce}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    given = dict(locals())
     # Everything that can be refused without the model is refused before it is loaded.
-    chosen, folder = _check(output, scorer, options, resume=resume)
-    if sinks is not None and count_sinks:
-        raise InputError("--sinks and --count-sinks contradict each other; give one of them")
-    policies = tuple(loss_policies.split(",")) if loss_policies else ()
-    _check_probes(probes, loss)
-    _check_loss(loss, loss_level, policies, chosen, DEFAULT_SINKS if sinks is None else sinks)
-    recipe = read_recipe(
-        *(tasks, question, lengths),
-        context=context,
-        given=bool(text or prompts),
-        default=DEFAULT_KINDS if loss is not None else (),
-    )
-    if recipe is not None and sampling_ratio is not None:
-        raise InputError(
-            "--sampling-ratio is a share of the text that is given, and prompts are made here; "
-            "say how many with --samples"
-        )
+    folder = _check(given)
+    recipe = _recipe(given)
     texts = [] if recipe else _read(text or [], prompts or [])
-    options |= {
-        "samples": samples,
-        "sampling_ratio": DEFAULT_RATIO if sampling_ratio is None else sampling_ratio,
-        "context": context,
-        "scorer": scorer,
-        "sinks": DEFAULT_SINKS if sinks is None else sinks,
-        "count_sinks": count_sinks,
-        "share_length": share_length,
-        "seed": seed,
-        "loss": loss,
-        "loss_level": loss_level,
-        "probes": probes,
-        "loss_policies": policies,
-        "bits": bit_widths(bits),
-        "resume": resume,
-    }
-    from kvalloc.cli.progress import slow
-    from kvalloc.models import load_model
-
+    wanted = _wanted(given)
     start = time.perf_counter()
-    with slow(f"loading {model}", quiet=quiet):
-        loaded = load_model(
-            model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
-        )
+    loaded = load(model, dtype=dtype, device=device, quiet=quiet)
     if recipe:
         texts = [
             *recipe.make(
                 loaded.tokenizer, samples=samples, each=EACH_TASK, context=context, seed=seed
             )
         ]
-        options["samples"] = len(texts)
-    measured = _measure(loaded, texts, output, folder, options, quiet=quiet)
+        wanted["samples"] = len(texts)
+    measured = _measure(loaded, texts, output, folder, wanted, quiet=quiet)
     _report(measured, output, time.perf_counter() - start, json=json, quiet=quiet)
 
 
-def _check(
+def _check(given: Mapping[str, Any]) -> Path:
+    """Refuse options that contradict each other; the folder for finished samples."""
+    chosen, folder = _check_output(
+        given["output"], given["scorer"], _scorer_options(given), resume=given["resume"]
+    )
+    if given["sinks"] is not None and given["count_sinks"]:
+        raise InputError("--sinks and --count-sinks contradict each other; give one of them")
+    _check_probes(given["probes"], given["loss"])
+    _check_loss(given["loss"], given["loss_level"], _policies(given), chosen, _sinks(given))
+    return folder
+
+
+def _recipe(given: Mapping[str, Any]) -> Recipe | None:
+    """Which prompts are to be made, if any."""
+    recipe = read_recipe(
+        *(given["tasks"], given["question"], given["lengths"]),
+        context=given["context"],
+        given=bool(given["text"] or given["prompts"]),
+        default=DEFAULT_KINDS if given["loss"] is not None else (),
+    )
+    if recipe is not None and given["sampling_ratio"] is not None:
+        raise InputError(
+            "--sampling-ratio is a share of the text that is given, and prompts are made here; "
+            "say how many with --samples"
+        )
+    return recipe
+
+
+def _wanted(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `kvalloc.measure.profile_to_file` is told."""
+    ratio = given["sampling_ratio"]
+    same = (
+        *("samples", "context", "scorer", "count_sinks", "share_length", "seed", "loss"),
+        *("loss_level", "probes", "resume"),
+    )
+    return {
+        **_scorer_options(given),
+        **{name: given[name] for name in same},
+        "sampling_ratio": DEFAULT_RATIO if ratio is None else ratio,
+        "sinks": _sinks(given),
+        "loss_policies": _policies(given),
+        "bits": bit_widths(given["bits"]),
+    }
+
+
+def _scorer_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("window", "pool", "group_reduce")
+    return {name: given[name] for name in names if given[name] is not None}
+
+
+def _sinks(given: Mapping[str, Any]) -> int:
+    return DEFAULT_SINKS if given["sinks"] is None else int(given["sinks"])
+
+
+def _policies(given: Mapping[str, Any]) -> tuple[str, ...]:
+    names = given["loss_policies"]
+    return tuple(names.split(",")) if names else ()
+
+
+def _check_output(
     output: Path, scorer: str, parameters: dict[str, Any], *, resume: bool
 ) -> tuple[Scorer, Path]:
     """Refuse what is wrong with output and scorer; that and the folder for finished samples."""
@@ -269,7 +212,9 @@ def _measure(
     from kvalloc.measure import profile_to_file
 
     try:
-        with ProgressBar("profiling", unit="layers", quiet=quiet) as progress:
+        # losses are counted as the layers of a prefill that take as long
+        unit = "layers" if options["loss"] is None else "steps"
+        with ProgressBar("profiling", unit=unit, quiet=quiet) as progress:
             return profile_to_file(
                 loaded.model,
                 loaded.tokenizer,
@@ -346,11 +291,14 @@ def _report(
         return
     if quiet:
         return
+    from kvalloc.cli.inspect import losses_text
+
     print_fields(
         {
             "model": measured.shape.model_id,
             "measured": f"{_counted(measured.n_samples)} of up to {measured.context_tokens:,} "
             f"tokens with {measured.scorer}, {measured.sinks} sinks, window {measured.window}",
+            **({"losses": losses_text(measured)} if measured.has_losses else {}),
             "text": measured.text_description,
             "time": f"{duration(seconds)}, loading included",
             "written": f"{output} ({size(file_bytes)})",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvalloc.cli.output import note, size
+from kvalloc.cli.loading import load
+from kvalloc.cli.output import size
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
@@ -126,9 +127,9 @@ def refined(
     KVAllocError
         As `kvalloc.refine`.
     """
-    from kvalloc.cli.progress import ProgressBar, slow
+    from kvalloc.cli.progress import ProgressBar
     from kvalloc.measure.checkpoint import checkpoint_folder
-    from kvalloc.models import load_model, require_run_packages
+    from kvalloc.models import require_run_packages
 
     require_run_packages()
     from kvalloc.refining import refine, refinement_prompts
@@ -136,13 +137,7 @@ def refined(
 
     prompts = refinement_prompts(wanted.prompts)
     folder = checkpoint_folder(output)
-    with slow(f"loading {wanted.model}", quiet=quiet):
-        loaded = load_model(
-            wanted.model,
-            dtype=wanted.dtype,
-            device=wanted.device,
-            notify=lambda line: note(line, quiet=quiet),
-        )
+    loaded = load(wanted.model, dtype=wanted.dtype, device=wanted.device, quiet=quiet)
     try:
         with ProgressBar("refining", unit="prompts", quiet=quiet) as progress:
             decided = refine(
@@ -190,8 +185,8 @@ def refinement_fields(decided: BudgetProfile) -> dict[str, str]:
         )
 
     rounds = "; ".join(
-        f"{one['round']}: {one['predicted']:.4g} predicted, {one['training']:.4g} and "
-        f"{one['held_out']:.4g} held out{'' if one['kept'] else ', not kept'}"
+        f"{one['round']}: {one['predicted']:.4g} predicted, {one['training']:.4g} where "
+        f"learnt, {one['held_out']:.4g} held out{'' if one['kept'] else ', not kept'}"
         for one in told["rounds"]
     )
     fields = {

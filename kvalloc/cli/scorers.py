@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvalloc.cli.output import Json, Quiet
+from kvalloc.cli.options import Json, Quiet
 
 EXAMPLES = """\
   kvalloc scorers

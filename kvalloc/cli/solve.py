@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvalloc.cli import refining, targets
-from kvalloc.cli.models import Device, Dtype
-from kvalloc.cli.output import (
-    Json,
-    Quiet,
-    duration,
-    gap_text,
-    note,
-    print_fields,
-    print_json,
-    size,
-)
+from kvalloc.cli.options import Device, Dtype, Json, Quiet, Solver, SolverOption
+from kvalloc.cli.output import duration, gap_text, note, print_fields, print_json, size
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,13 +40,8 @@ def solve(
     memory: targets.Memory = None,
     context: targets.Context = None,
     batch: targets.Batch = 1,
-    solver: Annotated[
-        str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")
-    ] = "auto",
-    solver_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An option of the solver; can be repeated."),
-    ] = None,
+    solver: Solver = "auto",
+    solver_option: SolverOption = None,
     level: targets.Level = "layer",
     min_tokens: targets.MinTokens = None,
     max_tokens: targets.MaxTokens = None,

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvalloc.cli.calibrating import Lengths, Question, TaskNames, read_recipe
-from kvalloc.cli.models import Device, Dtype, ModelName
-from kvalloc.cli.output import Json, Quiet, note, print_json, print_table, size
+from kvalloc.cli import tune_options as options
+from kvalloc.cli.calibrating import read_recipe
+from kvalloc.cli.loading import load
+from kvalloc.cli.options import (
+    Device,
+    Dtype,
+    Json,
+    Lengths,
+    ModelName,
+    Question,
+    Quiet,
+    ReferenceContext,
+    TaskNames,
+)
+from kvalloc.cli.output import print_json, print_table, size
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,73 +39,24 @@ EACH_TASK = 4
 
 def tune(
     model: ModelName,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="OUT.json",
-            help="Where the budget profile goes; of several budgets each gets its own, such as "
-            "OUT-20.json.",
-        ),
-    ],
-    budget: Annotated[
-        list[str], typer.Option(metavar="20%", help="Share of the entries; can be repeated.")
-    ],
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE.jsonl", help="Prompts of the kinds that are to come."),
-    ] = None,
-    text: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE|DIR", help="Running text; can be repeated.")
-    ] = None,
+    output: options.Output,
+    budget: options.Budget,
+    prompts: options.Prompts = None,
+    text: options.Text = None,
     tasks: TaskNames = None,
     question: Question = None,
     lengths: Lengths = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=2,
-            help="How many prompts; all by default, with --tasks four of each.",
-        ),
-    ] = None,
-    context: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Reference context, tokens.")
-    ] = 1024,
-    by_prompt: Annotated[
-        bool,
-        typer.Option(
-            "--by-prompt",
-            help="Let each prompt hand out its entries among the heads by score; what is tuned is "
-            "how much each scorer's scores count in each head.",
-        ),
-    ] = False,
-    scorer: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Ranks where nothing else is better; xkv, or a draft."),
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(metavar="N", help="The scorer's window, never evicted, tokens.")
-    ] = None,
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,NAME",
-            help="Scorers that each head chooses from beside that one, options after a colon, "
-            "such as tova,xkv:window=4:pool=1.",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Steps of the descent; 60, or 100 with --by-prompt."),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the choice of prompts.")] = 0,
+    samples: options.Samples = None,
+    context: ReferenceContext = 1024,
+    by_prompt: options.ByPrompt = False,
+    scorer: options.Scorer = None,
+    window: options.Window = None,
+    policies: options.Policies = None,
+    steps: options.Steps = None,
+    seed: options.Seed = 0,
     dtype: Dtype = "float32",
     device: Device = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where a killed command stood.")
-    ] = False,
+    resume: options.Resume = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -105,8 +66,7 @@ def tune(
     continuations of the prompts, moves entries from heads that can spare them to heads that
     need them. A fifth of the prompts is held out and chooses among the stages of the descent.
     """
-    from kvalloc.cli.progress import slow
-    from kvalloc.models import load_model, require_run_packages
+    from kvalloc.models import require_run_packages
     from kvalloc.quantities import parse_share
 
     require_run_packages()
@@ -116,11 +76,8 @@ def tune(
     recipe = read_recipe(tasks, question, lengths, context=context, given=bool(text or prompts))
     texts = [] if recipe else _texts(text or [], prompts or [])
     choose = _mixing_options if by_prompt else _options
-    options = choose(scorer, window, policies, steps)
-    with slow(f"loading {model}", quiet=quiet):
-        loaded = load_model(
-            model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
-        )
+    wanted = choose(scorer, window, policies, steps)
+    loaded = load(model, dtype=dtype, device=device, quiet=quiet)
     if recipe:
         texts = [
             *recipe.make(
@@ -133,9 +90,9 @@ def tune(
             )
         ]
         samples = len(texts)
-    options |= {"shares": shares, "context": context, "samples": samples, "seed": seed}
-    options |= {"state_files": states, "resume": resume}
-    rows = _tuned(loaded, texts, files, options, by_prompt=by_prompt, quiet=quiet)
+    wanted |= {"shares": shares, "context": context, "samples": samples, "seed": seed}
+    wanted |= {"state_files": states, "resume": resume}
+    rows = _tuned(loaded, texts, files, wanted, by_prompt=by_prompt, quiet=quiet)
     for state in states:
         state.unlink(missing_ok=True)
     if json:

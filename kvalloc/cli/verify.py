@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from kvalloc.cli import targets
-from kvalloc.cli.output import Json, Quiet, hanging, print_json
+from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.output import hanging, print_json
 
 EXAMPLES = """\
   kvalloc verify p.json s.safetensors

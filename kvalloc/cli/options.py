@@ -1,0 +1,56 @@
+"""The options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+ModelName = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A hub id, a local folder, a .gguf file, or 'demo'."),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Of weights and cache: float32, bfloat16 or float16."),
+]
+Device = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Such as cuda:0; the CPU by default.")
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON on stdout; progress stays on stderr.")
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print only what was asked for, and errors.")
+]
+TaskNames = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,NAME",
+        help="Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc "
+        "eval' from texts and words that no evaluation uses.",
+    ),
+]
+Question = Annotated[
+    str | None,
+    typer.Option(
+        metavar="inside|after|both",
+        help="With --tasks: whether the prompt that is reduced ends with the question, or is the "
+        "context alone, and the question is read after the reduction; inside by default.",
+    ),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N",
+        help="With --tasks: prompts of each of these lengths, tokens; --context by default.",
+    ),
+]
+ReferenceContext = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Reference context, tokens.")
+]
+Solver = Annotated[str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")]
+SolverOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="An option of the solver; can be repeated."),
+]

@@ -1,0 +1,54 @@
+"""Tiny models on disk, text, and profiles of them, for the tests of commands that run a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cli_tools import CLI_CONTEXT, prose, run, save_tiny_model
+from tiny_models import tiny_model
+from transformers import MambaConfig, MambaForCausalLM
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """A folder of model folders."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_model(folder / "tiny", tiny_model())
+    save_tiny_model(folder / "twin", tiny_model(seed=1))
+    save_tiny_model(folder / "chatty", tiny_model(), chat=True)
+    save_tiny_model(folder / "deeper", tiny_model(num_hidden_layers=4))
+    save_tiny_model(folder / "gemma", tiny_model("gemma3"))
+    save_tiny_model(
+        folder / "mamba",
+        MambaForCausalLM(
+            MambaConfig(vocab_size=101, hidden_size=16, state_size=4, num_hidden_layers=2)
+        ),
+    )
+    broken = tiny_model()
+    with torch.no_grad():
+        broken.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
+    save_tiny_model(folder / "nan", broken)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text.txt").write_text(prose(1000))
+    (tmp_path / "prompt.txt").write_text(prose(100))
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def profiles(models, tmp_path_factory):
+    """Profiles of the tiny model: s.safetensors, and p.json at half of all entries."""
+    folder = tmp_path_factory.mktemp("profiles")
+    (folder / "text.txt").write_text(prose(1000))
+    arguments = ("--text", folder / "text.txt", "--context", CLI_CONTEXT, "--samples", 2)
+    for name in ("tiny", "gemma"):
+        scores = folder / f"{name}.safetensors"
+        assert run("profile", models / name, *arguments, "-o", scores).code == 0
+        budget = ("--budget", "50%", "--quiet")
+        assert run("solve", scores, *budget, "-o", folder / f"{name}.json").code == 0
+        head = (*budget, "--level", "head")
+        assert run("solve", scores, *head, "-o", folder / f"{name}-head.json").code == 0
+    return folder

@@ -1,0 +1,129 @@
+"""``kvalloc eval`` on tiny models, and every way in which a user can go wrong with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from cli_tools import refused, run
+
+from kvalloc.library import load_profile
+
+
+def test_eval_puts_profiles_beside_the_full_cache(models, profiles, folder):
+    prompts = folder / "q.jsonl"
+    lines = [{"prompt": " ".join(f"w{n}" for n in range(50)), "answer": "w7"}] * 2
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    budgets = profiles / "tiny.json"
+    ran = run("eval", models / "tiny", "--profile", budgets, "--prompts", prompts, "--json")
+    assert ran.code == 0, ran.err
+    full, reduced = ran.json
+    assert (full["name"], reduced["name"]) == ("full", "tiny")
+    assert full["kl"] == 0
+    assert reduced["kl"] > 0
+    assert reduced["retained_bytes"] < reduced["full_bytes"] == full["retained_bytes"]
+    assert reduced["n"] == 2
+    assert reduced["ci95"][0] <= reduced["kl"] <= reduced["ci95"][1]
+    assert reduced["task"] == "q.jsonl"
+    other = folder / "other.json"
+    other.write_bytes(budgets.read_bytes())
+    saved = folder / "result.json"
+    shown = run(
+        *("eval", models / "tiny", "--profile", other, "--profile", budgets),
+        *("--prompts", prompts, "-o", saved, "--turns", 1),
+    )
+    assert "q.jsonl" in shown.out
+    assert "KL by KL" in shown.out
+    record = json.loads(saved.read_text())
+    assert record["settings"]["split"] == "development"
+    assert len(record["prompts"]) == 2 * 3
+    twin = record["rows"][2]["paired"][1]
+    assert (twin["against"], twin["kl_ratio"], twin["kl_ratio_ci95"]) == ("other", 1.0, [1.0, 1.0])
+
+
+def test_eval_puts_budgets_for_each_prompt_beside_stored_ones(models, profiles, folder):
+    prompts = folder / "each.jsonl"
+    lines = [
+        {"prompt": " ".join(f"w{n * step}" for n in range(60)), "answer": "w7"} for step in (1, 3)
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    ran = run(
+        *("eval", models / "tiny", "--profile", profiles / "tiny.json", "--prompts", prompts),
+        *("--adapt", 0.5, "--target-retention", 0.8, "--json"),
+    )
+    assert ran.code == 0, ran.err
+    names = ["full", "tiny", "tiny --adapt 0.5", "--target-retention 0.8"]
+    assert [row["name"] for row in ran.json] == names
+    full, stored, moved, each = ran.json
+    assert moved["retained_bytes"] <= stored["retained_bytes"]
+    assert moved["kl"] != stored["kl"]
+    assert 0 < each["retained_bytes"] < full["retained_bytes"]
+    alone = run(
+        *("eval", models / "tiny", "--prompts", prompts, "--target-retention", 0.8, "--json")
+    )
+    assert alone.code == 0, alone.err
+    assert alone.json[1]["kl"] == each["kl"]
+    only = ("eval", models / "tiny", "--prompts", prompts)
+    assert "give one" in refused(folder, *only, "--adapt", 0.5, "--target-retention", 0.8)
+    assert "retention" in refused(folder, *only, "--target-retention", 1.5)
+    assert "from 0 to 1" in refused(
+        folder, *only, "--profile", profiles / "tiny.json", "--adapt", 2
+    )
+
+
+def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder):
+    prompts = folder / "q.jsonl"
+    record = {"context": "w1 w2 " * 20, "input": "w3", "answers": ["w7"]}
+    prompts.write_text("\n".join([json.dumps(record)] * 2))
+    copy = folder / "copy.json"
+    copy.write_bytes((profiles / "tiny.json").read_bytes())
+    before = load_profile(copy)
+    ran = run(
+        *("eval", models / "tiny", "--profile", copy, "--prompts", prompts, "--json"),
+        *("--question", "after", "--metric", "exact", "--into-profile"),
+    )
+    assert ran.code == 0, ran.err
+    after = load_profile(copy)
+    assert after.evaluation["settings"]["question"] == "after"
+    [row] = after.evaluation["rows"]
+    assert row["kl"] == ran.json[1]["kl"] > 0
+    assert (after.budgets == before.budgets).all()
+    assert replace(after, evaluation=None).evaluation == before.evaluation is None
+
+
+def test_eval_refuses(models, profiles, folder):
+    budgets = profiles / "tiny.json"
+    plain = folder / "plain.jsonl"
+    plain.write_text('{"prompt": "a b c"}')
+    assert "nothing to evaluate" in refused(folder, "eval", models / "tiny")
+    assert "no task 'ruler'" in refused(
+        folder, "eval", models / "tiny", "--profile", budgets, "--tasks", "ruler"
+    )
+    assert "line 1 has no 'answer'" in refused(
+        folder, "eval", models / "tiny", "--profile", budgets, "--prompts", plain
+    )
+    assert "two profiles are called tiny" in refused(
+        folder, "eval", models / "tiny", "--profile", budgets, "--profile", budgets
+    )
+    assert "deeper" in refused(
+        folder, "eval", models / "deeper", "--profile", budgets, "--tasks", "needle"
+    )
+    assert "--context 600 is beyond the 512 tokens" in refused(
+        folder, "eval", models / "tiny", "--profile", budgets, "--tasks", "kl", "--context", 600
+    )
+    long = folder / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "w1 " * 505, "answer": "w2"}))
+    line = refused(folder, "eval", models / "tiny", "--profile", budgets, "--prompts", long)
+    assert "long.jsonl, line 1: a prompt of 505 tokens and its answer go beyond the 512" in line
+    for flags, message in (
+        (("--question", "before"), "--question before is neither inside nor after"),
+        (("--split", "test"), "--split test is neither development nor held-out"),
+        (
+            ("--tasks", "code", "--turns", 3, "--context", 400),
+            "the task code asks 1 question a prompt, not 3",
+        ),
+        (("--metric", "f1"), "--metric is for --prompts"),
+        (("--prompts", long, "--metric", "bleu"), "no metric 'bleu'"),
+        (("-o", folder / "no" / "r.json"), "no"),
+    ):
+        assert message in refused(folder, "eval", models / "tiny", "--profile", budgets, *flags)

@@ -1,0 +1,143 @@
+"""``kvalloc generate`` on tiny models, and every way in which a user can go wrong with it."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from cli_tools import generate_arguments, profile_arguments, prose, refused, run
+
+
+@pytest.mark.parametrize("name", ["tiny", "gemma"])
+def test_generate_keeps_what_was_granted(models, profiles, folder, name):
+    ran = run(*generate_arguments(models, profiles, folder, name), "--json")
+    assert (ran.code, ran.err) == (0, "")
+    found = ran.json
+    assert found["prompt_tokens"] == 100
+    assert 1 <= found["new_tokens"] <= 5
+    assert found["retained_bytes"] < found["full_bytes"]
+    assert found["prefill_seconds"] > 0
+    full = run("generate", models / name, "--full", *generate_arguments(models, profiles, folder,
+               name)[4:], "--json").json  # fmt: skip
+    assert full["profile"] is None
+    assert full["full_bytes"] == found["full_bytes"]
+    if name == "tiny":
+        assert full["retained_bytes"] == full["full_bytes"]
+
+
+def test_only_the_answer_goes_to_stdout(models, profiles, folder):
+    arguments = generate_arguments(models, profiles, folder)
+    answer = run(*arguments, "--json").json["answer"]
+    ran = run(*arguments)
+    assert ran.out.strip() == answer.strip()
+    assert "100 prompt and" in ran.err
+    assert "prefill" in ran.err
+    assert run(*arguments, "--quiet").err == ""
+
+
+def test_a_short_prompt_is_kept_whole_and_that_is_said(models, profiles, folder):
+    short = ("--prompt", prose(6), "--max-new-tokens", 3)
+    ran = run("generate", models / "tiny", "--profile", profiles / "tiny.json", *short)
+    assert ran.code == 0
+    assert "everything is kept" in ran.err
+    full = run("generate", models / "tiny", "--full", *short)
+    assert ran.out == full.out
+
+
+def test_the_chat_form_is_used_where_there_is_one(models, profiles):
+    arguments = ("--prompt", prose(20), "--max-new-tokens", 2, "--json")
+    used = ("generate", models / "chatty", "--full", *arguments)
+    assert run(*used).json["prompt_tokens"] == 22
+    assert run(*used, "--no-chat").json["prompt_tokens"] == 20
+    assert run("generate", models / "tiny", "--full", *arguments).json["prompt_tokens"] == 20
+
+
+def test_the_prompt_can_come_from_stdin(models, monkeypatch):
+    class Stdin(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return False
+
+    monkeypatch.setattr(sys, "stdin", Stdin(io.BytesIO(prose(9).encode())))
+    ran = run("generate", models / "tiny", "--full", "--max-new-tokens", 1, "--json")
+    assert ran.json["prompt_tokens"] == 9
+
+
+def test_another_model_of_the_same_sizes_only_when_allowed(models, profiles, folder):
+    arguments = generate_arguments(models, profiles, folder)
+    arguments[1] = models / "twin"
+    line = refused(folder, *arguments)
+    assert "tiny" in line
+    assert "twin" in line
+    assert "--allow-other-model" in line
+    assert run(*arguments, "--allow-other-model").code == 0
+
+
+def test_generate_takes_budgets_of_single_heads(models, profiles, folder):
+    arguments = ["--profile", profiles / "tiny-head.json", "--prompt-file", folder / "prompt.txt"]
+    ran = run("generate", models / "tiny", *arguments, "--max-new-tokens", 5, "--json")
+    assert ran.code == 0, ran.err
+    assert 0 < ran.json["retained_bytes"] < ran.json["full_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"MODEL": "deeper"}, ["n_layers", "kvalloc profile"]),
+        ({"MODEL": "mamba"}, ["Mamba"]),
+        ({"MODEL": "nothing"}, ["check the path"]),
+        ({"--profile": None}, ["--profile", "--full"]),
+        ({"--profile": "missing.json"}, ["missing.json"]),
+        ({"--profile": "cut.json"}, ["cut.json", "not readable as JSON"]),
+        ({"--profile": "edited.json"}, ["edited.json", "digest"]),
+        ({"--profile": "tiny.safetensors"}, ["tiny.safetensors"]),
+        ({"--prompt-file": None, "--prompt": " "}, ["empty"]),
+        ({"--prompt": "w1"}, ["two prompts at once"]),
+        ({"--prompt-file": "nothing.txt"}, ["nothing.txt", "check the path"]),
+        ({"--prompt-file": "binary.txt"}, ["binary.txt", "not text"]),
+        ({"--prompt-file": "empty.txt"}, ["empty.txt", "empty"]),
+        ({"--prompt-file": "long.txt"}, ["600", "512", "shorten"]),
+        ({"--max-new-tokens": 450}, ["450", "512"]),
+        ({"--max-new-tokens": 0}, ["--max-new-tokens"]),
+        ({"--chat": True}, ["no chat form"]),
+        ({"--dtype": "int4"}, ["int4"]),
+    ],
+)
+def test_generate_refuses(models, profiles, folder, changes, words):
+    (folder / "empty.txt").write_text("")
+    (folder / "binary.txt").write_bytes(b"\x00\x01")
+    (folder / "long.txt").write_text(prose(600))
+    text = (profiles / "tiny.json").read_text()
+    for name in ("tiny.json", "tiny-head.json", "tiny.safetensors"):
+        (folder / name).write_bytes((profiles / name).read_bytes())
+    (folder / "cut.json").write_text(text[:300])
+    (folder / "edited.json").write_text(text.replace('"greedy"', '"reedy"', 1))
+    options = {"MODEL": "tiny", "--profile": "tiny.json", "--prompt-file": "prompt.txt"}
+    chosen = {**options, "--max-new-tokens": 5, **changes}
+    arguments: list[object] = ["generate", models / chosen.pop("MODEL")]
+    for name, value in chosen.items():
+        if value is None:
+            continue
+        is_path = name in ("--profile", "--prompt-file")
+        arguments += [name] if value is True else [name, folder / value if is_path else value]
+    line = refused(folder, *arguments)
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+@pytest.mark.parametrize("command", ["profile", "generate"])
+def test_without_torch_the_way_to_get_it_is_told(
+    models, profiles, folder, monkeypatch, package, command
+):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a)
+    )
+    arguments = {"profile": profile_arguments(models, folder),
+                 "generate": generate_arguments(models, profiles, folder)}  # fmt: skip
+    line = refused(folder, *arguments[command])
+    assert package in line
+    assert "pip install 'kvalloc[run]'" in line

@@ -1,0 +1,200 @@
+"""``kvalloc profile`` on tiny models, and every way in which a user can go wrong with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_tools import CLI_CONTEXT, files_in, profile_arguments, prose, refused, run
+
+from kvalloc.measure.checkpoint import checkpoint_folder
+from kvalloc.score_profile import ScoreProfile
+
+
+def test_profile_writes_what_it_says(models, folder):
+    ran = run(*profile_arguments(models, folder), "--json")
+    assert (ran.code, ran.err) == (0, "")
+    facts = ran.json
+    assert facts["model"] == "tiny"
+    assert (facts["samples"], facts["context_tokens"], facts["sinks"]) == (2, CLI_CONTEXT, 4)
+    saved = ScoreProfile.load(folder / "s.safetensors")
+    assert saved.shape.model_id == "tiny"
+    assert "text.txt" in saved.text_description
+    assert sorted(files_in(folder)) == ["prompt.txt", "s.safetensors", "text.txt"]
+
+
+def test_profile_ends_with_a_summary(models, folder):
+    ran = run(*profile_arguments(models, folder))
+    assert ran.code == 0
+    for words in ("tiny", "2 samples", "64 tokens", "xkv", "s.safetensors", " s, loading included"):
+        assert words in ran.out
+    assert run(*profile_arguments(models, folder), "-q").out == ""
+
+
+def test_profile_makes_prompts_of_tasks(models, folder):
+    ran = run(
+        *("profile", models / "tiny", "--tasks", "kl", "--samples", 2, "--context", CLI_CONTEXT),
+        *("--loss", "fast", "-o", folder / "s.safetensors"),
+    )
+    assert ran.code == 0, ran.err
+    assert "estimated to second order (--loss fast) one layer at a time, at 8 budgets" in ran.out
+    saved = ScoreProfile.load(folder / "s.safetensors")
+    assert "2 of 2 prompts of kl in " in saved.text_description
+    assert saved.sample_tokens.tolist() == [CLI_CONTEXT, CLI_CONTEXT]
+    assert saved.has_losses
+
+
+def test_profile_passes_every_option_on(models, folder):
+    (folder / "p.jsonl").write_text("\n".join(json.dumps({"prompt": prose(n)}) for n in (70, 50)))
+    ran = run(
+        *("profile", models / "tiny", "--prompts", folder / "p.jsonl", "--sampling-ratio", "1.0"),
+        *("--context", 60, "--scorer", "snapkv", "--window", 16, "--pool", 3, "--count-sinks"),
+        *("--group-reduce", "max", "--seed", 3, "--dtype", "bfloat16", "--device", "cpu"),
+        *("-o", folder / "s.safetensors", "--json"),
+    )
+    assert ran.code == 0, ran.err
+    saved = ScoreProfile.load(folder / "s.safetensors")
+    assert saved.scorer == "snapkv"
+    assert saved.scorer_parameters["pool"] == 3
+    assert saved.scorer_parameters["group_reduce"] == "max"
+    assert (saved.sinks, saved.window, saved.shape.dtype_bytes) == (0, 16, 2)
+    assert saved.sample_tokens.tolist() == [60, 50]
+
+
+def test_a_killed_profile_is_resumed_and_equal(models, folder, monkeypatch):
+    from kvalloc.measure import profiling
+
+    whole = folder / "whole.safetensors"
+    arguments = profile_arguments(models, folder)
+    assert run(*arguments[:-1], whole).code == 0
+    measure, calls = profiling.mini_prefill, []
+
+    def interrupted(*rest, **named):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(profiling, "mini_prefill", interrupted)
+        ran = run(*arguments)
+    assert ran.code == 130
+    assert ran.err.count("\n") == 1
+    assert "--resume" in ran.err
+    assert not (folder / "s.safetensors").exists()
+    partial = checkpoint_folder(folder / "s.safetensors")
+    assert partial.is_dir()
+    assert "--resume" in refused(folder, *arguments)
+    ran = run(*arguments, "--resume")
+    assert ran.code == 0, ran.err
+    assert not partial.exists()
+    resumed, unbroken = (ScoreProfile.load(folder / f"{n}.safetensors") for n in ("s", "whole"))
+    assert resumed.curves.tobytes() == unbroken.curves.tobytes()
+
+
+def test_an_interruption_before_the_first_sample_leaves_nothing(models, folder, monkeypatch):
+    from kvalloc.measure import profiling
+
+    def interrupted(*rest, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profiling, "mini_prefill", interrupted)
+    before = files_in(folder)
+    ran = run(*profile_arguments(models, folder))
+    assert (ran.code, ran.err) == (130, "interrupted\n")
+    assert files_in(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"--text": "missing.txt"}, ["missing.txt", "check the path"]),
+        ({"--text": "empty.txt"}, ["empty.txt", "empty"]),
+        ({"--text": "binary.txt"}, ["binary.txt", "not text"]),
+        ({"--text": "latin.txt"}, ["latin.txt", "UTF-8"]),
+        ({"--text": "short.txt"}, ["fewer than one sample", "shorter context"]),
+        ({"--samples": 99}, ["99 samples", "only 15"]),
+        ({"--samples": 0}, ["0 samples"]),
+        ({"--sampling-ratio": 0, "--samples": None}, ["sampling ratio"]),
+        ({"--context": 12}, ["12 tokens", "at least 13"]),
+        ({"--context": 513}, ["513", "beyond the 512"]),
+        ({"--scorer": "oracle"}, ["no scorer 'oracle'", "xkv"]),
+        ({"--pool": 4}, ["pool", "odd"]),
+        ({"--scorer": "streaming", "--pool": 3}, ["streaming has no option 'pool'"]),
+        ({"--group-reduce": "median"}, ["group_reduce", "median"]),
+        ({"--window": 0}, ["window"]),
+        ({"--sinks": -1}, ["sinks"]),
+        ({"--sinks": 2, "--count-sinks": True}, ["contradict"]),
+        ({"--dtype": "int4"}, ["int4", "bfloat16"]),
+        ({"--device": "abacus"}, ["abacus"]),
+        ({"-o": "no/folder/s.safetensors"}, ["cannot write", "does not exist"]),
+        ({"-o": "."}, ["cannot write", "folder"]),
+        ({"--prompts": "few.jsonl", "--text": None, "--samples": 1}, ["few.jsonl", "line 1"]),
+        ({"--prompts": "no.jsonl"}, ["no.jsonl, line 1", "not JSON"]),
+        ({"--text": "few.jsonl"}, ["--prompts"]),
+        ({"--tasks": "needle"}, ["--tasks", "text or prompts are given"]),
+        ({"--tasks": "riddle", "--text": None}, ["no task 'riddle'", "needle"]),
+        (
+            {"--tasks": "kl", "--text": None, "--sampling-ratio": 0.5},
+            ["--sampling-ratio", "--samples"],
+        ),
+        ({"--tasks": "kl", "--text": None, "--question": "before"}, ["--question", "inside"]),
+        ({"--tasks": "kl", "--text": None, "--lengths": "9,x"}, ["--lengths", "512,1024"]),
+        ({"--tasks": "kl", "--text": None, "--lengths": "100000"}, ["--lengths", "--context"]),
+        ({"--question": "after"}, ["--question", "add --tasks"]),
+        ({"--tasks": "kl", "--text": None, "--samples": 0}, ["0 prompts"]),
+        ({"--tasks": "kl", "--text": None, "--context": 100_000}, ["no text", "--prompts"]),
+    ],
+)
+def test_profile_refuses(models, folder, changes, words):
+    (folder / "empty.txt").write_text("\n \n")
+    (folder / "binary.txt").write_bytes(b"\x7fELF\x00\x01\x02")
+    (folder / "latin.txt").write_bytes("é".encode("latin-1") * 100)
+    (folder / "short.txt").write_text(prose(20))
+    (folder / "few.jsonl").write_text(json.dumps({"prompt": prose(10)}))
+    (folder / "no.jsonl").write_text("not json at all")
+    options = {
+        "--text": "text.txt",
+        "--context": CLI_CONTEXT,
+        "--samples": 2,
+        "-o": "s.safetensors",
+    }
+    arguments: list[object] = ["profile", models / "tiny"]
+    for name, value in {**options, **changes}.items():
+        if value is None:
+            continue
+        is_path = name in ("--text", "--prompts", "-o")
+        arguments += [name] if value is True else [name, folder / value if is_path else value]
+    line = refused(folder, *arguments)
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing", ["check the path"]),
+        ("", ["config.json"]),
+        ("mamba", ["Mamba"]),
+        ("nan", ["not finite", "layer 1"]),
+    ],
+)
+def test_profile_refuses_a_model(models, folder, name, words):
+    line = refused(folder, *profile_arguments(models, folder, name))
+    for word in words:
+        assert word in line
+
+
+def test_profile_refuses_a_file_that_is_no_model(models, folder):
+    arguments = profile_arguments(models, folder)
+    arguments[1] = folder / "text.txt"
+    assert ".gguf" in refused(folder, *arguments)
+    (folder / "model.gguf").write_text("not a model")
+    arguments[1] = folder / "model.gguf"
+    assert "GGUF" in refused(folder, *arguments)
+
+
+def test_a_name_that_is_neither_here_nor_on_the_hub(models, folder):
+    arguments = profile_arguments(models, folder)
+    arguments[1] = "nobody/nothing-of-the-kind"
+    assert "nothing-of-the-kind" in refused(folder, *arguments)
