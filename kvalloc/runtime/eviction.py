@@ -1,10 +1,9 @@
-"""From what a layer holds to what it keeps: show it to the policy, and store its choice."""
+"""From what a layer holds to what it keeps: show it to the policy, and let its choice be stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -13,13 +12,13 @@ from torch import Tensor
 
 from kvalloc.attention_hook import AttentionStates, Observed
 from kvalloc.runtime.layers import BudgetLayer
-from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.policies import EvictionPolicy
-from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
+from kvalloc.runtime.ragged import IntArray
 from kvalloc.runtime.refusals import check_kept
+from kvalloc.runtime.storing import Choice, store_choices
 from kvalloc.runtime.unfinished import Part, Unfinished, part_of, parts
 
-__all__ = ["Candidates", "Choice", "Eviction"]
+__all__ = ["Candidates", "Eviction"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,23 +38,6 @@ class Candidates:
     states: AttentionStates
     positions: Tensor
     bias: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What a piece keeps, and where it is taken from."""
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    bias: Tensor | None
-    kept: Tensor
-
-    def piece(self, row: int, head: int) -> Piece:
-        """One head of it, as `RaggedEntries.collect` takes it."""
-        bias = None if self.bias is None else self.bias[row, head]
-        kept = self.kept[row, head].nonzero()[:, 0]
-        return self.keys[row, head], self.values[row, head], self.positions[row, head], bias, kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +99,8 @@ class Eviction:
         """
         grain = self._grain(layer)
         after = Unfinished(grain=grain)
-        self._store(layer, targets, self._choices(layer, states, targets, after), states)
+        chosen = self._choices(layer, states, targets, after)
+        store_choices(layer, targets, chosen, states, bits=self.bits.get(states.layer))
         layer.unfinished = after if self.remember else Unfinished()
 
     def _grain(self, layer: BudgetLayer) -> int:
@@ -348,73 +331,6 @@ class Eviction:
         notes.queries[row] = queries[..., -wanted:, :].clone()
         new = self._row_places(layer, states, row)
         notes.places[row] = older.places_of(row, new, wanted)[-wanted:].clone()
-
-    # How it is stored
-
-    def _store(
-        self,
-        layer: BudgetLayer,
-        targets: IntArray,
-        chosen: Iterator[tuple[Part, Choice]],
-        states: AttentionStates,
-    ) -> None:
-        bits = self.bits.get(states.layer)
-        if bits is not None:
-            layer.keep_ragged(PackedEntries.collect(targets, _by_place(chosen), bits))
-        elif (targets == targets[0, 0]).all():
-            self._store_even(layer, targets, chosen, states)
-        else:
-            self._store_ragged(layer, targets, chosen)
-
-    def _store_even(
-        self,
-        layer: BudgetLayer,
-        targets: IntArray,
-        chosen: Iterator[tuple[Part, Choice]],
-        states: AttentionStates,
-    ) -> None:
-        shape = (*targets.shape, int(targets[0, 0]))
-        keys = states.keys.new_empty(*shape, states.keys.shape[-1])
-        values = states.values.new_empty(*shape, states.values.shape[-1])
-        indices = torch.empty(shape, dtype=torch.int32, device=keys.device)
-        bias: Tensor | None = None
-        for (part_row, part_head), choice in chosen:
-            for row, head in np.ndindex(*choice.kept.shape[:2]):
-                place = (
-                    row if part_row is None else part_row,
-                    head if part_head is None else part_head,
-                )
-                own = choice.piece(row, head)
-                for target, source in zip((keys, values, indices), own[:3], strict=True):
-                    torch.index_select(source, 0, own[4], out=target[place])
-                if own[3] is not None:
-                    if bias is None:
-                        bias = torch.zeros(shape, dtype=torch.float32, device=keys.device)
-                    torch.index_select(own[3], 0, own[4], out=bias[place])
-        layer.keep_even(keys, values, indices, bias)
-
-    def _store_ragged(
-        self, layer: BudgetLayer, targets: IntArray, chosen: Iterator[tuple[Part, Choice]]
-    ) -> None:
-        first = next(chosen)
-        piece = _by_place(chain([first], chosen))
-        biased = first[1].bias is not None
-        layer.keep_ragged(RaggedEntries.collect(targets, piece, biased=biased))
-
-
-def _by_place(chosen: Iterator[tuple[Part, Choice]]) -> Callable[[int, int], Piece]:
-    """What is kept of each row and head, asked for in order, from choices of larger pieces."""
-    current: tuple[Part, Choice] | None = None
-
-    def piece(row: int, head: int) -> Piece:
-        nonlocal current
-        if current is None or current[0][0] not in (None, row) or current[0][1] not in (None, head):
-            current = None  # freed before the next one is made
-            current = next(chosen)
-        (part_row, part_head), choice = current
-        return choice.piece(row if part_row is None else 0, head if part_head is None else 0)
-
-    return piece
 
 
 def _rows(states: Tensor, row: int | None, head: int | None) -> Tensor:

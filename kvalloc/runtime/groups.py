@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kvalloc.attention_hook import AttentionStates
 from kvalloc.layer_groups import Groups
-from kvalloc.runtime.eviction import Choice, Eviction
+from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import RankedPolicy
 from kvalloc.runtime.ragged import IntArray
 from kvalloc.runtime.refusals import check_kept
+from kvalloc.runtime.storing import Choice, store_choices
 from kvalloc.runtime.unfinished import Part, Unfinished, parts
 
 __all__ = ["GroupEviction", "Held", "groups_by_layer", "joint_rankings"]
@@ -131,7 +132,8 @@ class GroupEviction(Eviction):
             notes = held.notes
             after = Unfinished(grain=notes.grain, queries=notes.queries, places=notes.places)
             chosen = self._shared_choices(held, kept, after)
-            self._store(held.layer, held.targets, chosen, held.states)
+            bits = self.bits.get(held.states.layer)
+            store_choices(held.layer, held.targets, chosen, held.states, bits=bits)
             held.layer.unfinished = after if self.remember else Unfinished()
 
     def _rows_that_evict(
