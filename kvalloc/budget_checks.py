@@ -15,7 +15,10 @@ from kvalloc.stored_bytes import BIT_WIDTHS
 if TYPE_CHECKING:
     from kvalloc.budget_profile import BudgetProfile
 
-__all__ = ["budget_fault"]
+__all__ = ["BY_SCORE", "budget_fault"]
+
+BY_SCORE = ("score", "attention_matching")
+"""Policies that keep the best by score, whatever they do with the rest."""
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -118,9 +121,8 @@ def _weights_fault(profile: BudgetProfile, weights: FloatArray) -> Fault | None:
         return "unit_weights", "given beside unit_policies", "one of the two"
     if (others := others_fault(profile.policy, profile.other_policies)) is not None:
         return "other_policies", *others
-    ranked = [policy.name for policy in profile.policies if policy.name != "score"]
-    if ranked:
-        return "unit_weights", f"given to the policy {ranked[0]!r}", "scores alone can be weighted"
+    if (other := _beyond_scores(profile)) is not None:
+        return "unit_weights", f"given to the policy {other!r}", "scores alone can be weighted"
     if weights.shape != expected or weights.dtype != np.float64:
         return "unit_weights", f"{weights.dtype} shaped {weights.shape}", f"float64 {expected}"
     if not np.isfinite(weights).all() or float(weights.min()) < 0:
@@ -133,12 +135,19 @@ def _weights_fault(profile: BudgetProfile, weights: FloatArray) -> Fault | None:
     return None
 
 
+def _beyond_scores(profile: BudgetProfile) -> str | None:
+    """The first policy that does not keep the best by score; the others do nothing more."""
+    own, others = profile.policy, profile.other_policies
+    names = [own.name] if own.name not in BY_SCORE else []
+    return next((name for name in (*names, *(one.name for one in others)) if name != "score"), None)
+
+
 def _by_prompt_fault(profile: BudgetProfile) -> Fault | None:
     """Budgets that each prompt hands out anew can keep a total, and nothing more."""
     fixed = {
         "layer level": profile.level != "head",
         "unit_policies, whose scores cannot be compared": profile.unit_policies is not None,
-        "another policy than scores": any(one.name != "score" for one in profile.policies),
+        "another policy than scores": _beyond_scores(profile) is not None,
         "layers that share entries": bool(profile.share_groups),
         "bits": profile.bits is not None,
         "ranks": profile.ranks is not None,

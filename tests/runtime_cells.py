@@ -455,7 +455,7 @@ def refusal(cell: Cell, scorer: str) -> str | None:
         return None  # for every policy, see there
     if scorer == "reconstruction" and arrival == "inputs_embeds":
         return "came as inputs_embeds"
-    held = get_scorer(scorer).later is not None
+    held = get_scorer(scorer).later is not None or policy == "attention_matching"
     if policy in COMBINING and "chunks" in arrival and not held:
         return "merges entries"
     uneven = level == "head" or arrival in ("left_padding", "different_lengths", "padded_chunks")

@@ -52,6 +52,7 @@ def tune(
     scorer: options.Scorer = None,
     window: options.Window = None,
     policies: options.Policies = None,
+    combine: options.Combine = None,
     steps: options.Steps = None,
     seed: options.Seed = 0,
     dtype: Dtype = "float32",
@@ -76,7 +77,7 @@ def tune(
     recipe = read_recipe(tasks, question, lengths, context=context, given=bool(text or prompts))
     texts = [] if recipe else _texts(text or [], prompts or [])
     choose = _mixing_options if by_prompt else _options
-    wanted = choose(scorer, window, policies, steps)
+    wanted = choose(scorer, window, policies, steps) | _combining(combine, by_prompt=by_prompt)
     loaded = load(model, dtype=dtype, device=device, quiet=quiet)
     if recipe:
         texts = [
@@ -193,6 +194,12 @@ def _mixing_options(
     if steps is not None:
         options["weighing"] = Weighing(steps=steps)
     return options | _named(policies)
+
+
+def _combining(combine: str | None, *, by_prompt: bool) -> dict[str, Any]:
+    if combine is not None and not by_prompt:
+        raise InputError("--combine goes with --by-prompt: other profiles have one policy a head")
+    return {} if combine is None else {"combine": combine}
 
 
 def _with_window(scorer: str, window: int | None) -> str:

@@ -58,6 +58,14 @@ Policies = Annotated[
         "such as tova,xkv:window=4:pool=1.",
     ),
 ]
+Combine = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|none",
+        help="With --by-prompt: what is done with evicted entries, options after a colon; "
+        "attention_matching by default.",
+    ),
+]
 Steps = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Steps of the descent; 60, or 100 with --by-prompt."),

@@ -84,8 +84,20 @@ def read_scorer(text: str) -> Scorer:
     """
     from kvalloc.scorers import get_scorer
 
+    name, options = read_named(text)
+    return get_scorer(name, **options)
+
+
+def read_named(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a policy or scorer written as NAME or NAME:KEY=VALUE:...
+
+    Raises
+    ------
+    InputError
+        If it is not.
+    """
     name, *pairs = text.strip().split(":")
-    return get_scorer(name, **_options(text, pairs))
+    return name, _options(text, pairs)
 
 
 def _named(text: str, own: Policy, scorer: Scorer) -> Policy:

@@ -186,7 +186,7 @@ class LossProbe:
         ):
             embeddings = entering[layer].expand(keep.shape[0], -1, -1)
             logits = self._forward(inputs_embeds=embeddings, n_tokens=embeddings.shape[1])
-            return self._divergence(logits)
+            return self.divergence(logits)
 
     def settle(self, keep: dict[int, Tensor]) -> Settled:
         """Hide entries of several layers at once.
@@ -208,7 +208,7 @@ class LossProbe:
 
         with torch.no_grad(), evaluating(self._model):
             entering, logits = self._watched(handler)
-            return Settled(keep=rows, entering=entering, losses=self._divergence(logits)[0])
+            return Settled(keep=rows, entering=entering, losses=self.divergence(logits)[0])
 
     def soft_loss(self, keep: Mapping[int, Tensor]) -> Tensor:
         """Mean KL(full cache || reduced cache), differentiable in how much of each entry is kept.
@@ -443,7 +443,7 @@ class LossProbe:
             logits = self._forward(input_ids=ids[None], n_tokens=int(ids.numel()))
         return entering, logits
 
-    def _divergence(self, logits: Tensor) -> Tensor:
+    def divergence(self, logits: Tensor) -> Tensor:
         """KL from the full cache's predictions, ``(n_variants, n_measured)``, float64."""
         full = self._log_probabilities
         terms = (

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.budget_checks import BY_SCORE
 from kvalloc.budget_profile import BudgetProfile
+from kvalloc.errors import InputError
+from kvalloc.measure.cache_loss import cache_loss
 from kvalloc.measure.descent import held_out
 from kvalloc.measure.descent_record import descent_record, descent_states, provenance
-from kvalloc.measure.loss_policies import read_scorer
+from kvalloc.measure.loss_policies import read_named, read_scorer
 from kvalloc.measure.tuning import (
     Tuned,
     check_shares,
@@ -28,7 +32,7 @@ from kvalloc.measure.weighing import (
 )
 from kvalloc.models import require_run_packages, shape_of
 from kvalloc.rounding import apportion
-from kvalloc.runtime.policies import policy_of
+from kvalloc.runtime.policies import changed_policy, policy_of
 from kvalloc.scorers import Scorer
 
 if TYPE_CHECKING:
@@ -36,8 +40,9 @@ if TYPE_CHECKING:
     from kvalloc.measure.texts import Document, Prompt
     from kvalloc.policy import Policy
 
-__all__ = ["DEFAULT_OTHERS", "DEFAULT_SCORER", "tune_by_prompt"]
+__all__ = ["DEFAULT_COMBINE", "DEFAULT_OTHERS", "DEFAULT_SCORER", "tune_by_prompt"]
 
+FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _DRAFT = "lookahead:tokens=16:row_reduce=max:group_reduce=max:votes=0"
@@ -51,6 +56,8 @@ DEFAULT_OTHERS = (
 )
 """The draft again, for passages; the prompt's last queries, for single entries and passages; its
 very last one; how far a key is from the others; and how late an entry stands."""
+DEFAULT_COMBINE = "attention_matching"
+"""What is done with what is evicted."""
 
 
 def tune_by_prompt(
@@ -65,6 +72,7 @@ def tune_by_prompt(
     samples: int | None = None,
     sinks: int = 4,
     seed: int = 0,
+    combine: str | None = DEFAULT_COMBINE,
     weighing: Weighing | None = None,
     model_id: str | None = None,
     state_files: Sequence[Path] | None = None,
@@ -90,6 +98,10 @@ def tune_by_prompt(
     context, samples, sinks, seed
         As for `kvalloc.profile`; all prompts by default. All of them are held in memory with
         their full caches and scores.
+    combine : str, optional
+        Policy that puts something of what is evicted into what is kept, written like a scorer:
+        ``attention_matching``, with options. None, or ``none``, drops it. The descent does not
+        see it; the losses that the profile tells are those of caches that do it.
     weighing : Weighing, optional
         How the descent goes.
     model_id : str, optional
@@ -127,6 +139,7 @@ def tune_by_prompt(
     named = [each for one in policies for each in (DEFAULT_OTHERS if one == "usual" else (one,))]
     chosen = scoring_policies(first, named, sinks)
     built = [policy_of(policy).scorer for policy in chosen]
+    own = _combining(chosen[0], combine)
     check_shares(shares, sinks + first.window, context)
     jobs = [
         WeighingJob(
@@ -150,19 +163,28 @@ def tune_by_prompt(
         tell(index + 1, total)
     held = held_out(n_prompts, weighing.held_out, seed)
     train = [one for place, one in enumerate(read) if place not in held]
+    asked = [one for place, one in enumerate(read) if place in held]
     for number, job in enumerate(jobs):
         before = n_prompts + number * weighing.steps
         stage = weigh_scores(
             job,
             train,
-            [one for place, one in enumerate(read) if place in held],
+            asked,
             seed,
             lambda step, before=before: tell(before + step, total),  # type: ignore[misc]
             states[number],
         )
+        profile = _to_profile(
+            job, (own, *chosen[1:]), found, stage, _mean_budgets(job, train, stage), seed
+        )
+        losses = stage.held_out_losses
+        if own is not chosen[0]:
+            losses = _losses_of(model, profile, asked)
+            told = _told(job, profile.policies, found, stage, losses, seed)
+            profile = replace(profile, **told)
         yield Tuned(
-            profile=_to_profile(job, chosen, found, stage, _mean_budgets(job, train, stage), seed),
-            held_out_losses=stage.held_out_losses,
+            profile=profile,
+            held_out_losses=losses,
             uniform_losses=stage.uniform_losses,
             stages=stage.stages,
         )
@@ -198,7 +220,6 @@ def _to_profile(
     weights = np.zeros((*budgets.shape, len(policies)))
     # six digits say it all, and keep the file small
     weights[full] = np.vectorize(lambda one: float(f"{one:.6g}"))(stage.weights.cpu().numpy())
-    reached, uniform = stage.held_out_losses.mean(), stage.uniform_losses.mean()
     return BudgetProfile(
         shape=shape,
         level="head",
@@ -208,18 +229,62 @@ def _to_profile(
         other_policies=tuple(policies[1:]),
         unit_weights=weights,
         by_prompt=True,
-        **provenance(
-            job.share,
-            job.weighing,
-            policies,
-            found,
-            held_out_losses=stage.held_out_losses,
-            uniform_losses=stage.uniform_losses,
-            seed=seed,
-            detail=(
-                "each prompt hands out its entries by weighted scores; loss of the whole reduced "
-                f"cache on {stage.held_out_losses.size} held-out prompts {reached:.4f} nats per "
-                f"token, {uniform:.4f} with equal budgets and the first scorer"
-            ),
+        **_told(job, policies, found, stage, stage.held_out_losses, seed),
+    )
+
+
+def _told(
+    job: WeighingJob,
+    policies: Sequence[Policy],
+    found: SampleSet,
+    stage: WeighingStage,
+    losses: FloatArray,
+    seed: int,
+) -> dict[str, Any]:
+    """What the profile tells of how it was decided, and of what its caches lost."""
+    reached, uniform = losses.mean(), stage.uniform_losses.mean()
+    return provenance(
+        job.share,
+        job.weighing,
+        policies,
+        found,
+        held_out_losses=losses,
+        uniform_losses=stage.uniform_losses,
+        seed=seed,
+        detail=(
+            "each prompt hands out its entries by weighted scores; loss of the whole reduced "
+            f"cache on {losses.size} held-out prompts {reached:.4f} nats per token, "
+            f"{uniform:.4f} with equal budgets and the first scorer"
         ),
+    )
+
+
+def _combining(policy: Policy, combine: str | None) -> Policy:
+    """The first policy, with what it is to do with what is evicted.
+
+    Raises
+    ------
+    InputError
+        If that is not a policy that keeps the best by score and combines.
+    """
+    if combine is None or combine.strip() == "none":
+        return policy
+    name, options = read_named(combine)
+    own = replace(changed_policy(policy, name, options), label=policy.label)
+    if own.name == "score" or own.name not in BY_SCORE:
+        raise InputError(
+            f"combine is {combine!r}, expected attention_matching, with options, or none"
+        )
+    return replace(own, parameters=dict(policy_of(own).parameters()))
+
+
+def _losses_of(model: Any, profile: BudgetProfile, prompts: Sequence[WeighedPrompt]) -> FloatArray:
+    """What caches of the profile lose on prompts, nats per token."""
+    return np.array(
+        [
+            cache_loss(
+                model, profile.cache(model, allow_other_model=True), one.token_ids, one.probe
+            )
+            for one in prompts
+        ]
     )

@@ -101,10 +101,12 @@ class WeighedPrompt:
 
     Attributes
     ----------
+    token_ids : Tensor of int64, (n_tokens,)
     probe : LossProbe
     scores : Tensor of float32, (n_scorers, n_full_layers, n_kv_heads, n_evictable)
     """
 
+    token_ids: Tensor
     probe: LossProbe
     scores: Tensor
 
@@ -120,9 +122,10 @@ class WeighedPrompt:
         """Read one of the samples with the full cache, and let every scorer see it."""
         device = model.get_input_embeddings().weight.device
         answer, question = found.answer_ids[index], found.question_ids[index]
+        token_ids = torch.from_numpy(found.token_ids[index]).to(device)
         probe = LossProbe(
             model,
-            torch.from_numpy(found.token_ids[index]).to(device),
+            token_ids,
             scorers[0],
             sinks=job.sinks,
             shape=job.shape,
@@ -139,7 +142,7 @@ class WeighedPrompt:
             for _, states in sorted(probe.prompt_states.items())
         ]
         probe.prompt_states.clear()  # their queries are not needed again
-        return cls(probe=probe, scores=torch.stack(layers, dim=1))
+        return cls(token_ids=token_ids, probe=probe, scores=torch.stack(layers, dim=1))
 
     def weighed(self, weights: Tensor) -> Tensor:
         """Sums of scores, (n_full_layers, n_kv_heads, n_evictable); weights (..., n_scorers)."""

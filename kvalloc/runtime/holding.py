@@ -259,7 +259,8 @@ class HoldsPrompt:
         wanted = {layer: each for layer, each in wanted.items() if each}
         decide = from_held(self._decide)
         deciding = None if decide is None else decide.scorer
-        if not wanted and deciding is None and not self.profile.by_prompt:
+        whole = self._policy.holds or self.profile.by_prompt
+        if not wanted and deciding is None and not whole:
             return None
         if self.arrival.decode_every is not None:
             why, instead = (

@@ -205,8 +205,7 @@ def check_chunk(policy: EvictionPolicy, step: Step) -> None:
         chunks have put there would be counted as one token again.
     """
     whole = step.follows or (step.seen == 0 and step.completes)
-    merges = getattr(type(policy), "combine", None) is not EvictionPolicy.combine
-    if merges and step.budgets is not None and not whole:
+    if policy.combines and step.budgets is not None and not whole:
         raise UnsupportedRequestError(
             f"the policy {policy.name} merges entries, for which it has to see the whole prompt; "
             "send it in one piece, or choose another policy"

@@ -8,6 +8,7 @@ from kvalloc.attention_hook import Observed
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.scorers.base import Scorer, check_at_least, check_number
 from kvalloc.scorers.column_sums import without_protected
+from kvalloc.scorers.rotation import rotated
 from kvalloc.scorers.window_rows import protected_columns
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class ExpectedAttention(Scorer):
         for first in range(0, n_new, _BLOCK_TOKENS):
             block = states.queries[:, :, first : first + _BLOCK_TOKENS].float()
             positions = torch.arange(first, first + block.shape[2], device=real.device) + start
-            block = _rotated(block, -positions, states.frequencies)
+            block = rotated(block, -positions, _known(states.frequencies))
             block = block * real[:, None, first : first + _BLOCK_TOKENS, None]
             totals["sum"] += block.sum(dim=2).double()
             if self.covariance:
@@ -171,21 +172,9 @@ def _check_model(states: AttentionStates) -> None:
         )
 
 
-def _rotated(queries: Tensor, positions: Tensor, frequencies: Tensor | None) -> Tensor:
-    """Queries (..., n, head_dim), each turned by its position (n,)."""
-    import torch
-
-    assert frequencies is not None
-    angles = positions.float()[:, None] * frequencies.float()
-    half = angles.shape[-1]
-    first, second, rest = (
-        queries[..., :half],
-        queries[..., half : 2 * half],
-        queries[..., 2 * half :],
-    )
-    cosines, sines = angles.cos(), angles.sin()
-    turned = [first * cosines - second * sines, second * cosines + first * sines, rest]
-    return torch.cat(turned, dim=-1)
+def _known(frequencies: Tensor | None) -> Tensor:
+    assert frequencies is not None  # `_check_model` has refused others
+    return frequencies
 
 
 def _mean_rotation(positions: Tensor, frequencies: Tensor | None, head_dim: int) -> Tensor:
@@ -194,4 +183,4 @@ def _mean_rotation(positions: Tensor, frequencies: Tensor | None, head_dim: int)
 
     basis = torch.eye(head_dim, device=positions.device)[:, None].expand(-1, positions.numel(), -1)
     # row i is the image of unit vector i, so the columns of the matrix are the rows
-    return _rotated(basis, positions, frequencies).double().mean(dim=1).T
+    return rotated(basis, positions, _known(frequencies)).double().mean(dim=1).T

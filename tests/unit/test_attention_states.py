@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kvalloc.attention_hook import intercept_attention  # noqa: E402
-from kvalloc.scorers.expected_attention import _rotated  # noqa: E402
+from kvalloc.scorers.rotation import rotated  # noqa: E402
 from kvalloc.scorers.window_rows import attention_rows  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -126,7 +126,7 @@ def test_frequencies_turn_queries_back(family: str) -> None:
     """The same token everywhere: turned back, its queries are the same at every position."""
     same = torch.full((1, N_TOKENS), 7)
     for states, _ in states_of(model_of(family), same):
-        back = _rotated(states.queries, -torch.arange(N_TOKENS), states.frequencies)
+        back = rotated(states.queries, -torch.arange(N_TOKENS), states.frequencies)
         assert (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max() > 0.01
         torch.testing.assert_close(back, back[:, :, :1].expand_as(back), atol=1e-4, rtol=1e-4)
 

@@ -110,7 +110,8 @@ def policies_of(profile: BudgetProfile) -> EvictionPolicy:
     own = policy_of(profile.policy)
     if profile.unit_weights is not None:
         scorers = [own.scorer, *(policy_of(other).scorer for other in profile.other_policies)]
-        return Weighted(scorers, profile.unit_weights)
+        combining = own if own.combines else None
+        return Weighted(scorers, profile.unit_weights, combining=combining)
     if profile.unit_policies is None:
         return own
     others = (policy_of(policy) for policy in profile.other_policies)

@@ -176,6 +176,16 @@ class EvictionPolicy(ABC):
         """
         return None
 
+    @property
+    def combines(self) -> bool:
+        """Whether `combine` does anything."""
+        return type(self).combine is not EvictionPolicy.combine
+
+    @property
+    def holds(self) -> bool:
+        """Whether the cache is to hold a prompt whole until it is complete; no by default."""
+        return False
+
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
         """What to remember of a chunk that does not complete the prompt; see `Scorer.observe`."""
         return self.scorer.observe(states, sinks=sinks)

@@ -105,10 +105,8 @@ def check_chooses_only(policy: EvictionPolicy) -> None:
         If it puts something of what is evicted into what is kept, or leaves entries unread while
         tokens are decoded.
     """
-    cls = type(policy)
-    merges = cls.combine is not EvictionPolicy.combine
-    if merges or cls.reader is not EvictionPolicy.reader:
-        does = "merges entries" if merges else "leaves stored entries unread"
+    if policy.combines or type(policy).reader is not EvictionPolicy.reader:
+        does = "merges entries" if policy.combines else "leaves stored entries unread"
         raise UnsupportedRequestError(
             f"the policy {policy.name} {does} and cannot be one of several in a cache; give it to "
             "all heads (--policy), or choose another one"

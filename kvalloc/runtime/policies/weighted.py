@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvalloc.attention_hook import AttentionStates
-from kvalloc.runtime.policies.base import EvictionPolicy
+from kvalloc.runtime.policies.base import Combined, EvictionPolicy
 from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers import Scorer
 
@@ -31,14 +31,23 @@ class Weighted(EvictionPolicy):
         The first one counts as this policy's own.
     weights : ndarray of float64, (n_layers, n_kv_heads, n_scorers)
         Not below 0.
+    combining : EvictionPolicy, optional
+        What it does with the evicted entries is done here, too; what it would keep does not count.
     """
 
     name: ClassVar[str] = "weighted"
     summary: ClassVar[str] = "each KV head by its own mixture of scorers"
     reference: ClassVar[str] = "ours"
 
-    def __init__(self, scorers: Sequence[Scorer], weights: npt.NDArray[np.float64]) -> None:
+    def __init__(
+        self,
+        scorers: Sequence[Scorer],
+        weights: npt.NDArray[np.float64],
+        *,
+        combining: EvictionPolicy | None = None,
+    ) -> None:
         super().__init__(scorer=scorers[0])
+        self.combining = combining
         self.scorers = tuple(scorers)
         self.weights = weights
 
@@ -78,6 +87,30 @@ class Weighted(EvictionPolicy):
         scores = self.scores(states, sinks=sinks)
         return keep_best(scores, budgets, sinks=sinks, window=window, valid=valid)
 
+    def combine(
+        self,
+        states: AttentionStates,
+        kept: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        valid: Tensor | None = None,
+    ) -> Combined | None:
+        """As the policy that combines does, if there is one; see `EvictionPolicy.combine`."""
+        if self.combining is None:
+            return None
+        return self.combining.combine(states, kept, sinks=sinks, window=window, valid=valid)
+
+    @property
+    def combines(self) -> bool:
+        """Whether there is a policy that does."""
+        return self.combining is not None and self.combining.combines
+
+    @property
+    def holds(self) -> bool:
+        """Whether that policy wants the prompt held."""
+        return self.combining is not None and self.combining.holds
+
     def _used(self, layer: int) -> list[int]:
         """Places of the scorers that count in any head of a layer."""
         return [int(place) for place in np.flatnonzero(self.weights[layer].any(axis=0))]
@@ -93,10 +126,16 @@ class Weighted(EvictionPolicy):
         return any(type(scorer).observe is not Scorer.observe for scorer in self.scorers)
 
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
-        """Those that count in some head of the layer."""
-        used = (self.scorers[place] for place in self._used(layer))
+        """Those that count in some head of the layer, and what the combining policy looks at."""
+        used = [self.scorers[place] for place in self._used(layer)]
+        if self.combining is not None:
+            own = self.combining.scorer
+            used += [one for one in self.combining.later_scorers(layer) if one is not own]
         return tuple(scorer for scorer in used if scorer.later is not None)
 
     def query_rows(self, n_tokens: int) -> int:
         """The most that one of them wants to see: each takes those that it needs from the end."""
-        return max(scorer.query_rows(n_tokens) for scorer in self.scorers)
+        wanted = [scorer.query_rows(n_tokens) for scorer in self.scorers]
+        if self.combining is not None:
+            wanted.append(self.combining.query_rows(n_tokens))
+        return max(wanted)

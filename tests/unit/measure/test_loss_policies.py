@@ -82,7 +82,7 @@ def test_texts_that_name_nothing_are_refused(texts: list[str], said: str) -> Non
         named(*texts)
 
 
-@pytest.mark.parametrize("name", ["merge", "compensate", "mpcache"])
+@pytest.mark.parametrize("name", ["merge", "compensate", "attention_matching", "mpcache"])
 def test_policies_that_do_more_than_choose_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedRequestError, match="cannot be one of several"):
         named(name)

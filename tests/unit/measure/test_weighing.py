@@ -14,6 +14,7 @@ import kvalloc
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.evaluate.kl import divergence
+from kvalloc.measure.descent import held_out
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.sampling import choose_samples
 from kvalloc.measure.texts import Prompt
@@ -41,7 +42,7 @@ def prompts(count=3):
 
 def tuned(model, **options):
     settings = {"shares": [0.4], "scorer": SCORER, "policies": OTHERS, "context": CONTEXT}
-    settings |= {"sinks": 2, "weighing": QUICK, **options}
+    settings |= {"sinks": 2, "weighing": QUICK, "combine": None, **options}
     texts = settings.pop("texts", prompts())
     return list(tune_by_prompt(model, WordTokenizer(), texts, **settings))
 
@@ -77,6 +78,39 @@ def test_the_loss_that_is_descended_on_is_that_of_the_cache(model):
     expected = divergence(full, reduced).kl
     assert expected > 1e-3
     assert read.hard_loss(job, weights) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_loss_it_tells_is_that_of_caches_that_combine(model):
+    """The same weights; what is told comes from the caches, which match what is evicted."""
+    (plain,), (found,) = tuned(model), tuned(model, combine="attention_matching:rows=20:draft=3")
+    profile = found.profile
+    assert profile.policy.name == "attention_matching"
+    assert (profile.policy.parameters["rows"], profile.policy.parameters["draft"]) == (20, 3)
+    assert {policy.name for policy in profile.other_policies} == {"score"}
+    assert np.array_equal(profile.unit_weights, plain.profile.unit_weights)
+    assert np.array_equal(profile.budgets, plain.profile.budgets)
+    held = held_out(3, QUICK.held_out, 0)
+    expected = []
+    for place in held:
+        ids = torch.tensor([WordTokenizer()(prompts()[place].text)["input_ids"][:CONTEXT]])
+        following = model.generate(
+            ids, max_new_tokens=QUICK.continuation_tokens, do_sample=False, pad_token_id=0
+        )[:, ids.shape[1] :]
+        cache = profile.cache(model)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            reduced = model(following, past_key_values=cache).logits[0]
+            full = model(torch.cat([ids, following], dim=1)).logits[0, ids.shape[1] :]
+        expected.append(divergence(full, reduced).kl)
+    assert found.held_out_losses == pytest.approx(expected, rel=1e-3)
+    assert profile.predicted_loss == pytest.approx(np.mean(expected), rel=1e-3)
+    assert profile.predicted_loss != plain.profile.predicted_loss
+
+
+@pytest.mark.parametrize("combine", ["merge", "score", "snapkv", "attention_matching:rows=-1"])
+def test_other_ways_to_combine_are_refused(model, combine):
+    with pytest.raises(InputError, match="attention_matching"):
+        tuned(model, combine=combine)
 
 
 def test_a_profile_says_what_it_kept_in_the_mean(model):
@@ -158,7 +192,7 @@ def test_in_the_library(model, tmp_path):
     options = {"scorer": SCORER, "policies": OTHERS, "context": CONTEXT, "sinks": 2}
     profile = kvalloc.tune(
         *(model, WordTokenizer(), prompts()),
-        **{**options, "budget": "40%", "by_prompt": True, "weighing": QUICK},
+        **{**options, "budget": "40%", "by_prompt": True, "weighing": QUICK, "combine": "none"},
         state_file=tmp_path / "state",
     )
     assert profile.by_prompt

@@ -18,7 +18,7 @@ from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer, scorer_names
 
 CONTEXT = 60
-MERGING = {"merge", "compensate"}
+MERGING = {"merge", "compensate", "attention_matching"}
 NAMES = [
     *(name for name in policy_names() if name not in MERGING),
     # the others look at what comes right after the prompt, and are refused with decode_every

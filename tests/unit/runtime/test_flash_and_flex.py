@@ -69,7 +69,7 @@ def test_questions_after_a_padded_prompt(
             assert tiny.worst(found, expected, mask) < 1e-4
 
 
-@pytest.mark.parametrize("policy", ["merge", "compensate"])
+@pytest.mark.parametrize("policy", ["merge", "compensate", "attention_matching"])
 def test_entries_that_stand_for_several(tiny: ModuleType, attention: str, policy: str) -> None:
     """Neither takes a bias for each head, so that kvalloc attends by itself."""
     model = tiny.tiny_model("llama", attention)

@@ -309,7 +309,9 @@ def test_layers_that_share_entries_may_differ_in_bits(tiny: ModuleType) -> None:
     assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
 
 
-@pytest.mark.parametrize("policy", ["merge", "compensate", "critical", "nacl"])
+@pytest.mark.parametrize(
+    "policy", ["merge", "compensate", "attention_matching", "critical", "nacl"]
+)
 def test_policies_decide_and_merge_before_anything_is_rounded(
     tiny: ModuleType, policy: str
 ) -> None:

@@ -1,0 +1,247 @@
+"""Attention matching: the kept entries take over what the evicted ones gave."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from kvalloc.attention_hook import AttentionStates, Observed
+from kvalloc.errors import InputError, UnsupportedModelError
+from kvalloc.runtime.matching import match_attention
+from kvalloc.runtime.policies.base import Combined
+from kvalloc.runtime.policies.score import Score
+from kvalloc.scorers.base import Scorer, check_at_least, check_number
+from kvalloc.scorers.later_pass import Later, LaterStep, later_notes
+from kvalloc.scorers.rotation import rotated
+from kvalloc.scorers.window_rows import attention_logits, attention_softmax
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_AHEAD_TOKENS = 8
+"""How far behind the prompt's end its last queries are put."""
+
+
+class AttentionMatching(Score):
+    """The best scores stay, with values and logit biases that match attention over all entries.
+
+    What later queries would have got from the whole prompt is known for two kinds of them: those
+    of a draft of the answer, and the prompt's last ones, put where the answer will begin (queries
+    in their own places look at their neighbours, which later ones do not have). Each KV head's
+    kept entries get the logit biases and values that reproduce it best, close to what they were:
+    see `kvalloc.runtime.matching`. Keys and the number of entries stay; a bias takes 4 bytes an
+    entry. The cache holds the prompt until it is complete.
+
+    Parameters
+    ----------
+    scorer : Scorer
+        Picks the entries that stay.
+    rows : int
+        Last queries of the prompt, tokens; 0 for none.
+    draft : int
+        Tokens that the model drafts, as the scorer ``lookahead`` does; they share one pass. 0 for
+        none.
+    draft_weight : float
+        How much a query of the draft counts beside one of the prompt.
+    value_ridge, bias_ridge : float
+        How close values and biases stay to what the entries have by themselves, above 0.
+    biases : bool
+        Whether there are logit biases.
+
+    Raises
+    ------
+    InputError
+        If a parameter is out of range, or there are neither rows nor a draft.
+
+    References
+    ----------
+    Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284). There the
+    queries come from repeating the context or from questions about it; the ridges, and queries of
+    a draft and of the prompt's end, are ours.
+    """
+
+    name: ClassVar[str] = "attention_matching"
+    summary: ClassVar[str] = "the best scores, with values that make up for what is evicted"
+    reference: ClassVar[str] = "Attention Matching (Zweiger et al., 2026); our queries and ridges"
+
+    def __init__(
+        self,
+        *,
+        scorer: Scorer,
+        rows: int = 128,
+        draft: int = 16,
+        draft_weight: float = 10.0,
+        value_ridge: float = 0.01,
+        bias_ridge: float = 0.3,
+        biases: bool = True,
+    ) -> None:
+        super().__init__(scorer=scorer)
+        owner = f"policy {self.name}"
+        self.rows = check_at_least("rows", rows, 0, self.name)
+        self.draft = check_at_least("draft", draft, 0, self.name)
+        if not self.rows and not self.draft:
+            raise InputError(f"{owner}: rows and draft are both 0, so there is nothing to match")
+        self.draft_weight = check_number("draft_weight", draft_weight, owner, least=0.0)
+        self.value_ridge = _above_zero("value_ridge", value_ridge, owner)
+        self.bias_ridge = _above_zero("bias_ridge", bias_ridge, owner)
+        self.biases = bool(biases)
+        self._drafted = DraftQueries(self.draft) if self.draft else None
+
+    @property
+    def holds(self) -> bool:
+        """It does: every chunk would change values that the next one has to match."""
+        return True
+
+    def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
+        """The scorer's pass, and the draft whose queries are matched."""
+        own = () if self._drafted is None else (self._drafted,)
+        return (*super().later_scorers(layer), *own)
+
+    def query_rows(self, n_tokens: int) -> int:
+        """The scorer's, and those that are matched."""
+        return max(super().query_rows(n_tokens), min(self.rows, n_tokens))
+
+    def combine(
+        self,
+        states: AttentionStates,
+        kept: Tensor,
+        *,
+        sinks: int,
+        window: int,
+        valid: Tensor | None = None,
+    ) -> Combined:
+        """Give what stays its new values and biases; see `EvictionPolicy.combine`.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the prompt's queries cannot be put elsewhere.
+        """
+        batch, n_kv_heads, n_tokens = kept.shape
+        values = states.values.clone()
+        bias = torch.zeros(kept.shape, dtype=torch.float32, device=kept.device)
+        queries, counts = self._references(states)
+        group = queries.shape[1] // n_kv_heads
+        for row in range(batch):
+            for head in range(n_kv_heads):
+                mine = kept[row, head].nonzero()[:, 0]
+                if mine.numel() == n_tokens:
+                    continue
+                own = slice(head * group, (head + 1) * group)
+                weights = _weights(states, queries[row : row + 1, own], row, head)
+                found = match_attention(
+                    weights,
+                    states.values[row, head],
+                    mine,
+                    query_weights=counts[row, own].flatten(),
+                    value_ridge=self.value_ridge,
+                    bias_ridge=self.bias_ridge if self.biases else None,
+                    others=states.sink_logits is not None,
+                )
+                values[row, head, mine] = found.values
+                if found.logit_bias is not None:
+                    bias[row, head, mine] = found.logit_bias
+        return Combined(keys=states.keys, values=values, logit_bias=bias if self.biases else None)
+
+    def _references(self, states: AttentionStates) -> tuple[Tensor, Tensor]:
+        """Queries behind the prompt, and how much each counts: (batch, n_query_heads, n, ...)."""
+        queries, counts = [], []
+        if self.rows:
+            moved = _moved_behind(states, min(self.rows, int(states.queries.shape[2])))
+            queries.append(moved)
+            counts.append(torch.ones(moved.shape[:3], device=moved.device))
+        if self._drafted is not None:
+            noted = later_notes(states, self._drafted).totals
+            drafted = noted["queries"].to(states.keys.device)
+            queries.append(drafted.float())
+            counts.append(noted["counts"].to(states.keys.device).float() * self.draft_weight)
+        return torch.cat(queries, dim=2), torch.cat(counts, dim=2)
+
+    def parameters(self) -> dict[str, Any]:
+        """What builds this policy again, apart from the scorer."""
+        return {
+            "rows": self.rows,
+            "draft": self.draft,
+            "draft_weight": self.draft_weight,
+            "value_ridge": self.value_ridge,
+            "bias_ridge": self.bias_ridge,
+            "biases": self.biases,
+        }
+
+
+class DraftQueries(Scorer):
+    """Notes the queries of a draft, and scores nothing: a policy's part of the pass.
+
+    Parameters
+    ----------
+    tokens : int
+        Length of the draft.
+    """
+
+    name: ClassVar[str] = "draft_queries"
+    summary: ClassVar[str] = "the queries of a draft"
+    reference: ClassVar[str] = "ours"
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.window = tokens, 0
+
+    @property
+    def later(self) -> Later:
+        """The draft."""
+        return Later(kind="draft", tokens=self.tokens)
+
+    @property
+    def later_key(self) -> Hashable:
+        """How long it is."""
+        return (self.name, self.tokens)
+
+    def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
+        """Queries (batch, n_query_heads, n, head_dim), and 0 for those after the draft's end."""
+        rows = min(self.tokens, int(states.queries.shape[2]))
+        queries = states.queries[:, :, :rows].clone()
+        counts = torch.ones(queries.shape[:3], dtype=torch.bool, device=queries.device)
+        if step.counts is not None:
+            counts &= step.counts[:, None, :rows].to(counts.device)
+        return Observed(n_tokens=rows, totals={"queries": queries, "counts": counts})
+
+    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Nothing."""
+        return states.keys.new_zeros(states.keys.shape[:3], dtype=torch.float32)
+
+    def parameters(self) -> dict[str, int | float | str | bool]:
+        """What builds it again."""
+        return {"tokens": self.tokens}
+
+
+def _moved_behind(states: AttentionStates, rows: int) -> Tensor:
+    """The prompt's last queries, all turned to one position behind its end."""
+    if states.frequencies is None:
+        raise UnsupportedModelError(
+            "the policy attention_matching has to rotate the prompt's queries, and this model does "
+            "not turn its queries in halves; match those of a draft alone (rows=0)"
+        )
+    last = states.queries[:, :, states.queries.shape[2] - rows :].float()
+    device = last.device
+    ahead = torch.arange(rows - 1, -1, -1, device=device) + _AHEAD_TOKENS
+    return rotated(last, ahead, states.frequencies.to(device))
+
+
+def _weights(states: AttentionStates, queries: Tensor, row: int, head: int) -> Tensor:
+    """Attention of queries behind the prompt to all entries of a KV head, (group * n, n_tokens)."""
+    group = int(queries.shape[1])
+    first = head * group
+    sinks = None if states.sink_logits is None else states.sink_logits[first : first + group]
+    keys = states.keys[row : row + 1, head : head + 1]
+    own = replace(states, queries=queries, keys=keys, mask=None, sink_logits=sinks)
+    logits = attention_logits(own, keys, 0, int(queries.shape[2]))
+    return attention_softmax(logits, sinks)[0, 0].flatten(0, 1)
+
+
+def _above_zero(name: str, value: object, owner: str) -> float:
+    found = check_number(name, value, owner, least=0.0)
+    if found == 0:
+        raise InputError(f"{owner}: {name} is 0, expected a number above it")
+    return found

@@ -1,0 +1,435 @@
+"""Attention matching: both regressions against numpy, and the cache against plain forwards."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scorer_oracle import make_states
+
+import kvalloc
+from kvalloc.attention_hook import intercept_attention
+from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.runtime.matching import (
+    LEAST_WEIGHT,
+    MOST_WEIGHT,
+    match_attention,
+    ridge_step,
+)
+from kvalloc.runtime.policies import get_policy
+from kvalloc.scorers import get_scorer
+
+Array = npt.NDArray[np.float64]
+CONTEXT = 90
+AHEAD_TOKENS = 8
+ROWS, DRAFT, DRAFT_WEIGHT, VALUE_RIDGE, BIAS_RIDGE = 12, 3, 5.0, 0.02, 0.4
+PARAMETERS = {
+    "rows": ROWS,
+    "draft": DRAFT,
+    "draft_weight": DRAFT_WEIGHT,
+    "value_ridge": VALUE_RIDGE,
+    "bias_ridge": BIAS_RIDGE,
+}
+
+
+# By themselves
+
+
+def stacked(design: Array, target: Array, ridge: float) -> Array:
+    """Ridge regression as ordinary least squares with more rows."""
+    n = design.shape[1]
+    root = np.sqrt(ridge * np.square(design).sum() / n)
+    system = np.concatenate([design, root * np.eye(n)])
+    aim = np.concatenate([target, np.zeros((n, target.shape[1]))])
+    return np.asarray(np.linalg.lstsq(system, aim, rcond=None)[0])
+
+
+def matched_by_hand(
+    weights: Array, values: Array, kept: list[int], counts: Array, biases: bool
+) -> tuple[Array, Array]:
+    """Values and biases of one head's kept entries, from weights (n_queries, n_tokens)."""
+    roots = np.sqrt(counts)[:, None]
+    mass, own = weights.sum(axis=1, keepdims=True), weights[:, kept]
+    factors = np.ones(len(kept))
+    if biases:
+        lacking = mass - own.sum(axis=1, keepdims=True)
+        factors = 1 + stacked(roots * own, roots * lacking, BIAS_RIDGE)[:, 0]
+        factors = factors.clip(LEAST_WEIGHT, MOST_WEIGHT)
+    shares = own * factors
+    shares = shares / (shares.sum(axis=1, keepdims=True) + (1 - mass).clip(min=0))
+    lacking = weights @ values - shares @ values[kept]
+    change = stacked(roots * shares, roots * lacking, VALUE_RIDGE)
+    return values[kept] + change, np.log(factors)
+
+
+@given(
+    n_rows=st.integers(1, 12),
+    n_columns=st.integers(1, 12),
+    ridge=st.floats(1e-3, 10.0),
+    seed=st.integers(0, 1000),
+)
+def test_a_step_is_ordinary_least_squares_with_the_ridge_as_rows(
+    n_rows: int, n_columns: int, ridge: float, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    design, target = draw.normal(size=(n_rows, n_columns)), draw.normal(size=(n_rows, 3))
+    found = ridge_step(torch.from_numpy(design), torch.from_numpy(target), ridge)
+    np.testing.assert_allclose(found, stacked(design, target, ridge), atol=1e-5)
+
+
+@given(
+    n_queries=st.integers(1, 20),
+    n_tokens=st.integers(2, 24),
+    part=st.floats(0.1, 1.0),
+    beside=st.sampled_from([0.0, 0.1, 0.5]),
+    seed=st.integers(0, 1000),
+)
+def test_matching_never_does_worse_than_the_entries_alone(
+    n_queries: int, n_tokens: int, part: float, beside: float, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    weights = draw.dirichlet(np.full(n_tokens, 0.7), size=n_queries) * (1 - beside)
+    values, counts = draw.normal(size=(n_tokens, 3)), draw.uniform(0.1, 3.0, size=n_queries)
+    kept = sorted(draw.choice(n_tokens, max(1, int(part * n_tokens)), replace=False).tolist())
+    for biases in (False, True):
+        found = match_attention(
+            torch.from_numpy(weights).float(),
+            torch.from_numpy(values).float(),
+            torch.tensor(kept),
+            query_weights=torch.from_numpy(counts).float(),
+            value_ridge=VALUE_RIDGE,
+            bias_ridge=BIAS_RIDGE if biases else None,
+            others=beside > 0,
+        )
+        expected, bias = matched_by_hand(weights, values, kept, counts, biases)
+        np.testing.assert_allclose(found.values, expected, atol=2e-3)
+        assert (found.logit_bias is not None) == biases
+        if found.logit_bias is not None:
+            np.testing.assert_allclose(found.logit_bias, bias, atol=2e-3)
+        shares = weights[:, kept] * np.exp(bias)
+        shares /= shares.sum(axis=1, keepdims=True) + (1 - weights.sum(axis=1, keepdims=True))
+
+        def missing(own: Any, shares: Array = shares) -> float:
+            gaps = np.square(weights @ values - shares @ np.asarray(own, dtype=np.float64))
+            return float((counts[:, None] * gaps).sum())
+
+        assert missing(found.values) <= missing(values[kept]) + 1e-6
+        if len(kept) == n_tokens and not biases:
+            np.testing.assert_allclose(found.values, values[kept], atol=1e-5)
+
+
+def test_a_ridge_of_any_size_leaves_things_as_they_are() -> None:
+    weights = torch.rand(5, 8).softmax(dim=1)
+    values, kept = torch.randn(8, 4), torch.tensor([0, 3, 7])
+    still = match_attention(
+        weights,
+        values,
+        kept,
+        query_weights=torch.ones(5),
+        value_ridge=1e9,
+        bias_ridge=1e9,
+    )
+    torch.testing.assert_close(still.values, values[kept], atol=1e-5, rtol=0)
+    assert still.logit_bias is not None
+    assert float(still.logit_bias.abs().max()) < 1e-5
+
+
+def test_a_single_query_is_matched_as_far_as_the_ridge_lets_it() -> None:
+    weights, values = torch.tensor([[0.5, 0.3, 0.2]]), torch.eye(3)
+    found = match_attention(
+        weights,
+        values,
+        torch.tensor([0, 1]),
+        query_weights=torch.ones(1),
+        value_ridge=1e-9,
+        bias_ridge=1e-9,
+    )
+    assert found.logit_bias is not None
+    own = weights[0, :2] * found.logit_bias.exp()
+    assert float(own.sum()) == pytest.approx(1.0, abs=1e-5)
+    torch.testing.assert_close((own / own.sum()) @ found.values, weights[0], atol=1e-5, rtol=0)
+
+
+def test_queries_that_see_nothing_of_what_is_kept_change_nothing() -> None:
+    weights = torch.tensor([[0.0, 1.0]])
+    found = match_attention(
+        weights,
+        torch.eye(2),
+        torch.tensor([0]),
+        query_weights=torch.ones(1),
+        value_ridge=0.1,
+        bias_ridge=0.1,
+    )
+    assert torch.equal(found.values, torch.eye(2)[:1])
+
+
+# As a policy
+
+
+def policy(**parameters: Any) -> Any:
+    return get_policy("attention_matching", scorer=get_scorer("xkv", window=4), **parameters)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"rows": 0, "draft": 0}, "nothing to match"),
+        ({"rows": -1}, "rows is -1"),
+        ({"draft": 1.5}, "draft is 1.5"),
+        ({"value_ridge": 0.0}, "value_ridge is 0"),
+        ({"bias_ridge": -1.0}, "bias_ridge is -1"),
+        ({"draft_weight": float("nan")}, "draft_weight is nan"),
+    ],
+)
+def test_parameters_out_of_range(parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        policy(**parameters)
+
+
+def test_its_parameters_build_it_again() -> None:
+    made = policy(rows=5, draft=0, biases=False)
+    assert policy(**made.parameters()).parameters() == made.parameters()
+
+
+def test_without_rotation_only_a_draft_can_be_matched() -> None:
+    states = make_states()
+    kept = torch.zeros(states.keys.shape[:3], dtype=torch.bool)
+    kept[..., :9] = True
+    with pytest.raises(UnsupportedModelError, match="rows=0"):
+        policy(draft=0).combine(states, kept, sinks=2, window=4)
+
+
+# In a cache
+
+
+def matching(profile: BudgetProfile, **parameters: Any) -> BudgetProfile:
+    own = replace(
+        profile.policy, name="attention_matching", parameters={**PARAMETERS, **parameters}
+    )
+    return replace(profile, policy=own)
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache, **inputs).logits
+    return logits
+
+
+def seen_by(model: Any, ids: torch.Tensor) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+
+    def look(states: Any, compute: Any) -> Any:
+        found[states.layer] = states
+        return compute(states.mask)
+
+    with torch.no_grad(), intercept_attention(model, look):
+        model(ids, use_cache=False)
+    return found
+
+
+def turned(queries: Array, positions: list[int], frequencies: Array) -> Array:
+    """Queries (heads, n, head_dim), pair by pair with complex numbers."""
+    half = len(frequencies)
+    pairs = queries[..., :half] + 1j * queries[..., half : 2 * half]
+    pairs = pairs * np.exp(1j * np.outer(positions, frequencies))
+    return np.concatenate([pairs.real, pairs.imag, queries[..., 2 * half :]], axis=-1)
+
+
+def expected_of(
+    model: Any, ids: torch.Tensor, kept: dict[int, torch.Tensor], *, biases: bool = True
+) -> dict[int, list[tuple[Array, Array]]]:
+    """For each layer, values and biases of each KV head's kept entries, from plain forwards."""
+    drafted = model.generate(ids, max_new_tokens=DRAFT, do_sample=False, eos_token_id=None)
+    states = seen_by(model, drafted)
+    found: dict[int, list[tuple[Array, Array]]] = {}
+    for layer, places in kept.items():
+        own = states[layer]
+        n_tokens = ids.shape[1]
+        queries = own.queries[0].double().numpy()
+        last = queries[:, n_tokens - ROWS : n_tokens]
+        ahead = [n_tokens - 1 + AHEAD_TOKENS - p for p in range(n_tokens - ROWS, n_tokens)]
+        moved = turned(last, ahead, own.frequencies.double().numpy())
+        references = np.concatenate([moved, queries[:, n_tokens : n_tokens + DRAFT]], axis=1)
+        counts = np.array([1.0] * ROWS + [DRAFT_WEIGHT] * DRAFT)
+        group = len(queries) // places.shape[1]
+        found[layer] = []
+        for head in range(places.shape[1]):
+            keys = own.keys[0, head, :n_tokens].double().numpy()
+            logits = references[head * group : (head + 1) * group] @ keys.T * own.scaling
+            weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            weights = (weights / weights.sum(axis=-1, keepdims=True)).reshape(-1, n_tokens)
+            mine = [int(one) for one in places[0, head] if one >= 0]
+            values = own.values[0, head, :n_tokens].double().numpy()
+            found[layer].append(
+                matched_by_hand(weights, values, mine, np.tile(counts, group), biases)
+            )
+    return found
+
+
+def stored_of(cache: Any, layer: int, head: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values and biases of one head."""
+    stored = cache.layers[layer]
+    if stored.entries is not None:
+        _, values, _, bias, _ = stored.entries.piece(0, head)
+        return values, bias
+    bias = None if stored.logit_bias is None else stored.logit_bias[0, head]
+    return stored.values[0, head], bias
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
+def test_the_cache_stores_what_plain_forwards_say(
+    tiny: ModuleType, family: str, level: str, biases: bool
+) -> None:
+    model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    profile = matching(tiny.by_head(profile) if level == "head" else profile, biases=biases)
+    cache = profile.cache(model)
+    run(model, ids, cache)
+    kept = tiny.kept_of(cache)
+    changed = 0.0
+    plain = seen_by(model, ids)
+    for layer, heads in expected_of(model, ids, kept, biases=biases).items():
+        for head, (values, bias) in enumerate(heads):
+            found, found_bias = stored_of(cache, layer, head)
+            np.testing.assert_allclose(found, values, atol=2e-3)
+            assert (found_bias is not None) == biases
+            if found_bias is not None:
+                np.testing.assert_allclose(found_bias, bias, atol=2e-3)
+            mine = kept[layer][0, head][kept[layer][0, head] >= 0].long()
+            changed = max(changed, float((found - plain[layer].values[0, head, mine]).abs().max()))
+    assert changed > 0.1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_it_answers_as_over_the_entries_it_stores(
+    tiny: ModuleType, family: str, attention: str
+) -> None:
+    model, ids = tiny.tiny_model(family, attention), tiny.prompt(CONTEXT, 2)
+    for profile in (
+        tiny.make_profile(model, CONTEXT, 0.3),
+        tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3)),
+    ):
+        cache, shadow = matching(profile).cache(model), tiny.Shadow(model)
+        assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
+        shadow.follow(cache)
+        shadow.take_combined(cache)
+        for tokens in (1, 5, 1):
+            question = tiny.prompt(tokens, 2, seed=tokens)
+            assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
+
+
+def test_it_is_nearer_to_the_full_cache_than_dropping_is(tiny: ModuleType) -> None:
+    model, ids = tiny.tiny_model(initializer_range=0.08), tiny.prompt(CONTEXT)
+    profile = tiny.make_profile(model, CONTEXT, 0.25)
+    following = model.generate(ids, max_new_tokens=6, do_sample=False)[:, CONTEXT:]
+    with torch.no_grad():
+        wanted = model(torch.cat([ids, following], dim=1)).logits[:, CONTEXT:].log_softmax(dim=-1)
+    losses = []
+    for own in (profile, matching(profile)):
+        cache = own.cache(model)
+        run(model, ids, cache)
+        found = run(model, following, cache).log_softmax(dim=-1)
+        losses.append(float((wanted.exp() * (wanted - found)).sum(dim=-1).mean()))
+    assert losses[1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_each_row_is_matched_as_if_it_were_alone(tiny: ModuleType, side: str) -> None:
+    model = tiny.tiny_model()
+    profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
+    rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
+    ids, mask = torch.zeros(2, CONTEXT, dtype=torch.long), torch.zeros(2, CONTEXT).long()
+    for row, own in enumerate(rows):
+        n = own.shape[1]
+        at = slice(CONTEXT - n, None) if side == "left" else slice(0, n)
+        ids[row, at], mask[row, at] = own[0], 1
+    cache: Any = profile.cache(model)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    run(model, ids, cache, attention_mask=mask, position_ids=positions)
+    for row, own in enumerate(rows):
+        alone = profile.cache(model)
+        run(model, own, alone)
+        for layer in range(tiny.N_LAYERS):
+            for head in range(2):
+                values, bias = stored_of(alone, layer, head)
+                _, found, _, found_bias, _ = cache.layers[layer].entries.piece(row, head)
+                assert found_bias is not None
+                assert bias is not None
+                torch.testing.assert_close(found, values, atol=1e-3, rtol=0)
+                torch.testing.assert_close(found_bias, bias, atol=1e-3, rtol=0)
+
+
+def test_chunks_a_copy_and_a_saved_cache_are_the_same(tiny: ModuleType, tmp_path: Path) -> None:
+    model, ids, following = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(2, seed=9)
+    profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
+    whole: Any = profile.cache(model)
+    chunked: Any = profile.cache(model)
+    run(model, ids, whole)
+    with chunked.prefill():
+        for chunk in ids.split(33, dim=1):
+            run(model, chunk, chunked)
+    whole.save(tmp_path / "saved.safetensors")
+    others = [
+        chunked,
+        copy.deepcopy(whole),
+        kvalloc.load_cache(tmp_path / "saved.safetensors", model),
+    ]
+    expected = run(model, following, whole)
+    for other in others:
+        torch.testing.assert_close(run(model, following, other), expected, atol=1e-4, rtol=0)
+
+
+def test_a_mixture_of_scorers_is_matched_too(tiny: ModuleType) -> None:
+    """What is kept is what the same weights keep without matching."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4, parameters={"pool": 1}))
+    other = Policy(
+        scorer="lookahead",
+        scorer_parameters={"window": tiny.WINDOW, "tokens": 5, "votes": 0},
+        sinks=tiny.SINKS,
+        window=tiny.WINDOW,
+    )
+    weights = np.random.default_rng(3).uniform(0.1, 2.0, (*profile.budgets.shape, 2))
+    mixed = replace(profile, other_policies=(other,), unit_weights=weights, by_prompt=True)
+    plain, cache = mixed.cache(model), matching(mixed).cache(model)
+    run(model, ids, plain)
+    run(model, ids, cache)
+    kept = tiny.kept_of(cache)
+    for layer, places in tiny.kept_of(plain).items():
+        assert torch.equal(places, kept[layer])
+    for layer, heads in expected_of(model, ids, kept).items():
+        for head, (values, _) in enumerate(heads):
+            np.testing.assert_allclose(stored_of(cache, layer, head)[0], values, atol=2e-3)
+    wrong = replace(other, name="attention_matching", parameters={})
+    with pytest.raises(InputError, match="scores"):
+        replace(mixed, other_policies=(wrong,))
+
+
+def test_what_it_cannot_do_is_refused(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = matching(tiny.make_profile(model, CONTEXT, 0.4))
+    with pytest.raises(UnsupportedRequestError, match="attention_matching merges entries"):
+        profile.cache(model, decode_every=2)
+
+
+def test_everything_kept_is_bit_identical(tiny: ModuleType) -> None:
+    model, ids, following = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
+    profile = matching(tiny.make_profile(model, CONTEXT, 1.0))
+    from transformers import DynamicCache
+
+    full, cache = DynamicCache(config=model.config), profile.cache(model)
+    assert torch.equal(run(model, ids, cache), run(model, ids, full))
+    assert torch.equal(run(model, following, cache), run(model, following, full))
