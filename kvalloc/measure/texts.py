@@ -222,7 +222,7 @@ def _parse_prompt(line: str, name: str, number: int) -> Prompt:
         ) from error
     if not isinstance(record, dict):
         raise InputError(f"{where} is not an object; each line holds one with {PROMPT_FIELDS}")
-    told: dict[str, Any] = {"answer": _answer(record), "task": _task(record)}
+    told: dict[str, Any] = {"answer": _answer(record, where), "task": _task(record)}
     told |= {"name": name, "line": number, "question": _question(record)}
     messages = record.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
@@ -231,8 +231,24 @@ def _parse_prompt(line: str, name: str, number: int) -> Prompt:
     joined = "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
     for text in (record.get("prompt"), record.get("text"), joined):
         if isinstance(text, str) and text.strip():
+            if text is joined:
+                _check_context(record, where)
             return Prompt(text=text, **told)
     raise InputError(f"{where} has no text to measure; each line holds one with {PROMPT_FIELDS}")
+
+
+def _check_context(record: dict[str, Any], where: str) -> None:
+    """Refuse a question that stands alone: its text was meant to come with it."""
+    context = record.get("context")
+    if isinstance(context, str) and context.strip():
+        return
+    if "context" not in record:
+        said = f"{where} has no field 'context'"
+    elif isinstance(context, str):
+        said = f"{where}: the field 'context' is empty"
+    else:
+        said = f"{where}: the field 'context' is not a string"
+    raise InputError(f"{said}; give it the text, or call 'input' 'prompt'")
 
 
 def _task(record: dict[str, Any]) -> str:
@@ -245,10 +261,17 @@ def _question(record: dict[str, Any]) -> str:
     return asked if isinstance(asked, str) and asked.strip() else ""
 
 
-def _answer(record: dict[str, Any]) -> str:
-    answers = record.get("answers")
-    first = answers[0] if isinstance(answers, list) and answers else answers
-    for answer in (record.get("answer"), first):
-        if isinstance(answer, str) and answer.strip():
-            return answer.strip()
+def _answer(record: dict[str, Any], where: str) -> str:
+    """The first one that is given; empty where there is none."""
+    for name in ("answer", "answers"):
+        given = record.get(name)
+        answers = given if isinstance(given, list) else [given]
+        if not all(one is None or isinstance(one, str) for one in answers):
+            raise InputError(
+                f"{where}: the field {name!r} holds an answer that is not a string; write it as "
+                "one, or leave it out"
+            )
+        for answer in answers:
+            if answer and answer.strip():
+                return str(answer).strip()
     return ""

@@ -213,14 +213,16 @@ def _kind(dataset: object, fields: dict[str, Any], where: str) -> Kind:
 
 
 def _answers(fields: dict[str, Any], where: str) -> tuple[str, ...]:
-    given = fields.get("answers", fields.get("answer"))
+    name = "answers" if "answers" in fields else "answer"
+    given = fields.get(name)
     if given is None:
         raise InputError(f"{where} has no 'answer' or 'answers'; give it one")
     answers = [given] if isinstance(given, str) else given
     right = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
     if not right or not any(one.strip() for one in answers):
         raise InputError(
-            f"{where}: the field 'answers' holds no answer; give a list of right answers"
+            f"{where}: the field {name!r} holds no answer; give a right answer as a string, or a "
+            "list of such"
         )
     return tuple(one.strip() for one in answers if one.strip())
 

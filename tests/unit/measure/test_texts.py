@@ -77,6 +77,11 @@ def test_prompts_of_all_forms(tmp_path):
         ('{"question": "a"}', "p.jsonl, line 1 has no text"),
         ('{"prompt": 3}', "p.jsonl, line 1 has no text"),
         ('{"prompt": "  "}', "p.jsonl, line 1 has no text"),
+        ('{"input": "Who?"}', "p.jsonl, line 1 has no field 'context'"),
+        ('{"input": "Who?", "context": " "}', "line 1: the field 'context' is empty"),
+        ('{"input": "Who?", "context": 3}', "line 1: the field 'context' is not a string"),
+        ('{"prompt": "a", "answers": [3]}', "line 1: the field 'answers' holds an answer that is"),
+        ('{"prompt": "a", "answer": 3}', "line 1: the field 'answer' holds an answer that is"),
     ],
 )
 def test_broken_prompts_name_file_and_line(tmp_path, content, said):
