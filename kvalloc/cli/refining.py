@@ -31,8 +31,8 @@ RefinePrompts = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help="Prompts to refine on, a third of each 'task' held out; can be repeated. The texts "
-        "that ship with kvalloc by default.",
+        help="Prompts to refine on, a third of each 'task' held out; can be repeated. By default "
+        "three of each kind that 'kvalloc profile --loss' makes.",
     ),
 ]
 Rounds = Annotated[
@@ -135,7 +135,8 @@ def refined(
     from kvalloc.refining import refine, refinement_prompts
     from kvalloc.refining.measuring import Store
 
-    prompts = refinement_prompts(wanted.prompts)
+    # files that cannot be read are refused before the model is loaded
+    prompts = refinement_prompts(wanted.prompts) if wanted.prompts else None
     folder = checkpoint_folder(output)
     loaded = load(wanted.model, dtype=wanted.dtype, device=wanted.device, quiet=quiet)
     try:

@@ -68,8 +68,8 @@ def refine(
     tokenizer : transformers.PreTrainedTokenizerBase
         Its tokenizer.
     prompts : iterable of str, Document or Prompt, optional
-        What is measured on; every prompt counts, running text gives 12 pieces. The texts that
-        ship with kvalloc by default.
+        What is measured on; every prompt counts, running text gives 12 pieces. By default
+        what `refinement_prompts` makes for this tokenizer and context.
     rounds : int
         Solve and measure at most so often after the first solution.
     probes : int, optional
@@ -123,7 +123,10 @@ def refine(
     if solver_options and isinstance(solver, Solver):
         raise InputError("solver_options go with a solver's name; this solver has its options set")
     chosen = solver if isinstance(solver, Solver) else get_solver(solver, **(solver_options or {}))
-    texts = refinement_prompts() if prompts is None else prompts
+    texts = prompts
+    if texts is None:
+        context = scores.context_tokens
+        texts = refinement_prompts(tokenizer=tokenizer, context_tokens=context)
     samples, tasks = chosen_prompts(texts, tokenizer, scores)
     store = None
     if checkpoint is not None:

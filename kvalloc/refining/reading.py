@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,32 @@ from kvalloc.measure.sampling import SampleSet, choose_samples
 from kvalloc.measure.texts import Document, Prompt, default_texts, read_prompts
 from kvalloc.score_profile import ScoreProfile
 
+DEFAULT_PROMPTS = 12
+"""Three of each kind, one of which is held out."""
+SEED = 1_000
+"""Other prompts than those that losses are measured on by default."""
 DEFAULT_PIECES = 12
 """Pieces of the shipped texts that are measured on where no prompts are given."""
 
 TEXT_TASK, ANSWER_TASK = "text", "answers"
 
 
-def refinement_prompts(files: Sequence[str | Path] = ()) -> list[Document | Prompt]:
-    """The prompts in some JSONL files; the shipped texts where none is named.
+def refinement_prompts(
+    files: Sequence[str | Path] = (), *, tokenizer: Any = None, context_tokens: int | None = None
+) -> list[Document | Prompt]:
+    """The prompts in some JSONL files; where none is named, prompts of every kind, or texts.
+
+    Budgets that are refined on prose alone let go of what finds needles, so the default is what
+    ``kvalloc profile --loss`` measures on, with other seeds.
 
     Parameters
     ----------
     files : sequence of str or Path
+    tokenizer : PreTrainedTokenizerBase, optional
+        Makes `DEFAULT_PROMPTS` prompts of every kind; without it the shipped texts are taken.
+    context_tokens : int, optional
+        Of the score profile. Where prompts of some kind do not fit into it, the shipped texts are
+        taken, too.
 
     Returns
     -------
@@ -33,9 +48,15 @@ def refinement_prompts(files: Sequence[str | Path] = ()) -> list[Document | Prom
     InputError
         If a file cannot be read or holds no prompts.
     """
-    if not files:
-        return [*default_texts()]
-    return [prompt for file in files for prompt in read_prompts(file)]
+    if files:
+        return [prompt for file in files for prompt in read_prompts(file)]
+    if tokenizer is not None and context_tokens is not None:
+        from kvalloc.evaluate.calibration import calibration_prompts
+
+        with contextlib.suppress(InputError):
+            made = calibration_prompts(tokenizer, DEFAULT_PROMPTS, context_tokens, seed=SEED)
+            return [*made]
+    return [*default_texts()]
 
 
 def chosen_prompts(

@@ -23,6 +23,8 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
+TIGHTENED, LEAST_STEP, MOST_STEP = 6, 0.1, 0.7
+"""How often a target that was missed is asked for more strictly, and by which factor at once."""
 LEAST_REACH = 0.25
 """A step that did more harm is tried again half as far, down to this share of the way."""
 
@@ -61,7 +63,8 @@ class Round:
     Attributes
     ----------
     round : int
-        0 is the solution on the score profile's own curves.
+        0 is the solution on the score profile's own curves, and with a target what else was asked
+        of them until it was met.
     cost_bytes : int
         Of the decided layers.
     predicted : float
@@ -141,13 +144,7 @@ class Search:
 
     def search(self, problem: AllocationProblem) -> tuple[Point, list[Round]]:
         """The best point, and what was told of every round."""
-        first = self._solved(problem)
-        best = self._point(problem, first, first.choice)
-        self._part(best.losses)
-        if self._target is None:  # the first solution says how the tasks compare
-            losses = best.losses[self._split.training]
-            self._scales = comparable_scales(self._train, losses)
-        told = [self._told(0, best, -first.value, kept=True)]
+        best, told = self._start(problem)
         curves, reach = problem, 1.0
         around: tuple[Figures, Shrunk] | None = None
         for number in range(1, self._rounds + 1):
@@ -174,6 +171,53 @@ class Search:
                     break
         self._check_target(best)
         return best, told
+
+    def _start(self, problem: AllocationProblem) -> tuple[Point, list[Round]]:
+        """Where the rounds begin: with a target, the first solution that meets it when measured.
+
+        What single units lose adds up to less than all of them do together, the more so on other
+        texts than it was measured on. As much less is then asked of the same curves: that takes one
+        forward a prompt, where a round of neighbours takes many.
+        """
+        first = self._first(problem)
+        best = self._point(problem, first, first.choice)
+        self._part(best.losses)
+        if self._target is None:  # the first solution says how the tasks compare
+            losses = best.losses[self._split.training]
+            self._scales = comparable_scales(self._train, losses)
+            return best, [self._told(0, best, -first.value, kept=True)]
+        told = [self._told(0, best, -first.value, kept=True)]
+        aim, held = self._target, told[0].held_out
+        for _ in range(TIGHTENED):
+            if held <= self._target:
+                break
+            aim *= min(max(self._target / held, LEAST_STEP), MOST_STEP)
+            tighter = problem.with_target(-aim)
+            try:
+                solved = self._solved(tighter)
+            except InfeasibleError:
+                break
+            self._steps += len(self._tasks)
+            point = self._point(tighter, solved, solved.choice)
+            better = self._better(point, best)
+            told.append(self._told(0, point, -solved.value, kept=better))
+            held = told[-1].held_out
+            best = point if better else best
+        return best, told
+
+    def _first(self, problem: AllocationProblem) -> CheckedSolution:
+        """The solution on the score profile's own curves."""
+        try:
+            return self._solved(problem)
+        except InfeasibleError as error:
+            if self._target is None or error.nearest is None:
+                raise
+            least = -float(error.nearest)
+            raise InfeasibleError(
+                f"a loss of {self._target:g} nats per token is not possible with the budgets that "
+                f"are allowed, whose curves end at {least:g}; ask for at least that, or allow more",
+                nearest=least,
+            ) from error
 
     def _part(self, losses: FloatArray | None) -> None:
         """Settle who learns and who judges."""
@@ -342,8 +386,8 @@ class Search:
         if held > self._target:
             raise InfeasibleError(
                 f"no round came within {self._target:g} nats per token on the held-out prompts; "
-                f"the nearest lost {held:.4g} in {best.checked.cost_bytes:,} bytes: allow more "
-                "rounds, or ask for that",
+                f"the nearest lost {held:.4g} in {best.checked.cost_bytes:,} bytes: ask for that, "
+                "or allow more rounds and resume, which measures nothing twice",
                 nearest=held,
             )
 

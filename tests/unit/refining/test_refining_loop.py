@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,13 +168,63 @@ def test_fewest_bytes_within_a_held_out_loss(model: Any, scores: ScoreProfile) -
     assert all(check.passed for check in verify(decided, scores))
 
 
+def test_curves_that_promise_too_much_are_asked_for_less(model: Any, scores: ScoreProfile) -> None:
+    half = run(scores, model, budget="40%", rounds=1).refinement
+    assert half is not None
+    assert scores.losses is not None
+    hopeful = replace(scores, losses=scores.losses * 0.1)
+    target = half["measured_loss"]
+    decided = run(hopeful, model, target_loss=target, rounds=1)
+    told = decided.refinement
+    assert told is not None
+    first, second = told["rounds"][:2]
+    assert first["round"] == second["round"] == 0
+    assert first["held_out"] > target
+    assert second["predicted"] < first["predicted"]
+    assert second["cost_bytes"] > first["cost_bytes"]
+    assert told["measured_loss"] <= target
+    assert told["largest_size_beyond_target"] >= first["cost_bytes"]
+    assert decided.retained_bytes < decided.full_bytes
+    assert all(check.passed for check in verify(decided, hopeful))
+
+
 def test_a_target_that_no_round_reaches_names_the_nearest(model: Any, scores: ScoreProfile) -> None:
     assert scores.losses is not None
-    hopeful = scores.losses * 1e-6  # curves that promise too much
-    from dataclasses import replace
+    hopeful = scores.losses * 1e-9  # curves that promise too much
+    with pytest.raises(InfeasibleError, match=r"no round came within 1e-06 nats.*bytes: ask for"):
+        run(
+            replace(scores, losses=hopeful),
+            model,
+            **{"target_loss": 1e-6, "rounds": 1, "max_tokens": scores.context_tokens // 2},
+        )
 
-    with pytest.raises(InfeasibleError, match=r"no round came within 1e-06 nats.*bytes: allow"):
-        run(replace(scores, losses=hopeful), model, target_loss=1e-6, rounds=1)
+
+def test_a_target_below_what_the_curves_allow_is_told_as_a_loss(
+    model: Any, scores: ScoreProfile
+) -> None:
+    with pytest.raises(InfeasibleError, match=r"a loss of 1e-06 nats.*curves end at \d+\.\d+; ask"):
+        run(scores, model, target_loss=1e-6, max_tokens=scores.context_tokens // 2)
+
+
+def test_by_default_it_refines_on_prompts_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvalloc.evaluate import calibration
+    from kvalloc.measure import default_texts
+    from kvalloc.refining import refinement_prompts
+
+    asked: list[tuple[int, int, int]] = []
+
+    def made(tokenizer: Any, n_prompts: int, n_tokens: int, *, seed: int) -> list[Prompt]:
+        asked.append((n_prompts, n_tokens, seed))
+        if n_tokens < 100:
+            raise InputError("no prompt of the task needle fits")
+        return prompts()
+
+    monkeypatch.setattr(calibration, "calibration_prompts", made)
+    assert refinement_prompts(tokenizer=TOKENIZER, context_tokens=512) == prompts()
+    assert refinement_prompts(tokenizer=TOKENIZER, context_tokens=60) == [*default_texts()]
+    assert refinement_prompts() == [*default_texts()]
+    assert [one[0] for one in asked] == [12, 12]
+    assert all(seed > 0 for *_, seed in asked)  # others than losses are measured on by default
 
 
 def test_fewer_probes_measure_the_least_decided_units(
