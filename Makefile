@@ -24,10 +24,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test test-matrix test-gpu test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-runtime bench-quality peers clean
+.PHONY: help demo test test-matrix test-gpu test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-quality peers clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 # One stamp for the environment: it is brought up to date whenever what it is made from changes.
 $(READY): pyproject.toml constraints.txt
@@ -126,6 +126,9 @@ bench-runtime: $(READY) ## the same, the reduced cache only: prefill, decoding, 
 
 bench-loss: $(READY) ## the same, measuring losses only
 	$(BIN)/python benchmarks/record.py loss
+
+bench-prompts: $(READY) ## the same, budgets of each prompt's own beside a plain prefill
+	$(BIN)/python benchmarks/record.py prompts
 
 bench-quality: $(READY) $(PEERS_READY) ## shipped profiles against kvpress on held-out prompts
 	$(BIN)/python benchmarks/record.py quality

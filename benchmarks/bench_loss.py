@@ -13,8 +13,9 @@ The second is arithmetic from what was timed:
 
     seconds = prompts * (prefill + units * (levels - 1) * mean over layers of seconds a figure)
 
-The last level keeps everything and is not run. With `--threads 1`, processor time is divided by the
-cores: figures of different prompts are independent, so two processes share the work.
+The last level keeps everything and is not run. The same count of operations is then made for an 8B
+model on one GPU, on paper: nothing of it was run. With `--threads 1`, processor time is divided by
+the cores: figures of different prompts are independent, so two processes share the work.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from _common import describe_where, where_it_ran
@@ -33,6 +35,45 @@ MINUTES_TARGET = 60.0
 PROMPTS = 32
 BATCH = 8
 DEPTHS = 6
+CONTINUATION = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the count of operations needs of a model.
+
+    Attributes
+    ----------
+    weights : float
+        In the layers, without embeddings and head.
+    head_weights : float
+        Vocabulary x width.
+    layers, kv_heads, query_dimensions : int
+    """
+
+    weights: float
+    head_weights: float
+    layers: int
+    kv_heads: int
+    query_dimensions: int
+
+    @property
+    def heads(self) -> int:
+        """What is reduced alone."""
+        return self.layers * self.kv_heads
+
+    def figure_operations(self, tokens: int) -> float:
+        """One figure: the continuation from the changed layer on, one half of the depth on average.
+
+        Of the layers' weights, of the head's, and of attention over the prompt.
+        """
+        attention = 2 * CONTINUATION * tokens * self.query_dimensions * self.layers
+        return CONTINUATION * (self.weights + 2 * self.head_weights) + attention
+
+
+LLAMA_8B = Sizes(weights=7.0e9, head_weights=0.53e9, layers=32, kv_heads=8, query_dimensions=4096)
+GPU_TOKENS, GPU_OPERATIONS_PER_SECOND, GPU_BYTES_PER_SECOND = 8192, 300e12, 3e12
+"""A prompt there, and what is assumed of a GPU in bfloat16."""
 
 
 def main() -> int:
@@ -45,6 +86,7 @@ def main() -> int:
         print(describe_where(where))
         for row in rows:
             print(row["text"])
+        print(on_paper())
     return 0 if all(row["met"] for row in rows) else 1
 
 
@@ -74,8 +116,22 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     plain, fast = profiles(arguments, loaded)
     rows = [fast_row(arguments, plain, fast)]
     prefill, figure = figures(arguments, loaded, shape)
-    rows.append(measured_row(arguments, shape, prefill, figure))
+    rows.append(measured_row(arguments, sizes_of(loaded.model, shape), prefill, figure))
     return rows
+
+
+def sizes_of(model: Any, shape: Any) -> Sizes:
+    """The sizes of a loaded model."""
+    from kvalloc.measure.beginning import decoder_layers
+
+    weights = sum(one.numel() for layer in decoder_layers(model) for one in layer.parameters())
+    return Sizes(
+        weights=weights,
+        head_weights=model.get_output_embeddings().weight.numel(),
+        layers=len(shape.full_layers),
+        kv_heads=shape.n_kv_heads,
+        query_dimensions=shape.n_query_heads * shape.head_dim,
+    )
 
 
 def profiles(arguments: argparse.Namespace, loaded: Any) -> tuple[list[float], list[float]]:
@@ -178,22 +234,47 @@ def fast_row(
 
 
 def measured_row(
-    arguments: argparse.Namespace, shape: Any, prefill: float, figure: float
+    arguments: argparse.Namespace, sizes: Sizes, prefill: float, figure: float
 ) -> dict[str, Any]:
     from kvalloc.measure.loss_plan import DEFAULT_SHARES
 
-    units, levels = len(shape.full_layers) * shape.n_kv_heads, len(DEFAULT_SHARES) + 1
-    a_prompt = prefill + units * (levels - 1) * figure
+    levels = len(DEFAULT_SHARES) + 1
+    a_prompt = prefill + sizes.heads * (levels - 1) * figure
     share = arguments.cores if arguments.device == "cpu" else 1
     minutes = PROMPTS * a_prompt / share / 60
+    operations = sizes.figure_operations(arguments.context)
     text = (
-        f"measured: {units} heads x {levels} levels: {prefill:.1f} s to read a prompt + {units} x "
-        f"{levels - 1} x {1000 * figure:.0f} ms = {a_prompt:.0f} s of processor time a prompt; "
-        f"{PROMPTS} prompts on {share} cores: {minutes:.0f} minutes (target "
-        f"{MINUTES_TARGET:g}) {'met' if minutes <= MINUTES_TARGET else 'NOT MET'}"
+        f"measured: {sizes.heads} heads x {levels} levels: {prefill:.1f} s to read a prompt + "
+        f"{sizes.heads} x {levels - 1} x {1000 * figure:.0f} ms = {a_prompt:.0f} s of processor "
+        f"time a prompt; {PROMPTS} prompts on {share} cores: {minutes:.0f} minutes (target "
+        f"{MINUTES_TARGET:g}) {'met' if minutes <= MINUTES_TARGET else 'NOT MET'}\n"
+        f"          a figure is {operations / 1e9:.1f} x 10^9 operations, so it runs at "
+        f"{operations / figure / 1e9:.0f} x 10^9 a second"
     )
     row = {"name": "measured", "minutes": minutes, "met": minutes <= MINUTES_TARGET, "text": text}
     return row | {"prefill_seconds": prefill, "figure_seconds": figure}
+
+
+def on_paper() -> str:
+    """The same profile of an 8B model on one GPU, from the count of operations and bytes alone."""
+    from kvalloc.measure.loss_plan import DEFAULT_SHARES
+
+    sizes, levels = LLAMA_8B, len(DEFAULT_SHARES) + 1
+    figures = PROMPTS * sizes.heads * (levels - 1)
+    operations = sizes.figure_operations(GPU_TOKENS)
+    reading = PROMPTS * 2 * GPU_TOKENS * sizes.weights
+    computing = (figures * operations + reading) / GPU_OPERATIONS_PER_SECOND
+    # each batch reads half of the weights and half of the prompt's keys and values, 2 bytes each
+    entries = GPU_TOKENS * sizes.kv_heads * 2 * 128 * sizes.layers
+    moved = figures / BATCH * (sizes.weights + sizes.head_weights * 2 + entries)
+    return (
+        f"on paper: 8B model in bfloat16, {sizes.heads} heads x {levels} levels x {PROMPTS} "
+        f"prompts of {GPU_TOKENS:,} tokens: {figures:,} figures of {operations / 1e9:.0f} x 10^9 "
+        f"operations, at {GPU_OPERATIONS_PER_SECOND / 1e12:.0f} x 10^12 a second "
+        f"{computing:.0f} s with the prompts; {figures / BATCH:,.0f} batches read "
+        f"{moved / 1e12:.0f} x 10^12 bytes, at {GPU_BYTES_PER_SECOND / 1e12:.0f} x 10^12 a second "
+        f"{moved / GPU_BYTES_PER_SECOND:.0f} s; never run on one"
+    )
 
 
 if __name__ == "__main__":
