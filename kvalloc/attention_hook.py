@@ -351,6 +351,7 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        *more: Any,  # dropout, where another package calls this one: kvpress wraps all there are
         **kwargs: Any,
     ) -> AttentionResult:
         function = _base_function(module, base)
@@ -358,14 +359,14 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
         while active is not None and id(module) not in active.module_ids:
             active = active.outer
         if active is None:
-            return function(module, query, key, value, attention_mask, **kwargs)
+            return function(module, query, key, value, attention_mask, *more, **kwargs)
 
         def compute(
             mask: Tensor | None, keys: Tensor | None = None, values: Tensor | None = None
         ) -> AttentionResult:
             keys = key if keys is None else keys
             values = value if values is None else values
-            return function(module, query, keys, values, mask, **kwargs)
+            return function(module, query, keys, values, mask, *more, **kwargs)
 
         scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
         states = AttentionStates(

@@ -222,3 +222,30 @@ def test_encoder_decoders_are_refused_by_name() -> None:
         intercept_attention(model, look),
     ):
         pass
+
+
+def test_a_package_that_wraps_every_attention_function_may_call_ours(
+    ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As kvpress does where it is imported afterwards: dropout comes by its place then."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model, calls = small_llama(), []
+    with torch.no_grad(), intercept_attention(model, look):
+        plain = model(ids).logits
+
+    def wrapped(function: Any) -> Any:
+        def wrapper(
+            module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, **more: Any
+        ) -> Any:
+            calls.append(function)
+            return function(module, query, key, value, mask, dropout, **more)
+
+        return wrapper
+
+    for name, function in dict(ALL_ATTENTION_FUNCTIONS.items()).items():
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, wrapped(function))
+    with torch.no_grad(), intercept_attention(model, look):
+        found = model(ids).logits
+    assert torch.equal(plain, found)
+    assert len(calls) == 3  # ours, once a layer
