@@ -87,7 +87,8 @@ $(OLDEST)/.installed: $(READY) Makefile
 
 test-oldest: $(OLDEST)/.installed ## the runtime's tests with the oldest transformers supported
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; assert transformers.__version__ == '5.2.0'"
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q tests/unit/runtime
+	OMP_NUM_THREADS=1 PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
+		tests/unit/runtime tests/unit/test_attention_hook.py
 
 lint: $(READY) ## style, formatting, notebooks without outputs
 	$(BIN)/ruff check .
