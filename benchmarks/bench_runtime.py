@@ -1,7 +1,8 @@
 """A reduced cache against a plain one: prefill with eviction, decoding, batch that fits, bytes.
 
     python benchmarks/bench_runtime.py [--quick] [--json]
-    python benchmarks/bench_runtime.py --device cuda --dtype bfloat16 --model 8b --tokens 32768
+    python benchmarks/bench_runtime.py --device cuda --shape 8b --context 32768
+    python benchmarks/bench_runtime.py --only peers --peer kvpress:SnapKV
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
 with their quartiles, in time on the clock and, on the CPU, in processor time.
@@ -18,7 +19,11 @@ with their quartiles, in time on the clock and, on the CPU, in processor time.
 - bandwidth (CUDA): seconds of a decoded token over those of copying weights and retained bytes at
   the measured bandwidth.
 
-``--model 8b`` is a model of 8 billion parameters' shape with random weights and made-up budgets.
+- peers: tokens a second beside presses of kvpress at the same kept share, and the bytes that both
+  store, in the environment that ``make peers`` makes; left out where there is none.
+
+``--shape 8b`` is a model of 8 billion parameters' shape with random weights, in bfloat16, and
+made-up budgets; its prefill is as long as ``--context``. ``--shape tiny`` tries the same paths.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from importlib import resources
 from typing import Any
 
 import numpy as np
+import runtime_peers
 import torch
 from _common import describe_where, guarded, quartiles, where_it_ran
 from transformers import DynamicCache
@@ -60,6 +66,12 @@ LLAMA_8B = {
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
 }
+SHAPES = {
+    "8b": LLAMA_8B,
+    "tiny": LLAMA_8B
+    | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
+    | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32},
+}
 
 
 def main() -> int:
@@ -67,12 +79,13 @@ def main() -> int:
     if arguments.quick:
         arguments.prefill_tokens, arguments.tokens = 512, 512
         arguments.batch, arguments.repeats = 2, 2
-    model, profiles = (made_up if arguments.model == "8b" else real)(arguments)
-    where = where_it_ran("kvalloc", "torch", "transformers")
+    model, profiles = (made_up if arguments.shape else real)(arguments)
+    where = where_it_ran("kvalloc", "torch", "transformers", "kvpress")
     if not arguments.json:
         print(describe_where(where), flush=True)
         device = arguments.device or f"cpu, {torch.get_num_threads()} threads"
-        print(f"{arguments.model}, {arguments.dtype} on {device}; {arguments.share} kept")
+        name = f"shape {arguments.shape}" if arguments.shape else arguments.model
+        print(f"{name}, {arguments.dtype} on {device}; {arguments.share} kept")
     rows = []
     for row in all_rows(model, profiles, arguments):
         if "met" not in row:
@@ -87,19 +100,28 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="a reduced cache against a plain one")
-    parser.add_argument("--model", default="demo", help="a model, or 8b: random weights")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--shape", choices=list(SHAPES), help="instead: random weights")
     parser.add_argument("--share", default="20%")
-    parser.add_argument("--prefill-tokens", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=8192, help="prompt of the decoded rows")
+    parser.add_argument("--prefill-tokens", type=int, help="4096, or those of a --shape's prompt")
+    parser.add_argument(
+        *("--tokens", "--context"), type=int, default=8192, help="prompt of the decoded rows"
+    )
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=8, help="decoded in each round")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--only", nargs="+", choices=["prefill", "decode"])
+    parser.add_argument("--dtype", help="float32, or bfloat16 with --shape")
+    parser.add_argument("--only", nargs="+", choices=["prefill", "decode", "peers"])
+    parser.add_argument("--peer", nargs="+", default=list(runtime_peers.PEERS))
     parser.add_argument("--quick", action="store_true", help="small sizes; targets do not count")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    found = parser.parse_args()
+    if found.dtype is None:
+        found.dtype = "bfloat16" if found.shape else "float32"
+    if found.prefill_tokens is None:
+        found.prefill_tokens = found.tokens if found.shape else 4096
+    return found
 
 
 # What is measured
@@ -110,7 +132,7 @@ def real(arguments: argparse.Namespace) -> tuple[Any, dict[str, BudgetProfile]]:
     loaded = load_model(arguments.model, dtype=arguments.dtype, device=arguments.device)
     scores = kvalloc.profile(loaded.model, loaded.tokenizer, [text()], samples=1, context=512)
     solved = {
-        level: kvalloc.solve(scores, budget=arguments.share, level=level)
+        level: kvalloc.solve(scores, budget=arguments.share, level=level, context=arguments.tokens)
         for level in DECODE_TARGETS
     }
     arguments.ids = prompt_ids(loaded, max(arguments.prefill_tokens, arguments.tokens))
@@ -121,11 +143,11 @@ def made_up(arguments: argparse.Namespace) -> tuple[Any, dict[str, BudgetProfile
     """Random weights of an 8B model's shape, and budgets that differ as real ones do."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**LLAMA_8B, dtype=arguments.dtype)
+    config = LlamaConfig(**SHAPES[arguments.shape], dtype=arguments.dtype)
     with torch.device(arguments.device or "cpu"):
         model: Any = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
     model = model.to(getattr(torch, arguments.dtype)).eval()
-    model.config._name_or_path = "random-8b"
+    model.config._name_or_path = f"random-{arguments.shape}"
     context, share = arguments.tokens, float(arguments.share.rstrip("%")) / 100
     shape = shape_of(model)
     spread = np.random.default_rng(0).lognormal(0.0, 0.5, (shape.n_layers, shape.n_kv_heads))
@@ -173,11 +195,13 @@ def all_rows(
         "plain": lambda: DynamicCache(config=model.config),
         **{level: lambda one=one: one.cache(model) for level, one in profiles.items()},
     }
-    wanted = arguments.only or ["prefill", "decode"]
+    wanted = arguments.only or ["prefill", "decode", "peers"]
     if "prefill" in wanted:
         yield from guarded("prefill", lambda: prefill_rows(model, make, arguments))
     if "decode" in wanted:
         yield from guarded("decode", lambda: decode_rows(model, make, arguments))
+    if "peers" in wanted:
+        yield from guarded("peers", lambda: peer_rows(model, make, arguments))
 
 
 @torch.inference_mode()
@@ -262,6 +286,26 @@ def decode_rows(
     memory = plain_bytes(caches["plain"], ids)[1]
     for level in DECODE_TARGETS:
         yield fits_row(model, caches[level], level, memory, rows, decoded, device)
+
+
+def peer_rows(
+    model: Any, make: Mapping[str, Callable[[], Any]], arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    if not runtime_peers.here():
+        return runtime_peers.rows_from_there(options_of(arguments))
+    ids, rows, new = arguments.ids[:, : arguments.tokens], arguments.batch, arguments.new_tokens
+    return runtime_peers.peer_rows(
+        model,
+        {level: prefill(model, make[level](), ids) for level in DECODE_TARGETS},
+        arguments.peer,
+        share=float(arguments.share.rstrip("%")) / 100,
+        ids=ids,
+        rows=rows,
+        new_tokens=new,
+        decode=lambda cache: decode(model, cache, rows, new, ids.device),
+        in_turns=lambda calls: in_turns(calls, repeats=arguments.repeats),
+        ratio_of=ratio_of,
+    )
 
 
 def shortened(model: Any, cache: DynamicCache, tokens: Any) -> DynamicCache:
@@ -378,6 +422,16 @@ def ratio_of(
     }
 
 
+def options_of(arguments: argparse.Namespace) -> list[str]:
+    """What makes another process measure the same."""
+    found = ["--peer", *arguments.peer]
+    names = ("model", "shape", "share", "tokens", "batch", "new_tokens", "repeats", "device")
+    for name in (*names, "dtype", "prefill_tokens"):
+        value = getattr(arguments, name)
+        found += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    return found
+
+
 def row_met(row: dict[str, Any]) -> bool:
     """Whether the ratio is on the right side of its target."""
     least, most = (0.0, row["target"]) if row["at_most"] else (row["target"], float("inf"))
@@ -388,17 +442,15 @@ def describe(row: dict[str, Any]) -> str:
     """One line: ratio, spread, target, whether it was met, and what it was made of."""
     if "error" in row:
         return f"{row['name']}: FAILED: {row['error']}"
-    spread = processor = ""
+    spread = processor = wanted = ""
     if "ratio_quartile_1" in row:
         spread = f" [{row['ratio_quartile_1']:.3f}, {row['ratio_quartile_3']:.3f}]"
     if "processor_ratio" in row:
         processor = f"; processor time {row['processor_ratio']:.3f}"
-    sign = "<=" if row["at_most"] else ">="
-    verdict = "met" if row["met"] else "MISSED"
-    return (
-        f"{row['name']}: {row['ratio']:.3f}{spread} (wanted {sign} {row['target']:g}) {verdict}"
-        f"{processor}; {row['note']}"
-    )
+    if row["target"] is not None:
+        sign, verdict = "<=" if row["at_most"] else ">=", "met" if row["met"] else "MISSED"
+        wanted = f" (wanted {sign} {row['target']:g}) {verdict}"
+    return f"{row['name']}: {row['ratio']:.3f}{spread}{wanted}{processor}; {row['note']}"
 
 
 if __name__ == "__main__":
