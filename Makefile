@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test test-matrix test-gpu test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-quality peers clean
+.PHONY: help demo test test-matrix test-gpu test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -130,6 +130,9 @@ bench-loss: $(READY) ## the same, measuring losses only
 
 bench-prompts: $(READY) ## the same, budgets of each prompt's own beside a plain prefill
 	$(BIN)/python benchmarks/record.py prompts
+
+bench-transfer: $(READY) ## the same, how budgets carry over; only what is missing is measured
+	$(BIN)/python benchmarks/record.py transfer
 
 bench-quality: $(READY) $(PEERS_READY) ## shipped profiles against kvpress on held-out prompts
 	$(BIN)/python benchmarks/record.py quality
