@@ -21,6 +21,7 @@ from quality.picture import draw_shares, draw_tasks
 from quality.tables import (
     CELLS_FILE,
     OURS,
+    SEED,
     Grid,
     Ratio,
     against_best,
@@ -28,6 +29,7 @@ from quality.tables import (
     development_loss,
     grid_of,
     method_of,
+    of_seed,
     read_rows,
     share_table,
     task_table,
@@ -108,6 +110,9 @@ def inside(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool | None]]:
         whole, cells = against_best(one)
         print(f"kvalloc over the best peer of each task: {whole}")
         print("  " + ", ".join(f"{task} {ratio}" for task, ratio in cells.items()))
+        fresh = grid(of_seed(rows, SEED), one.share, after=False)
+        if fresh is not None and fresh.n_prompts < one.n_prompts:
+            print(f"  the {fresh.n_prompts} prompts drawn last alone: {against_best(fresh)[0]}")
         one_pass, cells_then = against_best(without(one, TWICE))
         print(f"without {TWICE}, which reads the prompt again and frees nothing: {one_pass}")
         print("  " + ", ".join(f"{task} {ratio}" for task, ratio in cells_then.items()))

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quality.digests import digest_of_case
-from quality.tables import HELD_OUT, read_rows
+from quality.tables import HELD_OUT, SEED, read_rows
 
 import kvalloc
 from kvalloc.evaluate.kl import divergence
@@ -47,8 +47,6 @@ SHARES = (0.5, 0.2, 0.1)
 AFTER_SHARES = (0.4, 0.2)
 AFTER_PEERS = ("SnapKV", "CriticalAdaKV(SnapKV)", "KVzip")
 """Context only is asked of fewer."""
-SEED = 8
-"""Of the held-out prompts: drawn anew whenever methods were changed after cells had been seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +114,11 @@ def profile_of(name: str) -> tuple[str, Any]:
 
 
 def digest_of(profile: Any) -> str:
-    """Of the budgets and policies, whatever else a profile says."""
+    """Of the budgets, policies and their weights, whatever else a profile says."""
     units = None if profile.unit_policies is None else profile.unit_policies.tolist()
     records = [policy.record() for policy in profile.policies]
-    decided = json.dumps([profile.budgets.tolist(), units, records], sort_keys=True)
+    weights = [] if profile.unit_weights is None else [profile.unit_weights.tolist()]
+    decided = json.dumps([profile.budgets.tolist(), units, records, *weights], sort_keys=True)
     return hashlib.sha256(decided.encode()).hexdigest()[:8]
 
 

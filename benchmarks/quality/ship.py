@@ -18,8 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quality.cells import SEED, digest_of
-from quality.tables import current, development_loss, read_rows
+from quality.cells import digest_of
+from quality.tables import FIRST_SEED, current, development_loss, read_rows
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.evaluate.scoring import bootstrap_interval
@@ -39,7 +39,7 @@ def main() -> int:
         settings: dict[str, Any] = {
             "made_by": "make bench-quality",
             "split": "held-out",
-            "seed": SEED,
+            "seed": seeds_of(rows, digest_of(profile)),
         }
         if expected is not None:
             settings["development_loss"] = expected
@@ -76,6 +76,12 @@ def evaluation_of(rows: Sequence[dict[str, Any]], digest: str) -> list[dict[str,
             }
         )
     return found
+
+
+def seeds_of(rows: Sequence[dict[str, Any]], digest: str) -> str:
+    """With which seeds the held-out prompts of a profile's cells were drawn."""
+    own = (row for row in current(rows) if row["method"].endswith(f"#{digest}"))
+    return ", ".join(map(str, sorted({row.get("seed", FIRST_SEED) for row in own})))
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -17,6 +17,9 @@ Row = Mapping[str, Any]
 
 CELLS_FILE = Path(__file__).resolve().parent / "cells.jsonl"
 HELD_OUT = "held-out"
+SEED, FIRST_SEED = 8, 7
+"""Of the held-out prompts: now, and of cells that do not say. A fresh one whenever a method was
+changed after cells had been seen."""
 RESAMPLES = 2000
 OURS = "kvalloc"
 OURS_FIXED = "kvalloc, fixed budgets"
@@ -112,6 +115,11 @@ def method_of(row: Row) -> str:
 def ordered(methods: set[str]) -> tuple[str, ...]:
     own = (OURS_FIXED, OURS)
     return (*sorted(methods - {*own}), *(name for name in own if name in methods))
+
+
+def of_seed(rows: Sequence[Row], seed: int) -> list[Row]:
+    """Cells of the prompts that were drawn with a seed."""
+    return [row for row in rows if row.get("seed", FIRST_SEED) == seed]
 
 
 def without(grid: Grid, method: str) -> Grid:

@@ -14,6 +14,7 @@ from quality.tables import (
     against_best,
     current,
     grid_of,
+    of_seed,
     read_rows,
     share_table,
     task_table,
@@ -57,6 +58,13 @@ def test_a_method_can_be_left_out():
     grid = without(grid_of(cells(), 0.2, after=False, context=1000), "B")
     assert grid.methods == ("A", "kvalloc")
     assert against_best(grid)[0].ratio == pytest.approx(0.30 / 1.40)
+
+
+def test_prompts_of_a_seed_are_judged_alone():
+    rows = [{**row, "seed": 8} if row["digest"].endswith("1") else row for row in cells()]
+    fresh, first = (grid_of(of_seed(rows, seed), 0.2, after=False, context=1000) for seed in (8, 7))
+    assert fresh.values["needle"].tolist() == [[0.8], [1.0], [0.2]]
+    assert first.values["prose"].tolist() == [[0.9], [0.2], [0.2]]
 
 
 def test_one_prompt_gives_no_interval():
