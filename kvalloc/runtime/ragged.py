@@ -146,6 +146,18 @@ class RaggedEntries:
         bias = torch.zeros(self.beyond_rest.shape, dtype=self.keys.dtype, device=self.keys.device)
         return bias.masked_fill_(self.beyond_rest, float("-inf"))[:, None]
 
+    @cached_property
+    def rest_logits(self) -> Tensor:
+        """What the logits of `rest_entries` begin with: `rest_bias`, and their own bias."""
+        if self.bias is None:
+            return self.rest_bias
+        return self.rest_bias + self.bias[self.rest_entries][:, None].to(self.keys.dtype)
+
+    @cached_property
+    def block_logits(self) -> Tensor | None:
+        """What the logits of whole blocks begin with, (n_blocks, 1, BLOCK_TOKENS); None for 0."""
+        return None if self.bias is None else self.blocks(self.bias)[:, None].to(self.keys.dtype)
+
     def parts(self, n_rows: int) -> tuple[Tensor, Tensor]:
         """Which parts make up each segment's rows, and where there are none.
 

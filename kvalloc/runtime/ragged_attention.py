@@ -98,7 +98,7 @@ def ragged_attention(
         )
     batch, n_query_heads, n_new, head_dim = queries.shape
     exact = queries.dtype == entries.keys.dtype and queries.dtype in (torch.float32, torch.float64)
-    plain = visible is None and softcap is None and sink_logits is None and entries.bias is None
+    plain = visible is None and softcap is None and sink_logits is None
     if n_new == 1 and queries.device.type == "cpu" and exact and plain:
         return decoding_attention(queries, entries, keys, values, scaling=scaling)
     n_kv_heads = keys.shape[1]

@@ -20,14 +20,14 @@ __all__ = ["decoding_attention"]
 def decoding_attention(
     queries: Tensor, entries: RaggedEntries, keys: Tensor, values: Tensor, *, scaling: float
 ) -> Tensor:
-    """`ragged_attention` of one new token in float32 or float64, without bias, cap or padding.
+    """`ragged_attention` of one new token in float32 or float64, without cap or padding.
 
     Parameters
     ----------
     queries : Tensor, (batch, n_query_heads, 1, head_dim)
         The new token, positions applied.
     entries : RaggedEntries
-        What is kept of the prompt, without bias.
+        What is kept of the prompt.
     keys, values : Tensor, (batch, n_kv_heads, n_following, head_dim)
         The tokens that followed, the new one last.
     scaling : float
@@ -48,6 +48,8 @@ def decoding_attention(
     block_keys, block_values = entries.blocks(entries.keys), entries.blocks(entries.values)
     asked = rows.index_select(0, entries.block_segments)
     logits = asked.bmm(block_keys.transpose(1, 2))
+    if entries.block_logits is not None:
+        logits += entries.block_logits
     weights = logits.softmax(dim=-1)
     most = torch.cat([logits.amax(dim=-1), near[0]])
     share = torch.cat([weights.amax(dim=-1), near[1]])
@@ -74,7 +76,7 @@ def _near(
     n_rest = rest.shape[1]
     if n_rest:
         rest_keys = entries.keys.index_select(0, rest.view(-1)).view(n_segments, n_rest, -1)
-        of_rest = torch.baddbmm(entries.rest_bias, rows, rest_keys.transpose(1, 2))
+        of_rest = torch.baddbmm(entries.rest_logits, rows, rest_keys.transpose(1, 2))
         logits = torch.cat([of_rest, logits], dim=-1)
     weights = logits.softmax(dim=-1)
     answer = weights[..., n_rest:].bmm(values)

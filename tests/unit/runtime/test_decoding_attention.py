@@ -23,13 +23,18 @@ LENGTHS = [0, 1, 5, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_
 
 
 def by_definition(
-    queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], scaling: float
+    queries: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    scaling: float,
+    biases: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Softmax over each segment's entries, (batch, n_query_heads, head_dim), in float64."""
     flat = queries.double().reshape(len(keys), -1, HEAD_DIM)
+    added = [torch.zeros(len(own)) for own in keys] if biases is None else biases
     rows = [
-        (asked @ own.double().T * scaling).softmax(-1) @ value.double()
-        for asked, own, value in zip(flat, keys, values, strict=True)
+        (asked @ own.double().T * scaling + bias.double()).softmax(-1) @ value.double()
+        for asked, own, value, bias in zip(flat, keys, values, added, strict=True)
     ]
     return torch.stack(rows).reshape(queries.shape[0], -1, HEAD_DIM)
 
@@ -47,12 +52,16 @@ def test_one_token_over_ragged_entries(data: st.DataObject) -> None:
         for place in np.ndindex(batch, heads)
     }
 
+    biased = data.draw(st.booleans())
+    own_bias = {place: torch.randn(int(counts[place])) * biased * 3 for place in parts}
+
     def piece(row: int, head: int) -> Any:
         keys, values = parts[row, head]
         n = len(keys)
-        return keys, values, torch.arange(n, dtype=torch.int32), None, torch.arange(n)
+        bias = own_bias[row, head] if biased else None
+        return keys, values, torch.arange(n, dtype=torch.int32), bias, torch.arange(n)
 
-    entries = RaggedEntries.collect(counts, piece)
+    entries = RaggedEntries.collect(counts, piece, biased=biased)
     queries = torch.randn(batch, heads * data.draw(st.integers(1, 3)), 1, HEAD_DIM)
     latest = torch.randn(2, batch, heads, data.draw(st.integers(1, 4)), HEAD_DIM)
     found = decoding_attention(queries, entries, *latest, scaling=0.3)
@@ -60,7 +69,9 @@ def test_one_token_over_ragged_entries(data: st.DataObject) -> None:
         [torch.cat([parts[place][i], latest[i][place]]) for place in np.ndindex(batch, heads)]
         for i in range(2)
     ]
-    expected = by_definition(queries, joined[0], joined[1], 0.3)
+    n_latest = latest.shape[3]
+    biases = [torch.cat([bias, torch.zeros(n_latest)]) for bias in own_bias.values()]
+    expected = by_definition(queries, joined[0], joined[1], 0.3, biases)
     assert found.shape == (batch, 1, queries.shape[1], HEAD_DIM)
     assert (found[:, 0] - expected).abs().max() < 1e-5 * max(1.0, sharpness)
 
