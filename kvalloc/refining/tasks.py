@@ -193,6 +193,9 @@ def interval(
 ) -> list[float]:
     """Percentile bootstrap interval of the mean over tasks, prompts drawn within their task.
 
+    A task's only prompt tells nothing of how much its prompts differ. Where there is such a task,
+    prompts are drawn across the tasks, each with its weight in the mean.
+
     Parameters
     ----------
     tasks : sequence of str, (n_prompts,)
@@ -211,11 +214,17 @@ def interval(
     """
     names = np.asarray(tasks)
     random = np.random.default_rng(seed)
-    known = np.unique(names)
-    drawn = np.zeros(RESAMPLES)
-    for task in known:
-        own = losses[names == task]
-        drawn += own[random.integers(0, own.size, size=(RESAMPLES, own.size))].mean(axis=1)
+    known, place, counts = np.unique(names, return_inverse=True, return_counts=True)
+    if counts.min() < 2:
+        weights = 1 / counts[place]
+        picked = random.integers(0, losses.size, size=(RESAMPLES, losses.size))
+        means = (weights * losses)[picked].sum(axis=1) / weights[picked].sum(axis=1)
+    else:
+        drawn = np.zeros(RESAMPLES)
+        for task in known:
+            own = losses[names == task]
+            drawn += own[random.integers(0, own.size, size=(RESAMPLES, own.size))].mean(axis=1)
+        means = drawn / known.size
     tail = 50 * (1 - confidence)
-    low, high = np.percentile(drawn / known.size, [tail, 100 - tail])
+    low, high = np.percentile(means, [tail, 100 - tail])
     return [float(low), float(high)]

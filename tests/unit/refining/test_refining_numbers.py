@@ -102,7 +102,11 @@ def test_tasks_without_loss_are_left_as_they_are() -> None:
 
 def test_an_interval_draws_prompts_within_their_task() -> None:
     # one value a task: every draw is the same, however different the tasks are
-    assert interval(["a", "a", "b"], np.array([1.0, 1.0, 3.0])) == [2.0, 2.0]
+    assert interval(["a", "a", "b", "b"], np.array([1.0, 1.0, 3.0, 3.0])) == [2.0, 2.0]
+    # of a task with one prompt nobody knows how much its prompts differ
+    low, high = interval(["a", "a", "b"], np.array([1.0, 1.0, 3.0]))
+    assert (low, high) == (1.0, 3.0)
+    assert interval(["a"], np.array([0.5])) == [0.5, 0.5]
     values = np.random.default_rng(0).normal(1.0, 0.5, size=400)
     low, high = interval(["a"] * 400, values)
     half = 1.96 * values.std() / 20
