@@ -290,11 +290,10 @@ def _harm(
     losses.save(folder / LOSSES)
     assert losses.loss_tokens is not None  # asked for
     show.text(
-        f"Each KV head alone reduced to {losses.loss_tokens.size - 1} sizes, its harm estimated "
-        f"from gradients ('kvalloc profile --loss fast --loss-level head'), on "
-        f"{plan.loss_prompts} prompts of up to {losses.context_tokens:,} tokens: needles of other "
-        f"names in other texts, and running text. Scorer {losses.scorer}, window "
-        f"{losses.window}; {duration(seconds)}."
+        f"Each layer alone reduced to {losses.loss_tokens.size - 1} sizes, its harm measured "
+        f"('kvalloc profile --loss'), on {plan.loss_prompts} prompts of up to "
+        f"{losses.context_tokens:,} tokens: needles of other names in other texts, and running "
+        f"text. Scorer {losses.scorer}, window {losses.window}; {duration(seconds)}."
     )
     rules = harm_rules(losses, plan.context_tokens)
     rules[LOSS](share).save(folder / "least_loss.json")

@@ -1,4 +1,4 @@
-"""The demo's second half: what reducing each head does to the answers, and budgets from that."""
+"""The demo's second half: what reducing each layer does to the answers, and budgets from that."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from kvalloc.models import LoadedModel
 
 LOSS = "least loss"
-UNIFORM = "uniform, w32"
+UNIFORM = "uniform, tova"
 """The same ranking with the same budget everywhere: tells the budgets' share in what is seen."""
 
-SCORER, WINDOW, POOL = "snapkv", 32, 7
+SCORER = "tova"
+"""All heads of a layer then keep much the same tokens, so that no needle is lost between them."""
 KINDS = ("needle", "kl")
 """Questions that a text answers, and running text."""
 
@@ -31,7 +32,7 @@ def profile_losses(
     context_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> ScoreProfile:
-    """Estimate what reducing each head alone does, on prompts that no question shares a word with.
+    """Measure what reducing each layer alone does, on prompts that no question shares a word with.
 
     Parameters
     ----------
@@ -46,7 +47,7 @@ def profile_losses(
     Returns
     -------
     ScoreProfile
-        With loss curves of single KV heads.
+        With loss curves of layers.
     """
     from kvalloc.measure import profile
 
@@ -58,10 +59,8 @@ def profile_losses(
         samples=len(prompts),
         context=context_tokens,
         scorer=SCORER,
-        window=WINDOW,
-        pool=POOL,
-        loss="fast",
-        loss_level="head",
+        loss="measured",
+        loss_level="layer",
         progress=progress,
         model_id=loaded.model_id,
     )
@@ -89,7 +88,7 @@ def harm_rules(losses: ScoreProfile, context_tokens: int) -> dict[str, Rule]:
 
 
 def _least_loss(losses: ScoreProfile, context_tokens: int, share: float) -> BudgetProfile:
-    return solve(losses, budget=share, context=context_tokens, objective="loss", level="head")
+    return solve(losses, budget=share, context=context_tokens, objective="loss")
 
 
 def _uniform(losses: ScoreProfile, context_tokens: int, share: float) -> BudgetProfile:

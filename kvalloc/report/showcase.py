@@ -265,8 +265,9 @@ def _loss_lessons(experiment: Experiment, best: Asked) -> list[str]:
                     f"{_number(near.kl, 3)})."
                 )
     lines.append(
-        "On your own model and prompts: 'kvalloc profile MODEL --prompts FILE --loss fast "
-        "--loss-level head', then 'kvalloc solve --level head --budget 40%'."
+        "On your own model and prompts: 'kvalloc profile MODEL --prompts FILE --scorer tova "
+        "--loss', then 'kvalloc solve --budget 40%'; for single heads, '--loss fast --loss-level "
+        "head', then '--level head'."
     )
     return lines
 

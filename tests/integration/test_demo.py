@@ -144,6 +144,8 @@ def test_bytes_are_equal_and_true(demo, record):
 def test_loss_was_measured_on_other_texts(demo):
     losses = ScoreProfile.load(demo[0] / "losses.safetensors")
     assert losses.has_losses
+    assert losses.loss_method == "measured"
+    assert losses.losses.shape[2] == 1
     assert not any(name in losses.text_description for name in haystack_texts())
     decided = BudgetProfile.load(demo[0] / "least_loss.json")
     assert decided.score_digest == losses.digest()
