@@ -33,7 +33,8 @@ def here() -> bool:
 def rows_from_there(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows as measured in the environment with kvpress; none, and why, where there is none."""
     if not PYTHON.exists():
-        print("peers: not measured, there is no .venv-kvpress; 'make peers' makes it", flush=True)
+        said = "peers: not measured, there is no .venv-kvpress; 'make peers' makes it"
+        print(said, file=sys.stderr, flush=True)
         return
     script = str(FOLDER / "bench_runtime.py")
     command = [str(PYTHON), script, *arguments, "--only", "peers", "--json"]

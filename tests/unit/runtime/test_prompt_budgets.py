@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 import kvalloc
@@ -381,6 +382,21 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
     assert announced.decision_seconds is None
 
 
+def chunks_have_their_positions(model: Any, ids: torch.Tensor) -> bool:
+    """Whether `generate` gives chunks their positions, on any cache: not in transformers 5.2."""
+    seen: list[int] = []
+
+    def note(module: Any, inputs: Any, named: dict[str, Any]) -> None:
+        seen.extend(named["position_ids"][0].tolist())
+
+    watch = model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    generate(model, ids, max_new_tokens=1, prefill_chunk_size=25)
+    watch.remove()
+    right = seen == list(range(ids.shape[1]))
+    assert right or transformers.__version__.startswith("5.2.")
+    return right
+
+
 @pytest.mark.parametrize("adapt", [None, 0.4])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_held_prompt_is_decided_as_by_a_mini_prefill(
@@ -406,7 +422,10 @@ def test_a_held_prompt_is_decided_as_by_a_mini_prefill(
     with kvalloc.apply(model, profile, hold=True, **options) as applied:
         generate(model, ids, max_new_tokens=1, prefill_chunk_size=25)
     assert by_itself.retained_bytes < by_itself.full_bytes
-    for cache in (held, opened, applied.last_cache):
+    caches = [held, opened]
+    if chunks_have_their_positions(model, ids):
+        caches.append(applied.last_cache)
+    for cache in caches:
         assert (cache.profile.budgets == by_itself.profile.budgets).all()
         assert cache.retained_bytes == by_itself.retained_bytes
         assert cache.decision_seconds > 0
