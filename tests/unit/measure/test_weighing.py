@@ -280,6 +280,12 @@ def test_the_command(model, tmp_path, capsys, monkeypatch):
     assert "handed out by each prompt" in shown
     assert "least loss of the whole reduced cache in 60.0% of all entries, on 3 of 3" in shown
     assert "tova" in shown
+    assert "attention_matching" in shown
+    assert main([*command, "--combine", "none"]) == 0
+    assert BudgetProfile.load(out).policy.name == "score"
+    fixed = [one for one in command if one != "--by-prompt"]
+    assert main([*fixed, "--combine", "none"]) == 2
+    assert "--combine goes with --by-prompt" in capsys.readouterr().err
     assert main(["diff", str(out), str(out)]) == 0
 
 
