@@ -326,7 +326,10 @@ def policies_text(decided: BudgetProfile) -> str:
         own = decided.unit_weights[list(decided.shape.full_layers)]
         counts = (own / own.sum(axis=-1, keepdims=True)).mean(axis=(0, 1)).tolist()
         heads_each = zip(decided.policies, counts, strict=True)
-        return ", ".join(f"{one.title} counts {count:.0%}" for one, count in heads_each)
+        # what is weighed is scorers, whatever the first one's policy does beside
+        return ", ".join(
+            f"{one.label or one.scorer} counts {count:.0%}" for one, count in heads_each
+        )
     if decided.unit_policies is None:
         return ""
     table = decided.unit_policies[list(decided.shape.full_layers)]

@@ -174,14 +174,12 @@ def tune_by_prompt(
             lambda step, before=before: tell(before + step, total),  # type: ignore[misc]
             states[number],
         )
-        profile = _to_profile(
-            job, (own, *chosen[1:]), found, stage, _mean_budgets(job, train, stage), seed
-        )
+        profile = _to_profile(job, chosen, found, stage, _mean_budgets(job, train, stage), seed)
         losses = stage.held_out_losses
         if own is not chosen[0]:
+            profile = replace(profile, policy=own)
             losses = _losses_of(model, profile, asked)
-            told = _told(job, profile.policies, found, stage, losses, seed)
-            profile = replace(profile, **told)
+            profile = replace(profile, **_told(job, chosen, found, stage, losses, seed))
         yield Tuned(
             profile=profile,
             held_out_losses=losses,
