@@ -14,6 +14,8 @@ import numpy as np
 from quality.tables import LEAST_KL, OURS, OURS_FIXED, Grid
 
 OUR_COLOUR, FIXED_COLOUR = "#b8432f", "#dd9a8c"
+LABEL_HEIGHT = 0.035
+"""Of the axis."""
 PEER_COLOUR, BEST_COLOUR = "#b9bdc4", "#31517a"
 
 
@@ -27,7 +29,9 @@ def draw_shares(grids: Sequence[Grid], path: Path, *, title: str) -> None:
     }
     peers = {method: values for method, values in means.items() if method not in (OURS, OURS_FIXED)}
     strongest = min(peers, key=lambda method: float(np.mean(np.log(np.array(peers[method])))))
-    heights = spread({method: values[0] for method, values in means.items()})
+    decades = np.ptp(np.log10(np.maximum(np.array([*means.values()]), LEAST_KL)))
+    firsts = {method: values[0] for method, values in means.items()}
+    heights = spread(firsts, gap=LABEL_HEIGHT * float(decades))
     for method, values in means.items():
         special = {OURS: OUR_COLOUR, OURS_FIXED: FIXED_COLOUR, strongest: BEST_COLOUR}
         colour = special.get(method, PEER_COLOUR)
@@ -53,6 +57,7 @@ def draw_shares(grids: Sequence[Grid], path: Path, *, title: str) -> None:
         )
     axes.set_yscale("log")
     axes.set_xlim(0, max(shares) * 1.45)
+    axes.set_ylim(top=max(axes.get_ylim()[1], max(heights.values()) * 1.3))
     axes.set_xticks(shares, [f"{share:.0%}" for share in shares])
     axes.set_xlabel("share of the entries that is kept")
     axes.set_ylabel("KL to the full cache, nats per token")
@@ -63,7 +68,7 @@ def draw_shares(grids: Sequence[Grid], path: Path, *, title: str) -> None:
     plt.close(figure)
 
 
-def spread(values: Mapping[str, float], *, gap: float = 0.1) -> dict[str, float]:
+def spread(values: Mapping[str, float], *, gap: float) -> dict[str, float]:
     """Where labels stand on a logarithmic axis: at their values, but none upon another."""
     placed: dict[str, float] = {}
     lowest = -np.inf
