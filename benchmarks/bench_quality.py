@@ -20,18 +20,19 @@ from typing import Any
 from quality.picture import draw_shares, draw_tasks
 from quality.tables import (
     CELLS_FILE,
+    HELD_OUT,
     OURS,
     SEED,
     Grid,
     Ratio,
     against_best,
     current,
-    development_loss,
     grid_of,
     method_of,
     of_seed,
     read_rows,
     share_table,
+    split_loss,
     task_table,
     without,
 )
@@ -219,21 +220,21 @@ def long_prompts(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool | N
 
 def predicted(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool | None]]:
     """What was to be expected from prompts of the development split, and what came."""
+    every = read_rows()
     for share in (0.5, 0.2):
-        one = grid(rows, share, after=False)
         names = {row["method"] for row in rows if method_of(row) == OURS
                  and not row["after"] and abs(row["share"] - share) < 0.006}  # fmt: skip
-        if one is None or len(names) != 1:
+        if len(names) != 1:
             continue
-        expected = development_loss(read_rows(), names.pop().split("#")[1])
-        if expected is None:
+        digest = names.pop().split("#")[1]
+        foretold = split_loss(every, digest, split="development", context=CONTEXT)
+        came = split_loss(every, digest, split=HELD_OUT, context=CONTEXT)
+        if foretold is None or came is None:
             yield f"{share:.0%} kept: predicted loss: not measured", None
             continue
-        place = one.methods.index(OURS)
-        losses = [values[place].mean() for values in one.values.values()]
-        measured = float(sum(losses) / len(losses))
-        off = abs(expected - measured) / measured
-        said = f"{share:.0%} kept: predicted {expected:.5f}, measured {measured:.5f} nats"
+        off = abs(foretold[0] - came[0]) / came[0]
+        said = f"{share:.0%} kept: predicted {foretold[0]:.5f} ({foretold[1]} prompts)"
+        said += f", measured {came[0]:.5f} nats ({came[1]} prompts)"
         yield f"{said}, {off:.0%} off, target {PREDICTED_WITHIN:.0%}", off <= PREDICTED_WITHIN
 
 

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quality.cells import digest_of
-from quality.tables import FIRST_SEED, current, development_loss, read_rows
+from quality.tables import FIRST_SEED, current, read_rows, split_loss
 
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.evaluate.scoring import bootstrap_interval
@@ -35,14 +35,16 @@ def main() -> int:
         file, _, name = pair.partition("=")
         profile = BudgetProfile.load(file)
         found = evaluation_of(rows, digest_of(profile))
-        expected = development_loss(rows, digest_of(profile))
+        expected = split_loss(
+            rows, digest_of(profile), split="development", context=profile.context_tokens
+        )
         settings: dict[str, Any] = {
             "made_by": "make bench-quality",
             "split": "held-out",
             "seed": seeds_of(rows, digest_of(profile)),
         }
         if expected is not None:
-            settings["development_loss"] = expected
+            settings["development_loss"], settings["development_prompts"] = expected
         evaluation = {"settings": settings, "rows": found}
         replace(profile, evaluation=evaluation).save(ROOT / "profiles" / f"{name}.json")
         print(f"{name}: {len(found)} tasks, on development prompts {expected}")

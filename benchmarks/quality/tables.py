@@ -218,11 +218,15 @@ def current(rows: Sequence[Row], *, split: str = HELD_OUT) -> list[dict[str, Any
     ]
 
 
-def development_loss(rows: Sequence[Row], digest: str) -> float | None:
-    """Mean over the tasks of what a profile lost on prompts of the development split."""
+def split_loss(
+    rows: Sequence[Row], digest: str, *, split: str, context: int
+) -> tuple[float, int] | None:
+    """Mean over the tasks of what a profile lost on all prompts of a split, and of how many."""
     by_task: dict[str, list[float]] = defaultdict(list)
-    for row in current(rows, split="development"):
-        if row["method"].endswith(f"#{digest}") and not row["after"]:
+    for row in current(rows, split=split):
+        own = row["method"].endswith(f"#{digest}")
+        if own and not row["after"] and row["context"] == context:
             by_task[row["task"]].append(row["kl"])
     means = [sum(losses) / len(losses) for losses in by_task.values()]
-    return sum(means) / len(means) if means else None
+    count = sum(len(losses) for losses in by_task.values())
+    return (sum(means) / len(means), count) if means else None
