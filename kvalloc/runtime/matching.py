@@ -122,7 +122,9 @@ def ridge_step(design: Tensor, target: Tensor, ridge: float) -> Tensor:
     if n_rows < n_columns:
         system = wide @ wide.T
         system.diagonal().add_(scale)
-        return (wide.T @ torch.linalg.solve(system, aim)).float()
+        found: Tensor = wide.T @ torch.linalg.solve(system, aim)
+        return found.float()
     system = wide.T @ wide
     system.diagonal().add_(scale)
-    return torch.linalg.solve(system, wide.T @ aim).float()
+    solved: Tensor = torch.linalg.solve(system, wide.T @ aim)
+    return solved.float()
