@@ -49,3 +49,21 @@ def test_less_is_worse_when_the_question_comes_after(tiny_budgets):
     # so few entries cannot hold a number whose question is not known yet
     assert small["score"] == 0.0
     assert small["paired"][0]["score_difference"] == -1.0
+
+
+def test_what_shipped_mixtures_match_is_a_fraction_of_what_dropping_loses(tmp_path):
+    shipped = load_profile("smollm2-135m-instruct-loss-20")
+    assert shipped.policy.name == "attention_matching"
+    dropping = tmp_path / "dropping.json"
+    own = replace(shipped.policy, name="score", parameters={})
+    replace(shipped, policy=own, evaluation=None).save(dropping)
+    matching = tmp_path / "matching.json"
+    shipped.save(matching)
+    ran = run(
+        *("eval", "demo", "--profile", matching, "--profile", dropping, "--tasks", "kl"),
+        *("--samples", 2, "--context", 512, "--json", "--quiet"),
+    )
+    assert ran.code == 0, ran.err
+    _, matched, dropped = ran.json
+    assert [matched["name"], dropped["name"]] == ["matching", "dropping"]
+    assert 0 < matched["kl"] < dropped["kl"] / 2
