@@ -278,14 +278,24 @@ def test_options_are_checked() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_time_limit_is_kept_and_said(backend: str) -> None:
-    """Without reduction this takes far longer than the limit on every back end."""
+    """Without reduction this takes longer than the limit on nearly every machine and back end.
+
+    How fast one is must not decide: where it proved its choice in time, or found none, it says so.
+    """
     problem = medium_problem(
         1, n_layers=60, n_heads=8, n_options=64, constraints=(MaxDistinct(most=5),)
     )
-    answer = solve_problem(problem, ILP(backend=backend, reduce=False), time_limit_seconds=2.0)
-    assert answer.termination is Termination.TIME_LIMIT
+    answer = answer_or_error(ILP(backend=backend, reduce=False), problem, time_limit_seconds=2.0)
+    if isinstance(answer, SolverError):
+        assert "give it more time" in str(answer)
+        return
+    assert not isinstance(answer, InfeasibleError)
     assert answer.bound is not None
-    assert answer.objective < answer.bound
+    if answer.termination is Termination.OPTIMAL:
+        assert answer.objective == pytest.approx(answer.bound, rel=1e-6)
+    else:
+        assert answer.termination is Termination.TIME_LIMIT
+        assert answer.objective < answer.bound
 
 
 def test_no_time_for_a_first_choice_is_an_error_not_a_lie() -> None:
