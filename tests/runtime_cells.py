@@ -32,6 +32,7 @@ CONTEXT, BATCH = 90, 2
 LENGTHS = (CONTEXT, 41)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COMBINING = [n for n in policy_names() if policy_class(n).combine is not EvictionPolicy.combine]
+HOLDING = [n for n in policy_names() if policy_class(n).holds is not EvictionPolicy.holds]
 READING = [n for n in policy_names() if policy_class(n).reader is not EvictionPolicy.reader]
 # The filter at decoding reads less than what is stored; here it reads all, so that the oracle of
 # what is stored holds. What it leaves out is the subject of test_mpcache.py.
@@ -455,7 +456,7 @@ def refusal(cell: Cell, scorer: str) -> str | None:
         return None  # for every policy, see there
     if scorer == "reconstruction" and arrival == "inputs_embeds":
         return "came as inputs_embeds"
-    held = get_scorer(scorer).later is not None or policy == "attention_matching"
+    held = get_scorer(scorer).later is not None or policy in HOLDING
     if policy in COMBINING and "chunks" in arrival and not held:
         return "merges entries"
     uneven = level == "head" or arrival in ("left_padding", "different_lengths", "padded_chunks")

@@ -152,18 +152,18 @@ def tune_by_prompt(
         )
         for share in shares
     ]
-    found = prompts_to_tune_on(texts, tokenizer, context, jobs[0].protected, samples, seed)
+    found = prompts_to_tune_on(texts, tokenizer, context, sinks + first.window, samples, seed)
     record = descent_record(model, shape, context, chosen, found, weighing, seed)
     states = descent_states(state_files, shares, record, resume=resume)
     n_prompts = len(found.token_ids)
     total, tell = n_prompts + weighing.steps * len(shares), progress or (lambda done, total: None)
-    read = []
-    for index in range(n_prompts):
-        read.append(WeighedPrompt.read(model, found, index, built, jobs[0]))
-        tell(index + 1, total)
+    train: list[WeighedPrompt] = []
+    asked: list[WeighedPrompt] = []
     held = held_out(n_prompts, weighing.held_out, seed)
-    train = [one for place, one in enumerate(read) if place not in held]
-    asked = [one for place, one in enumerate(read) if place in held]
+    for index in range(n_prompts):
+        one = WeighedPrompt.read(model, found, index, built, jobs[0])
+        (asked if index in held else train).append(one)
+        tell(index + 1, total)
     for number, job in enumerate(jobs):
         before = n_prompts + number * weighing.steps
         stage = weigh_scores(
@@ -174,14 +174,12 @@ def tune_by_prompt(
             lambda step, before=before: tell(before + step, total),  # type: ignore[misc]
             states[number],
         )
-        profile = _to_profile(job, chosen, found, stage, _mean_budgets(job, train, stage), seed)
+        profile = _to_profile(job, (own, *chosen[1:]), stage, _mean_budgets(job, train, stage))
         losses = stage.held_out_losses
         if own is not chosen[0]:
-            profile = replace(profile, policy=own)
             losses = _losses_of(model, profile, asked)
-            profile = replace(profile, **_told(job, chosen, found, stage, losses, seed))
         yield Tuned(
-            profile=profile,
+            profile=replace(profile, **_told(job, chosen, found, stage, losses, seed)),
             held_out_losses=losses,
             uniform_losses=stage.uniform_losses,
             stages=stage.stages,
@@ -206,11 +204,10 @@ def _mean_budgets(
 def _to_profile(
     job: WeighingJob,
     policies: Sequence[Policy],
-    found: SampleSet,
     stage: WeighingStage,
     kept: IntArray,
-    seed: int,
 ) -> BudgetProfile:
+    """The decision alone, without what is told of it."""
     shape, full = job.shape, list(job.shape.full_layers)
     budgets = np.zeros((shape.n_layers, shape.n_kv_heads), dtype=np.int64)
     budgets[:] = shape.sliding_entries(job.context)
@@ -227,7 +224,6 @@ def _to_profile(
         other_policies=tuple(policies[1:]),
         unit_weights=weights,
         by_prompt=True,
-        **_told(job, policies, found, stage, stage.held_out_losses, seed),
     )
 
 
@@ -269,7 +265,7 @@ def _combining(policy: Policy, combine: str | None) -> Policy:
         return policy
     name, options = read_named(combine)
     own = replace(changed_policy(policy, name, options), label=policy.label)
-    if own.name == "score" or own.name not in BY_SCORE:
+    if own.name == policy.name or own.name not in BY_SCORE:
         raise InputError(
             f"combine is {combine!r}, expected attention_matching, with options, or none"
         )

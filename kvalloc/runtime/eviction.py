@@ -251,12 +251,16 @@ class Eviction:
         if bool((budgets == found.states.keys.shape[2]).all()):
             kept = torch.ones_like(found.states.keys[..., 0], dtype=torch.bool)
         else:
-            kept = self.policy.keep(found.states, budgets, sinks=self.sinks, window=self.window)
+            kept = self._kept(part, found.states, budgets)
             check_kept(self.policy, kept, budgets)
         if self.remember:
             self._note(after, part, found.states, kept)
             self._note_queries(layer, after, part, states, layer.unfinished)
         return self._chosen(found, kept)
+
+    def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
+        """What the policy keeps of a piece, (batch, n_kv_heads, n_tokens)."""
+        return self.policy.keep(states, budgets, sinks=self.sinks, window=self.window)
 
     def _part_budgets(self, targets: IntArray, part: Part, found: Candidates) -> Tensor:
         """Entries to keep of a piece, (batch, n_kv_heads)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,8 @@ from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import ByHead
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.policies.weighted import Weighted
-from kvalloc.runtime.unfinished import parts
+from kvalloc.runtime.selection import keep_best
+from kvalloc.runtime.unfinished import Part, parts
 from kvalloc.scorers import Scorer
 
 __all__ = ["HeldEviction"]
@@ -30,9 +31,12 @@ class HeldEviction(GroupEviction):
     ----------
     deciding : Scorer or None
         Looks at the prompt, too: its scores decide the budgets.
+    scored : dict of (int, Part) to Tensor, (batch, n_kv_heads, n_tokens)
+        Scores that `evictable_scores` has computed of each layer, until entries are kept by them.
     """
 
     deciding: Scorer | None = None
+    scored: dict[tuple[int, Part], Tensor] = field(default_factory=dict)
 
     held: ClassVar[bool] = True
 
@@ -64,7 +68,9 @@ class HeldEviction(GroupEviction):
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
             own = self._candidates(layer, states, part).states
             end = max(int(own.keys.shape[2]) - self.window, self.sinks)
-            found += self.policy.scores(own, sinks=self.sinks)[..., self.sinks : end]
+            scores = self.policy.scores(own, sinks=self.sinks)
+            self.scored[states.layer, part] = scores
+            found += scores[..., self.sinks : end]
         return found
 
     def row_states(
@@ -72,6 +78,13 @@ class HeldEviction(GroupEviction):
     ) -> AttentionStates:
         """What a layer saw of one row of a held prompt, without its padding."""
         return self._candidates(layer, states, (row, None)).states
+
+    def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
+        """By the scores that the entries were handed out by, where they were."""
+        scores = self.scored.pop((states.layer, part), None)
+        if scores is None:
+            return self.policy.keep(states, budgets, sinks=self.sinks, window=self.window)
+        return keep_best(scores, budgets, sinks=self.sinks, window=self.window)
 
     def _wanted_rows(self) -> int:
         """Of the prompt's last queries, all where somebody adds up what each chunk brings."""

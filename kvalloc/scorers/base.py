@@ -135,8 +135,18 @@ class Scorer(ABC):
         """What builds this scorer again: ``get_scorer(self.name, **self.parameters())``."""
 
 
-def check_at_least(name: str, value: object, least: int, scorer: str) -> int:
+def check_at_least(
+    name: str, value: object, least: int, owner: str, *, kind: str = "scorer"
+) -> int:
     """Return `value` when it is an integer of at least `least`.
+
+    Parameters
+    ----------
+    name, value, owner
+        Named in the error.
+    least : int
+    kind : str
+        What the owner is: a scorer, or a policy.
 
     Raises
     ------
@@ -144,7 +154,7 @@ def check_at_least(name: str, value: object, least: int, scorer: str) -> int:
         Otherwise; names scorer and parameter.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"scorer {scorer}: {name} is {value!r}, expected a number >= {least}")
+        raise InputError(f"{kind} {owner}: {name} is {value!r}, expected a number >= {least}")
     return value
 
 

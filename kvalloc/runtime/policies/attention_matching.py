@@ -45,7 +45,7 @@ class AttentionMatching(Score):
         Tokens that the model drafts, as the scorer ``lookahead`` does; they share one pass. 0 for
         none.
     draft_weight : float
-        How much a query of the draft counts beside one of the prompt.
+        How much a query of the draft counts beside one of the prompt, above 0.
     value_ridge, bias_ridge : float
         How close values and biases stay to what the entries have by themselves, above 0.
     biases : bool
@@ -80,11 +80,11 @@ class AttentionMatching(Score):
     ) -> None:
         super().__init__(scorer=scorer)
         owner = f"policy {self.name}"
-        self.rows = check_at_least("rows", rows, 0, self.name)
-        self.draft = check_at_least("draft", draft, 0, self.name)
+        self.rows = check_at_least("rows", rows, 0, self.name, kind="policy")
+        self.draft = check_at_least("draft", draft, 0, self.name, kind="policy")
         if not self.rows and not self.draft:
             raise InputError(f"{owner}: rows and draft are both 0, so there is nothing to match")
-        self.draft_weight = check_number("draft_weight", draft_weight, owner, least=0.0)
+        self.draft_weight = _above_zero("draft_weight", draft_weight, owner)
         self.value_ridge = _above_zero("value_ridge", value_ridge, owner)
         self.bias_ridge = _above_zero("bias_ridge", bias_ridge, owner)
         self.biases = bool(biases)

@@ -75,8 +75,10 @@ class MPCache(RankedPolicy):
         self.alpha = check_share("alpha", alpha, owner)
         self.coarse_share = check_share("coarse_share", coarse_share, owner, least_above=True)
         self.fine_share = check_share("fine_share", fine_share, owner, least_above=True)
-        self.fine_tokens = check_at_least("fine_tokens", fine_tokens, 1, self.name)
-        self.coarse_tokens = check_at_least("coarse_tokens", coarse_tokens, fine_tokens, self.name)
+        self.fine_tokens = check_at_least("fine_tokens", fine_tokens, 1, self.name, kind="policy")
+        self.coarse_tokens = check_at_least(
+            "coarse_tokens", coarse_tokens, fine_tokens, self.name, kind="policy"
+        )
         if self.coarse_tokens % self.fine_tokens:
             raise InputError(
                 f"policy mpcache: coarse_tokens {coarse_tokens} is no multiple of fine_tokens "

@@ -71,7 +71,7 @@ class NaCl(RankedPolicy):
         super().__init__(scorer=scorer)
         self.proxy_share = check_share("proxy_share", proxy_share, "policy nacl")
         self.random_share = check_share("random_share", random_share, "policy nacl")
-        self.seed = check_at_least("seed", seed, 0, self.name)
+        self.seed = check_at_least("seed", seed, 0, self.name, kind="policy")
         self.proxy_start, self.proxy_stop = proxy_start, proxy_stop
         named = [place for place in (proxy_start, proxy_stop) if place is not None]
         if len(named) == 1 or (len(named) == 2 and not 0 <= named[0] < named[1]):

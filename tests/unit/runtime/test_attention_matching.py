@@ -184,8 +184,9 @@ def policy(**parameters: Any) -> Any:
     ("parameters", "said"),
     [
         ({"rows": 0, "draft": 0}, "nothing to match"),
-        ({"rows": -1}, "rows is -1"),
-        ({"draft": 1.5}, "draft is 1.5"),
+        ({"rows": -1}, "policy attention_matching: rows is -1"),
+        ({"draft": 1.5}, "policy attention_matching: draft is 1.5"),
+        ({"rows": 0, "draft_weight": 0}, "draft_weight is 0"),
         ({"value_ridge": 0.0}, "value_ridge is 0"),
         ({"bias_ridge": -1.0}, "bias_ridge is -1"),
         ({"draft_weight": float("nan")}, "draft_weight is nan"),

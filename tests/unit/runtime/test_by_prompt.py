@@ -20,6 +20,7 @@ import kvalloc
 from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError, ProfileFileError, UnsupportedRequestError
 from kvalloc.runtime.handing_out import handed_out
+from kvalloc.runtime.policies import Weighted
 
 CONTEXT, PROTECTED = 90, 6
 LOOKAHEAD = {"tokens": 4, "votes": 0, "pool": 1}
@@ -151,6 +152,20 @@ def naive_scores(
             for layer in profile.shape.full_layers
         ]
     )
+
+
+def test_each_layer_is_scored_once(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What entries are handed out by is what they are kept by."""
+    model, asked = tiny.tiny_model(), list[int]()
+    scores = Weighted.scores
+
+    def counted(self: Weighted, states: Any, *, sinks: int) -> torch.Tensor:
+        asked.append(states.layer)
+        return scores(self, states, sinks=sinks)
+
+    monkeypatch.setattr(Weighted, "scores", counted)
+    run(model, tiny.prompt(CONTEXT), weighted(tiny, model).cache(model))
+    assert asked == list(range(tiny.N_LAYERS))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
