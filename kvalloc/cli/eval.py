@@ -105,6 +105,7 @@ def eval(
         cases={task.name: some for task, some in cases},
     )
     _save(record, output, {file: profiles[name] for name, file in files.items()})
+    _note_slid_out(rows[0], quiet=quiet)
     if json:
         print_json(rows)
     else:
@@ -239,6 +240,17 @@ def _save(record: dict[str, Any], output: Path | None, files: dict[Path, BudgetP
         save_evaluation(record, output)
     for file, profile in files.items():
         replace(profile, evaluation=evaluation_of(record, file.stem)).save(file)
+
+
+def _note_slid_out(full: dict[str, Any], *, quiet: bool) -> None:
+    """Say where the full cache's shares are not of what it stores."""
+    if full["retained_bytes"] > full["full_bytes"]:
+        note(
+            f"{full['name']}: {size(full['full_bytes'])} are needed, which shares are of; "
+            f"transformers stores {size(full['retained_bytes'])}, since layers with a sliding "
+            "window keep the whole prompt until the next token",
+            quiet=quiet,
+        )
 
 
 def _describe(budgets: BudgetProfile) -> str:

@@ -13,7 +13,7 @@ from kvalloc.evaluate.kl import divergence
 from kvalloc.evaluate.needle import NeedleCase
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, UntypedStorage
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 ANSWER_TOKENS = 16
@@ -38,8 +38,8 @@ class Reference:
         Teacher-forced predictions of the answer from its second token on. The first one is
         predicted while the prompt is read, before anything can be evicted, so it is the same for
         every cache and counts nowhere.
-    stored_bytes : int
-        Bytes of K and V after the prompt, read from the tensors.
+    full_bytes : int
+        Bytes of K and V after the prompt that later tokens attend to, see `needed_bytes`.
     prefill_seconds, decode_seconds : float
         Wall time of the prompt, and of the answer after its first token.
     """
@@ -48,7 +48,7 @@ class Reference:
     answer: str
     answer_ids: tuple[int, ...]
     logits: Tensor
-    stored_bytes: int
+    full_bytes: int
     prefill_seconds: float
     decode_seconds: float
 
@@ -78,7 +78,7 @@ class CacheRow:
     retained_bytes : int
         Bytes of K and V stored after the prompt, read from the tensors.
     full_bytes : int
-        The same for the full cache.
+        Those that the full cache needs, see `needed_bytes`.
     prefill_seconds, decode_seconds : float
         Wall time of the prompt, and of the answer after its first token.
     """
@@ -133,7 +133,7 @@ def measure_references(
                 answer=run.answer,
                 answer_ids=run.answer_ids,
                 logits=forced_logits(model, run.after_prompt, run.answer_ids),
-                stored_bytes=run.stored_bytes,
+                full_bytes=run.needed_bytes,
                 prefill_seconds=run.prefill_seconds,
                 decode_seconds=run.decode_seconds,
             )
@@ -190,7 +190,7 @@ def evaluate_cache(
             kl=None if compared is None else compared.kl,
             top1_agreement=None if compared is None else compared.top1_agreement,
             retained_bytes=run.stored_bytes,
-            full_bytes=reference.stored_bytes,
+            full_bytes=reference.full_bytes,
             prefill_seconds=run.prefill_seconds,
             decode_seconds=run.decode_seconds,
         )
@@ -209,7 +209,30 @@ def stored_bytes(cache: Cache) -> int:
         Every storage counted once and in full, so a view that keeps a larger tensor alive costs
         what it keeps alive.
     """
-    storages = {}
+    return sum(storage.nbytes() for storage, _ in _storages(cache))
+
+
+def needed_bytes(cache: Cache) -> int:
+    """Bytes of K and V that later tokens attend to: of each storage what its tensors show.
+
+    After a prompt, a sliding layer of transformers shows the last tokens of its window and keeps
+    the whole prompt's storage alive until the next token; what a model needs is what it shows.
+
+    Parameters
+    ----------
+    cache : transformers.Cache
+
+    Returns
+    -------
+    int
+        At most `stored_bytes`.
+    """
+    return sum(min(storage.nbytes(), shown) for storage, shown in _storages(cache))
+
+
+def _storages(cache: Cache) -> list[tuple[UntypedStorage, int]]:
+    """Every storage of K and V once, and the bytes of the tensors in it."""
+    found: dict[int, tuple[UntypedStorage, int]] = {}
     for layer in cache.layers:
         # a reduced layer may hold entries elsewhere, too
         own = getattr(layer, "stored_tensors", None)
@@ -217,8 +240,9 @@ def stored_bytes(cache: Cache) -> int:
         for tensor in plain if own is None else own():
             if tensor is not None:
                 storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+                _, shown = found.get(storage.data_ptr(), (storage, 0))
+                found[storage.data_ptr()] = (storage, shown + tensor.nbytes)
+    return list(found.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +257,8 @@ class Run:
         The same as tokens, the end mark included.
     after_prompt : transformers.Cache
         A copy of the cache as it was after the prompt.
-    stored_bytes : int
-        Bytes of K and V after the prompt, read from the tensors.
+    stored_bytes, needed_bytes : int
+        Bytes of K and V after the prompt, see the functions of these names.
     prefill_seconds, decode_seconds : float
         Wall time of the prompt, and of the answer after its first token.
     """
@@ -243,6 +267,7 @@ class Run:
     answer_ids: tuple[int, ...]
     after_prompt: Cache
     stored_bytes: int
+    needed_bytes: int
     prefill_seconds: float
     decode_seconds: float
 
@@ -281,7 +306,7 @@ def answer_with(
     start = time.perf_counter()
     token = int(next_logits(model, cache, prompt_ids, last=1)[-1].argmax())
     prefill_seconds = time.perf_counter() - start
-    kept = stored_bytes(cache)
+    stored, needed = stored_bytes(cache), needed_bytes(cache)
     # A copy instead of a crop: a sliding-window layer cannot take back what slid out.
     after_prompt = copy.deepcopy(cache)
     answer_ids = [token]
@@ -293,7 +318,8 @@ def answer_with(
         answer=str(tokenizer.decode(answer_ids, skip_special_tokens=True)).strip(),
         answer_ids=tuple(answer_ids),
         after_prompt=after_prompt,
-        stored_bytes=kept,
+        stored_bytes=stored,
+        needed_bytes=needed,
         prefill_seconds=prefill_seconds,
         decode_seconds=time.perf_counter() - start,
     )

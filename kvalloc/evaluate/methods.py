@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from kvalloc.errors import InputError
-from kvalloc.evaluate.caches import MakeCache, end_tokens, next_logits, stored_bytes
+from kvalloc.evaluate.caches import (
+    MakeCache,
+    end_tokens,
+    needed_bytes,
+    next_logits,
+    stored_bytes,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +38,8 @@ class Compressed:
         Bytes of K and V that are stored now, read from the tensors.
     kept_bytes : int
         Bytes of the entries that later tokens can attend to: less than what is stored where a
-        method only masks entries and frees nothing.
+        method only masks entries and frees nothing, and where a sliding layer still keeps what
+        has left its window.
     prefill_seconds : float
         Wall time of reading and compressing.
     during : callable
@@ -107,13 +114,12 @@ class CacheMethod:
         start = time.perf_counter()
         logits = next_logits(model, cache, prompt_ids, last=1)[-1]
         seconds = time.perf_counter() - start
-        stored = stored_bytes(cache)
         return Compressed(
             model=model,
             cache=cache,
             logits=logits,
-            stored_bytes=stored,
-            kept_bytes=stored,
+            stored_bytes=stored_bytes(cache),
+            kept_bytes=needed_bytes(cache),
             prefill_seconds=seconds,
         )
 

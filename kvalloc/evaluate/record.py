@@ -35,7 +35,7 @@ def demo_record(decisions: Iterable[Decision], experiment: Experiment) -> dict[s
                 "answer": reference.answer,
                 "found": reference.found,
                 "answer_tokens": len(reference.answer_ids),
-                "full_bytes": reference.stored_bytes,
+                "full_bytes": reference.full_bytes,
                 "prefill_seconds": reference.prefill_seconds,
                 "decode_seconds": reference.decode_seconds,
             }

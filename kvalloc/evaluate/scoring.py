@@ -50,7 +50,8 @@ class Outcome:
     found : float or None
         Share of the turns whose answer holds a right one, 0..1; None where nothing is asked.
     retained_bytes, full_bytes : int
-        Bytes of K and V after the prompt, read from the tensors; those of the full cache.
+        Bytes of K and V after the prompt, read from the storages; those that the full cache needs,
+        which is less than it stores while sliding layers keep what has left their window.
     kept_bytes : int
         Bytes of the entries that can be attended to; see `Compressed`.
     prefill_seconds : float
@@ -271,7 +272,7 @@ def _outcome(
         score=_mean_or_none(known(scores)),
         found=_mean_or_none(known(found)),
         retained_bytes=compressed.stored_bytes,
-        full_bytes=full.stored_bytes,
+        full_bytes=full.kept_bytes,
         kept_bytes=compressed.kept_bytes,
         prefill_seconds=compressed.prefill_seconds,
         decoded_tokens=sum(len(read.answer.ids) - 1 for read in turns),

@@ -87,7 +87,7 @@ def question_tables(references: Sequence[Reference], asked: Sequence[Asked]) -> 
             _yes(reference.found),
             "-",
             "-",
-            f"{reference.stored_bytes / MIB:.2f}",
+            f"{reference.full_bytes / MIB:.2f}",
             f"{reference.prefill_seconds:.2f}",
             f"{reference.decode_seconds:.2f}",
         )

@@ -41,6 +41,22 @@ def test_eval_puts_profiles_beside_the_full_cache(models, profiles, folder):
     assert (twin["against"], twin["kl_ratio"], twin["kl_ratio_ci95"]) == ("other", 1.0, [1.0, 1.0])
 
 
+def test_eval_takes_shares_of_what_a_sliding_model_needs(models, profiles, folder):
+    """To transformers' sliding layers a whole prompt clings until the next token."""
+    prompts = folder / "q.jsonl"
+    prompts.write_text(json.dumps({"prompt": " ".join(f"w{n}" for n in range(50)), "answer": "w7"}))
+    arguments = ("eval", models / "gemma", "--profile", profiles / "gemma.json")
+    ran = run(*arguments, "--prompts", prompts, "--json")
+    assert ran.code == 0, ran.err
+    full, reduced = ran.json
+    profile = load_profile(profiles / "gemma.json")
+    assert full["full_bytes"] == reduced["full_bytes"] == profile.full_bytes_at(50)
+    assert full["kept_bytes"] == full["full_bytes"] < full["retained_bytes"]
+    assert reduced["retained_bytes"] == reduced["kept_bytes"] == profile.retained_bytes_at(50)
+    assert "transformers stores" in ran.err
+    assert "transformers stores" not in run(*arguments, "--prompts", prompts, "--quiet").err
+
+
 def test_eval_puts_budgets_for_each_prompt_beside_stored_ones(models, profiles, folder):
     prompts = folder / "each.jsonl"
     lines = [

@@ -37,7 +37,7 @@ def make_reference(answer: str = "1234567.") -> Reference:
         answer=answer,
         answer_ids=(1, 2),
         logits=torch.zeros(1, 3),
-        stored_bytes=1000,
+        full_bytes=1000,
         prefill_seconds=0.0,
         decode_seconds=0.0,
     )

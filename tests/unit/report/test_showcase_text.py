@@ -29,7 +29,7 @@ REFERENCE = Reference(
     answer="1234567.",
     answer_ids=(1, 2),
     logits=torch.zeros(1, 3),
-    stored_bytes=69_120_000,
+    full_bytes=69_120_000,
     prefill_seconds=3.1,
     decode_seconds=0.9,
 )
