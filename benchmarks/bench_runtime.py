@@ -12,7 +12,9 @@ with their quartiles, in time on the clock and, on the CPU, in processor time.
 - decode: tokens a second at ``--batch`` rows of ``--tokens``. The prompt is prefilled for real,
   once for each cache, and its row repeated. In the same turns also what bounds the ratio: the model
   with a cache of a few tokens, whose time no cache can save, and a plain cache of as many entries
-  as are kept by layer, which reads the same bytes.
+  as are kept by layer, which reads the same bytes. On the CPU in float32 all of it twice: with the
+  model's products as torch makes them, and by oneDNN (`packed_products`), for all caches alike,
+  because some processors take most of a step for them.
 - batch: rows that fit into the bytes of K and V that a plain cache of ``--batch`` rows takes, both
   after ``--new-tokens`` decoded tokens. The reduced cache is brought to that many rows, decodes,
   and its storage is measured.
@@ -35,17 +37,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import runtime_peers
 import torch
 from _common import describe_where, guarded, quartiles, where_it_ran
+from packed_products import packed_products
 from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.models import load_model, shape_of
+
+InTurns: TypeAlias = Mapping[str, tuple[list[float], list[float]]]
+"""Of each thing compared, seconds on the clock and of the processor in each round."""
 
 PREFILL_TARGET = 1.08
 DECODE_TARGETS = {"layer": 4.0, "head": 3.5}
@@ -247,45 +253,59 @@ def decode_rows(
 ) -> Iterator[dict[str, Any]]:
     ids, rows, new = arguments.ids[:, : arguments.tokens], arguments.batch, arguments.new_tokens
     caches = {name: prefill(model, one(), ids) for name, one in make.items()}
-    one_row = {level: caches[level].retained_bytes for level in DECODE_TARGETS}
+    full = plain_bytes(caches["plain"], ids)[0]
+    stored = {
+        level: f"{caches[level].retained_bytes:,} bytes a row retained of {full:,}"
+        for level in DECODE_TARGETS
+    }
+    prompt = f"{rows} rows of {ids.shape[1]:,}"
     kept = caches["layer"].kept_tokens.max(axis=1)
     caches["dense"] = shortened(model, caches["plain"], kept)
     caches["alone"] = shortened(model, caches["plain"], np.minimum(kept, FEW_TOKENS))
     for cache in caches.values():
         cache.batch_repeat_interleave(rows)
     device = ids.device
-    found = in_turns(
-        {
-            name: lambda cache=cache: decode(model, cache, rows, new, device)
-            for name, cache in caches.items()
-        },
-        repeats=arguments.repeats,
-    )
-    speed = {name: rows * new / statistics.median(found[name][0]) for name in caches}
-    for level, target in DECODE_TARGETS.items():
-        yield {
-            "name": f"decode by {level} / plain, {rows} rows of {ids.shape[1]:,}, tokens a second",
-            **ratio_of(found, "plain", level),
-            "target": target,
-            "at_most": False,
-            "note": f"{speed[level]:.1f} and {speed['plain']:.1f} tokens/s; "
-            f"{one_row[level]:,} bytes a row retained of {plain_bytes(caches['plain'], ids)[0]:,}",
-        }
-        yield {
-            "name": f"decode by {level} / plain cache of the same bytes, tokens a second",
-            **ratio_of(found, "dense", level),
-            "target": target / DENSE_RATIO,
-            "at_most": False,
-            "note": f"{speed['dense']:.1f} tokens/s; the model alone {speed['alone']:.1f}; "
-            f"without the model's own time the plain cache takes "
-            f"{beyond_the_model(found, level):.1f} times as long",
-        }
-        if device.type == "cuda":
+    calls = {
+        name: lambda cache=cache: decode(model, cache, rows, new, device)
+        for name, cache in caches.items()
+    }
+    found = in_turns(calls, repeats=arguments.repeats)
+    yield from decode_ratios(found, prompt, rows * new, stored)
+    if device.type == "cuda":
+        for level in DECODE_TARGETS:
             yield bandwidth_row(model, caches[level], level, found[level][0], new)
+    elif arguments.dtype == "float32":
+        with packed_products(model, rows):
+            found = in_turns(calls, repeats=arguments.repeats)
+        yield from decode_ratios(found, f"{prompt}, products by oneDNN", rows * new, stored)
     decoded = caches["plain"].get_seq_length() - ids.shape[1]
     memory = plain_bytes(caches["plain"], ids)[1]
     for level in DECODE_TARGETS:
         yield fits_row(model, caches[level], level, memory, rows, decoded, device)
+
+
+def decode_ratios(
+    found: InTurns, prompt: str, tokens: int, stored: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Reduced against plain, and against a plain cache of the same bytes, which bounds it."""
+    speed = {name: tokens / statistics.median(seconds) for name, (seconds, _) in found.items()}
+    for level, target in DECODE_TARGETS.items():
+        yield {
+            "name": f"decode by {level} / plain, {prompt}, tokens a second",
+            **ratio_of(found, "plain", level),
+            "target": target,
+            "at_most": False,
+            "note": f"{speed[level]:.1f} and {speed['plain']:.1f} tokens/s; {stored[level]}",
+        }
+        yield {
+            "name": f"decode by {level} / plain cache of the same bytes, {prompt}",
+            **ratio_of(found, "dense", level),
+            "target": target / DENSE_RATIO,
+            "at_most": False,
+            "note": f"{speed['dense']:.1f} tokens/s, {speed['dense'] / speed['plain']:.2f} of the "
+            f"plain cache's; the model alone {speed['alone']:.1f}; without the model's own time "
+            f"the plain cache takes {beyond_the_model(found, level):.1f} times as long",
+        }
 
 
 def peer_rows(
@@ -317,7 +337,7 @@ def shortened(model: Any, cache: DynamicCache, tokens: Any) -> DynamicCache:
     return short
 
 
-def beyond_the_model(found: Mapping[str, tuple[list[float], list[float]]], level: str) -> float:
+def beyond_the_model(found: InTurns, level: str) -> float:
     """Median ratio of plain to reduced, each less what the model alone takes in that round."""
     rounds = zip(*(found[name][0] for name in ("plain", level, "alone")), strict=True)
     return statistics.median((plain - own) / max(ours - own, 1e-9) for plain, ours, own in rounds)
@@ -387,9 +407,7 @@ def bandwidth_row(
 # How it is measured
 
 
-def in_turns(
-    calls: Mapping[str, Callable[[], object]], *, repeats: int
-) -> dict[str, tuple[list[float], list[float]]]:
+def in_turns(calls: Mapping[str, Callable[[], object]], *, repeats: int) -> InTurns:
     """Seconds on the clock and of the processor of each call, in another order in each round."""
     for call in calls.values():
         call()
@@ -405,9 +423,7 @@ def in_turns(
     return found
 
 
-def ratio_of(
-    found: Mapping[str, tuple[list[float], list[float]]], name: str, reference: str
-) -> dict[str, float]:
+def ratio_of(found: InTurns, name: str, reference: str) -> dict[str, float]:
     """Median and quartiles of the ratios of each round, and the median in processor time."""
     clock, processor = (
         [a / b for a, b in zip(found[name][kind], found[reference][kind], strict=True)]
