@@ -77,10 +77,13 @@ WORKERS ?= 2
 test: $(READY) ## all tests, those with the real model included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=15
 
-# CELLS=1000 SEED=7 takes so many of its cells at random, about five a second and worker.
-test-matrix: $(READY) ## the runtime's whole matrix against the oracle (hours); CELLS=N draws N of it
+# Every policy in every arrival on every model, each with every setting of all else: minutes, about
+# five cells a second and worker. WHOLE=1 takes all combinations (hours), CELLS=1000 SEED=7 so many
+# of these at random, and SHARD=2/8 a part of whichever are taken.
+test-matrix: $(READY) ## every policy x arrival x model of the runtime against the oracle
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/unit/runtime/test_matrix.py \
-		$(if $(CELLS),--matrix-cells $(CELLS) --matrix-seed $(or $(SEED),0),--whole-matrix)
+		$(if $(WHOLE),--whole-matrix,$(if $(CELLS),--matrix-cells $(CELLS) --matrix-seed $(or $(SEED),0),--matrix-product)) \
+		$(if $(SHARD),--matrix-shard $(SHARD))
 
 test-gpu: $(READY) ## the runtime's tests on a CUDA device; skipped where there is none
 	$(BIN)/python -m pytest -q -m gpu tests/gpu

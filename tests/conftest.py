@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 
@@ -23,10 +24,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--matrix-seed", type=int, default=0)
     parser.addoption(
+        "--matrix-product",
+        action="store_true",
+        help="of the matrix, every policy x arrival x model with every setting of all else",
+    )
+    parser.addoption("--matrix-shard", help="of these cells one part, such as 2/8")
+    parser.addoption(
         "--gpu-device",
         default="cuda",
         help="where the tests of gpu/ put their models; cpu tries the tests themselves",
     )
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Of a matrix that was asked for: how many cells there are, and which are refused and why."""
+    asked = ("--matrix-product", "--whole-matrix", "--matrix-cells")
+    if any(map(config.getoption, asked)):
+        from cell_choice import chosen_cells, told
+
+        terminalreporter.section("the runtime's matrix")
+        for line in told(chosen_cells(config.getoption)):
+            terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,7 +2,8 @@
 
 Where entries are stored at fewer bits, the oracle's own ones are held against them, and it goes on
 with the numbers that are stored: the tolerance of what is computed from them is that of any cell.
-The tests are in unit/runtime/test_matrix.py and, on a GPU, in gpu/.
+The tests are in unit/runtime/test_matrix.py and, on a GPU, in gpu/; which cells they take, in
+cell_choice.py.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,9 @@ LENGTHS = (CONTEXT, 41)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COMBINING = [n for n in policy_names() if policy_class(n).combine is not EvictionPolicy.combine]
 HOLDING = [n for n in policy_names() if policy_class(n).holds is not EvictionPolicy.holds]
+RANKING = [n for n in policy_names() if issubclass(policy_class(n), RankedPolicy)]
+LATER = [name for name in scorer_names() if get_scorer(name).later is not None]
+SCORERS = scorer_names()
 READING = [n for n in policy_names() if policy_class(n).reader is not EvictionPolicy.reader]
 # The filter at decoding reads less than what is stored; here it reads all, so that the oracle of
 # what is stored holds. What it leaves out is the subject of test_mpcache.py.
@@ -385,42 +388,9 @@ def comparable(cell: Cell) -> bool:
     return not {"different_lengths", "gemma3", "padding_only"} <= set(cell)
 
 
-def all_cells() -> Iterator[Cell]:
-    return filter(comparable, itertools.product(*FACTORS.values()))
-
-
-def drawn_cells(number: int, seed: int) -> list[Cell]:
-    """So many of all, at random."""
-    return random.Random(seed).sample(list(all_cells()), number)
-
-
-def covering_cells() -> list[Cell]:
-    """Few cells in which any two settings of different factors meet: the greedy choice.
-
-    Each cell begins with a pair that is still missing and takes, factor by factor, the setting that
-    meets most of what it has not met.
-    """
-    names = list(FACTORS)
-    missing = {
-        ((i, a), (j, b))
-        for i, j in itertools.combinations(range(len(names)), 2)
-        for a in FACTORS[names[i]]
-        for b in FACTORS[names[j]]
-    }
-    cells = []
-    while missing:
-        cell: dict[int, str] = dict(min(missing))
-        for place, name in enumerate(names):
-            if place not in cell:
-                cell[place] = max(
-                    (value for value in FACTORS[name] if comparable((*cell.values(), value))),
-                    key=lambda value, place=place, cell=cell: sum(
-                        tuple(sorted([(place, value), other])) in missing for other in cell.items()
-                    ),
-                )
-        missing -= set(itertools.combinations(sorted(cell.items()), 2))
-        cells.append(tuple(cell[place] for place in range(len(names))))
-    return cells
+def scorer_of(cell: Cell) -> str:
+    """The scorers in turn: none of them may matter to what the oracle says."""
+    return SCORERS[sum(map(ord, "".join(cell))) % len(SCORERS)]
 
 
 @functools.cache
@@ -445,18 +415,19 @@ def model_of(
     return model, 2 * own
 
 
-def refusal(cell: Cell, scorer: str) -> str | None:
+def refusal(cell: Cell) -> str | None:
     """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
+    scorer = scorer_of(cell)
     policy, arrival, _, level, _, _, bits, sharing = cell
     if bits != "16_bits" and policy in READING:
         return "compares keys"
-    if sharing == "shared" and not issubclass(policy_class(policy), RankedPolicy):
+    if sharing == "shared" and policy not in RANKING:
         return "chooses for each layer on its own"
     if arrival == "assisted":
         return None  # for every policy, see there
     if scorer == "reconstruction" and arrival == "inputs_embeds":
         return "came as inputs_embeds"
-    held = get_scorer(scorer).later is not None or policy in HOLDING
+    held = scorer in LATER or policy in HOLDING
     if policy in COMBINING and "chunks" in arrival and not held:
         return "merges entries"
     uneven = level == "head" or arrival in ("left_padding", "different_lengths", "padded_chunks")
@@ -469,12 +440,11 @@ def answers_as_the_oracle(tiny: ModuleType, cell: Cell, folder: Path) -> None:
     """The assertions of one cell."""
     policy, arrival, family, level, attention, dtype, bits, sharing = cell
     model, tolerance = model_of(tiny, family, attention, dtype, sharing)
-    # the scorers in turn: none of them may matter to what the oracle says
-    scorer = scorer_names()[sum(map(ord, "".join(cell))) % len(scorer_names())]
+    scorer = scorer_of(cell)
     at = Setting(tiny, model, tolerance, policy, scorer, level, bits, sharing)
     call = functools.partial(ARRIVALS[arrival], at)
     call = functools.partial(call, folder) if arrival == "saved" else call
-    said = refusal(cell, scorer)
+    said = refusal(cell)
     if said is None:
         call()
         return

@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from runtime_cells import FACTORS, Cell, answers_as_the_oracle, covering_cells
+from cell_choice import covering_cells
+from runtime_cells import FACTORS, Cell, answers_as_the_oracle
 from transformers.utils import is_flash_attn_2_available
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,186 @@
+"""Which cells of the runtime's matrix are taken: all, a product, few that cover pairs, or drawn."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from runtime_cells import FACTORS, SCORERS, Cell, comparable, refusal, scorer_of
+
+PRODUCT = ("policy", "arrival", "family")
+OTHERS = tuple(name for name in FACTORS if name not in PRODUCT)
+NAMES = list(FACTORS)
+
+
+def chosen_cells(asked: Callable[[str], Any]) -> list[Cell]:
+    """What the options of the command line ask for; by default few that cover pairs."""
+    if asked("--matrix-cells"):
+        cells = drawn_cells(asked("--matrix-cells"), asked("--matrix-seed"))
+    elif asked("--whole-matrix"):
+        cells = list(all_cells())
+    else:
+        cells = product_cells() if asked("--matrix-product") else covering_cells()
+    place, shards = map(int, (asked("--matrix-shard") or "1/1").split("/"))
+    assert 1 <= place <= shards, "a shard is one of so many, such as 2/8"
+    return cells[place - 1 :: shards]
+
+
+def all_cells() -> Iterator[Cell]:
+    return filter(comparable, itertools.product(*FACTORS.values()))
+
+
+def drawn_cells(number: int, seed: int) -> list[Cell]:
+    """So many of all, at random."""
+    return random.Random(seed).sample(list(all_cells()), number)
+
+
+def covering_cells() -> list[Cell]:
+    """Few cells in which any two settings of different factors meet: the greedy choice.
+
+    Each cell begins with a pair that is still missing and takes, factor by factor, the setting that
+    meets most of what it has not met.
+    """
+    missing = {
+        ((i, a), (j, b))
+        for i, j in itertools.combinations(range(len(NAMES)), 2)
+        for a in FACTORS[NAMES[i]]
+        for b in FACTORS[NAMES[j]]
+    }
+    cells = []
+    while missing:
+        cell: dict[int, str] = dict(min(missing))
+        for place, name in enumerate(NAMES):
+            if place not in cell:
+                cell[place] = max(
+                    (value for value in FACTORS[name] if comparable((*cell.values(), value))),
+                    key=lambda value, place=place, cell=cell: sum(
+                        tuple(sorted([(place, value), other])) in missing for other in cell.items()
+                    ),
+                )
+        missing -= set(itertools.combinations(sorted(cell.items()), 2))
+        cells.append(tuple(cell[place] for place in range(len(NAMES))))
+    return cells
+
+
+# The product
+
+
+def product_cells() -> list[Cell]:
+    """Every policy in every arrival on every model, each with every setting of every other factor.
+
+    For each of these triples cells are taken until all settings of the other factors have been met:
+    by cells that are answered as long as they meet new ones, then by cells that are refused. Of
+    those that meet as many new ones it is the one whose pairs of settings, the scorer's among them,
+    have been met least so far, so that all settings and all pairs take turns.
+    """
+    turns, cells = Turns(), []
+    for triple in itertools.product(*(FACTORS[name] for name in PRODUCT)):
+        every = (triple + rest for rest in itertools.product(*(FACTORS[n] for n in OTHERS)))
+        candidates = list(filter(comparable, every))
+        refused = np.array([refusal(cell) is not None for cell in candidates])
+        cells += [candidates[place] for place in turns.take(candidates, refused)]
+    return cells
+
+
+class Turns:
+    """How often pairs of settings have been met."""
+
+    def __init__(self) -> None:
+        self.settings = [*FACTORS.values(), SCORERS]
+        sizes = [len(settings) for settings in self.settings]
+        self.met = {
+            (i, j): np.zeros((sizes[i], sizes[j]))
+            for i, j in itertools.combinations(range(len(sizes)), 2)
+            if j >= len(PRODUCT)  # the others come from the product itself
+        }
+
+    def take(self, candidates: Sequence[Cell], refused: Any) -> list[int]:
+        """Places of the cells that are taken of one triple's."""
+        codes = np.array(
+            [
+                [self.settings[i].index(value) for i, value in enumerate((*cell, scorer_of(cell)))]
+                for cell in candidates
+            ]
+        )
+        rest = range(len(PRODUCT), len(NAMES))
+        unmet = {i: set(codes[:, i].tolist()) for i in rest}
+        taken: list[int] = []
+        for pool in (np.flatnonzero(~refused), np.flatnonzero(refused)):
+            while len(pool):
+                new = sum(np.isin(codes[pool, i], list(unmet[i])).astype(int) for i in rest)
+                if not new.max():
+                    break
+                best = pool[new == new.max()]
+                place = int(best[np.argmin(self.burden(codes[best]))])
+                taken.append(place)
+                for i in rest:
+                    unmet[i].discard(int(codes[place, i]))
+                for i, j in self.met:
+                    self.met[i, j][codes[place, i], codes[place, j]] += 1
+        return taken
+
+    def burden(self, codes: Any) -> Any:
+        """How often the pairs of each cell have been met, against how often all of their kind."""
+        return sum(
+            met[codes[:, i], codes[:, j]] * met.size / max(met.sum(), 1)
+            for (i, j), met in self.met.items()
+        )
+
+
+# What became of them
+
+
+def refused_as(cell: Cell) -> str | None:
+    """Why a cell ends in a refusal, what arrivals expect by themselves included."""
+    said = refusal(cell)
+    if said is None and "assisted" in cell:
+        return "assisted generation"
+    if said is None and {"crop", "gemma3"} <= set(cell):
+        return "sliding layers cannot be cropped (the prompt before it is answered)"
+    return said
+
+
+def told(cells: Sequence[Cell]) -> list[str]:
+    """How many cells are answered, and which are refused and why, line by line."""
+    refused: dict[tuple[str, str], list[Cell]] = collections.defaultdict(list)
+    for cell in cells:
+        said = refused_as(cell)
+        if said is not None:
+            refused[cell[0], said].append(cell)
+    number = sum(map(len, refused.values()))
+    triples = len({cell[: len(PRODUCT)] for cell in cells})
+    whole = int(np.prod([len(FACTORS[name]) for name in PRODUCT]))
+    lines = [
+        f"{len(cells):,} cells of {triples} of {whole} policies x arrivals x models: "
+        f"{len(cells) - number:,} answered as the oracle, {number:,} refused:"
+    ]
+    for (policy, said), some in sorted(refused.items()):
+        arrivals = sorted({cell[1] for cell in some})
+        everywhere = len(arrivals) == len(FACTORS["arrival"])
+        within = "every arrival" if everywhere else ", ".join(arrivals)
+        lines.append(f"  {len(some):5,}  {policy}: {said!r} in {within}")
+    never = len(list(itertools.product(*FACTORS.values()))) - len(list(all_cells()))
+    lines.append(
+        f"left out of all {never:,}: different_lengths on gemma3 with padding_only, where a model "
+        "without a reduced cache counts its windows otherwise, too"
+    )
+    return lines
+
+
+def impossible() -> dict[Cell, str]:
+    """Triples of the product that are refused whatever the rest is, and why."""
+    found: dict[Cell, set[str]] = collections.defaultdict(set)
+    answered = set()
+    for cell in all_cells():
+        said = refused_as(cell)
+        if said is None:
+            answered.add(cell[: len(PRODUCT)])
+        else:
+            found[cell[: len(PRODUCT)]].add(said)
+    return {
+        triple: " | ".join(sorted(said)) for triple, said in found.items() if triple not in answered
+    }
