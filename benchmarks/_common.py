@@ -49,12 +49,11 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def ratios(seconds: Mapping[str, list[float]], name: str, reference: str) -> dict[str, float]:
-    """Ratio of the medians, and the spread of the ratios of each round."""
+    """Median and spread of the ratios of each round: what ran side by side is compared."""
     pairs = [a / b for a, b in zip(seconds[name], seconds[reference], strict=True)]
-    low, _, high = quartiles(pairs)
-    medians = statistics.median(seconds[name]) / statistics.median(seconds[reference])
+    low, middle, high = quartiles(pairs)
     return {
-        "ratio": medians,
+        "ratio": middle,
         "ratio_quartile_1": low,
         "ratio_quartile_3": high,
         "ratio_min": min(pairs),
