@@ -9,7 +9,7 @@ The rounding itself is the measured one (`kvalloc.quantising`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from kvalloc.budget_profile import BudgetProfile
-from kvalloc.quantising import from_codes, key_codes, value_codes
+from kvalloc.quantising import from_codes
 from kvalloc.runtime.ragged import BLOCK_TOKENS, IntArray, Piece, RaggedEntries
+from kvalloc.runtime.segments import Segment, unpacked_codes
 from kvalloc.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 
-__all__ = ["PackedEntries", "PackedHeads", "Segment", "packed_layers"]
+__all__ = ["PackedEntries", "PackedHeads", "packed_layers"]
 
 _SCALE_BLOCKS = BLOCK_TOKENS // KEY_BLOCK_TOKENS
 
@@ -35,74 +36,22 @@ def packed_layers(profile: BudgetProfile) -> dict[int, IntArray]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """One head's entries of one row, as they are stored.
+class PaddedRests:
+    """Each segment's entries behind its whole blocks, as many columns of whole blocks of keys.
 
     Attributes
     ----------
-    keys : Tensor, (n, key_bytes) of uint8, or (n, head_dim) at 16 bits
-        Packed codes, a row to a whole byte.
-    values : Tensor, (n, value_bytes) of uint8, or (n, head_dim) at 16 bits
-        Packed codes, and after them the row's own scales and minima.
-    key_scales : Tensor of float16, (ceil(n / 64), 2, head_dim)
-        None at 16 bits.
-    positions : Tensor of int32, (n,)
-    bias : Tensor of float32, (n,), or None
+    entries : Tensor of int64, (n_segments, n_columns)
+        Which entry each is; 0 beyond a segment's end.
+    scales : Tensor of int64, (n_segments, n_columns / 64)
+        Which key scale each block has; 0 where there is none.
+    logits : Tensor of float32, (n_segments, 1, n_columns)
+        What logits begin with: minus infinity beyond a segment's end, and the entries' own bias.
     """
 
-    keys: Tensor
-    values: Tensor
-    key_scales: Tensor | None
-    positions: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, piece: Piece, bits: int) -> Segment:
-        """Round and pack what is kept of a piece."""
-        keys, values, positions, bias, kept = piece
-        keys, values = keys.index_select(0, kept), values.index_select(0, kept)
-        positions = positions.index_select(0, kept)
-        bias = None if bias is None else bias.index_select(0, kept)
-        if bits == 16:
-            return cls(keys=keys, values=values, key_scales=None, positions=positions, bias=bias)
-        codes, key_scales = key_codes(keys, bits)
-        own_codes, scales = value_codes(values, bits)
-        rows = [_packed(own_codes, bits), scales.flatten(1).contiguous().view(torch.uint8)]
-        return cls(
-            keys=_packed(codes, bits),
-            values=torch.cat(rows, dim=1),
-            key_scales=key_scales,
-            positions=positions,
-            bias=bias,
-        )
-
-    def first(self, count: int) -> Segment:
-        """The first entries; a block that loses some keeps its scales."""
-        scales = self.key_scales
-        return Segment(
-            keys=self.keys[:count],
-            values=self.values[:count],
-            key_scales=None if scales is None else scales[: -(-count // KEY_BLOCK_TOKENS)],
-            positions=self.positions[:count],
-            bias=None if self.bias is None else self.bias[:count],
-        )
-
-    def and_then(self, other: Segment) -> Segment:
-        """Another segment behind this one, whose last block is full."""
-        scales = None
-        if self.key_scales is not None and other.key_scales is not None:
-            scales = torch.cat([self.key_scales, other.key_scales])
-        bias = None
-        if self.bias is not None:
-            more = torch.zeros_like(other.positions, dtype=torch.float32)
-            bias = torch.cat([self.bias, more if other.bias is None else other.bias])
-        return Segment(
-            keys=torch.cat([self.keys, other.keys]),
-            values=torch.cat([self.values, other.values]),
-            key_scales=scales,
-            positions=torch.cat([self.positions, other.positions]),
-            bias=bias,
-        )
+    entries: Tensor
+    scales: Tensor
+    logits: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +65,8 @@ class PackedHeads:
     heads : tuple of int
         KV heads of the layer, rising.
     codes : RaggedEntries
-        Packed rows of keys and values, see `Segment`, in the order of ragged entries.
+        Packed rows of keys and values, see
+        `kvalloc.runtime.segments.Segment`, in the order of ragged entries.
     key_scales : Tensor of float16, (n_key_blocks, 2, head_dim), or None
         First those of all whole blocks of entries, then those of the rests; None at 16 bits.
     like : tuple of Tensor
@@ -222,6 +172,40 @@ class PackedHeads:
             None if bias is None else torch.cat([bias[part] for part in cut]),
         )
 
+    @property
+    def aligned(self) -> bool:
+        """Whether scales of values begin at even bytes, and keys fill theirs."""
+        return all(int(one.shape[-1]) * self.bits % 16 == 0 for one in self.like)
+
+    @cached_property
+    def first_scales(self) -> Tensor:
+        """Which scale is the first of each segment's blocks, and of its rest, (n_segments, 2)."""
+        blocks = np.array([start for start, _, _, _ in self.codes.spans]) // KEY_BLOCK_TOKENS
+        table = np.stack([blocks, self._rest_scales[:-1]], axis=1).astype(np.int64)
+        return torch.from_numpy(table).to(self.codes.keys.device)
+
+    @cached_property
+    def padded_rests(self) -> PaddedRests:
+        """Where each segment's rest is, in blocks of keys; found out once."""
+        rests = (self.codes.lengths % BLOCK_TOKENS).reshape(-1, 1)
+        n_scales = -(-int(rests.max()) // KEY_BLOCK_TOKENS)
+        start = np.array([[rest] for _, _, rest, _ in self.codes.spans])
+        column, block = np.arange(n_scales * KEY_BLOCK_TOKENS), np.arange(n_scales)
+        entries = np.where(column < rests, start + column, 0)
+        scales = self._rest_scales[:-1, None] + block
+        scales = np.where(block * KEY_BLOCK_TOKENS < rests, scales, 0)
+        beyond = torch.from_numpy(column >= rests)
+        device = self.codes.keys.device
+        logits = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf")).to(device)
+        places = torch.from_numpy(entries.astype(np.int64)).to(device)
+        if self.codes.bias is not None:
+            logits += self.codes.bias[places]
+        return PaddedRests(
+            entries=places,
+            scales=torch.from_numpy(scales.astype(np.int64)).to(device),
+            logits=logits[:, None],
+        )
+
     @cached_property
     def _layouts(self) -> dict[tuple[int, int, int, int], RaggedEntries]:
         return {}
@@ -264,7 +248,7 @@ class PackedHeads:
         return torch.from_numpy(owner + column // KEY_BLOCK_TOKENS).to(self.codes.keys.device)
 
     def _unpacked_keys(self, packed: Tensor) -> Tensor:
-        return _unpacked(packed, self.bits, int(self.like[0].shape[-1]))
+        return unpacked_codes(packed, self.bits, int(self.like[0].shape[-1]))
 
     def _values(self, rows: Tensor) -> Tensor:
         """Values of packed rows, (n, head_dim)."""
@@ -276,7 +260,7 @@ class PackedHeads:
         scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format)
         n_blocks = -(-head_dim // VALUE_BLOCK_CHANNELS)
         scales = scales.view(torch.float16).view(rows.shape[0], n_blocks, 2).float()
-        codes = _unpacked(rows[:, :n_bytes], self.bits, head_dim)
+        codes = unpacked_codes(rows[:, :n_bytes], self.bits, head_dim)
         if n_blocks > 1:
             scales = scales.repeat_interleave(VALUE_BLOCK_CHANNELS, dim=1)[:, :head_dim]
         return from_codes(codes, scales[..., 0], scales[..., 1]).to(self.like[1].dtype)
@@ -437,31 +421,7 @@ class PackedEntries:
                 if full < count:  # values are rounded by token: those that were stay as they are
                     kept = before.values[full:]
                     changed = torch.cat([kept, added.values[kept.shape[0] :]])
-                    added = _with_values(added, changed)
+                    added = replace(added, values=changed)
                 own.append(before.first(full).and_then(added))
             segments.append(own)
         return self.of(segments, self.bits, self.parts[0].like)
-
-
-def _with_values(segment: Segment, values: Tensor) -> Segment:
-    return Segment(
-        keys=segment.keys,
-        values=values,
-        key_scales=segment.key_scales,
-        positions=segment.positions,
-        bias=segment.bias,
-    )
-
-
-def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes (n, head_dim) as bytes; at 4 bits two to a byte, the even channel in the low half."""
-    if bits == 8:
-        return codes.contiguous()
-    padded = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
-    return padded[:, 0::2] | (padded[:, 1::2] << 4)
-
-
-def _unpacked(packed: Tensor, bits: int, head_dim: int) -> Tensor:
-    if bits == 8:
-        return packed
-    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)[:, :head_dim]

@@ -9,12 +9,18 @@ exponentials. Of a normalised softmax ``p`` with largest logit ``m`` it is ``m -
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from kvalloc.runtime.ragged import RaggedEntries
 
-__all__ = ["decoding_attention"]
+__all__ = ["Partial", "decoding_attention", "joined"]
+
+#: A part's softmax: largest logit and largest weight, (n_parts, group), and the values so
+#: weighted, (n_parts, group, head_dim).
+Partial: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def decoding_attention(
@@ -51,23 +57,38 @@ def decoding_attention(
     if entries.block_logits is not None:
         logits += entries.block_logits
     weights = logits.softmax(dim=-1)
-    most = torch.cat([logits.amax(dim=-1), near[0]])
-    share = torch.cat([weights.amax(dim=-1), near[1]])
-    answers = torch.cat([weights.bmm(block_values), near[2]])
-    parts, absent = entries.parts(group)
+    blocks = (logits.amax(dim=-1), weights.amax(dim=-1), weights.bmm(block_values))
+    return joined(entries, blocks, near).view(batch, 1, n_query_heads, -1)
+
+
+def joined(entries: RaggedEntries, blocks: Partial, near: Partial) -> Tensor:
+    """One softmax of those of all blocks and of all that is near.
+
+    Parameters
+    ----------
+    entries : RaggedEntries
+        Which tells whose the blocks are.
+    blocks : Partial
+        Of each whole block.
+    near : Partial
+        Of each segment's rest and the tokens that followed.
+
+    Returns
+    -------
+    Tensor, (n_segments * group, head_dim)
+    """
+    most, share, answers = (torch.cat(pair) for pair in zip(blocks, near, strict=True))
+    parts, absent = entries.parts(int(most.shape[1]))
     lse = most.sub_(share.log_()).view(-1)
     weights = lse.index_select(0, parts.view(-1)).view(parts.shape)
     weights = weights.masked_fill_(absent, float("-inf")).softmax(dim=-1)
-    result = torch.nn.functional.embedding_bag(
+    return torch.nn.functional.embedding_bag(
         parts, answers.view(-1, answers.shape[-1]), mode="sum", per_sample_weights=weights
     )
-    return result.view(batch, 1, n_query_heads, -1)
 
 
-def _near(
-    rows: Tensor, entries: RaggedEntries, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logit and largest weight, (n_segments, group), and answer of rests and followers."""
+def _near(rows: Tensor, entries: RaggedEntries, keys: Tensor, values: Tensor) -> Partial:
+    """The softmax of each segment's rest and followers."""
     n_segments = rows.shape[0]
     keys = keys.reshape(n_segments, keys.shape[2], -1)
     values = values.reshape(n_segments, values.shape[2], -1)

@@ -5,11 +5,13 @@ Imported only where Triton is installed, which torch brings along on CUDA. With
 
 One program reads, for one row and KV head, all query rows of a block of them; a long segment is
 split over several programs, whose partial softmaxes are added afterwards. Whole blocks come first,
-then the rest, then the tokens that followed; the last split reads the last two.
+then the rest, then the tokens that followed; the last split reads the last two. Entries at 8 or 4
+bits are read as they are stored.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,11 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvalloc.runtime.kernel_parts import add_numbers, add_packed
 from kvalloc.runtime.ragged import IntArray
+from kvalloc.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 
-__all__ = ["SpannedEntries", "kernel_attention"]
+__all__ = ["KernelPacking", "SpannedEntries", "kernel_attention"]
 
-_COLUMNS = 64
+_COLUMNS = KEY_BLOCK_TOKENS  # so that a block of columns has one key scale
 _LEAST_ROWS = 16
 _MOST_ROWS = 64
 _MOST_SPLITS = 64
@@ -54,6 +58,24 @@ class SpannedEntries(Protocol):
         """Two spans of each segment, int64, (n_segments, 4): start and end, start and end."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelPacking:
+    """How spanned entries at fewer bits are packed, see `kvalloc.runtime.segments.Segment`.
+
+    Attributes
+    ----------
+    bits : int
+        8 or 4.
+    key_scales : Tensor of float16, (n_key_blocks, 2, head_dim)
+    first_scales : Tensor of int64, (n_segments, 2)
+        Which key scale is the first of each of a segment's two spans.
+    """
+
+    bits: int
+    key_scales: Tensor
+    first_scales: Tensor
+
+
 def kernel_attention(
     queries: Tensor,
     entries: SpannedEntries,
@@ -65,6 +87,7 @@ def kernel_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     splits: int | None = None,
+    packing: KernelPacking | None = None,
 ) -> Tensor:
     """The same as `kvalloc.runtime.ragged_attention.ragged_attention`.
 
@@ -74,67 +97,91 @@ def kernel_attention(
         As there.
     splits : int, optional
         Programs that share one segment; by default as many as fill the device.
+    packing : KernelPacking, optional
+        Where the entries' keys and values are packed rows of uint8, those of values of an even
+        number of bytes.
 
     Returns
     -------
     Tensor, (batch, n_new_tokens, n_query_heads, head_dim)
     """
-    batch, n_query_heads, n_new, head_dim = queries.shape
-    n_kv_heads, n_following = keys.shape[1], keys.shape[2]
-    n_segments = batch * n_kv_heads
-    group = n_query_heads // n_kv_heads
-    n_rows = group * n_new
+    batch, n_query_heads, n_new, _ = queries.shape
+    n_kv_heads, value_dim = keys.shape[1], values.shape[-1]
+    sinks = None
+    if sink_logits is not None:
+        sinks = sink_logits.float().view(1, n_kv_heads, -1, 1)
+        sinks = sinks.expand(batch, -1, -1, n_new).reshape(1, batch * n_kv_heads, -1)
+    # Triton launches on the current device, which need not be this layer's
+    with torch.cuda.device_of(queries):  # type: ignore[no-untyped-call]
+        parts = _partial(queries, entries, keys, values, scaling, visible, softcap, splits, packing)
+    result = _joined(*parts, sinks)
+    shaped = result.to(queries.dtype).view(batch, n_query_heads, n_new, value_dim)
+    return shaped.transpose(1, 2).contiguous()
+
+
+def _partial(
+    queries: Tensor,
+    entries: SpannedEntries,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    visible: Tensor | None,
+    softcap: float | None,
+    splits: int | None,
+    packing: KernelPacking | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each split's softmax: most, total, (splits, n_segments, n_rows), and summed values."""
+    head_dim, value_dim = queries.shape[-1], values.shape[-1]
+    n_segments, n_following = keys.shape[0] * keys.shape[1], keys.shape[2]
+    n_rows = queries.numel() // (n_segments * head_dim)
     rows = min(max(triton.next_power_of_2(n_rows), _LEAST_ROWS), _MOST_ROWS)
     row_blocks = triton.cdiv(n_rows, rows)
     if splits is None:
         splits = _splits(entries, n_segments * row_blocks, keys.device)
-    value_dim = values.shape[-1]
     most = keys.new_empty(splits, n_segments, n_rows, dtype=torch.float32)
     total, summed = torch.empty_like(most), most.new_empty(*most.shape, value_dim)
+    value_block = max(triton.next_power_of_2(value_dim), 16)
     nothing = most  # stands for an argument that is not read
-    # Triton launches on the current device, which need not be this layer's
-    with torch.cuda.device_of(queries):  # type: ignore[no-untyped-call]
-        _read_segment[(n_segments, row_blocks, splits)](
-            queries.reshape(n_segments, n_rows, head_dim).contiguous(),
-            entries.keys,
-            entries.values,
-            nothing if entries.bias is None else entries.bias,
-            entries.span_table,
-            keys.reshape(n_segments, n_following, head_dim).contiguous(),
-            values.reshape(n_segments, n_following, value_dim).contiguous(),
-            nothing if visible is None else visible.to(torch.uint8).contiguous(),
-            most,
-            total,
-            summed,
-            n_segments,
-            n_rows,
-            n_new,
-            n_following,
-            n_kv_heads,
-            scaling,
-            0.0 if softcap is None else softcap,
-            HEAD_DIM=head_dim,
-            VALUE_DIM=value_dim,
-            HEAD_BLOCK=max(triton.next_power_of_2(head_dim), 16),
-            VALUE_BLOCK=max(triton.next_power_of_2(value_dim), 16),
-            ROWS=rows,
-            COLUMNS=_COLUMNS,
-            SPLITS=splits,
-            BIASED=entries.bias is not None,
-            PADDED=visible is not None,
-            CAPPED=softcap is not None,
-            PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
-        )
-    if sink_logits is not None:
-        own = sink_logits.float().view(1, n_kv_heads, group, 1)
-        own = own.expand(batch, -1, -1, n_new).reshape(1, n_segments, n_rows)
-        most, total = torch.cat([most, own]), torch.cat([total, torch.ones_like(own)])
+    _read_segment[(n_segments, row_blocks, splits)](
+        queries.reshape(n_segments, n_rows, head_dim).contiguous(),
+        entries.keys,
+        entries.values,
+        nothing if packing is None else packing.key_scales,
+        nothing if packing is None else entries.values.view(torch.float16),
+        nothing if packing is None else packing.first_scales,
+        nothing if entries.bias is None else entries.bias,
+        entries.span_table,
+        keys.reshape(n_segments, n_following, head_dim).contiguous(),
+        values.reshape(n_segments, n_following, value_dim).contiguous(),
+        nothing if visible is None else visible.to(torch.uint8).contiguous(),
+        *(most, total, summed),
+        *(n_segments, n_rows, queries.shape[2], n_following, keys.shape[1]),
+        *(scaling, 0.0 if softcap is None else softcap),
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        HEAD_BLOCK=max(triton.next_power_of_2(head_dim), 16),
+        VALUE_BLOCK=value_block,
+        ROWS=rows,
+        COLUMNS=_COLUMNS,
+        SPLITS=splits,
+        CHANNELS=min(VALUE_BLOCK_CHANNELS, value_block),
+        BITS=16 if packing is None else packing.bits,
+        BIASED=entries.bias is not None,
+        PADDED=visible is not None,
+        CAPPED=softcap is not None,
+        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+    )
+    return most, total, summed
+
+
+def _joined(most: Tensor, total: Tensor, summed: Tensor, sinks: Tensor | None) -> Tensor:
+    """What the splits' softmaxes, (splits, n_segments, n_rows, ...), say together."""
+    if sinks is not None:
+        most, total = torch.cat([most, sinks]), torch.cat([total, torch.ones_like(sinks)])
         summed = torch.cat([summed, summed.new_zeros(1, *summed.shape[1:])])
     factor = (most - most.amax(dim=0)).exp()
     result = (summed * factor.unsqueeze(-1)).sum(dim=0)
-    result = result / (total * factor).sum(dim=0).unsqueeze(-1)
-    shaped = result.to(queries.dtype).view(batch, n_query_heads, n_new, value_dim)
-    return shaped.transpose(1, 2).contiguous()
+    return result / (total * factor).sum(dim=0).unsqueeze(-1)
 
 
 def _splits(entries: SpannedEntries, programs: int, device: torch.device) -> int:
@@ -147,78 +194,13 @@ def _splits(entries: SpannedEntries, programs: int, device: torch.device) -> int
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _read(  # type: ignore[no-untyped-def]
-    queries,
-    keys,
-    values,
-    bias,
-    start,
-    end,
-    most,
-    total,
-    summed,
-    scaling,
-    softcap,
-    place,
-    visible,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BIASED: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add the entries from start to end to a softmax, a block of columns at a time."""
-    dims, value_dims = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
-    for first in range(start, end, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        inside = column < end
-        key = tl.load(
-            keys + column[None, :] * HEAD_DIM + dims[:, None],
-            mask=inside[None, :] & (dims[:, None] < HEAD_DIM),
-            other=0.0,
-        )
-        logits = tl.dot(queries, key, input_precision=PRECISION) * scaling
-        if CAPPED:
-            # tanh by exponentials, of the absolute value so that they cannot overflow
-            small = tl.exp(-2.0 * tl.abs(logits) / softcap)
-            turned = (1.0 - small) / (1.0 + small)
-            logits = softcap * tl.where(logits < 0, -turned, turned)
-        if BIASED:
-            logits += tl.load(bias + column, mask=inside, other=0.0)[None, :]
-        shown = inside[None, :]
-        if CAUSAL:
-            shown = shown & (column[None, :] <= place[:, None])
-            if PADDED:
-                real = tl.load(visible + column, mask=inside, other=0) != 0
-                shown = shown & (real[None, :] | (column[None, :] == place[:, None]))
-        logits = tl.where(shown, logits, float("-inf"))
-        highest = tl.maximum(most, tl.max(logits, 1))
-        # a row that has seen nothing yet: -inf minus -inf is not a number
-        finite = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp(logits - finite[:, None])
-        factor = tl.exp(most - finite)
-        value = tl.load(
-            values + column[:, None] * VALUE_DIM + value_dims[None, :],
-            mask=inside[:, None] & (value_dims[None, :] < VALUE_DIM),
-            other=0.0,
-        )
-        total = total * factor + tl.sum(weights, 1)
-        summed = summed * factor[:, None]
-        summed += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
-        most = highest
-    return most, total, summed
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _read_segment(  # type: ignore[no-untyped-def]
     queries,
     kept_keys,
     kept_values,
+    key_scales,
+    value_scales,
+    first_scales,
     bias,
     spans,
     keys,
@@ -241,6 +223,8 @@ def _read_segment(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BITS: tl.constexpr,
     BIASED: tl.constexpr,
     PADDED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -264,20 +248,22 @@ def _read_segment(  # type: ignore[no-untyped-def]
     rest, rest_end = tl.load(spans + segment * 4 + 2), tl.load(spans + segment * 4 + 3)
     share = tl.cdiv(tl.cdiv(end - start, SPLITS), COLUMNS) * COLUMNS
     own = start + split * share
-    most, total, summed = _read(
-        asked, kept_keys, kept_values, bias, own, tl.minimum(own + share, end),
-        most, total, summed, scaling, softcap, place, visible,
-        HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS,
-        BIASED, False, CAPPED, False, PRECISION,
+    most, total, summed = _add_kept(
+        asked, kept_keys, kept_values, key_scales, value_scales, first_scales + segment * 2,
+        bias, own, tl.minimum(own + share, end), (own - start) // COLUMNS,
+        most, total, summed, scaling, softcap,
+        HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
+        BITS, BIASED, CAPPED, PRECISION,
     )  # fmt: skip
     if split == SPLITS - 1:
-        most, total, summed = _read(
-            asked, kept_keys, kept_values, bias, rest, rest_end,
-            most, total, summed, scaling, softcap, place, visible,
-            HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS,
-            BIASED, False, CAPPED, False, PRECISION,
+        most, total, summed = _add_kept(
+            asked, kept_keys, kept_values, key_scales, value_scales, first_scales + segment * 2 + 1,
+            bias, rest, rest_end, 0,
+            most, total, summed, scaling, softcap,
+            HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
+            BITS, BIASED, CAPPED, PRECISION,
         )  # fmt: skip
-        most, total, summed = _read(
+        most, total, summed = add_numbers(
             asked,
             keys + segment * n_following * HEAD_DIM,
             values + segment * n_following * VALUE_DIM,
@@ -295,3 +281,50 @@ def _read_segment(  # type: ignore[no-untyped-def]
         summed,
         mask=(row[:, None] < n_rows) & (value_dims[None, :] < VALUE_DIM),
     )
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _add_kept(  # type: ignore[no-untyped-def]
+    queries,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    first_scale,
+    bias,
+    start,
+    end,
+    blocks_before,
+    most,
+    total,
+    summed,
+    scaling,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BITS: tl.constexpr,
+    BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add kept entries from start to end to a softmax, as they are stored."""
+    if BITS == 16:
+        most, total, summed = add_numbers(
+            queries, keys, values, bias, start, end, most, total, summed, scaling, softcap,
+            end, end,  # place and padding, which nothing asks for
+            HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS,
+            BIASED, False, CAPPED, False, PRECISION,
+        )  # fmt: skip
+    else:
+        most, total, summed = add_packed(
+            queries, keys, values, key_scales, value_scales, bias,
+            start, end, tl.load(first_scale) + blocks_before,
+            most, total, summed, scaling, softcap,
+            HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
+            BITS, BIASED, CAPPED, PRECISION,
+        )  # fmt: skip
+    return most, total, summed

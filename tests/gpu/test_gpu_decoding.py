@@ -16,6 +16,7 @@ from test_decoding_attention import (  # noqa: F401  its tests and fixtures
     test_what_is_held_apart_joins_for_everything_else,
     test_what_is_kept_stays_where_it_is_while_decoding,
 )
+from test_packed_kernel import CHECK as PACKED_CHECK
 from test_ragged_kernel import check, needs_triton
 
 from kvalloc.runtime.even_attention import EvenEntries
@@ -28,6 +29,13 @@ def test_the_kernel_equals_the_plain_computation(device: str) -> None:
     if device == "cpu":
         pytest.skip("the interpreter has a test of its own")
     assert "float32" in check("cuda")
+
+
+@needs_triton
+def test_the_kernel_reads_packed_entries(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("the interpreter has a test of its own")
+    assert "equal" in check("cuda", script=PACKED_CHECK)
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvalloc.quantising import quantised_keys, quantised_values
 from kvalloc.runtime import packed_attention as module
+from kvalloc.runtime import packed_decoding as decoding
 from kvalloc.runtime.packed import PackedEntries
-from kvalloc.runtime.packed_attention import packed_attention
+from kvalloc.runtime.packed_attention import Asked, packed_attention, unpacked_attention
 from kvalloc.runtime.ragged import RaggedEntries
 from kvalloc.runtime.ragged_attention import ragged_attention
 from kvalloc.stored_bytes import stored_bytes
@@ -146,8 +147,8 @@ def test_the_scratch_of_attention_is_bounded(
     counts = np.array([[1000, 1000, 1000]] * 4)
     found = numbers(counts, 16, torch.float32)
     entries = PackedEntries.collect(counts, piece_of(found), np.array([4, 4, 4]))
-    queries = torch.randn(4, 6, 1, 16)
-    keys, values = torch.randn(2, 4, 3, 1, 16)
+    queries = torch.randn(4, 6, 2, 16)
+    keys, values = torch.randn(2, 4, 3, 2, 16)
     whole = int(counts.sum()) * 2 * 16 * 4
     peaks = []
     for scratch in (1000 * 2 * 16, 1 << 23):
@@ -155,6 +156,59 @@ def test_the_scratch_of_attention_is_bounded(
         attended = peak_bytes(lambda: packed_attention(queries, entries, keys, values, scaling=0.3))
         peaks.append(attended)
     assert peaks[0] <= 5 * whole // 12 < whole < peaks[1]
+
+
+def test_one_token_has_still_less_scratch(peak_bytes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few blocks' codes as floats: entries are a quarter of the keys alone as numbers."""
+    counts = np.array([[1024, 1024, 1024]] * 4)
+    found = numbers(counts, 64, torch.float32)
+    entries = PackedEntries.collect(counts, piece_of(found), np.array([4, 4, 4]))
+    queries = torch.randn(4, 3, 1, 64)
+    keys, values = torch.randn(2, 4, 3, 1, 64)
+    monkeypatch.setattr(decoding, "SCRATCH_NUMBERS", 4 * 128 * 64)
+    # without the layout that is found out once
+    packed_attention(queries, entries, keys, values, scaling=0.3)
+    attended = peak_bytes(lambda: packed_attention(queries, entries, keys, values, scaling=0.3))
+    assert 4 * 128 * 64 * 4 < attended < int(counts.sum()) * 64 * 4 // 4
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    counts=counts_strategy,
+    bits=st.sampled_from([8, 4]),
+    head_dim=st.sampled_from([9, 10, 32, 64, 80, 128]),
+    group=st.integers(1, 3),
+    biased=st.booleans(),
+    blocks=st.integers(1, 4),
+    offset=st.sampled_from([0.0, 5.0]),
+)
+def test_one_token_asks_codes_and_hears_what_the_numbers_say(
+    counts: Any, bits: int, head_dim: int, group: int, biased: bool, blocks: int, offset: float
+) -> None:
+    found = numbers(counts, head_dim, torch.float32)
+    found = {place: (keys + offset, values - offset) for place, (keys, values) in found.items()}
+    entries = PackedEntries.collect(np.array(counts), piece_of(found, biased), np.full(HEADS, bits))
+    (part,) = entries.parts
+    generator = torch.Generator().manual_seed(group)
+    queries = torch.randn(BATCH, group * HEADS, 1, head_dim, generator=generator)
+    latest = torch.randn(2, BATCH, HEADS, blocks, head_dim, generator=generator)
+    scaling = head_dim**-0.5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "SCRATCH_NUMBERS", blocks * 128 * head_dim)
+        one = decoding.packed_decoding(queries, part, *latest, scaling=scaling)
+    asked = Asked(queries=queries, keys=latest[0], values=latest[1], scaling=scaling)
+    torch.testing.assert_close(one, unpacked_attention(asked, part), atol=2e-5, rtol=1e-5)
+    exact = torch.empty(BATCH, 1, group * HEADS, head_dim, dtype=torch.float64)
+    for row, head in np.ndindex(BATCH, HEADS):
+        keys, values, _, bias, _ = entries.piece(row, head)
+        own = slice(head * group, (head + 1) * group)
+        stored = torch.cat([keys, latest[0, row, head]]).double()
+        logits = queries[row, own, 0].double() @ stored.T * scaling
+        if bias is not None:
+            logits[:, : len(bias)] += bias
+        stored = torch.cat([values, latest[1, row, head]]).double()
+        exact[row, 0, own] = logits.softmax(-1) @ stored
+    torch.testing.assert_close(one.double(), exact, atol=2e-5, rtol=1e-5)
 
 
 @settings(deadline=None, max_examples=25)

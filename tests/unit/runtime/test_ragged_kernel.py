@@ -89,9 +89,9 @@ print(worst)
 """
 
 
-def check(*arguments: str, **environment: str) -> str:
+def check(*arguments: str, script: str = CHECK, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", CHECK, *arguments],
+        [sys.executable, "-c", script, *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
