@@ -11,7 +11,7 @@ from kvalloc.cli import eval_options as options
 from kvalloc.cli.eval_methods import cache_methods, check_adapts, read_target
 from kvalloc.cli.loading import load
 from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
-from kvalloc.cli.output import note, print_json, print_table, size
+from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, size
 from kvalloc.cli.peers import peer_methods, read_peers
 from kvalloc.errors import InputError
 
@@ -247,8 +247,7 @@ def _note_slid_out(full: dict[str, Any], *, quiet: bool) -> None:
     if full["retained_bytes"] > full["full_bytes"]:
         note(
             f"{full['name']}: {size(full['full_bytes'])} are needed, which shares are of; "
-            f"transformers stores {size(full['retained_bytes'])}, since layers with a sliding "
-            "window keep the whole prompt until the next token",
+            f"transformers stores {size(full['retained_bytes'])}, since {SLID_OUT}",
             quiet=quiet,
         )
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _MAX_WIDTH = 120
 
+SLID_OUT = "layers with a sliding window keep the whole prompt until the next token"
+"""Why transformers' own cache may store more than a model needs right after a prompt."""
+
 
 def print_json(data: Any) -> None:
     """One JSON document on stdout; ``data`` holds plain values, without NaN."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli.form import Form
-from kvalloc.cli.output import duration, size
+from kvalloc.cli.output import SLID_OUT, duration, size
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Reading:
                 how += f" (reading it took {duration(self.read_seconds)}, {times:,.0f}x as long)"
         share = self.retained_bytes / self.full_bytes
         kept = f"cache {size(self.retained_bytes)} of {size(self.full_bytes)} ({share:.1%})"
+        if self.retained_bytes > self.full_bytes:  # --full
+            kept += f", since {SLID_OUT}"
         return f"{self.name}: {self.tokens:,} tokens {how}; {kept}"
 
     def as_dict(self) -> dict[str, Any]:

@@ -119,6 +119,15 @@ def test_the_answers_are_those_of_the_same_text_in_one_piece(folder):
     assert documented.json["retained_bytes"] == documented.json["full_bytes"]
 
 
+def test_more_than_the_model_needs_is_explained(folder):
+    """The full cache of a model with sliding layers, right after a document."""
+    asked = ("--full", "--prompt-file", folder / "doc.txt", "--question", QUESTIONS[0])
+    for name, explained in (("gemma", True), ("tiny", False)):
+        ran = run("generate", folder / name, *asked, "--max-new-tokens", 1)
+        assert ran.code == 0, ran.err
+        assert ("sliding window keep the whole prompt" in ran.err) == explained
+
+
 def test_a_conversation_sees_its_own_turns(folder):
     asked = asking(folder, QUESTIONS[1], QUESTIONS[1])
     apart = [row["answer"] for row in run(*asked, "--json").json["answers"]]

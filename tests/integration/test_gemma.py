@@ -6,6 +6,7 @@ Its weights come under terms of their own, so nothing fetches them but `make tes
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -243,6 +244,22 @@ def test_a_document_is_read_saved_and_asked_about(file: Path, work: Path) -> Non
     assert again["retained_bytes"] == found["retained_bytes"]
     assert again["answers"][0]["answer"] == found["answers"][0]["answer"]
     assert found["answers"][0]["answer"].strip()
+
+
+def test_eval_takes_shares_of_what_the_full_cache_needs(file: Path, work: Path) -> None:
+    profile = kvalloc.load_profile(str(work / "layer.json"))
+    task = ("--tasks", "kl", "--samples", 1, "--context", PROFILED, "-o", work / "eval.json")
+    ran = run("eval", file, "--profile", work / "layer.json", *task, "--json")
+    assert ran.code == 0, ran.err
+    full, reduced = ran.json
+    record = json.loads((work / "eval.json").read_text(encoding="utf-8"))
+    (tokens,) = {prompt["prompt_tokens"] for prompt in record["prompts"]}
+    assert tokens > SLIDING_WINDOW
+    assert full["full_bytes"] == reduced["full_bytes"] == plain_bytes(tokens)
+    assert reduced["retained_bytes"] == profile.retained_bytes_at(tokens)
+    # transformers keeps views, and with them the prompt's entries of every layer
+    assert full["retained_bytes"] == N_LAYERS * tokens * ENTRY_BYTES
+    assert full["kl"] == 0 < reduced["kl"]
 
 
 def test_generate_gives_what_greedy_decoding_by_the_oracle_gives(
