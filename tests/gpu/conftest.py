@@ -6,27 +6,18 @@ Most tests here are those of unit/runtime, which only see another `tiny`. Where 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import other_attention
 import pytest
+import runtime_oracle
 import torch
 
 RUNTIME = Path(__file__).parents[1] / "unit" / "runtime"
 sys.path.append(str(RUNTIME))  # the tests that run here, too
-
-
-def _loaded(name: str, file: str) -> ModuleType:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, RUNTIME / file)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +30,7 @@ def device(pytestconfig: pytest.Config) -> str:
 @pytest.fixture(scope="session")
 def on_cpu() -> ModuleType:
     """Tiny random models on the CPU, budget profiles for them, and the oracle."""
-    return _loaded("kvalloc_runtime_oracle", "oracle.py")
+    return runtime_oracle
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +54,7 @@ def tiny(on_cpu: ModuleType, device: str) -> ModuleType:
 @pytest.fixture(scope="session")
 def attention_on_cpu() -> Any:
     """``with attention_on_cpu(name):`` as in unit/runtime, for trying the tests on the CPU."""
-    return _loaded("kvalloc_other_attention", "other_attention.py").attention_on_cpu
+    return other_attention.attention_on_cpu
 
 
 def _moved_in(module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:

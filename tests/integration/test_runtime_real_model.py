@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+
+import runtime_oracle  # noqa: E402
 
 import kvalloc  # noqa: E402
 from kvalloc.budget_profile import BudgetProfile, Policy  # noqa: E402
@@ -26,19 +25,6 @@ TEXT = (
     "hands. Every evening she climbs the stair, counts the ships that ride at anchor, and "
     "writes their number into a book bound in green leather. "
 )
-
-
-@pytest.fixture(scope="module")
-def oracle() -> ModuleType:
-    name = "kvalloc_runtime_oracle"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "unit" / "runtime" / "oracle.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +54,7 @@ def pyramid(model: Any, share: float) -> BudgetProfile:
     )
 
 
-def test_half_the_entries_equal_the_oracle_and_the_profiles_bytes(
-    loaded: Any, ids: Any, oracle: ModuleType
-) -> None:
+def test_half_the_entries_equal_the_oracle_and_the_profiles_bytes(loaded: Any, ids: Any) -> None:
     model, profile = loaded.model, pyramid(loaded.model, 0.5)
     cache = profile.cache(model)
     question = loaded.tokenizer(" How many ships ride at anchor tonight?", return_tensors="pt")
@@ -78,7 +62,7 @@ def test_half_the_entries_equal_the_oracle_and_the_profiles_bytes(
         model(ids, past_key_values=cache)
         assert cache.retained_bytes == profile.retained_bytes
         assert cache.full_bytes == profile.full_bytes
-        reference = oracle.Oracle(model, ids, oracle.kept_of(cache))
+        reference = runtime_oracle.Oracle(model, ids, runtime_oracle.kept_of(cache))
         for part in (question.input_ids, question.input_ids[:, :1]):
             logits = model(part, past_key_values=cache).logits
             assert (logits - reference.logits(part)).abs().max() < 1e-4
@@ -110,21 +94,21 @@ def test_generate_with_a_cache_and_with_apply_agree(loaded: Any, ids: Any) -> No
 
 
 def test_head_level_budgets_free_bytes_and_equal_the_oracle(
-    loaded: Any, ids: Any, oracle: ModuleType, tmp_path: Path
+    loaded: Any, ids: Any, tmp_path: Path
 ) -> None:
     """And so does what comes back from a file."""
     model = loaded.model
-    profile = oracle.by_head(pyramid(model, 0.4), spread=60)
+    profile = runtime_oracle.by_head(pyramid(model, 0.4), spread=60)
     question = loaded.tokenizer(" How many ships ride at anchor tonight?", return_tensors="pt")
     cache = profile.cache(model)
     with torch.inference_mode():
         model(ids, past_key_values=cache)
         assert cache.retained_bytes == profile.retained_bytes < 0.5 * cache.full_bytes
         cache.save(tmp_path / "read.safetensors")
-        shadow = oracle.Shadow(model)
+        shadow = runtime_oracle.Shadow(model)
         shadow.logits(ids)
         shadow.follow(cache)
         expected = shadow.logits(question.input_ids)
         for one in (cache, kvalloc.load_cache(tmp_path / "read.safetensors", model)):
             logits = model(question.input_ids, past_key_values=one).logits
-            assert oracle.worst(logits, expected) < 1e-4
+            assert runtime_oracle.worst(logits, expected) < 1e-4

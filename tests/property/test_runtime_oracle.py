@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,17 +11,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-
-def tiny() -> ModuleType:
-    name = "kvalloc_runtime_oracle"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "unit" / "runtime" / "oracle.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+import runtime_oracle as tiny  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +19,7 @@ def models() -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield {
-        (family, attention): tiny().tiny_model(family, attention)
+        (family, attention): tiny.tiny_model(family, attention)
         for family in ("llama", "gemma3")
         for attention in ("sdpa", "eager")
     }
@@ -50,22 +36,22 @@ def test_any_budgets_and_any_lengths(
     context = data.draw(st.integers(1, 40), label="context")
     reference = data.draw(st.integers(10, 60), label="reference context")
     batch = data.draw(st.integers(1, 2), label="batch")
-    n_full = len(tiny().shape_of(model).full_layers)
-    least = tiny().SINKS + tiny().WINDOW
+    n_full = len(tiny.shape_of(model).full_layers)
+    least = tiny.SINKS + tiny.WINDOW
     budgets = data.draw(
         st.lists(st.integers(least, reference), min_size=n_full, max_size=n_full), label="budgets"
     )
-    profile = tiny().make_profile(model, reference, budgets)
+    profile = tiny.make_profile(model, reference, budgets)
     follow = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3), label="follow")
     cache = profile.cache(model)
-    ids = tiny().prompt(context, batch)
+    ids = tiny.prompt(context, batch)
     with torch.no_grad():
         model(ids, past_key_values=cache)
         assert (cache.kept_tokens == profile.budgets_for(context)).all()
         assert cache.retained_bytes == profile.retained_bytes_at(context, batch)
-        oracle = tiny().Oracle(model, ids, tiny().kept_of(cache))
+        oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
         for tokens in follow:
-            more = tiny().prompt(tokens, batch, seed=tokens)
+            more = tiny.prompt(tokens, batch, seed=tokens)
             logits = model(more, past_key_values=cache).logits
             assert (logits - oracle.logits(more)).abs().max() < 1e-4
     assert cache.get_seq_length() == context + sum(follow)
