@@ -146,6 +146,7 @@ class Holding:
             states, queries=empty, keys=nothing, values=nothing, mask=None
         )
 
+    @torch.no_grad()
     def end(self, step: Step, output: Any) -> None:
         """A forward of the prompt went through: note where each row is."""
         ids, positions = self._new
@@ -356,6 +357,7 @@ class HoldsPrompt:
                 found[index][row] = own
         return found
 
+    @torch.no_grad()
     def _finish_held(self, *, failed: bool = False) -> None:
         """The prompt is complete: make the passes, and let every layer evict.
 

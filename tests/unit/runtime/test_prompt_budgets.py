@@ -474,3 +474,13 @@ def test_budgets_that_each_prompt_hands_out_do_not_move(tiny: ModuleType, model:
     by_prompt = dataclasses.replace(profile, by_prompt=True)
     with pytest.raises(UnsupportedRequestError, match="hands out the budgets.*leave out adapt"):
         by_prompt.cache(model, adapt=0.3)
+
+
+def test_a_held_prompt_is_decided_where_gradients_are_recorded(tiny: ModuleType) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    target = PromptTarget(target_retention=0.8, hold=True, **TARGET)
+    cache, expected = make_prompt_cache(model, target), make_prompt_cache(model, target)
+    run(model, ids, expected)
+    model(ids, past_key_values=cache)
+    assert (cache.kept_tokens == expected.kept_tokens).all()
+    assert cache.retained_bytes == expected.retained_bytes < cache.full_bytes
