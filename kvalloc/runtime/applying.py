@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
@@ -110,18 +111,30 @@ def _reduced(
     def reduced_generate(*args: Any, **kwargs: Any) -> Any:
         if not applied.active or kwargs.get("past_key_values") is not None:
             return generate(*args, **kwargs)
-        check_generate(model, kwargs)
-        ids = _prompt(args, kwargs)
-        chunked = _chunk_size(model, kwargs) is not None
+        arguments = _named(generate, args, kwargs)
+        check_generate(model, arguments)
+        ids = _prompt(args, arguments)
+        chunked = _chunk_size(model, arguments) is not None
         cache = make(int(ids.shape[1]) if chunked and ids is not None else None)
         if chunked and ids is not None:  # a chunk alone would not show the prompt
             name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
-            cache.decide({name: ids, "attention_mask": kwargs.get("attention_mask")})
+            cache.decide({name: ids, "attention_mask": arguments.get("attention_mask")})
         applied.last_cache = cache
         return generate(*args, **{**kwargs, "past_key_values": cache})
 
     setattr(reduced_generate, _APPLIED, applied)
     return reduced_generate
+
+
+def _named(
+    generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments by name: a generation config often comes second, by its place."""
+    try:
+        bound = inspect.signature(generate).bind_partial(*args).arguments
+    except TypeError:  # more than it takes, which it says better itself
+        return kwargs
+    return {**bound, **kwargs}
 
 
 def _chunk_size(model: Any, arguments: dict[str, Any]) -> int | None:
@@ -136,7 +149,7 @@ def _chunk_size(model: Any, arguments: dict[str, Any]) -> int | None:
 def _prompt(args: tuple[Any, ...], arguments: dict[str, Any]) -> Tensor | None:
     """The prompt that ``generate()`` was given, if it can be read off."""
     named = (arguments.get(name) for name in ("inputs_embeds", "inputs", "input_ids"))
-    for tensor in (*args[:1], *named):
+    for tensor in (*named, *args[:1]):
         if isinstance(tensor, Tensor) and tensor.ndim >= 2:
             return tensor
     return None

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 import kvalloc
 from kvalloc.attention_hook import intercept_attention
-from kvalloc.errors import InputError, ModelMismatchError, UnsupportedModelError
+from kvalloc.errors import (
+    InputError,
+    ModelMismatchError,
+    UnsupportedModelError,
+    UnsupportedRequestError,
+)
 from kvalloc.runtime import BudgetCache
 from kvalloc.runtime.hooks import hooked_models
 
@@ -180,6 +185,19 @@ def test_apply_knows_how_long_a_chunked_prompt_is(tiny: ModuleType) -> None:
         assert applied.last_cache is not None
         added = NEW - 1
         assert (applied.last_cache.kept_tokens == profile.budgets + added).all()
+
+
+def test_apply_reads_a_generation_config_that_comes_by_its_place(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    ids = tiny.prompt(CONTEXT)
+    chunked = GenerationConfig(max_new_tokens=NEW, do_sample=False, prefill_chunk_size=32)
+    with kvalloc.apply(model, profile) as applied:
+        model.generate(ids, chunked)
+        assert applied.last_cache is not None
+        assert (applied.last_cache.kept_tokens == profile.budgets + NEW - 1).all()
+        with pytest.raises(UnsupportedRequestError, match="assisted generation"):
+            model.generate(ids, GenerationConfig(prompt_lookup_num_tokens=3))
 
 
 def test_apply_refuses_on_entering(tiny: ModuleType) -> None:
