@@ -47,6 +47,15 @@ WEIGHTS = (
     "output_attentions=True is not supported: layers keep different entries, so the weights' "
     "columns would not mean the same tokens"
 )
+CHECKPOINTED = (
+    "with gradient checkpointing a model in training fills no cache; call model.eval(), or "
+    "model.gradient_checkpointing_disable()"
+)
+PICKLED = (
+    "a reduced cache belongs to the model that filled it, which does not go into a pickle; write "
+    "it with cache.save(path) and read it with kvalloc.load_cache, or use copy.deepcopy for "
+    "another one in memory"
+)
 UNUSED = "use_cache=False asks for no cache, so there is nothing to reduce; leave it out"
 
 
@@ -62,6 +71,16 @@ class RefusedCalls:
             Always.
         """
         raise UnsupportedRequestError(ASSISTED)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled, or copied by half (`copy.copy`).
+
+        Raises
+        ------
+        UnsupportedRequestError
+            Always.
+        """
+        raise UnsupportedRequestError(PICKLED)
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Refuse: evicted layers are small, and their masks are made on their device.
@@ -322,6 +341,8 @@ def check_forward(cache: BudgetCache, decoder: nn.Module, arguments: Mapping[str
         raise UnsupportedRequestError(COMPILED)
     if arguments.get("use_cache") is False:
         raise UnsupportedRequestError(UNUSED)
+    if decoder.training and _is_checkpointed(decoder):
+        raise UnsupportedRequestError(CHECKPOINTED)
     base = base_implementation(decoder.config)
     kind = mask_kind(base)
     if kind is None:
@@ -339,6 +360,12 @@ def check_forward(cache: BudgetCache, decoder: nn.Module, arguments: Mapping[str
             "each batch, or repeat the rows with cache.batch_repeat_interleave(n)"
         )
     return kind
+
+
+def _is_checkpointed(decoder: nn.Module) -> bool:
+    """Whether a layer recomputes its activations: transformers takes its cache away then."""
+    found = (getattr(module, "gradient_checkpointing", False) for module in decoder.modules())
+    return any(found)
 
 
 def _is_compiled() -> bool:

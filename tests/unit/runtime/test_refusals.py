@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import io
+import pickle
 from types import ModuleType
 from typing import Any
 
@@ -254,6 +257,27 @@ def test_chunked_prefill_of_unknown_length_is_refused(tiny: ModuleType, model: A
     model.generation_config.prefill_chunk_size = 16
     with pytest.raises(UnsupportedRequestError, match="prompt_tokens="):
         profile.cache(model)
+
+
+def test_a_model_that_fills_no_cache_is_refused(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    model.gradient_checkpointing_enable()
+    model.train()
+    refused(model, cache, "gradient checkpointing", input_ids=tiny.prompt(CONTEXT))
+    model.eval()
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+    assert cache.reduced
+
+
+def test_pickling_a_cache_is_refused(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT), past_key_values=cache)
+    for attempt in (pickle.dumps, copy.copy, lambda one: torch.save(one, io.BytesIO())):
+        with pytest.raises(UnsupportedRequestError, match=r"cache\.save"):
+            attempt(cache)
+    assert copy.deepcopy(cache).retained_bytes == cache.retained_bytes
 
 
 def test_every_refusal_is_a_user_error() -> None:
