@@ -398,6 +398,8 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
         super().batch_select_indices(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
         self._rows_change(indices)
 
     def _rows_change(self, rows: Tensor) -> None:

@@ -391,10 +391,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def crop_count(self, tokens_to_remove: int) -> int:
         """Tokens that `crop` would remove; raises as `crop` does, and changes nothing."""
-        if tokens_to_remove > 0:
-            remove = self.get_seq_length() - tokens_to_remove
-        else:
-            remove = -tokens_to_remove
+        seen = self.get_seq_length()
+        remove = seen - tokens_to_remove if tokens_to_remove > 0 else min(-tokens_to_remove, seen)
         if self.reduced and remove > self.following_tokens:
             raise UnsupportedRequestError(
                 f"cannot crop {remove} tokens: only {self.following_tokens} tokens followed "

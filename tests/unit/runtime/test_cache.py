@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvalloc.errors import InputError
+from kvalloc.prompting import PromptTarget, make_prompt_cache
 
 CONTEXT = 80
 
@@ -188,6 +189,17 @@ def test_rows_can_be_reordered_repeated_and_selected(tiny: ModuleType) -> None:
     assert cache.layers[1].keys.shape[0] == 2
 
 
+def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = make_prompt_cache(model, PromptTarget(target_retention=0.6, sinks=2))
+    run(model, tiny.prompt(CONTEXT, 3), cache)
+    own = cache.row_profiles[1:]
+    cache.batch_select_indices(torch.tensor([False, True, True]))
+    assert cache.row_profiles == own
+    run(model, tiny.prompt(4, 2, seed=1), cache)
+    assert cache.batch == 2
+
+
 def test_a_copy_goes_on_by_itself(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
@@ -215,6 +227,20 @@ def test_cropping_back_to_the_prompt_asks_another_question(tiny: ModuleType) -> 
     assert torch.equal(run(model, question, cache), first)
     cache.crop(0)
     assert cache.get_seq_length() == CONTEXT + 6
+
+
+def test_cropping_more_than_there_is_leaves_an_empty_cache(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    cache = profile.cache(model)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 0
+    run(model, tiny.prompt(5), cache)
+    cache.crop(-9)
+    assert cache.get_seq_length() == cache.retained_bytes == 0
+    ids = tiny.prompt(CONTEXT)
+    assert torch.equal(run(model, ids, cache), run(model, ids, profile.cache(model)))
+    assert (cache.kept_tokens == profile.budgets).all()
 
 
 def test_reset_forgets_and_frees(tiny: ModuleType) -> None:
