@@ -184,9 +184,10 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
             self._begin_held(arguments, step)
         else:
             refusals.check_chunk(self._policy, step)
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, BudgetLayer) and not holds:
-                always = step.completes and index in self._bits
+        evicts = step.budgets is not None and not holds
+        for index, layer in enumerate(self.layers) if evicts else ():
+            if isinstance(layer, BudgetLayer):
+                always = step.completes and self._is_packed(index)
                 targets = step.targets(index, layer.stored_counts(), always=always)
                 if targets is not None:
                     self._targets[index] = targets
@@ -202,6 +203,10 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         if mask is None and step.visible is not None:
             return {"attention_mask": step.visible.long()}
         return None
+
+    def _is_packed(self, index: int) -> bool:
+        """Whether a layer is stored at fewer bits, or one that it chooses entries with."""
+        return any(one in self._bits for one in self._groups.get(index, (index,)))
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Run one layer's attention with the mask that fits it; evict what is not to stay."""

@@ -245,6 +245,7 @@ class HoldsPrompt:
     decoder: Callable[[], nn.Module | None]
     _decide: Decide | None
     _decide_rows: Callable[..., None]
+    _is_packed: Callable[[int], bool]
     get_seq_length: Callable[[], int]
     _policy: EvictionPolicy
     _holding: Holding | None
@@ -332,7 +333,7 @@ class HoldsPrompt:
         found: dict[int, IntArray] = {}
         for index in self.profile.shape.full_layers:
             own: IntArray = np.minimum(budgets[:, index], tokens[:, None])
-            if self.profile.by_prompt or index in self._bits or bool((own < columns).any()):
+            if self.profile.by_prompt or self._is_packed(index) or bool((own < columns).any()):
                 found[index] = own
         if self.profile.by_prompt and all((own == columns).all() for own in found.values()):
             return {}

@@ -16,6 +16,7 @@ import kvalloc
 from kvalloc.attention_hook import intercept_attention
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.runtime import make_cache
+from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer
 
@@ -284,6 +285,27 @@ def test_every_policy_chooses_for_a_group(tiny: ModuleType) -> None:
             shadow.logits(ids)
             shadow.follow(cache)
             assert tiny.worst(answer, shadow.logits(question)) < 1e-4
+
+
+@pytest.mark.parametrize("policy", ["score", "attention_matching"])
+def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(
+    tiny: ModuleType, policy: str
+) -> None:
+    """Nothing is evicted, and still a layer waits for the last one of its group."""
+    model = shared_model(tiny)
+    profile = shared_profile(tiny, model, "layer", share=1.0)
+    bits = np.full_like(profile.budgets, 16)
+    bits[[GROUPS[0][0], GROUPS[1][1]]] = 8
+    cache = make_cache(dataclasses.replace(profile, bits=bits), model, policy=policy)
+    run(model, tiny.prompt(CONTEXT), cache)
+    assert (cache.kept_tokens == CONTEXT).all()
+    for index, layer in enumerate(cache.layers):
+        assert isinstance(layer.entries, PackedEntries) == bool((bits[index] == 8).any())
+    plain = model.config.num_hidden_layers - 2
+    one = profile.shape.full_bytes(CONTEXT) // model.config.num_hidden_layers
+    assert one * plain < cache.retained_bytes < one * (plain + 1.5)
+    run(model, tiny.prompt(3, seed=1), cache)
+    assert (cache.kept_tokens == CONTEXT + 3).all()
 
 
 def test_a_policy_that_does_not_rank_is_refused_by_name(
