@@ -107,6 +107,11 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         return self.arrival.complete
 
     @property
+    def interrupted(self) -> bool:
+        """Whether a forward failed half-way, so that layers disagree: only `reset` helps."""
+        return self._interrupted or self._step is not None
+
+    @property
     def reduced(self) -> bool:
         """Whether any entry has been evicted, padding included."""
         return any(layer.reduced for layer in self._budget_layers)
@@ -250,7 +255,8 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         step, self._step = self._step, None
         self._masks.clear()
         self._held.clear()
-        assert step is not None
+        if step is None:  # it was interrupted, and `reset` has tidied up before this
+            return
         unseen = [layer for layer in self._budget_layers if layer.awaits_eviction]
         if completed and unseen:
             self._interrupted = True
@@ -408,6 +414,8 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         self._rows_change(indices)
 
     def _rows_change(self, rows: Tensor) -> None:
+        if not self.batch:
+            return
         self.arrival.select(rows)
         if self._holding is not None:
             self._holding.select(rows)
@@ -420,7 +428,11 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         memo[id(self)] = clone
         for shared in (self._stored_profile, self._policy, self._decide, *self.row_profiles):
             memo[id(shared)] = shared
+        for tensor in (one for layer in self.layers for one in plain.stored_tensors(layer)):
+            if tensor.requires_grad:  # torch copies no tensor with a history
+                memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        clone._interrupted |= clone._step is not None  # no hook will end a forward of the copy
         if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import (
     ModelMismatchError,
     ProfileFileError,
@@ -52,6 +53,11 @@ def save_cache(
         raise UnsupportedRequestError(
             "this cache holds no complete prompt, so there is nothing to save; run the model with "
             "it first"
+        )
+    if cache.interrupted:
+        raise UnsupportedRequestError(
+            "a forward with this cache failed half-way, so its layers disagree; call cache.reset() "
+            "and read the prompt again before you save it"
         )
     if cache.arrival.decode_every is not None:
         raise UnsupportedRequestError(
@@ -122,7 +128,9 @@ def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = 
     profile = budget_profile_from_json(path, header["profile"])
     if header.get("profile_digest") != _text_digest(budget_profile_json(profile)):
         raise _fault(path, "profile_digest", header.get("profile_digest"), "that of its profile")
-    cache = make_cache(profile, model, allow_other_model=allow_other_model)
+    by_prompt = header.get("row_profiles") is not None
+    decide = _decided_before if by_prompt else None
+    cache = make_cache(profile, model, allow_other_model=allow_other_model, decide=decide)
     if len(header["layers"]) != len(cache.layers):
         raise _fault(path, "layers", len(header["layers"]), f"{len(cache.layers)} layers")
     devices = _devices(model, len(cache.layers))
@@ -135,11 +143,19 @@ def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = 
         _fill(layer, kind, own, header)
     arrival = cache.arrival
     arrival.prompt_tokens, arrival.complete = header["prompt_tokens"], True
-    if header.get("row_profiles") is not None:
+    if by_prompt:
         arrival.decide([budget_profile_from_json(path, row) for row in header["row_profiles"]])
     visible = tensors.get("visible")
     arrival.visible = None if visible is None else visible.bool().to(devices[0])
     return cache
+
+
+def _decided_before(decoder: nn.Module, rows: Sequence[Any]) -> list[BudgetProfile]:
+    """Refuse a new prompt after `reset`: the file has the saved prompt's budgets and no more."""
+    raise UnsupportedRequestError(
+        "the budgets of this cache were decided from the prompt that it was saved with, and how "
+        "is not in the file; make a new cache for another prompt"
+    )
 
 
 def model_digest(model: nn.Module) -> str:

@@ -214,6 +214,16 @@ def test_a_copy_goes_on_by_itself(tiny: ModuleType) -> None:
     assert other.profile.policy.sinks == tiny.SINKS
 
 
+def test_a_copy_of_a_cache_that_was_filled_with_gradients(tiny: ModuleType) -> None:
+    model = tiny.tiny_model("gemma3")
+    cache = tiny.make_profile(model, CONTEXT, [CONTEXT, 20]).cache(model)
+    model(tiny.prompt(CONTEXT), past_key_values=cache)
+    model(tiny.prompt(1), past_key_values=cache)
+    other, question = copy.deepcopy(cache), tiny.prompt(3, seed=1)
+    assert other.retained_bytes == cache.retained_bytes
+    assert torch.equal(run(model, question, other), run(model, question, cache))
+
+
 def test_cropping_back_to_the_prompt_asks_another_question(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)

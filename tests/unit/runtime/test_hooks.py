@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -132,6 +133,32 @@ def test_an_interrupted_forward_does_not_leak_into_the_next(tiny: ModuleType) ->
         assert model.config._attn_implementation == "sdpa"
         with pytest.raises(UnsupportedRequestError, match="half-way"):
             model(ids, past_key_values=cache)
+
+
+def test_an_interrupted_cache_can_be_reset_and_not_copied_on_or_saved(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    ids, question = tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        expected = model(ids, past_key_values=cache).logits
+        handle = model.model.layers[2].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(question, past_key_values=cache)
+        handle.remove()
+        with pytest.raises(UnsupportedRequestError, match="half-way"):
+            cache.save(tmp_path / "saved")
+        clone = copy.deepcopy(cache)
+        cache.reset()
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+        with pytest.raises(UnsupportedRequestError, match="half-way"):
+            model(question, past_key_values=clone)
+        cache.save(tmp_path / "saved")
 
 
 def test_an_interrupted_cache_that_is_dropped_is_tidied_up(tiny: ModuleType) -> None:

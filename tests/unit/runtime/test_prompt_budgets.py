@@ -484,3 +484,19 @@ def test_a_held_prompt_is_decided_where_gradients_are_recorded(tiny: ModuleType)
     model(ids, past_key_values=cache)
     assert (cache.kept_tokens == expected.kept_tokens).all()
     assert cache.retained_bytes == expected.retained_bytes < cache.full_bytes
+
+
+def test_a_loaded_cache_decides_for_no_other_prompt(
+    tiny: ModuleType, model: Any, tmp_path: Path
+) -> None:
+    target = PromptTarget(target_retention=0.6, **TARGET)
+    cache = make_prompt_cache(model, target)
+    run(model, tiny.prompt(CONTEXT, 2), cache)
+    cache.save(tmp_path / "saved")
+    loaded = kvalloc.load_cache(tmp_path / "saved", model)
+    question = tiny.prompt(3, 2, seed=7)
+    assert torch.equal(run(model, question, loaded), run(model, question, cache))
+    loaded.reset()
+    with pytest.raises(UnsupportedRequestError, match="make a new cache for another prompt"):
+        run(model, tiny.prompt(CONTEXT, seed=1), loaded)
+    assert loaded.retained_bytes == 0
