@@ -16,10 +16,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.frequencies import frequencies_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -380,7 +380,7 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
             softcap=None if softcap is None or base == "sdpa" else float(softcap),
             sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
             output_projection=getattr(getattr(module, "o_proj", None), "weight", None),
-            frequencies=_frequencies(module, active.rotary),
+            frequencies=frequencies_of(module, active.rotary),
         )
         return active.handler(states, compute)
 
@@ -393,32 +393,6 @@ def _sink_logits(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
     if found is None:
         found = getattr(module, "sinks", None)
     return None if found is None else found.reshape(-1)
-
-
-def _frequencies(module: nn.Module, rotary: nn.Module | None) -> Tensor | None:
-    """Angles a position, also where kinds of layers have their own (Gemma 3)."""
-    if rotary is None or not getattr(module, "use_rope", True):
-        return None
-    if not _rotates_halves(type(module).__module__):
-        return None
-    kind = getattr(module, "layer_type", None)
-    found = getattr(rotary, f"{kind}_inv_freq", None)
-    return getattr(rotary, "inv_freq", None) if found is None else found
-
-
-@cache
-def _rotates_halves(modeling_file: str) -> bool:
-    """Whether dimension i turns with i + half of them, asked of the modeling file itself.
-
-    Others (GLM, Cohere) turn neighbours, and the same angles would mean other pairs.
-    """
-    import torch
-
-    rotate = getattr(sys.modules.get(modeling_file), "rotate_half", None)
-    if rotate is None:
-        return False
-    turned: list[float] = rotate(torch.arange(4.0)).tolist()
-    return turned == [-2.0, -3.0, 0.0, 1.0]
 
 
 def _base_function(module: nn.Module, base: str) -> Callable[..., AttentionResult]:

@@ -137,6 +137,25 @@ def test_models_that_turn_neighbours_give_no_frequencies(ids: Any) -> None:
     assert states_of(model, ids)[0][0].frequencies is None
 
 
+@pytest.mark.parametrize("family", ["Afmoe", "Exaone4", "SmolLM3"])
+def test_layers_that_do_not_turn_their_queries_give_no_frequencies(family: str) -> None:
+    """The same token everywhere: where its queries are the same as they are, nothing is turned."""
+    kinds = ["sliding_attention", "full_attention"]
+    choices = {
+        "Afmoe": {"layer_types": kinds, "num_dense_layers": 2},
+        "Exaone4": {"layer_types": kinds},
+        "SmolLM3": {"no_rope_layers": [1, 0]},
+    }
+    config = getattr(transformers, f"{family}Config")(**SIZES, **choices[family])
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind._from_config(config, attn_implementation="eager").eval()
+    found = states_of(model, torch.full((1, N_TOKENS), 7))
+    assert len(found) == 2
+    for (states, _), turned in zip(found, (True, False), strict=True):
+        moved = (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max()
+        assert (moved > 0.01) == turned == (states.frequencies is not None)
+
+
 def test_other_entries_can_be_attended_to(ids: Any) -> None:
     """What `compute` is given instead of the states' own keys and values."""
     model = model_of("llama", "sdpa")

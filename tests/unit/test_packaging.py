@@ -21,6 +21,7 @@ LINKED = ("solvers", "profiles")
 MAY_USE_TORCH = {
     "kvalloc.quantising",
     "kvalloc.attention_hook",
+    "kvalloc.frequencies",
     "kvalloc.gguf_cache",
     "kvalloc.models",
     "kvalloc.prompting",
