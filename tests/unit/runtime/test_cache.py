@@ -200,6 +200,17 @@ def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(tiny: Mod
     assert cache.batch == 2
 
 
+def test_rows_of_an_empty_cache_are_repeated_in_vain(tiny: ModuleType) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
+    cache = make_prompt_cache(model, PromptTarget(target_retention=0.6, sinks=2))
+    cache.decide({"input_ids": ids})
+    own = cache.row_profiles
+    cache.batch_repeat_interleave(3)
+    run(model, ids, cache)
+    assert cache.row_profiles == own
+    assert cache.batch == 2
+
+
 def test_a_copy_goes_on_by_itself(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
