@@ -179,6 +179,8 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
             )
         mask_kind = refusals.check_forward(self, decoder, arguments)
         batch, new_tokens = refusals.new_tokens_shape(arguments)
+        if not (self.get_seq_length() or self.arrival.announced or self.arrival.open):
+            refusals.check_not_chunked()
         mask = arguments.get("attention_mask")
         if self.prompt_complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
             mask = None  # nothing was evicted, so any mask of transformers' own fits

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,7 @@ __all__ = [
     "check_generate",
     "check_kept",
     "check_model",
+    "check_not_chunked",
     "check_profile",
     "check_read",
     "new_tokens_shape",
@@ -360,6 +363,31 @@ def check_forward(cache: BudgetCache, decoder: nn.Module, arguments: Mapping[str
             "each batch, or repeat the rows with cache.batch_repeat_interleave(n)"
         )
     return kind
+
+
+def check_not_chunked() -> None:
+    """Refuse the first chunk of a prompt that ``generate()`` cuts up without a word to the cache.
+
+    Only the call itself knows: its chunk size may come as a keyword, and what the model is given
+    looks like a short prompt and questions after it, of which nothing would be evicted.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If this runs in such a call.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_prefill":
+        frame = frame.f_back
+    chunks = () if frame is None else frame.f_locals.get("input_chunks", ())
+    if len(chunks) > 1:
+        tokens = sum(int(chunk.shape[-1]) for chunk in chunks)
+        raise UnsupportedRequestError(
+            f"this generate() prefills in {len(chunks)} chunks, which a cache cannot tell from "
+            "follow-ups; say how long the prompt is: "
+            f"kvalloc.runtime.make_cache(profile, model, prompt_tokens={tokens}), or use "
+            "kvalloc.apply, which does so"
+        )
 
 
 def _is_checkpointed(decoder: nn.Module) -> bool:

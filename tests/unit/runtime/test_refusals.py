@@ -280,5 +280,25 @@ def test_pickling_a_cache_is_refused(tiny: ModuleType, model: Any) -> None:
     assert copy.deepcopy(cache).retained_bytes == cache.retained_bytes
 
 
+def test_chunks_of_a_generate_that_has_not_announced_them_are_refused(
+    tiny: ModuleType, model: Any
+) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    ids, settings = tiny.prompt(CONTEXT), {"max_new_tokens": 2, "prefill_chunk_size": 25}
+    cache = profile.cache(model)
+    with pytest.raises(UnsupportedRequestError, match=f"3 chunks.*prompt_tokens={CONTEXT}"):
+        model.generate(ids, past_key_values=cache, **settings)
+    assert cache.retained_bytes == 0
+    model.generate(ids, past_key_values=cache, max_new_tokens=2, prefill_chunk_size=CONTEXT)
+    assert (cache.kept_tokens == profile.budgets + 1).all()
+    announced = make_cache(profile, model, prompt_tokens=CONTEXT)
+    model.generate(ids, past_key_values=announced, **settings)
+    assert (announced.kept_tokens == profile.budgets + 1).all()
+    inside = profile.cache(model)
+    with inside.prefill():
+        model.generate(ids, past_key_values=inside, max_new_tokens=1, prefill_chunk_size=25)
+    assert (inside.kept_tokens == profile.budgets).all()
+
+
 def test_every_refusal_is_a_user_error() -> None:
     assert issubclass(UnsupportedRequestError, KVAllocError)
