@@ -376,8 +376,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         Parameters
         ----------
         tokens_to_remove : int
-            Negative: remove that many tokens. Positive, where transformers still has it: keep
-            that many.
+            Negative: remove that many tokens. Positive: keep that many.
 
         Raises
         ------
@@ -386,15 +385,19 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
             dropped.
         """
         refusals.check_crop(self)
+        seen = self.get_seq_length()
+        remove = seen - tokens_to_remove if tokens_to_remove > 0 else min(-tokens_to_remove, seen)
+        if remove <= 0:
+            return
         for layer in self.layers:
             if isinstance(layer, BudgetLayer):
-                layer.crop_count(tokens_to_remove)
+                layer.crop_count(-remove)
             elif layer.get_seq_length() >= layer.sliding_window:
                 raise UnsupportedRequestError(
                     "cannot crop: a sliding-window layer has already dropped the tokens that "
                     "would come back into its window; make a new cache"
                 )
-        super().crop(tokens_to_remove)
+        super().crop(-remove)  # not every layer of transformers' own knows a number to keep
         self.arrival.crop(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

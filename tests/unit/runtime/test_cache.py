@@ -250,6 +250,18 @@ def test_cropping_back_to_the_prompt_asks_another_question(tiny: ModuleType) -> 
     assert cache.get_seq_length() == CONTEXT + 6
 
 
+def test_cropping_to_a_number_of_tokens_beside_sliding_layers(tiny: ModuleType) -> None:
+    model = tiny.tiny_model("gemma3")
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    run(model, tiny.prompt(6), cache)
+    expected = run(model, tiny.prompt(3, seed=1), cache)
+    cache.crop(6)
+    assert [layer.get_seq_length() for layer in cache.layers] == [6] * len(cache.layers)
+    assert torch.equal(run(model, tiny.prompt(3, seed=1), cache), expected)
+    cache.crop(100)
+    assert cache.get_seq_length() == 9
+
+
 def test_cropping_more_than_there_is_leaves_an_empty_cache(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
