@@ -3,13 +3,15 @@
 To append one token to what a layer stores means to copy all of it, which at each decoded token
 costs more than to read it. A layer whose rows and heads keep the same number of entries stores
 the latest tokens by themselves instead (`BudgetLayer.expect_apart`), and both parts go into one
-softmax here. On CUDA the kernel of ragged entries reads them, as segments of equal length.
+softmax here. On CUDA the kernel of ragged entries reads them, as segments of equal length. In half
+precision on the CPU some entries at a time become float32, so few that they stay in the
+processor's cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,13 +21,25 @@ from torch import Tensor
 
 from kvalloc.attention_hook import AttentionStates, Compute
 from kvalloc.runtime.arrival import Step
+from kvalloc.runtime.biased_attention import masked_attention
 from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.masks import biased_mask
 from kvalloc.runtime.ragged import IntArray
 from kvalloc.runtime.ragged_attention import has_triton
 
-__all__ = ["EvenEntries", "attend_apart", "even_attention", "even_kernel_attention", "hold_apart"]
+__all__ = [
+    "SCRATCH_NUMBERS",
+    "EvenEntries",
+    "attend_apart",
+    "even_attention",
+    "even_kernel_attention",
+    "hold_apart",
+]
 
-_CPU_TYPES = (torch.float32, torch.float64)
+SCRATCH_NUMBERS = 1 << 18
+"""Numbers of half precision that are float32 at the same time."""
+
+_CPU_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -39,12 +53,8 @@ def hold_apart(layers: Iterable[BudgetLayer], step: Step) -> None:
 
 
 def _may_hold_apart(layer: BudgetLayer, step: Step) -> bool:
-    """Not where a bias or padding among the latest tokens asks for a mask over all that is stored.
-
-    Nor where nothing here reads both parts: in half precision on the CPU the model's own attention
-    has kernels.
-    """
-    if layer.kept_indices is None or layer.logit_bias is not None:
+    """Not where padding among the latest tokens asks for a mask, nor where nothing reads both."""
+    if layer.kept_indices is None:
         return False
     if layer.device.type == "cuda":
         readable = has_triton() and layer.dtype in _KERNEL_TYPES
@@ -55,13 +65,19 @@ def _may_hold_apart(layer: BudgetLayer, step: Step) -> bool:
 
 def attend_apart(layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
     """Attention of one new token, where the layer holds the latest ones apart."""
-    latest = (states.keys, states.values)
+    bias = layer.logit_bias
     if states.queries.is_cuda:
-        return even_kernel_attention(states, layer.kept_apart), None
-    if states.softcap is not None or states.sink_logits is not None:
+        return even_kernel_attention(states, layer.kept_apart, bias=bias), None
+    if states.softcap is None and states.sink_logits is None:
+        latest = (states.keys, states.values)
+        output = even_attention(
+            states.queries, layer.kept_apart, latest, scaling=states.scaling, bias=bias
+        )
+        return output, None
+    if bias is None:
         return compute(None, layer.keys, layer.values)
-    output = even_attention(states.queries, layer.kept_apart, latest, scaling=states.scaling)
-    return output, None
+    joined = replace(states, keys=layer.keys, values=layer.values)
+    return masked_attention(joined, biased_mask(bias, joined)), None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,25 +91,33 @@ class EvenEntries:
         All ``n_entries``.
     span_table : Tensor of int64, (batch * n_kv_heads, 4)
         Start and end of each segment, and an empty span.
-    bias : None
-        There is none.
+    bias : Tensor of float32, (batch * n_kv_heads * n_entries,), or None
+        Added to their logits.
     """
 
     keys: Tensor
     values: Tensor
     lengths: IntArray
     span_table: Tensor
-    bias: None = None
+    bias: Tensor | None = None
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> EvenEntries:
-        """From dense ones, each (batch, n_kv_heads, n_entries, head_dim), contiguous."""
+    def of(cls, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> EvenEntries:
+        """From dense ones, each (batch, n_kv_heads, n_entries, head_dim), contiguous.
+
+        The bias is of the first entries of each, (batch, n_kv_heads, n_biased); others have none.
+        """
         batch, n_kv_heads, n_entries, _ = keys.shape
+        if bias is not None:
+            missing = n_entries - int(bias.shape[-1])
+            bias = torch.nn.functional.pad(bias, (0, missing)) if missing else bias
+            bias = bias.float().reshape(-1)
         return cls(
             keys=keys.reshape(-1, keys.shape[-1]),
             values=values.reshape(-1, values.shape[-1]),
             lengths=np.full((batch, n_kv_heads), n_entries, dtype=np.int64),
             span_table=_even_spans(batch * n_kv_heads, n_entries, keys.device),
+            bias=bias,
         )
 
 
@@ -106,7 +130,11 @@ def _even_spans(n_segments: int, n_entries: int, device: torch.device) -> Tensor
 
 
 def even_kernel_attention(
-    states: AttentionStates, kept: tuple[Tensor, Tensor], *, splits: int | None = None
+    states: AttentionStates,
+    kept: tuple[Tensor, Tensor],
+    *,
+    bias: Tensor | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """`even_attention` on CUDA, also in half precision, with a model's soft cap or sink logits.
 
@@ -116,6 +144,8 @@ def even_kernel_attention(
         Its keys and values are those held apart.
     kept : tuple of Tensor, each (batch, n_kv_heads, n_entries, head_dim)
         Keys and values before them.
+    bias : Tensor of float32, (batch, n_kv_heads, n_biased), optional
+        Added to the logits of the first of those.
     splits : int, optional
         As for `kvalloc.runtime.ragged_kernel.kernel_attention`.
 
@@ -128,7 +158,7 @@ def even_kernel_attention(
 
     return kernel_attention(
         states.queries,
-        EvenEntries.of(*kept),
+        EvenEntries.of(*kept, bias),
         states.keys,
         states.values,
         scaling=states.scaling,
@@ -144,6 +174,7 @@ def even_attention(
     latest: tuple[Tensor, Tensor],
     *,
     scaling: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token to all entries of two parts.
 
@@ -155,22 +186,51 @@ def even_attention(
         Keys and values of both parts.
     scaling : float
         Factor on the logits.
+    bias : Tensor of float32, (batch, n_kv_heads, n_biased), optional
+        Added to the logits of the first kept ones.
 
     Returns
     -------
     Tensor, (batch, 1, n_query_heads, head_dim)
-        Contiguous.
+        Of the queries' type, contiguous.
     """
     batch, n_query_heads, _, head_dim = queries.shape
     n_kv_heads, n_kept = kept[0].shape[1:3]
     segments = batch * n_kv_heads
-    rows = queries.reshape(segments, n_query_heads // n_kv_heads, head_dim) * scaling
+    work = torch.promote_types(queries.dtype, torch.float32)
+    rows = queries.reshape(segments, n_query_heads // n_kv_heads, head_dim).to(work) * scaling
     (kept_keys, kept_values), (keys, values) = (
-        tuple(states.reshape(segments, states.shape[2], -1) for states in part)
+        tuple(states.reshape(segments, *states.shape[2:]) for states in part)
         for part in (kept, latest)
     )
-    logits = [rows.bmm(kept_keys.transpose(1, 2)), rows.bmm(keys.transpose(1, 2))]
-    weights = torch.cat(logits, dim=-1).softmax(dim=-1)
-    result = weights[..., :n_kept].bmm(kept_values)
-    result.baddbmm_(weights[..., n_kept:], values)
-    return result.view(batch, 1, n_query_heads, -1)
+    logits = torch.cat([_logits(rows, kept_keys), _logits(rows, keys)], dim=-1)
+    if bias is not None:
+        logits[..., : bias.shape[-1]] += bias.reshape(segments, 1, -1)
+    weights = logits.softmax(dim=-1)
+    result = rows.new_zeros(*rows.shape[:2], values.shape[-1])
+    for own, some in ((weights[..., :n_kept], kept_values), (weights[..., n_kept:], values)):
+        _add_answer(result, own, some)
+    return result.to(queries.dtype).view(batch, 1, n_query_heads, -1)
+
+
+def _logits(rows: Tensor, keys: Tensor) -> Tensor:
+    """Of rows (n_segments, group, head_dim) in float32 or float64, (n_segments, group, n)."""
+    if keys.dtype == rows.dtype:
+        return rows.bmm(keys.transpose(1, 2))
+    found = [rows.bmm(keys[:, own].to(rows.dtype).transpose(1, 2)) for own in _slices(keys)]
+    return rows.new_empty(*rows.shape[:2], 0) if not found else torch.cat(found, dim=-1)
+
+
+def _add_answer(result: Tensor, weights: Tensor, values: Tensor) -> None:
+    """Add the weighted values to the result, (n_segments, group, head_dim)."""
+    if values.dtype == weights.dtype:
+        result.baddbmm_(weights, values)
+        return
+    for own in _slices(values):
+        result.baddbmm_(weights[..., own], values[:, own].to(weights.dtype))
+
+
+def _slices(states: Tensor) -> Iterator[slice]:
+    """Which entries of (n_segments, n, head_dim) become float32 together."""
+    step = max(SCRATCH_NUMBERS // (int(states.shape[0]) * int(states.shape[2])), 1)
+    return (slice(first, first + step) for first in range(0, int(states.shape[1]), step))

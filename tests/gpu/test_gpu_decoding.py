@@ -13,6 +13,7 @@ from test_decoding_attention import (  # noqa: F401  its tests and fixtures
     model,
     profile,
     run,
+    test_biased_entries_of_equal_number_stay_where_they_are,
     test_what_is_held_apart_joins_for_everything_else,
     test_what_is_kept_stays_where_it_is_while_decoding,
 )
@@ -44,8 +45,6 @@ def test_equal_budgets_are_read_in_place(
     tiny: ModuleType, device: str, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In half precision, too, what is kept stays where it is, and the kernel reads it there."""
-    if device == "cpu" and dtype != "float32":
-        pytest.skip("on the CPU half precision is left to the model's own kernels")
     own, tolerance = model_of(tiny, family, "sdpa", dtype, "alone")
     cache = tiny.make_profile(own, TOKENS, 0.4).cache(own)
     shadow, ids = tiny.Shadow(own), tiny.prompt(TOKENS, 2)
@@ -56,9 +55,9 @@ def test_equal_budgets_are_read_in_place(
     read: list[int] = []
     made = EvenEntries.of.__func__  # type: ignore[attr-defined]
 
-    def noted(cls: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
+    def noted(cls: Any, keys: torch.Tensor, values: torch.Tensor, bias: Any = None) -> Any:
         read.append(keys.data_ptr())
-        return made(cls, keys, values)
+        return made(cls, keys, values, bias)
 
     monkeypatch.setattr(EvenEntries, "of", classmethod(noted))
     places = []

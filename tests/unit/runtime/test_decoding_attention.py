@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.runtime import layers
+from kvalloc.runtime import even_attention as even_attention_module
+from kvalloc.runtime import layers, make_cache
 from kvalloc.runtime.even_attention import even_attention
 from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
 from kvalloc.runtime.ragged_decoding import decoding_attention
@@ -76,19 +77,41 @@ def test_one_token_over_ragged_entries(data: st.DataObject) -> None:
     assert (found[:, 0] - expected).abs().max() < 1e-5 * max(1.0, sharpness)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("group", [1, 3])
-def test_one_token_over_even_entries(dtype: torch.dtype, group: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    queries = torch.randn(2, 3 * group, 1, HEAD_DIM, generator=generator, dtype=dtype)
-    kept = torch.randn(2, 2, 3, 50, HEAD_DIM, generator=generator, dtype=dtype)
-    latest = torch.randn(2, 2, 3, 4, HEAD_DIM, generator=generator, dtype=dtype)
-    found = even_attention(queries, tuple(kept), tuple(latest), scaling=0.3)
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+    group=st.integers(1, 3),
+    n_kept=st.integers(0, 50),
+    n_latest=st.integers(1, 4),
+    unbiased=st.integers(0, 50) | st.none(),
+    scratch=st.sampled_from([1, 500, 1 << 18]),
+)
+def test_one_token_over_even_entries(
+    dtype: torch.dtype,
+    group: int,
+    n_kept: int,
+    n_latest: int,
+    unbiased: int | None,
+    scratch: int,
+) -> None:
+    """Biased are the first entries; the tokens that joined them since then have no bias."""
+    queries = torch.randn(2, 3 * group, 1, HEAD_DIM).to(dtype)
+    kept = torch.randn(2, 2, 3, n_kept, HEAD_DIM).to(dtype)
+    latest = torch.randn(2, 2, 3, n_latest, HEAD_DIM).to(dtype)
+    bias = None if unbiased is None else torch.randn(2, 3, max(n_kept - unbiased, 0)) * 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(even_attention_module, "SCRATCH_NUMBERS", scratch)
+        found = even_attention(queries, tuple(kept), tuple(latest), scaling=0.3, bias=bias)
+    assert found.dtype == dtype
     joined = torch.cat([kept, latest], dim=3)
+    full = torch.zeros(6, n_kept + n_latest)
+    if bias is not None:
+        full[:, : bias.shape[-1]] = bias.flatten(0, 1)
     expected = by_definition(
-        queries, list(joined[0].flatten(0, 1)), list(joined[1].flatten(0, 1)), 0.3
+        queries, list(joined[0].flatten(0, 1)), list(joined[1].flatten(0, 1)), 0.3, list(full)
     )
-    assert (found[:, 0] - expected).abs().max() < 1e-5
+    half_a_step = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 1e-5)
+    assert (found[:, 0].double() - expected).abs().max() < half_a_step
 
 
 @pytest.fixture
@@ -150,7 +173,54 @@ def test_what_is_held_apart_joins_for_everything_else(
     assert cache.retained_bytes == 0
 
 
-def test_a_soft_cap_is_left_to_the_model(tiny: ModuleType) -> None:
+@pytest.mark.parametrize("policy", ["compensate", "attention_matching"])
+def test_biased_entries_of_equal_number_stay_where_they_are(
+    tiny: ModuleType, model: Any, profile: Any, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when tokens without a bias have joined them."""
+    monkeypatch.setattr(layers, "APART_TOKENS", 3)
+    cache, ids = make_cache(profile, model, policy=policy), tiny.prompt(TOKENS, 2)
+    shadow = tiny.Shadow(model)
+    shadow.logits(ids)
+    run(model, ids, cache)
+    shadow.follow(cache)
+    shadow.take_combined(cache)
+    biased = [layer for layer in cache.layers if layer.logit_bias is not None]
+    assert biased
+    assert any(bool((layer.logit_bias != 0).any()) for layer in biased)
+    places = []
+    for step in range(1, 8):
+        token = tiny.prompt(1, 2, seed=step)
+        assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
+        assert all(layer.holds_apart for layer in biased)
+        places.append(biased[0].kept_apart[0].data_ptr())
+    assert [places.count(place) for place in dict.fromkeys(places)] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("policy", [None, "compensate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_holds_apart_and_loses_no_more_than_the_model(
+    tiny: ModuleType, dtype: torch.dtype, policy: str | None
+) -> None:
+    model = tiny.tiny_model("llama", dtype=dtype, initializer_range=0.08)
+    profile, ids = tiny.make_profile(model, TOKENS, 0.4), tiny.prompt(TOKENS, 2)
+    exact = tiny.Shadow(model)
+    with torch.no_grad():
+        plain = model(ids).logits
+    allowed = 2 * tiny.worst(plain, exact.logits(ids))
+    cache = make_cache(profile, model, policy=policy) if policy else profile.cache(model)
+    run(model, ids, cache)
+    exact.follow(cache)
+    if policy:
+        exact.take_combined(cache)
+    for step in range(1, 4):
+        token = tiny.prompt(1, 2, seed=step)
+        assert tiny.worst(run(model, token, cache), exact.logits(token)) <= allowed
+        assert cache.layers[0].holds_apart
+
+
+@pytest.mark.parametrize("policy", [None, "compensate"])
+def test_a_soft_cap_is_left_to_the_model(tiny: ModuleType, policy: str | None) -> None:
     """Gemma 2 caps logits in eager attention, which the short way does not."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -169,10 +239,14 @@ def test_a_soft_cap_is_left_to_the_model(tiny: ModuleType) -> None:
     }
     model = Gemma2ForCausalLM._from_config(Gemma2Config(**sizes), attn_implementation="eager")
     model.eval().config._name_or_path = "tiny"
-    profile = tiny.make_profile(model, TOKENS, 0.4)
-    cache, ids = profile.cache(model), tiny.prompt(TOKENS)
+    profile, ids = tiny.make_profile(model, TOKENS, 0.4), tiny.prompt(TOKENS)
+    cache = make_cache(profile, model, policy=policy) if policy else profile.cache(model)
+    shadow = tiny.Shadow(model)
+    shadow.logits(ids)
     run(model, ids, cache)
-    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+    shadow.follow(cache)
+    if policy:
+        shadow.take_combined(cache)
     for step in range(3):
         token = tiny.prompt(1, seed=step)
-        assert tiny.worst(run(model, token, cache), oracle.logits(token)) < 1e-4
+        assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4

@@ -72,12 +72,14 @@ for extras, dtype, splits in itertools.product((False, True), (torch.float32, *h
         layer=0, queries=queries, keys=latest[0], values=latest[1], scaling=0.2, mask=None,
         softcap=softcap, sink_logits=sinks,
     )
-    found = even_kernel_attention(states, tuple(kept), splits=splits)
+    bias = torch.rand(2, 2, BLOCK_TOKENS + 2, device=DEVICE) * 3 if extras else None
+    found = even_kernel_attention(states, tuple(kept), bias=bias, splits=splits)
     assert found.dtype == dtype and found.shape == (2, 1, 6, 24)
     keys, values = torch.cat([kept, latest], dim=3).double().repeat_interleave(3, dim=2)
     logits = queries.double() @ keys.transpose(2, 3) * 0.2
     if extras:
         logits = softcap * torch.tanh(logits / softcap)
+        logits[..., : bias.shape[-1]] += bias.repeat_interleave(3, dim=1)[:, :, None]
         own = sinks.double().view(1, 6, 1, 1).expand(2, -1, -1, -1)
         logits = torch.cat([logits, own], dim=-1)
         values = torch.nn.functional.pad(values, (0, 0, 0, 1))
