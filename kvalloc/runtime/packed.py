@@ -37,21 +37,24 @@ def packed_layers(profile: BudgetProfile) -> dict[int, IntArray]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedRests:
-    """Each segment's entries behind its whole blocks, as many columns of whole blocks of keys.
+    """Each segment's entries behind its whole blocks, filled up to one more block.
 
     Attributes
     ----------
-    entries : Tensor of int64, (n_segments, n_columns)
+    entries : Tensor of int64, (n_segments, 128)
         Which entry each is; 0 beyond a segment's end.
-    scales : Tensor of int64, (n_segments, n_columns / 64)
-        Which key scale each block has; 0 where there is none.
-    logits : Tensor of float32, (n_segments, 1, n_columns)
+    scales : Tensor of int64, (n_segments, 2)
+        Which key scale each block of 64 has; 0 where there is none.
+    logits : Tensor of float32, (n_segments, 1, 128)
         What logits begin with: minus infinity beyond a segment's end, and the entries' own bias.
+    owners : Tensor of int64, (n_blocks + n_segments,)
+        Whose the whole blocks are, and then these.
     """
 
     entries: Tensor
     scales: Tensor
     logits: Tensor
+    owners: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,24 +189,25 @@ class PackedHeads:
 
     @cached_property
     def padded_rests(self) -> PaddedRests:
-        """Where each segment's rest is, in blocks of keys; found out once."""
+        """Where each segment's rest is, found out once."""
         rests = (self.codes.lengths % BLOCK_TOKENS).reshape(-1, 1)
-        n_scales = -(-int(rests.max()) // KEY_BLOCK_TOKENS)
         start = np.array([[rest] for _, _, rest, _ in self.codes.spans])
-        column, block = np.arange(n_scales * KEY_BLOCK_TOKENS), np.arange(n_scales)
+        column, block = np.arange(BLOCK_TOKENS), np.arange(_SCALE_BLOCKS)
         entries = np.where(column < rests, start + column, 0)
         scales = self._rest_scales[:-1, None] + block
         scales = np.where(block * KEY_BLOCK_TOKENS < rests, scales, 0)
-        beyond = torch.from_numpy(column >= rests)
         device = self.codes.keys.device
-        logits = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf")).to(device)
         places = torch.from_numpy(entries.astype(np.int64)).to(device)
+        logits = torch.zeros(places.shape, device=device)
         if self.codes.bias is not None:
             logits += self.codes.bias[places]
+        logits.masked_fill_(torch.from_numpy(column >= rests).to(device), float("-inf"))
+        own = torch.arange(rests.size, device=device)
         return PaddedRests(
             entries=places,
             scales=torch.from_numpy(scales.astype(np.int64)).to(device),
             logits=logits[:, None],
+            owners=torch.cat([self.codes.block_segments, own]),
         )
 
     @cached_property

@@ -31,7 +31,7 @@ __all__ = [
 SCRATCH_NUMBERS = 1 << 23
 """Keys and values that are numbers at the same time."""
 
-_KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def entries_attention(
@@ -163,9 +163,9 @@ def _part_attention(asked: Asked, part: PackedHeads) -> Tensor:
     if part.bits == 16:
         return _number_attention(asked, part.codes)
     if queries.dtype == part.like[0].dtype:
-        if queries.is_cuda and has_triton() and queries.dtype in _KERNEL_TYPES and part.aligned:
+        if queries.is_cuda and has_triton() and queries.dtype in _TYPES and part.aligned:
             return kernel_part(asked, part)
-        if queries.device.type == "cpu" and queries.dtype == torch.float32 and asked.plain:
+        if queries.device.type == "cpu" and queries.dtype in _TYPES and asked.plain:
             return packed_decoding(queries, part, asked.keys, asked.values, scaling=asked.scaling)
     return unpacked_attention(asked, part)
 

@@ -5,24 +5,28 @@ query's product with it is that of ``query * step`` with the codes, and ``query 
 one number for the whole block. A value is ``code * step + least`` of its own token: weights times
 steps are summed over codes, and ``weights . least`` is added to all channels. So each stored
 number is made a float and read by one product, and nothing else is done for it; at 4 bits the low
-halves of bytes (even channels) and the high ones (odd channels) stay apart in that. At
-most `SCRATCH_NUMBERS` at a time.
+halves of bytes (even channels) and the high ones (odd channels) stay apart in that. Some blocks at
+a time, so few that their floats stay in the processor's cache.
+
+A segment's rest, filled up to a whole block, is read as its blocks are.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kvalloc.runtime.packed import PackedHeads
 from kvalloc.runtime.ragged import BLOCK_TOKENS
-from kvalloc.runtime.ragged_decoding import Partial, joined
+from kvalloc.runtime.ragged_decoding import joined
 from kvalloc.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 
 __all__ = ["SCRATCH_NUMBERS", "packed_decoding"]
 
-SCRATCH_NUMBERS = 1 << 21
-"""Codes of whole blocks that are floats at the same time, one block at the least."""
+SCRATCH_NUMBERS = 1 << 19
+"""Codes that are floats at the same time, those of one block at the least."""
 
 
 def packed_decoding(
@@ -33,7 +37,7 @@ def packed_decoding(
     Parameters
     ----------
     queries : Tensor, (batch, n_query_heads, 1, head_dim)
-        The new token, positions applied, in float32; only heads that ask those of `part`.
+        The new token, positions applied; only heads that ask those of `part`.
     part : PackedHeads
         What is kept.
     keys, values : Tensor, (batch, n_kv_heads, n_following, head_dim)
@@ -44,135 +48,140 @@ def packed_decoding(
     Returns
     -------
     Tensor, (batch, 1, n_query_heads, head_dim)
-        Contiguous.
+        Of the queries' type, contiguous.
     """
     batch, n_query_heads, _, head_dim = queries.shape
-    codes = part.codes
-    rows = queries.reshape(codes.lengths.size, -1, head_dim) * scaling
-    near = _near(rows, part, keys, values)
-    found = near[2] if not codes.n_blocks else joined(codes, _blocks(rows, part), near)
-    return found.view(batch, 1, n_query_heads, -1)
+    codes, n_blocks = part.codes, part.codes.n_blocks
+    n_segments = codes.lengths.size
+    rows = queries.reshape(n_segments, -1, head_dim).float() * scaling
+    keys = keys.reshape(n_segments, keys.shape[2], -1).float()
+    values = values.reshape(n_segments, values.shape[2], -1).float()
+    near = rows.bmm(keys.transpose(1, 2))
+    if not codes.keys.shape[0]:
+        answer = near.softmax(dim=-1).bmm(values)
+        return answer.to(queries.dtype).view(batch, 1, n_query_heads, -1)
+    logits = _key_logits(rows, part)
+    near = torch.cat([logits[n_blocks:].add_(part.padded_rests.logits), near], dim=-1)
+    far = logits[:n_blocks]
+    if codes.bias is not None:
+        far += codes.blocks(codes.bias)[:, None]
+    far_weights, near_weights = far.softmax(dim=-1), near.softmax(dim=-1)
+    weights = torch.cat([far_weights, near_weights[..., :BLOCK_TOKENS]])
+    answers = _value_answers(weights, part)
+    answer = answers[n_blocks:].baddbmm_(near_weights[..., BLOCK_TOKENS:], values)
+    if n_blocks:
+        blocks = (far.amax(dim=-1), far_weights.amax(dim=-1), answers[:n_blocks])
+        answer = joined(codes, blocks, (near.amax(dim=-1), near_weights.amax(dim=-1), answer))
+    return answer.to(queries.dtype).view(batch, 1, n_query_heads, -1)
 
 
-def _near(rows: Tensor, part: PackedHeads, keys: Tensor, values: Tensor) -> Partial:
-    """The softmax of each segment's rest and followers."""
-    n_segments, rests, codes = rows.shape[0], part.padded_rests, part.codes
-    keys = keys.reshape(n_segments, keys.shape[2], -1)
-    values = values.reshape(n_segments, values.shape[2], -1)
-    logits = rows.bmm(keys.transpose(1, 2))
-    n_rest = rests.entries.shape[1]
-    if not n_rest:
-        weights = logits.softmax(dim=-1)
-        return logits.amax(dim=-1), weights.amax(dim=-1), weights.bmm(values)
-    place = rests.entries.view(-1)
+def _key_logits(rows: Tensor, part: PackedHeads) -> Tensor:
+    """Logits of all units of `_units`, (n_units, group, 128); rows are segments' queries."""
+    group, head_dim = rows.shape[1:]
+    rests, n_scales = part.padded_rests, BLOCK_TOKENS // KEY_BLOCK_TOKENS
     assert part.key_scales is not None
-    scales = part.key_scales.index_select(0, rests.scales.view(-1))
-    of_rest = _key_logits(rows, codes.keys.index_select(0, place), scales, part.bits)
-    logits = torch.cat([of_rest.add_(rests.logits), logits], dim=-1)
-    weights = logits.softmax(dim=-1)
-    packed = codes.values.index_select(0, place)
-    answer = _value_answers(weights[..., :n_rest], packed, part.bits, values.shape[-1])
-    answer = answer.baddbmm_(weights[..., n_rest:], values)
-    return logits.amax(dim=-1), weights.amax(dim=-1), answer
+    whole = part.key_scales[: part.codes.n_blocks * n_scales]
+    scales = torch.cat([whole, part.key_scales.index_select(0, rests.scales.view(-1))]).float()
+    scales = scales.view(-1, n_scales, 2, head_dim)
+    own = rows.index_select(0, rests.owners)
+    asked = (own[:, None] * scales[:, :, :1]).view(-1, group, head_dim)
+    least = (scales[:, :, 1] @ own.transpose(1, 2)).view(-1, group, 1)
+    halves = _halves(asked, part.bits)
+    logits = rows.new_empty(len(asked), group, KEY_BLOCK_TOKENS)
+    for units, floats in _units(part.codes.keys, part):
+        some = slice(units.start * n_scales, units.stop * n_scales)
+        base = least[some]
+        for half, codes in zip(halves, floats, strict=True):
+            turned = codes.view(len(base), KEY_BLOCK_TOKENS, -1).transpose(1, 2)
+            base = torch.baddbmm(base, half[some], turned, out=logits[some])
+    shaped = logits.view(-1, n_scales, group, KEY_BLOCK_TOKENS)
+    return shaped.transpose(1, 2).reshape(-1, group, BLOCK_TOKENS)
 
 
-def _blocks(rows: Tensor, part: PackedHeads) -> Partial:
-    """The softmax of each whole block by itself."""
-    codes, value_dim = part.codes, int(part.like[1].shape[-1])
-    n_blocks, group = codes.n_blocks, int(rows.shape[1])
-    assert part.key_scales is not None
-    most, share = rows.new_empty(2, n_blocks, group)
-    answers = rows.new_empty(n_blocks, group, value_dim)
-    step = max(SCRATCH_NUMBERS // (BLOCK_TOKENS * int(rows.shape[2])), 1)
-    asked = rows.index_select(0, codes.block_segments)
-    n_scales = BLOCK_TOKENS // KEY_BLOCK_TOKENS
-    for first in range(0, n_blocks, step):
-        some = slice(first, min(first + step, n_blocks))
-        entries = slice(some.start * BLOCK_TOKENS, some.stop * BLOCK_TOKENS)
-        scales = part.key_scales[some.start * n_scales : some.stop * n_scales]
-        logits = _key_logits(asked[some], codes.keys[entries], scales, part.bits)
-        if codes.bias is not None:
-            logits += codes.bias[entries].view(-1, 1, BLOCK_TOKENS)
-        weights = logits.softmax(dim=-1)
-        torch.amax(logits, dim=-1, out=most[some])
-        torch.amax(weights, dim=-1, out=share[some])
-        answers[some] = _value_answers(weights, codes.values[entries], part.bits, value_dim)
-    return most, share, answers
-
-
-def _key_logits(rows: Tensor, packed: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Logits of packed keys.
+def _value_answers(weights: Tensor, part: PackedHeads) -> Tensor:
+    """Values of all units of `_units`, weighted and summed, (n_units, group, head_dim).
 
     Parameters
     ----------
-    rows : Tensor, (n_units, group, head_dim)
-    packed : Tensor of uint8, (n_units * n_columns, key_bytes)
-        As many whole blocks of keys for each unit.
-    scales : Tensor of float16, (n_units * n_columns / 64, 2, head_dim)
-
-    Returns
-    -------
-    Tensor, (n_units, group, n_columns)
+    weights : Tensor, (n_units, group, 128)
     """
-    n_units, group, head_dim = rows.shape
-    wide = scales.float().view(n_units, -1, 2, head_dim)
-    n_blocks = n_units * wide.shape[1]
-    least = wide[:, :, 1] @ rows.transpose(1, 2)  # (n_units, n_scales, group)
-    asked = (rows[:, None] * wide[:, :, :1]).view(n_blocks, group, head_dim)
-    logits = least.view(n_blocks, group, 1)
-    for own, codes in zip(_halves(asked, bits), _floats(packed, bits), strict=True):
-        codes = codes.view(n_blocks, KEY_BLOCK_TOKENS, -1)
-        logits = torch.baddbmm(logits, own, codes.transpose(1, 2))
-    if n_blocks == n_units:
-        return logits
-    shaped = logits.view(n_units, -1, group, KEY_BLOCK_TOKENS)
-    return shaped.transpose(1, 2).reshape(n_units, group, -1)
-
-
-def _value_answers(weights: Tensor, packed: Tensor, bits: int, value_dim: int) -> Tensor:
-    """Packed values, weighted and summed.
-
-    Parameters
-    ----------
-    weights : Tensor, (n_units, group, n_columns)
-    packed : Tensor of uint8, (n_units * n_columns, value_bytes)
-
-    Returns
-    -------
-    Tensor, (n_units, group, value_dim)
-    """
-    n_units, _, n_columns = weights.shape
+    n_units, group, _ = weights.shape
+    value_dim, bits = int(part.like[1].shape[-1]), part.bits
     n_bytes, width = -(-value_dim * bits // 8), VALUE_BLOCK_CHANNELS * bits // 8
+    steps, leasts = _value_scales(part, n_bytes)
+    asking = [weights * step for step in steps]
+    columns = [slice(first, min(first + width, n_bytes)) for first in range(0, n_bytes, width)]
+    found = [
+        [weights.new_empty(n_units, group, own.stop - own.start) for _ in range(8 // bits)]
+        for own in columns
+    ]
+    for units, floats in _units(part.codes.values, part):
+        for asked, own, targets in zip(asking, columns, found, strict=True):
+            for codes, target in zip(floats, targets, strict=True):
+                some = codes.view(units.stop - units.start, BLOCK_TOKENS, -1)[..., own]
+                torch.bmm(asked[units], some, out=target[units])
+    answers = [
+        _together(own).add_(weights @ least.unsqueeze(-1))
+        for own, least in zip(found, leasts, strict=True)
+    ]
+    answer = answers[0] if len(answers) == 1 else torch.cat(answers, dim=-1)
+    return answer[..., :value_dim].contiguous()
+
+
+def _value_scales(part: PackedHeads, n_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each block of channels: steps (n_units, 1, 128) and minima (n_units, 128) of tokens."""
+    rests, rows = part.padded_rests, part.codes.values
     if n_bytes % 2:  # float16 cannot begin at an odd byte
-        halves = packed[:, n_bytes:].clone(memory_format=torch.contiguous_format)
-        halves, place = halves.view(torch.float16), 0
-    else:
-        halves, place = packed.view(torch.float16), n_bytes // 2
-    # whole rows with their scales, which is faster than to leave them out
-    codes = [own.view(n_units, n_columns, -1) for own in _floats(packed, bits)]
-    answers = []
-    for first in range(0, n_bytes, width):
-        step, least = (
-            halves[:, column].float().view(n_units, 1, n_columns) for column in (place, place + 1)
-        )
-        own, added = weights * step, weights @ least.transpose(1, 2)
-        some = slice(first, min(first + width, n_bytes))
-        found = [own.bmm(each[:, :, some]) for each in codes]
-        answers.append(_together(found).add_(added))
-        place += 2
-    joined_answers = answers[0] if len(answers) == 1 else torch.cat(answers, dim=-1)
-    return joined_answers[..., :value_dim]
+        rows, n_bytes = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format), 0
+    halves = rows.view(torch.float16)
+    whole, place = part.codes.n_blocks * BLOCK_TOKENS, n_bytes // 2
+    n_columns = int(halves.shape[1]) - place
+    wide = halves.new_empty(n_columns, whole + rests.entries.numel(), dtype=torch.float32)
+    for number, column in enumerate(halves[:, place:].unbind(1)):
+        wide[number, :whole] = column[:whole]
+        wide[number, whole:] = column.index_select(0, rests.entries.view(-1))
+    shaped = wide.view(n_columns, -1, BLOCK_TOKENS)
+    return list(shaped[0::2].unsqueeze(2)), list(shaped[1::2])
 
 
-def _floats(packed: Tensor, bits: int) -> list[Tensor]:
-    """Codes of packed rows as floats; at 4 bits those of low halves, and 16 times the high ones."""
-    if bits == 8:
-        return [packed.float()]
-    return [(packed & 15).float(), (packed & 240).float()]
+def _units(states: Tensor, part: PackedHeads) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Codes of all whole blocks and then of each segment's rest as floats, some units at a time.
+
+    At 4 bits the codes of low halves, and 16 times those of high ones. What was given is
+    overwritten by the next.
+
+    Parameters
+    ----------
+    states : Tensor of uint8, (n_entries, n_bytes)
+        Packed keys or values; scales behind values are made floats like codes, which is faster
+        than to leave them out.
+    """
+    n_blocks, rests = part.codes.n_blocks, part.padded_rests.entries
+    n_bytes = int(states.shape[1])
+    step = max(SCRATCH_NUMBERS * part.bits // (8 * n_bytes * BLOCK_TOKENS), 1)
+    most = min(step, max(n_blocks, len(rests))) * BLOCK_TOKENS
+    masks = [15, 240] if part.bits == 4 else [255]
+    floats = [states.new_empty(most, n_bytes, dtype=torch.float32) for _ in masks]
+    masked = states.new_empty(most if part.bits == 4 else 0, n_bytes)
+    ends = [(first, min(first + step, n_blocks), True) for first in range(0, n_blocks, step)]
+    n_rests = len(rests)
+    ends += [(first, min(first + step, n_rests), False) for first in range(0, n_rests, step)]
+    for first, end, whole in ends:
+        if whole:
+            packed, base = states[first * BLOCK_TOKENS : end * BLOCK_TOKENS], 0
+        else:
+            packed, base = states.index_select(0, rests[first:end].view(-1)), n_blocks
+        count = len(packed)
+        for mask, target in zip(masks, floats, strict=True):
+            if mask < 255:
+                target[:count] = torch.bitwise_and(packed, mask, out=masked[:count])
+            else:
+                target[:count] = packed
+        yield slice(base + first, base + end), [target[:count] for target in floats]
 
 
 def _halves(rows: Tensor, bits: int) -> list[Tensor]:
-    """What is multiplied with each of `_floats`: all channels, or the even and the odd ones."""
+    """What is multiplied with each of a unit's floats: all channels, or the even and odd ones."""
     if bits == 8:
         return [rows]
     rows = torch.nn.functional.pad(rows, (0, 1)) if rows.shape[-1] % 2 else rows
@@ -180,7 +189,7 @@ def _halves(rows: Tensor, bits: int) -> list[Tensor]:
 
 
 def _together(found: list[Tensor]) -> Tensor:
-    """Channels in order, where `found` was summed over `_floats`; the last one may be too many."""
+    """Channels in order, where `found` was summed over a unit's floats; one too many if odd."""
     if len(found) == 1:
         return found[0]
     return torch.stack([found[0], found[1].div_(16)], dim=-1).flatten(-2)

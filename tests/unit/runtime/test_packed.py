@@ -180,24 +180,33 @@ def test_one_token_has_still_less_scratch(peak_bytes: Any, monkeypatch: pytest.M
     group=st.integers(1, 3),
     biased=st.booleans(),
     blocks=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
     offset=st.sampled_from([0.0, 5.0]),
 )
 def test_one_token_asks_codes_and_hears_what_the_numbers_say(
-    counts: Any, bits: int, head_dim: int, group: int, biased: bool, blocks: int, offset: float
+    counts: Any,
+    bits: int,
+    head_dim: int,
+    group: int,
+    biased: bool,
+    blocks: int,
+    dtype: torch.dtype,
+    offset: float,
 ) -> None:
-    found = numbers(counts, head_dim, torch.float32)
+    found = numbers(counts, head_dim, dtype)
     found = {place: (keys + offset, values - offset) for place, (keys, values) in found.items()}
     entries = PackedEntries.collect(np.array(counts), piece_of(found, biased), np.full(HEADS, bits))
     (part,) = entries.parts
     generator = torch.Generator().manual_seed(group)
-    queries = torch.randn(BATCH, group * HEADS, 1, head_dim, generator=generator)
-    latest = torch.randn(2, BATCH, HEADS, blocks, head_dim, generator=generator)
+    queries = torch.randn(BATCH, group * HEADS, 1, head_dim, generator=generator).to(dtype)
+    latest = torch.randn(2, BATCH, HEADS, blocks, head_dim, generator=generator).to(dtype)
+    near = {"atol": 2e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
     scaling = head_dim**-0.5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "SCRATCH_NUMBERS", blocks * 128 * head_dim)
         one = decoding.packed_decoding(queries, part, *latest, scaling=scaling)
     asked = Asked(queries=queries, keys=latest[0], values=latest[1], scaling=scaling)
-    torch.testing.assert_close(one, unpacked_attention(asked, part), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(one, unpacked_attention(asked, part), **near)
     exact = torch.empty(BATCH, 1, group * HEADS, head_dim, dtype=torch.float64)
     for row, head in np.ndindex(BATCH, HEADS):
         keys, values, _, bias, _ = entries.piece(row, head)
@@ -208,7 +217,7 @@ def test_one_token_asks_codes_and_hears_what_the_numbers_say(
             logits[:, : len(bias)] += bias
         stored = torch.cat([values, latest[1, row, head]]).double()
         exact[row, 0, own] = logits.softmax(-1) @ stored
-    torch.testing.assert_close(one.double(), exact, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(one.double(), exact, **near)
 
 
 @settings(deadline=None, max_examples=25)
