@@ -21,6 +21,7 @@ with their quartiles, in time on the clock and, on the CPU, in processor time.
 - bandwidth (CUDA): seconds of a decoded token over those of copying weights and retained bytes at
   the measured bandwidth.
 
+- bits: tokens a second at 8 and 4 bits over those at 16, the same entries by head.
 - peers: tokens a second beside presses of kvpress at the same kept share, and the bytes that both
   store, in the environment that ``make peers`` makes; left out where there is none.
 
@@ -40,6 +41,7 @@ from importlib import resources
 from typing import Any, TypeAlias
 
 import numpy as np
+import runtime_bits
 import runtime_peers
 import torch
 from _common import describe_where, guarded, quartiles, where_it_ran
@@ -118,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device")
     parser.add_argument("--dtype", help="float32, or bfloat16 with --shape")
-    parser.add_argument("--only", nargs="+", choices=["prefill", "decode", "peers"])
+    parser.add_argument("--only", nargs="+", choices=["prefill", "decode", "bits", "peers"])
     parser.add_argument("--peer", nargs="+", default=list(runtime_peers.PEERS))
     parser.add_argument("--quick", action="store_true", help="small sizes; targets do not count")
     parser.add_argument("--json", action="store_true")
@@ -201,11 +203,13 @@ def all_rows(
         "plain": lambda: DynamicCache(config=model.config),
         **{level: lambda one=one: one.cache(model) for level, one in profiles.items()},
     }
-    wanted = arguments.only or ["prefill", "decode", "peers"]
+    wanted = arguments.only or ["prefill", "decode", "bits", "peers"]
     if "prefill" in wanted:
         yield from guarded("prefill", lambda: prefill_rows(model, make, arguments))
     if "decode" in wanted:
         yield from guarded("decode", lambda: decode_rows(model, make, arguments))
+    if "bits" in wanted:
+        yield from guarded("bits", lambda: bits_rows(model, profiles["head"], arguments))
     if "peers" in wanted:
         yield from guarded("peers", lambda: peer_rows(model, make, arguments))
 
@@ -306,6 +310,23 @@ def decode_ratios(
             f"plain cache's; the model alone {speed['alone']:.1f}; without the model's own time "
             f"the plain cache takes {beyond_the_model(found, level):.1f} times as long",
         }
+
+
+def bits_rows(
+    model: Any, profile: BudgetProfile, arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    ids, rows, new = arguments.ids[:, : arguments.tokens], arguments.batch, arguments.new_tokens
+    made = {16: profile, **{n: runtime_bits.at_bits(profile, n) for n in runtime_bits.FEWER}}
+    caches = {bits: prefill(model, one.cache(model), ids) for bits, one in made.items()}
+    for cache in caches.values():
+        cache.batch_repeat_interleave(rows)
+    return runtime_bits.bits_rows(
+        caches,
+        prompt=f"{rows} rows of {ids.shape[1]:,}",
+        decode=lambda cache: decode(model, cache, rows, new, ids.device),
+        in_turns=lambda calls: in_turns(calls, repeats=arguments.repeats),
+        ratio_of=ratio_of,
+    )
 
 
 def peer_rows(
