@@ -90,6 +90,7 @@ def save_cache(
     rows = cache.arrival.row_profiles
     if rows is not None:
         header["row_profiles"] = [budget_profile_dict(profile) for profile in rows]
+    header["header_digest"] = _header_digest(json.loads(json.dumps(header)))
     metadata = {_HEADER: json.dumps(header, sort_keys=True)}
     with atomic_write(path) as temporary:
         try:
@@ -331,6 +332,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if header.get("tensor_digest") != _tensor_digest(tensors):
         raise _fault(path, "tensor_digest", header.get("tensor_digest"), "that of its tensors")
     _check_header(path, header, tensors)
+    # last, so that a field that cannot be is named
+    if header.get("header_digest") != _header_digest(header):
+        raise _fault(path, "header_digest", header.get("header_digest"), "that of its header")
     return header, tensors
 
 
@@ -423,6 +427,11 @@ def _fault(path: str | Path, field: str, found: object, expected: str) -> Profil
 
 def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _header_digest(header: dict[str, Any]) -> str:
+    others = {name: value for name, value in header.items() if name != "header_digest"}
+    return _text_digest(json.dumps(others, sort_keys=True))
 
 
 def _tensor_digest(tensors: dict[str, Tensor]) -> str:

@@ -110,7 +110,10 @@ def test_files_that_were_changed_are_refused(tiny: ModuleType, tmp_path: Path) -
     def lost(header: Any, tensors: Any) -> None:
         del tensors["1.kept_values"]
 
-    for change in (tensor, budgets, version, lost):
+    def tokens(header: Any, tensors: Any) -> None:
+        header["seen_tokens"] += 1
+
+    for change in (tensor, budgets, version, lost, tokens):
         with pytest.raises(ProfileFileError) as caught:
             kvalloc.load_cache(edited(path, tmp_path / "e.safetensors", change), model)
         assert "\n" not in str(caught.value)
