@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -84,3 +85,25 @@ def _short(value: object, limit: int = 80) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = " ".join(text.split()) or "empty"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What a mistyped name may have meant, as the beginning of the way out; empty if unclear.
+
+    Parameters
+    ----------
+    name : str
+        As typed.
+    known : iterable of str
+        What there is.
+
+    Examples
+    --------
+    >>> nearest("TVOA", ["snapkv", "tova"]), nearest("xyz", ["snapkv", "tova"])
+    ("the nearest is 'tova'; ", '')
+    """
+    from difflib import get_close_matches  # only a mistake needs it
+
+    lowered = {each.lower(): each for each in known}
+    near = get_close_matches(name.lower(), lowered, n=1)
+    return f"the nearest is {lowered[near[0]]!r}; " if near else ""

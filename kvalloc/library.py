@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 from kvalloc.budget_profile import BudgetProfile
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, nearest
 
 PACKAGE = "kvalloc.profiles"
 
@@ -48,4 +48,7 @@ def load_profile(source: str | Path) -> BudgetProfile:
         with resources.as_file(resources.files(PACKAGE) / f"{source}.json") as file:
             return BudgetProfile.load(file)
     known = ", ".join(shipped) or "none"
-    raise InputError(f"there is no budget profile {source}: no such file; shipped ones: {known}")
+    near = nearest(str(source), shipped)
+    raise InputError(
+        f"there is no budget profile {source}: no such file; {near}shipped ones: {known}"
+    )

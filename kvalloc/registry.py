@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvalloc.errors import InputError, SolverError
+from kvalloc.errors import InputError, SolverError, nearest
 from kvalloc.solver import Solver
 
 SOLVERS = "kvalloc.solvers"
@@ -61,7 +61,8 @@ def load(group: str, name: str) -> type[Any]:
     found = _group(group)
     if name not in found:
         known = ", ".join(sorted(found)) or "none: is kvalloc installed, not only on the path?"
-        raise InputError(f"there is no {kind} {name!r}; choose from {known}")
+        near = nearest(name, found)
+        raise InputError(f"there is no {kind} {name!r}; {near}choose from {known}")
     try:
         loaded = found[name].load()
     except Exception as error:  # a plug-in may fail in any way while it is imported
@@ -95,7 +96,8 @@ def build(cls: type[T], options: dict[str, Any], *, what: str) -> T:
     unknown = sorted(set(options) - set(known))
     if unknown:
         choices = ", ".join(known) or "it has none"
-        raise InputError(f"{what} has no option {unknown[0]!r}; choose from: {choices}")
+        near = nearest(unknown[0], known)
+        raise InputError(f"{what} has no option {unknown[0]!r}; {near}choose from: {choices}")
     try:
         return cls(**options)
     except (TypeError, ValueError) as error:

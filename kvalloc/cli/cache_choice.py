@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, KVAllocError, nearest
 
 if TYPE_CHECKING:
     from kvalloc.budget_profile import BudgetProfile
@@ -168,6 +171,12 @@ class CacheChoice:
 
         name = self.policy
         if name not in policy_names() and name not in names(SCORERS):
+            near = nearest(name, [*policy_names(), *names(SCORERS)])
+            if near:
+                raise InputError(
+                    f"there is no policy or scorer {name!r}; {near}'kvalloc policies' and "
+                    "'kvalloc scorers' list them"
+                )
             return {}  # making it lists those there are
         owner = policy_class(name) if name in policy_names() else scorer_class(name)
         known = dict(plugin_options(owner))
@@ -188,3 +197,22 @@ class CacheChoice:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """Let errors name options as they are typed here, where the library names its keywords."""
+    try:
+        yield
+    except KVAllocError as error:
+        text = str(error).replace(
+            "(--allow-other-model, allow_other_model=True)", "(--allow-other-model)"
+        )
+        text = text.replace("(allow_other_model=True)", "(--allow-other-model)")
+        text = text.replace("a cache written by cache.save()", "a cache written with --save-cache")
+        text = re.sub(r"(?<!-)\b(decode_every|measured_tokens)\b", lambda m: _flag(m[1]), text)
+        text = re.sub(
+            r"^adapt is\b|(?<=leave out )adapt\b|(?<=without )adapt\b", lambda m: f"--{m[0]}", text
+        )
+        error.args = (text,)
+        raise

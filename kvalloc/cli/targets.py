@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.errors import InputError, ProfileFileError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,9 +20,27 @@ if TYPE_CHECKING:
 Scores = Annotated[
     Path, typer.Argument(metavar="SCORES", help="A score profile that 'kvalloc profile' wrote.")
 ]
+
+
+def share_number(text: str) -> float:
+    """A share as people write it, ``0.9`` or ``90%``; whoever uses it says which are in range.
+
+    Examples
+    --------
+    >>> share_number("0.9"), share_number("90%")
+    (0.9, 0.9)
+    """
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        return float(number) / 100 if percent else float(number)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a share; write 0.9 or 90%") from None
+
+
 TargetRetention = Annotated[
     float | None,
     typer.Option(
+        parser=share_number,
         metavar="SHARE",
         help="Fewest bytes that keep this mean share of the score mass, such as 0.9.",
     ),
@@ -311,7 +329,8 @@ def typed_options(
             raise InputError(f"{flag} {pair!r} is not KEY=VALUE, such as {example}")
         if key not in known:
             choices = ", ".join(known) or "it has none"
-            raise InputError(f"{kind} {name} has no option {key!r}; choose from: {choices}")
+            near = nearest(key, known)
+            raise InputError(f"{kind} {name} has no option {key!r}; {near}choose from: {choices}")
         if key in options:
             raise InputError(f"{flag} {key} is given twice; give it once")
         options[key] = _value(flag, name, key, text.strip(), known[key])

@@ -41,7 +41,10 @@ def test_the_built_in_ones_are_registered_and_say_what_they_do() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(InputError, match="no solver 'gredy'; choose from adaptive_head, .*uniform"):
+    with pytest.raises(
+        InputError,
+        match="no solver 'gredy'; the nearest is 'greedy'; choose from adaptive_head, .*uniform",
+    ):
         registry.get_solver("gredy")
     with pytest.raises(InputError, match="no scorer 'nope'"):
         registry.load(registry.SCORERS, "nope")
