@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvalloc.adapting import adapt_budgets, check_adapt, may_move
 from kvalloc.attention_hook import AttentionStates
 from kvalloc.budget_profile import BudgetProfile, Level, Policy
 from kvalloc.errors import InputError
+from kvalloc.library import load_profile
 from kvalloc.measure.prompt_scores import check_measured_tokens, prompt_scores
 from kvalloc.models import shape_of
 from kvalloc.registry import get_solver
@@ -340,7 +342,7 @@ def make_adapting_cache(
 
 def apply(
     model: Any,
-    profile: BudgetProfile | None = None,
+    profile: BudgetProfile | str | Path | None = None,
     *,
     target_retention: float | None = None,
     budget: str | float | None = None,
@@ -379,8 +381,9 @@ def apply(
     ----------
     model : transformers.PreTrainedModel
         A model that can generate.
-    profile : BudgetProfile, optional
-        Budgets made for this model. Without one, exactly one target is given.
+    profile : BudgetProfile, str or Path, optional
+        Budgets made for this model, their file, or the name of shipped ones. Without any, exactly
+        one target is given.
     target_retention, budget, budget_tokens, memory : optional
         What each prompt is to reach, as for `kvalloc.solve`.
     adapt : float, optional
@@ -450,6 +453,13 @@ def apply(
         name = "hold" if hold else "measured_tokens"
         raise InputError(
             f"with a stored profile nothing is measured; leave out {name}, or give adapt"
+        )
+    if isinstance(profile, str | Path):
+        profile = load_profile(profile)
+    if not isinstance(profile, BudgetProfile):
+        raise InputError(
+            f"the profile is a {type(profile).__name__}, expected a BudgetProfile, its file, or "
+            "the name of a shipped one"
         )
     return Applied(model, _for_profile(model, profile, picked))
 

@@ -500,3 +500,19 @@ def test_a_loaded_cache_decides_for_no_other_prompt(
     with pytest.raises(UnsupportedRequestError, match="make a new cache for another prompt"):
         run(model, tiny.prompt(CONTEXT, seed=1), loaded)
     assert loaded.retained_bytes == 0
+
+
+def test_apply_takes_the_file_or_the_name_of_a_profile(
+    tiny: ModuleType, model: Any, tmp_path: Path
+) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS)
+    profile.save(tmp_path / "p.json")
+    ids = tiny.prompt(CONTEXT)
+    for given in (tmp_path / "p.json", str(tmp_path / "p.json")):
+        with kvalloc.apply(model, given) as applied:
+            generate(model, ids, max_new_tokens=1)
+        assert applied.last_cache.retained_bytes == profile.retained_bytes_at(CONTEXT)
+    with pytest.raises(KVAllocError, match="SmolLM2"):
+        kvalloc.apply(model, "smollm2-135m-instruct-fixed-20")
+    with pytest.raises(InputError, match="the profile is a int, expected a BudgetProfile"):
+        kvalloc.apply(model, 3)
