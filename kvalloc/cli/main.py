@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0 if it went well, 2 for a user's mistake (one line on stderr), 130 after
         Ctrl-C. An error of ours is not caught.
     """
+    _open_closed_streams()
     try:
         code = _run(_complete(list(sys.argv[1:] if arguments is None else arguments)))
         sys.stdout.flush()
@@ -104,6 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(str(interrupt) or "interrupted", prefix="")
         return INTERRUPTED
     return code
+
+
+def _open_closed_streams() -> None:
+    """Let output go nowhere where it was closed (``>&-``): Python has None for a stream then."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # of the process from now on, so nobody closes it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _complete(arguments: list[str]) -> list[str]:

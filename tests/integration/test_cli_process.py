@@ -142,3 +142,23 @@ def test_an_error_of_ours_keeps_its_traceback():
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ZeroDivisionError: ours" in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes a file descriptor as a shell's >&- does")
+@pytest.mark.parametrize("closed", [[1], [2], [1, 2]])
+def test_output_that_was_closed_is_no_defect(scores, closed):
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    done = subprocess.run(
+        [sys.executable, "-c", f"{RUN}; sys.exit(code)", "inspect", str(scores), "-q"],
+        stderr=None if 2 in closed else subprocess.PIPE,
+        stdout=None if 1 in closed else subprocess.PIPE,
+        preexec_fn=close,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert not done.stderr
+    assert bool(done.stdout) == (1 not in closed)
