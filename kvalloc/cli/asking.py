@@ -181,11 +181,16 @@ class Asker:
                 ends=self._ends,
                 keep=self._keep_turns,
             )
-            for token in tokens:
-                seconds.append(time.perf_counter())
-                found.append(token)
-                if self._stream:
-                    streamer.put(torch.tensor([token]))  # type: ignore[no-untyped-call]
+            try:
+                for token in tokens:
+                    seconds.append(time.perf_counter())
+                    found.append(token)
+                    if self._stream:
+                        streamer.put(torch.tensor([token]))  # type: ignore[no-untyped-call]
+            except KeyboardInterrupt:
+                if self._stream:  # what is said next gets a line of its own
+                    streamer.end()  # type: ignore[no-untyped-call]
+                raise
             if self._stream:
                 streamer.end()  # type: ignore[no-untyped-call]
         return found, seconds
@@ -218,7 +223,7 @@ def ask_typed(asker: Asker, *, quiet: bool, keep_turns: bool) -> list[dict[str, 
         except KeyboardInterrupt:
             if not interactive or keep_turns:  # the conversation would go on from half an answer
                 raise
-            _say("", "[dim]broken off[/]")
+            _say("[dim]broken off[/]")
     if not rows and not interactive:
         raise InputError(
             "there is no question; give --question TEXT, or questions on stdin, a line each"
@@ -230,7 +235,8 @@ def _say(*lines: str) -> None:
     """Lines with rich's marks, on stderr."""
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    # a question is not to be read for emoji: ":key:" stays what was typed
+    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     for line in lines:
         console.print(line)
 

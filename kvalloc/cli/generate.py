@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.cli import generate_options as options
 from kvalloc.cli import targets
 from kvalloc.cli.asking import check_questions
-from kvalloc.cli.cache_choice import CacheChoice
+from kvalloc.cli.cache_choice import CacheChoice, naming_flags
 from kvalloc.cli.loading import load
 from kvalloc.cli.one_answer import (
     answer_prompt,
@@ -19,7 +19,7 @@ from kvalloc.cli.one_answer import (
     summary,
     tokenise,
 )
-from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
+from kvalloc.cli.options import Device, Json, ModelName, Quiet
 from kvalloc.cli.output import note, print_json, size
 from kvalloc.cli.prompts import given_prompt
 from kvalloc.cli.reading import Reading, check_room, load_document, read_document, save_document
@@ -51,7 +51,7 @@ def generate(
     target_retention: targets.TargetRetention = None,
     budget: targets.Budget = None,
     budget_tokens: targets.BudgetTokens = None,
-    memory: targets.Memory = None,
+    memory: options.Memory = None,
     level: options.Level = None,
     solver: options.Solver = None,
     adapt: options.Adapt = None,
@@ -71,7 +71,7 @@ def generate(
     policy_option: options.PolicyOption = None,
     decode_every: options.DecodeEvery = None,
     allow_other_model: options.AllowOtherModel = False,
-    dtype: Dtype = "float32",
+    dtype: options.OwnDtype = None,
     device: Device = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -121,10 +121,11 @@ def generate(
         quiet=quiet,
     )
     wanted.check()
-    if wanted.document:
-        _ask_document(wanted)
-    else:
-        _answer_prompt(wanted)
+    with naming_flags():
+        if wanted.document:
+            _ask_document(wanted)
+        else:
+            _answer_prompt(wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,7 @@ class _Wanted:
     max_new_tokens: int
     chat: bool | None
     allow_other_model: bool
-    dtype: str
+    dtype: str | None
     device: str | None
     json: bool
     quiet: bool
@@ -184,8 +185,19 @@ class _Wanted:
             )
 
     def load(self) -> LoadedModel:
-        """The model."""
-        return load(self.model, dtype=self.dtype, device=self.device, quiet=self.quiet)
+        """The model, in the type of a saved cache where there is one."""
+        from kvalloc.cli.saved import saved_header
+
+        dtype = self.dtype or "float32"
+        header = None if self.cache is None else saved_header(self.cache)
+        if header is not None:
+            dtype = str(header["dtype"])
+            if self.dtype not in (None, dtype):
+                raise InputError(
+                    f"{self.cache} holds {dtype} entries, and --dtype is {self.dtype}; leave out "
+                    "--dtype, or read the document again"
+                )
+        return load(self.model, dtype=dtype, device=self.device, quiet=self.quiet)
 
 
 def _choice(
@@ -224,12 +236,20 @@ def _answer_prompt(wanted: _Wanted) -> None:
     cache = choice.cache(loaded, budgets)
     inputs = tokenise(loaded, text, wanted.chat)
     check_length(loaded, int(inputs["input_ids"].shape[1]), wanted.max_new_tokens)
-    answer = answer_prompt(loaded, inputs, cache, wanted.max_new_tokens, stream=not wanted.json)
+    answer = answer_prompt(
+        loaded,
+        inputs,
+        cache,
+        wanted.max_new_tokens,
+        stream=not wanted.json,
+        quiet=wanted.quiet,
+    )
     _note_short(cache, answer.prompt_tokens, quiet=wanted.quiet)
     if wanted.json:
         print_json(as_json(answer, loaded, None if choice.full else choice.profile, cache))
     else:
-        note(summary(answer), quiet=wanted.quiet)
+        for line in summary(answer, cache):
+            note(line, quiet=wanted.quiet)
 
 
 def _ask_document(wanted: _Wanted) -> None:
@@ -306,7 +326,7 @@ def _room(form: Form, loaded: LoadedModel, wanted: _Wanted) -> int:
 def _note_short(cache: Any, n_tokens: int, *, quiet: bool) -> None:
     if not getattr(cache, "reduced", True):
         note(
-            f"note: of a prompt of {n_tokens} tokens these budgets leave nothing out: everything "
-            "is kept",
+            f"note: of a prompt of {n_tokens:,} token{'s' if n_tokens > 1 else ''} these budgets "
+            "leave nothing out: everything is kept",
             quiet=quiet,
         )

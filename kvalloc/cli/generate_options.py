@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvalloc.cli.targets import share_number
+
 Profile = Annotated[
     str | None,
     typer.Option(metavar="P.json", help="A budget profile, or the name of a shipped one."),
@@ -19,6 +21,7 @@ Solver = Annotated[str | None, typer.Option(metavar="NAME", help="With a target:
 Adapt = Annotated[
     float | None,
     typer.Option(
+        parser=share_number,
         metavar="SHARE",
         help="Let the prompt move the profile's budgets by at most this share, such as 0.25, "
         "at the same total.",
@@ -105,4 +108,20 @@ DecodeEvery = Annotated[
 AllowOtherModel = Annotated[
     bool,
     typer.Option("--allow-other-model", help="Accept a profile of a model of the same sizes."),
+]
+OwnDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="Of weights and cache: float32, bfloat16 or float16. float32 by default, and with "
+        "--cache what it was saved in.",
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="At most this much for the prompt's cache, such as 512MiB; the answer comes on top.",
+    ),
 ]

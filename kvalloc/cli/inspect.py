@@ -119,7 +119,19 @@ def _load(file: str) -> ScoreProfile | BudgetProfile:
             )
         if start.lstrip()[:1] == b"{" or path.suffix.lower() == ".json":
             return BudgetProfile.load(path)
-    return ScoreProfile.load(path)
+    try:
+        return ScoreProfile.load(path)
+    except ProfileFileError as error:
+        if error.field != "file" or not str(error.found).startswith("not readable"):
+            raise
+        raise ProfileFileError(  # it may have been any of them
+            file,
+            field="file",
+            found=error.found,
+            expected="a score profile, a budget profile or a saved cache",
+            way_out="make it again with 'kvalloc profile', 'kvalloc solve' or 'kvalloc generate "
+            "--save-cache'; a truncated file cannot be repaired",
+        ) from error
 
 
 def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:

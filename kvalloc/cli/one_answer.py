@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvalloc.cli.granted import granted_fields, kept_text
 from kvalloc.cli.output import duration, size
+from kvalloc.cli.progress import slow
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
@@ -15,11 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What generating gave; seconds per token are None where no second token came."""
+    """What generating gave; seconds per token are None where no second token came.
+
+    Bytes of the prompt are those that were stored right after it, the others those at the end.
+    """
 
     text: str
     prompt_tokens: int
     new_tokens: int
+    prompt_retained_bytes: int
+    prompt_full_bytes: int
     retained_bytes: int
     full_bytes: int
     prefill_seconds: float
@@ -65,13 +73,19 @@ def check_length(loaded: LoadedModel, n_tokens: int, max_new_tokens: int) -> Non
     limit = shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
     if limit is not None and n_tokens + max_new_tokens > limit:
         raise InputError(
-            f"a prompt of {n_tokens} tokens and an answer of up to {max_new_tokens} are beyond the "
-            f"{limit} tokens of {loaded.model_id}; shorten the prompt or --max-new-tokens"
+            f"a prompt of {n_tokens:,} tokens and an answer of up to {max_new_tokens:,} are beyond "
+            f"the {limit:,} tokens of {loaded.model_id}; shorten the prompt or --max-new-tokens"
         )
 
 
 def answer_prompt(
-    loaded: LoadedModel, inputs: Any, cache: Any, max_new_tokens: int, *, stream: bool
+    loaded: LoadedModel,
+    inputs: Any,
+    cache: Any,
+    max_new_tokens: int,
+    *,
+    stream: bool,
+    quiet: bool,
 ) -> Answer:
     """Generate with a cache, the most likely token each time, and measure it."""
     from kvalloc.evaluate.caches import stored_bytes
@@ -79,15 +93,20 @@ def answer_prompt(
     from kvalloc.quiet import quiet_transformers
 
     n_tokens = int(inputs["input_ids"].shape[1])
-    clock = _clock(loaded.tokenizer, stream=stream)
-    with quiet_transformers():
-        ids = loaded.model.generate(
-            **inputs,
-            past_key_values=cache,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            streamer=clock,
-        )
+    with ExitStack() as waiting, quiet_transformers():
+        waiting.enter_context(slow("reading the prompt", quiet=quiet))
+        clock = _clock(loaded.tokenizer, cache, stream=stream, waiting=waiting)
+        try:
+            ids = loaded.model.generate(
+                **inputs,
+                past_key_values=cache,
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                streamer=clock,
+            )
+        except KeyboardInterrupt:
+            clock.end()  # what is said next gets a line of its own
+            raise
     new = ids[0, n_tokens:]
     shape = shape_of(loaded.model, model_id=loaded.model_id)
     first, last = clock.seconds[1], clock.seconds[-1]
@@ -96,6 +115,8 @@ def answer_prompt(
         text=loaded.tokenizer.decode(new, skip_special_tokens=True),
         prompt_tokens=n_tokens,
         new_tokens=int(new.shape[0]),
+        prompt_retained_bytes=clock.prompt_retained_bytes,
+        prompt_full_bytes=shape.full_bytes(n_tokens),
         retained_bytes=stored_bytes(cache),
         full_bytes=shape.full_bytes(int(cache.get_seq_length())),
         prefill_seconds=first - clock.seconds[0],
@@ -104,15 +125,24 @@ def answer_prompt(
     )
 
 
-def _clock(tokenizer: Any, *, stream: bool) -> Any:
-    """A streamer that notes when tokens came, and prints the answer as it grows if wanted."""
+def _clock(tokenizer: Any, cache: Any, *, stream: bool, waiting: ExitStack) -> Any:
+    """A streamer that notes when tokens came, and prints the answer as it grows if wanted.
+
+    With the first token the waiting is over.
+    """
     from transformers import TextStreamer
+
+    from kvalloc.evaluate.caches import stored_bytes
 
     class Clock(TextStreamer):
         seconds: list[float]
+        prompt_retained_bytes: int
 
         def put(self, value: Any) -> None:
             self.seconds.append(time.perf_counter())
+            if len(self.seconds) == 2:  # the first token is chosen and has not been run
+                waiting.close()
+                self.prompt_retained_bytes = stored_bytes(cache)
             if stream:
                 super().put(value)  # type: ignore[no-untyped-call]
 
@@ -134,6 +164,9 @@ def as_json(answer: Answer, loaded: LoadedModel, profile: str | None, cache: Any
         "answer": answer.text,
         "prompt_tokens": answer.prompt_tokens,
         "new_tokens": answer.new_tokens,
+        **granted_fields(cache, answer.prompt_tokens),
+        "prompt_retained_bytes": answer.prompt_retained_bytes,
+        "prompt_full_bytes": answer.prompt_full_bytes,
         "retained_bytes": answer.retained_bytes,
         "full_bytes": answer.full_bytes,
         "prefill_seconds": answer.prefill_seconds,
@@ -142,20 +175,22 @@ def as_json(answer: Answer, loaded: LoadedModel, profile: str | None, cache: Any
     }
 
 
-def summary(answer: Answer) -> str:
-    """What an answer took, for people, on one line."""
+def summary(answer: Answer, cache: Any) -> list[str]:
+    """What an answer took, and what was kept for it, for people."""
     speed = ""
     if answer.decode_tokens_per_second is not None:
         speed = f", then {answer.decode_tokens_per_second:.1f} tokens/s"
     deciding = ""
     if answer.decision_seconds is not None:
         deciding = f", {duration(answer.decision_seconds)} of it to decide the budgets"
-    share = answer.retained_bytes / answer.full_bytes
-    return (
-        f"[{answer.prompt_tokens:,} prompt and {answer.new_tokens:,} new tokens; cache "
-        f"{size(answer.retained_bytes)} of {size(answer.full_bytes)} ({share:.1%}); prefill "
-        f"{duration(answer.prefill_seconds)}{deciding}{speed}]"
+    kept = kept_text(
+        cache, retained_bytes=answer.prompt_retained_bytes, full_bytes=answer.prompt_full_bytes
     )
+    return [
+        f"[{answer.prompt_tokens:,} prompt and {answer.new_tokens:,} new tokens; prefill "
+        f"{duration(answer.prefill_seconds)}{deciding}{speed}]",
+        f"[cache of the prompt {kept}, {size(answer.retained_bytes)} with the answer]",
+    ]
 
 
 def policy_names(cache: Any) -> dict[str, Any]:

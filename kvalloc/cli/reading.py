@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli.form import Form
-from kvalloc.cli.output import SLID_OUT, duration, size
+from kvalloc.cli.granted import granted_fields, kept_text
+from kvalloc.cli.output import duration
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
@@ -63,17 +64,15 @@ class Reading:
             if self.read_seconds is not None:
                 times = self.read_seconds / self.load_seconds
                 how += f" (reading it took {duration(self.read_seconds)}, {times:,.0f}x as long)"
-        share = self.retained_bytes / self.full_bytes
-        kept = f"cache {size(self.retained_bytes)} of {size(self.full_bytes)} ({share:.1%})"
-        if self.retained_bytes > self.full_bytes:  # --full
-            kept += f", since {SLID_OUT}"
-        return f"{self.name}: {self.tokens:,} tokens {how}; {kept}"
+        kept = kept_text(self.cache, retained_bytes=self.retained_bytes, full_bytes=self.full_bytes)
+        return f"{self.name}: {self.tokens:,} tokens {how}; cache {kept}"
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values."""
         return {
             "document": self.name,
             "document_tokens": self.tokens,
+            **granted_fields(self.cache, self.tokens),
             "retained_bytes": self.retained_bytes,
             "full_bytes": self.full_bytes,
             "read_seconds": self.read_seconds,
@@ -148,7 +147,6 @@ def load_document(
     KVAllocError
         If the file is missing, damaged, of another model, or holds several rows.
     """
-    from kvalloc.errors import ModelMismatchError
     from kvalloc.runtime.saving import load_cache, saved_notes
 
     notes = saved_notes(path)
@@ -156,11 +154,7 @@ def load_document(
         loaded.tokenizer, loaded.model_id, bool(notes.get("chat")) if chat is None else chat
     )
     start = time.perf_counter()
-    try:
-        cache = load_cache(path, loaded.model, allow_other_model=allow_other_model)
-    except ModelMismatchError as error:
-        told = str(error).replace("(allow_other_model=True)", "(--allow-other-model)")
-        raise ModelMismatchError(told) from error
+    cache = load_cache(path, loaded.model, allow_other_model=allow_other_model)
     seconds = time.perf_counter() - start
     if cache.batch != 1:
         raise InputError(

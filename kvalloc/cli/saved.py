@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvalloc.cli.output import duration, model_text, print_fields, print_json, size
 from kvalloc.errors import ProfileFileError
+
+if TYPE_CHECKING:
+    from kvalloc.budget_profile import BudgetProfile
+
+IntArray = npt.NDArray[np.int64]
 
 _HEADER = "kvalloc_cache"
 _COUNTS = ("batch", "seen_tokens", "prompt_tokens")
@@ -72,7 +80,8 @@ def show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
     alone = header["batch"] == 1  # rows of a batch may be padded, which their number does not tell
     if alone:
         prompt = int(header["prompt_tokens"])
-        profile = replace(profile, context_tokens=prompt, budgets=profile.budgets_for(prompt))
+        kept = _handed_out(file, profile) if profile.by_prompt else profile.budgets_for(prompt)
+        profile = replace(profile, context_tokens=prompt, budgets=kept)
     facts: dict[str, Any] = {
         "document": notes.get("document"),
         "rows": header["batch"],
@@ -89,24 +98,47 @@ def show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
         return
     from kvalloc.cli.picture import budget_picture
 
+    print_fields(_fields(file, facts, profile))
+    print()
+    print("\n".join(budget_picture(profile)))
+
+
+def _fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:
+    """What is told of a saved cache, by its name."""
+    from kvalloc.cli.solve import policies_text
+
     followed = facts["seen_tokens"] - facts["prompt_tokens"]
     after = f", {followed:,} of them after the prompt" if followed else ""
     rows = f" in each of {facts['rows']} rows" if facts["rows"] != 1 else ""
-    beside = f"; a full cache takes {size(facts['full_bytes'])}" if alone else ""
-    took = facts["read_seconds"]
-    policy = profile.policy
-    print_fields(
-        {
-            "saved cache": file,
-            "model": model_text(profile.shape),
-            **({"document": str(facts["document"])} if facts["document"] else {}),
-            "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
-            **({"reading took": duration(took)} if isinstance(took, int | float) else {}),
-            "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
-            "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window "
-            f"{policy.window}",
-            "ask": f"kvalloc generate MODEL --cache {file} --question TEXT",
-        }
-    )
-    print()
-    print("\n".join(budget_picture(profile)))
+    full, took = facts["full_bytes"], facts["read_seconds"]
+    beside = f"; a full cache takes {size(full)}" if full is not None else ""
+    policy, chosen = profile.policy, policies_text(profile)
+    return {
+        "saved cache": file,
+        "model": model_text(profile.shape),
+        **({"document": str(facts["document"])} if facts["document"] else {}),
+        "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
+        **({"reading took": duration(took)} if isinstance(took, int | float) else {}),
+        "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
+        "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
+        **({"chosen": chosen} if chosen else {}),
+        "ask": f"kvalloc generate MODEL --cache {file} --question TEXT",
+    }
+
+
+def _handed_out(file: str, profile: BudgetProfile) -> IntArray:
+    """What each KV head really keeps of one prompt that handed its entries out itself.
+
+    The budgets of such a profile are what heads had in the mean over other prompts.
+    """
+    from safetensors import safe_open
+
+    kept = profile.budgets.copy()
+    with safe_open(file, framework="numpy") as tensors:
+        known = set(tensors.keys())
+        for layer in profile.shape.full_layers:
+            if f"{layer}.lengths" in known:
+                kept[layer] = tensors.get_tensor(f"{layer}.lengths")[0]
+            elif f"{layer}.keys" in known:  # all heads of the layer happen to keep the same
+                kept[layer] = tensors.get_slice(f"{layer}.keys").get_shape()[2]
+    return kept

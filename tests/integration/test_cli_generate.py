@@ -36,6 +36,42 @@ def test_only_the_answer_goes_to_stdout(models, profiles, folder):
     assert run(*arguments, "--quiet").err == ""
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--budget", "40%"), "; asked for 40% at most)"),
+        (("--budget-tokens", 40), "; asked for 40 tokens per KV head at most)"),
+        (("--memory", "30KiB"), "; asked for 30.00 KiB at most)"),
+        (("--target-retention", "70%"), ", asked for 0.7 in the fewest bytes)"),
+    ],
+)
+def test_what_is_kept_of_the_prompt_stands_beside_what_was_asked(models, folder, asked, said):
+    words = ("generate", models / "tiny", *asked, "--prompt-file", folder / "prompt.txt",
+             "--max-new-tokens", 6)  # fmt: skip
+    found = run(*words, "--json").json
+    assert found["prompt_retained_bytes"] <= found["granted_bytes"] < found["prompt_full_bytes"]
+    assert found["retained_bytes"] > found["prompt_retained_bytes"]  # the answer's entries
+    assert found["requested"]["target"] == asked[0][2:].replace("-", "_").removeprefix("target_")
+    assert found["retention"] >= (0.7 if "70%" in asked else 0)
+    share = found["prompt_retained_bytes"] / found["prompt_full_bytes"]
+    _, kept = run(*words).err.splitlines()
+    assert f" ({share:.1%}; " in kept
+    assert said in kept
+
+
+def test_a_profile_tells_its_own_share_where_the_prompts_length_gives_another(
+    models, profiles, folder
+):
+    words = generate_arguments(models, profiles, folder)
+    found = run(*words, "--json").json
+    assert found["requested"] is None
+    assert found["prompt_retained_bytes"] == found["granted_bytes"]
+    assert "; the profile: " in run(*words).err
+    full = run("generate", models / "tiny", "--full", *words[4:])
+    assert full.err.splitlines()[1].startswith("[cache of the prompt ")
+    assert "(100.0%), " in full.err
+
+
 def test_a_short_prompt_is_kept_whole_and_that_is_said(models, profiles, folder):
     short = ("--prompt", prose(6), "--max-new-tokens", 3)
     ran = run("generate", models / "tiny", "--profile", profiles / "tiny.json", *short)

@@ -68,7 +68,7 @@ def test_reading_is_told_and_saved(folder):
     assert (ran.code, ran.out) == (0, "")
     first, second = ran.err.splitlines()
     assert first.startswith("doc.txt: 120 tokens read in ")
-    assert "%)" in first
+    assert "%; the profile: 50.0% of 64 tokens)" in first
     assert second.startswith(f"saved as {folder / 'again.kv'}, ")
     assert run(*reading(folder), "--save-cache", folder / "again.kv", "--quiet").err == ""
 
@@ -207,7 +207,8 @@ def test_ctrl_c_breaks_off_one_answer_and_ctrl_d_ends(folder, monkeypatch):
     assert ran.code == 0
     assert "broken off" in ran.err
     expected = run(*asking(folder, QUESTIONS[1]), "--json").json["answers"][0]["answer"]
-    assert expected.strip() in ran.out
+    begun, whole = ran.out.splitlines()
+    assert (expected.split()[:1], expected.strip()) == (begun.split(), whole.strip())
 
 
 def test_budgets_for_the_prompt(folder):
@@ -228,6 +229,7 @@ def test_budgets_for_the_prompt(folder):
     assert (stored["decision_seconds"], moved["decision_seconds"] > 0) == (None, True)
     told = run("generate", folder / "tiny", "--budget", "30%", *prompt[:-1])
     assert "to decide the budgets" in told.err
+    assert "; asked for 30% at most), " in told.err
     saved = run("generate", folder / "tiny", "--budget", "30%", *prompt, "--save-cache",
                 folder / "own.kv", "--question", QUESTIONS[1])  # fmt: skip
     again = run("generate", folder / "tiny", "--cache", folder / "own.kv", "--max-new-tokens", 3,
@@ -248,12 +250,12 @@ def test_budgets_for_the_prompt(folder):
         (["--level", "head"], ["--level", "--target-retention 0.9"]),
         (["--budget", "20%", "--level", "both"], ["'both'"]),
         (["--budget", "20%", "--solver", "none"], ["no solver 'none'"]),
-        (["--budget", "20%", "--measured-tokens", "9"], ["measured_tokens is 9"]),
+        (["--budget", "20%", "--measured-tokens", "9"], ["--measured-tokens is 9"]),
         (["--full", "--adapt", "0.2"], ["--adapt", "--profile"]),
         (["--profile", "tiny.json", "--adapt", "1.2"], ["1.2", "0.25"]),
         (["--profile", "tiny.json", "--measured-tokens", "60"], ["--measured-tokens", "--adapt"]),
         (["--profile", "tiny.json", "--hold"], ["--hold", "--adapt"]),
-        (["--budget", "20%", "--hold", "--measured-tokens", "60"], ["measured_tokens"]),
+        (["--budget", "20%", "--hold", "--measured-tokens", "60"], ["--measured-tokens"]),
         (["--profile", "tiny.json", "--keep-turns"], ["--keep-turns", "--question"]),
         (["--profile", "tiny.json", "--question", " "], ["empty"]),
         (["--profile", "tiny.json", "--question", "w1", "--question", ""], ["question 2 is empty"]),
@@ -280,13 +282,13 @@ def test_reading_refuses(folder, words, said):
     [
         ("twin", "doc.kv", [], ["other weights", "--allow-other-model"]),
         ("deeper", "doc.kv", ["--allow-other-model"], ["n_layers"]),
-        ("tiny", "none.kv", [], ["none.kv", "missing"]),
+        ("tiny", "none.kv", [], ["none.kv", "missing", "written with --save-cache"]),
         ("tiny", ".", [], ["a folder"]),
         ("tiny", "cut.kv", [], ["cut.kv", "not readable"]),
         ("tiny", "tiny.json", [], ["not readable as safetensors"]),
         ("tiny", "tiny.safetensors", [], ["header"]),
         ("tiny", "bent.kv", [], ["tensor_digest"]),
-        ("tiny", "doc.kv", ["--dtype", "bfloat16"], ["float32", "bfloat16"]),
+        ("tiny", "doc.kv", ["--dtype", "bfloat16"], ["leave out --dtype"]),
         ("tiny", "doc.kv", ["--prompt", "w1"], ["--cache", "--question"]),
         ("tiny", "doc.kv", ["--profile", "tiny.json"], ["--profile", "when it was saved"]),
         ("tiny", "doc.kv", ["--budget", "20%"], ["--budget", "when it was saved"]),
@@ -363,6 +365,48 @@ def test_a_saved_cache_can_be_inspected(folder):
         assert odd != whole
         (folder / "odd.kv").write_bytes(odd)
         assert "odd.kv" in refused(folder, "inspect", folder / "odd.kv")
+    (folder / "odd.kv").write_bytes(whole[:5000])
+    line = refused(folder, "inspect", folder / "odd.kv")
+    assert "expected a score profile, a budget profile or a saved cache" in line
+
+
+def test_inspecting_tells_what_a_prompt_handed_out_itself(folder):
+    import kvalloc
+    from kvalloc.models import load_model
+
+    stored = load_profile(folder / "tiny.json")
+    weights = np.random.default_rng(0).uniform(0.1, 3.0, (*stored.budgets.shape, 2))
+    recent = Policy(
+        scorer="streaming",
+        scorer_parameters={"window": stored.policy.window},
+        sinks=stored.policy.sinks,
+        window=stored.policy.window,
+    )
+    own = replace(
+        stored, level="head", other_policies=(recent,), unit_weights=weights, by_prompt=True
+    )
+    own.save(folder / "own.json")
+    words = ("generate", folder / "tiny", "--profile", folder / "own.json", "--prompt-file",
+             folder / "doc.txt", "--save-cache", folder / "handed.kv")  # fmt: skip
+    assert run(*words).code == 0
+    told = run("inspect", folder / "handed.kv", "--json").json
+    cache = kvalloc.load_cache(folder / "handed.kv", load_model(folder / "tiny").model)
+    kept = cache.kept_tokens_by_row[0].tolist()
+    assert told["budgets"] == kept
+    assert kept != own.budgets_for(120).tolist()
+    assert "counts" in run("inspect", folder / "handed.kv").out
+
+
+def test_a_saved_document_is_asked_in_the_type_that_it_was_read_in(folder):
+    half = ("--dtype", "bfloat16", "--save-cache", folder / "half.kv")
+    assert run(*reading(folder), *half).code == 0
+    words = ("generate", folder / "tiny", "--cache", folder / "half.kv", "--max-new-tokens", 3)
+    asked = run(*words, "--question", "w1", "--json")
+    assert asked.code == 0, asked.err
+    said = run(*words, "--question", "w1", "--json", "--dtype", "bfloat16").json
+    assert asked.json["answers"][0]["answer"] == said["answers"][0]["answer"]
+    line = refused(folder, *words, "--question", "w1", "--dtype", "float32")
+    assert "half.kv holds bfloat16 entries, and --dtype is float32" in line
 
 
 def test_ask_needs_a_document_that_is_not_on_stdin(folder, monkeypatch):
