@@ -101,6 +101,14 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         self._mask_kind: MaskKind = "boolean"
         self._interrupted = False
 
+    def __repr__(self) -> str:
+        """Model, tokens and bytes; layers each by itself would fill screens."""
+        stored = f"{self.retained_bytes:,} of {self.full_bytes:,} bytes" if self.batch else "empty"
+        return (
+            f"BudgetCache({self._model_name}, {len(self.layers)} layers, rows={self.batch}, "
+            f"tokens={self.get_seq_length()}, {stored})"
+        )
+
     @property
     def prompt_complete(self) -> bool:
         """Whether the whole prompt has been seen, so that all that comes now follows it."""

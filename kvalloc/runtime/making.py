@@ -100,4 +100,10 @@ def with_policy(
         return profile.with_policy(changed_policy(profile.policy, policy, options))
     if options:
         raise InputError("policy_options belong to a policy: name it with policy=")
-    return profile if policy is None else profile.with_policy(policy)
+    if policy is None:
+        return profile
+    if not isinstance(policy, Policy):
+        raise InputError(
+            f"policy is {policy!r}; name a policy or a scorer, or give a Policy, as of a profile"
+        )
+    return profile.with_policy(policy)

@@ -359,7 +359,7 @@ def check_forward(cache: BudgetCache, decoder: nn.Module, arguments: Mapping[str
     batch, _ = new_tokens_shape(arguments)
     if cache.batch and cache.batch != batch:
         raise UnsupportedRequestError(
-            f"the cache holds {cache.batch} rows, but this input has {batch}; make a cache for "
+            f"the cache holds {_rows(cache.batch)}, but this input has {batch}; make a cache for "
             "each batch, or repeat the rows with cache.batch_repeat_interleave(n)"
         )
     return kind
@@ -420,3 +420,7 @@ def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
         if isinstance(tensor, Tensor):
             return int(tensor.shape[0]), int(tensor.shape[1])
     raise UnsupportedRequestError("this forward has neither input_ids nor inputs_embeds")
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"

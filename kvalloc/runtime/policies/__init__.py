@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvalloc.budget_profile import BudgetProfile, Policy
-from kvalloc.errors import InputError, SolverError
+from kvalloc.errors import InputError, SolverError, nearest
 from kvalloc.registry import POLICIES, SCORERS, build, load, names
 from kvalloc.runtime.policies.base import Combined, EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.by_head import ByHead
@@ -145,7 +145,8 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
         return replace(policy, name=name, parameters=given, label="")
     if name not in names(SCORERS):
         raise InputError(
-            f"there is no policy or scorer {name!r}; choose from the policies "
+            f"there is no policy or scorer {name!r}; "
+            f"{nearest(name, (*policy_names(), *names(SCORERS)))}choose from the policies "
             f"{', '.join(policy_names())} or the scorers {', '.join(names(SCORERS))}"
         )
     scorer = build(

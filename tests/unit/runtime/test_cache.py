@@ -302,3 +302,13 @@ def test_the_prompt_is_freed_layer_by_layer(tiny: ModuleType) -> None:
     run(model, tiny.prompt(CONTEXT), cache)
     per_layer = profile.budgets.sum(axis=1) * profile.shape.bytes_per_entry
     assert held == [0, *np.cumsum(per_layer)[:-1].tolist()]
+
+
+def test_a_cache_shows_its_tokens_and_bytes(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    assert repr(cache).endswith("rows=0, tokens=0, empty)")
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT, 2), past_key_values=cache)
+    stored = f"{cache.retained_bytes:,} of {cache.full_bytes:,} bytes"
+    assert repr(cache).endswith(f"rows=2, tokens={CONTEXT}, {stored})")

@@ -117,6 +117,18 @@ def test_another_batch_size_is_refused(tiny: ModuleType, model: Any) -> None:
     with torch.no_grad():
         model(tiny.prompt(CONTEXT, 2), past_key_values=cache)
     refused(model, cache, "holds 2 rows.*has 3", input_ids=tiny.prompt(1, 3))
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT, 1), past_key_values=cache)
+    refused(model, cache, "holds 1 row, but this input has 2", input_ids=tiny.prompt(1, 2))
+
+
+def test_what_is_no_policy_is_refused(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    with pytest.raises(InputError, match="policy is 3; name"):
+        profile.cache(model, policy=3)
+    with pytest.raises(InputError, match="no policy or scorer 'snapvk'; the nearest is 'snapkv'"):
+        profile.cache(model, policy="snapvk")
 
 
 def test_compiled_models_are_refused(tiny: ModuleType, model: Any) -> None:
