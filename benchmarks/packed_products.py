@@ -57,5 +57,5 @@ def _product(states: Tensor, *, packed: Tensor, bias: Tensor | None) -> Tensor:
 def _check(layer: nn.Linear, product: partial[Tensor], rows: int) -> None:
     states = torch.randn(rows, layer.in_features, generator=torch.Generator().manual_seed(0))
     expected, found = layer(states), product(states)
-    if not torch.allclose(expected, found, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
+    if not torch.allclose(expected, found, rtol=1e-5, atol=1e-5 * float(expected.abs().max())):
         raise RuntimeError("oneDNN's product differs from torch's by more than rounding")

@@ -28,7 +28,7 @@ from kvalloc.runtime.deciding import Decide, DecidesByPrompt
 from kvalloc.runtime.even_attention import attend_apart, hold_apart
 from kvalloc.runtime.groups import GroupEviction, Held, groups_by_layer
 from kvalloc.runtime.holding import HoldsPrompt
-from kvalloc.runtime.layers import BudgetLayer, gathered
+from kvalloc.runtime.layers import BudgetLayer, cropped_tokens, gathered, row_numbers
 from kvalloc.runtime.masks import MaskKind, stored_mask
 from kvalloc.runtime.packed import packed_layers
 from kvalloc.runtime.packed_attention import entries_attention
@@ -393,8 +393,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
             dropped.
         """
         refusals.check_crop(self)
-        seen = self.get_seq_length()
-        remove = seen - tokens_to_remove if tokens_to_remove > 0 else min(-tokens_to_remove, seen)
+        remove = cropped_tokens(tokens_to_remove, self.get_seq_length())
         if remove <= 0:
             return
         for layer in self.layers:
@@ -422,9 +421,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
         super().batch_select_indices(indices)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero()[:, 0]
-        self._rows_change(indices)
+        self._rows_change(row_numbers(indices))
 
     def _rows_change(self, rows: Tensor) -> None:
         if not self.batch:

@@ -25,7 +25,7 @@ from kvalloc.runtime.biased_attention import masked_attention
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.masks import biased_mask
 from kvalloc.runtime.ragged import IntArray
-from kvalloc.runtime.ragged_attention import has_triton
+from kvalloc.runtime.ragged_attention import KERNEL_TYPES, has_triton
 
 __all__ = [
     "SCRATCH_NUMBERS",
@@ -39,8 +39,7 @@ __all__ = [
 SCRATCH_NUMBERS = 1 << 18
 """Numbers of half precision that are float32 at the same time."""
 
-_CPU_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_CPU_TYPES = (*KERNEL_TYPES, torch.float64)
 
 
 def hold_apart(layers: Iterable[BudgetLayer], step: Step) -> None:
@@ -57,7 +56,7 @@ def _may_hold_apart(layer: BudgetLayer, step: Step) -> bool:
     if layer.kept_indices is None:
         return False
     if layer.device.type == "cuda":
-        readable = has_triton() and layer.dtype in _KERNEL_TYPES
+        readable = has_triton() and layer.dtype in KERNEL_TYPES
     else:
         readable = layer.device.type == "cpu" and layer.dtype in _CPU_TYPES
     return readable and step.following_visible(layer.following_tokens + 1) is None

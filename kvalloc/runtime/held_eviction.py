@@ -83,7 +83,7 @@ class HeldEviction(GroupEviction):
         """By the scores that the entries were handed out by, where they were."""
         scores = self.scored.pop((states.layer, part), None)
         if scores is None:
-            return self.policy.keep(states, budgets, sinks=self.sinks, window=self.window)
+            return GroupEviction._kept(self, part, states, budgets)  # slots: super() finds no class
         return keep_best(scores, budgets, sinks=self.sinks, window=self.window)
 
     def _wanted_rows(self) -> int:

@@ -14,7 +14,14 @@ from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
 from kvalloc.runtime.unfinished import Unfinished
 
-__all__ = ["APART_TOKENS", "LATEST_TOKENS", "BudgetLayer", "gathered"]
+__all__ = [
+    "APART_TOKENS",
+    "LATEST_TOKENS",
+    "BudgetLayer",
+    "cropped_tokens",
+    "gathered",
+    "row_numbers",
+]
 
 APART_TOKENS = 128
 """Latest tokens that are stored by themselves before they join the others."""
@@ -391,8 +398,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def crop_count(self, tokens_to_remove: int) -> int:
         """Tokens that `crop` would remove; raises as `crop` does, and changes nothing."""
-        seen = self.get_seq_length()
-        remove = seen - tokens_to_remove if tokens_to_remove > 0 else min(-tokens_to_remove, seen)
+        remove = cropped_tokens(tokens_to_remove, self.get_seq_length())
         if self.reduced and remove > self.following_tokens:
             raise UnsupportedRequestError(
                 f"cannot crop {remove} tokens: only {self.following_tokens} tokens followed "
@@ -422,9 +428,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
         super().batch_select_indices(indices)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero()[:, 0]
-        self._select_kept(indices)
+        self._select_kept(row_numbers(indices))
 
     def _select_kept(self, rows: Tensor) -> None:
         """Bring what belongs to the kept entries in line with the rows of ``keys``."""
@@ -435,6 +439,16 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.entries is not None:
             self.entries = self.entries.rows(rows)
         self.unfinished.select(rows)
+
+
+def cropped_tokens(tokens_to_remove: int, seen: int) -> int:
+    """How many tokens a crop takes off: those it names if negative, all but those if positive."""
+    return seen - tokens_to_remove if tokens_to_remove > 0 else min(-tokens_to_remove, seen)
+
+
+def row_numbers(indices: Tensor) -> Tensor:
+    """Rows that are named by their numbers, or by a mask, as numbers."""
+    return indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
 
 
 def gathered(states: Tensor, indices: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from kvalloc.attention_hook import AttentionStates
 from kvalloc.runtime.packed import PackedEntries, PackedHeads
 from kvalloc.runtime.packed_decoding import packed_decoding
 from kvalloc.runtime.ragged import RaggedEntries
-from kvalloc.runtime.ragged_attention import has_triton, ragged_attention
+from kvalloc.runtime.ragged_attention import KERNEL_TYPES, has_triton, ragged_attention
 
 __all__ = [
     "SCRATCH_NUMBERS",
@@ -30,8 +30,6 @@ __all__ = [
 
 SCRATCH_NUMBERS = 1 << 23
 """Keys and values that are numbers at the same time."""
-
-_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def entries_attention(
@@ -163,9 +161,9 @@ def _part_attention(asked: Asked, part: PackedHeads) -> Tensor:
     if part.bits == 16:
         return _number_attention(asked, part.codes)
     if queries.dtype == part.like[0].dtype:
-        if queries.is_cuda and has_triton() and queries.dtype in _TYPES and part.aligned:
+        if queries.is_cuda and has_triton() and queries.dtype in KERNEL_TYPES and part.aligned:
             return kernel_part(asked, part)
-        if queries.device.type == "cpu" and queries.dtype in _TYPES and asked.plain:
+        if queries.device.type == "cpu" and queries.dtype in KERNEL_TYPES and asked.plain:
             return packed_decoding(queries, part, asked.keys, asked.values, scaling=asked.scaling)
     return unpacked_attention(asked, part)
 

@@ -22,7 +22,10 @@ from torch import Tensor
 from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
 from kvalloc.runtime.ragged_decoding import decoding_attention
 
-__all__ = ["SCRATCH_ELEMENTS", "has_triton", "ragged_attention"]
+__all__ = ["KERNEL_TYPES", "SCRATCH_ELEMENTS", "has_triton", "ragged_attention"]
+
+KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What the Triton kernel reads."""
 
 SCRATCH_ELEMENTS = 1 << 23
 """Numbers that the logits of one step may take; one new token is always done at once."""
