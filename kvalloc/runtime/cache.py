@@ -79,6 +79,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         self.decoder = weakref.ref(decoder_of(model))
         self._model_name = type(model).__name__
         self.arrival = Arrival(profile, prompt_tokens, decode_every)
+        self._prefilling = False
         self._bits = packed_layers(profile)
         self._groups = groups_by_layer(profile.share_groups)
         self._reader = self._policy.reader(sinks=profile.policy.sinks, window=profile.policy.window)
@@ -92,6 +93,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         if self._holding is not None:
             self._holding.forget()
         self.arrival = self.arrival.afresh()
+        self.arrival.open = self._prefilling
         self.profile = self._stored_profile
         self.decision_seconds, self._decided_ahead = None, False
         self._step: Step | None = None
@@ -99,14 +101,15 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         self._held: list[Held] = []
         self._masks: dict[tuple[int, int, torch.device], Any] = {}
         self._mask_kind: MaskKind = "boolean"
-        self._interrupted = False
+        self._interrupted: str | None = None  # why it cannot go on
 
     def __repr__(self) -> str:
         """Model, tokens and bytes; layers each by itself would fill screens."""
         stored = f"{self.retained_bytes:,} of {self.full_bytes:,} bytes" if self.batch else "empty"
+        state = "" if self.interrupted is None else ", interrupted"
         return (
             f"BudgetCache({self._model_name}, {len(self.layers)} layers, rows={self.batch}, "
-            f"tokens={self.get_seq_length()}, {stored})"
+            f"tokens={self.get_seq_length()}, {stored}{state})"
         )
 
     @property
@@ -115,9 +118,9 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         return self.arrival.complete
 
     @property
-    def interrupted(self) -> bool:
-        """Whether a forward failed half-way, so that layers disagree: only `reset` helps."""
-        return self._interrupted or self._step is not None
+    def interrupted(self) -> str | None:
+        """Why only `reset` helps: a forward failed half-way, or `prefill` did; None if neither."""
+        return self._interrupted or (None if self._step is None else refusals.HALF_WAY)
 
     @property
     def reduced(self) -> bool:
@@ -130,7 +133,10 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
 
         For a prompt that arrives in chunks and whose length is not known beforehand (otherwise
         announce it: ``prompt_tokens``). After each chunk the cache keeps the budgets of what has
-        arrived so far, and at the end those of the whole prompt.
+        arrived so far, and at the end those of the whole prompt. Where an error leaves the
+        ``with`` after some of the prompt, the rest never arrives: the cache is `interrupted`, and
+        refuses to go on and to be saved until `reset`, which inside the ``with`` begins the
+        prompt anew.
 
         Raises
         ------
@@ -142,20 +148,27 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
                 "prefill() announces a new prompt, but this cache has seen one already or was "
                 "made with prompt_tokens; call cache.reset(), or make a new cache"
             )
-        arrival = self.arrival
-        arrival.open, failed = True, True
+        self._prefilling = self.arrival.open = True
+        failed = True
         try:
             yield
             failed = False
         finally:
-            arrival.open = False
-            arrival.complete = arrival.prompt_tokens is not None
-            if self._holding is not None and arrival.complete:
-                self._finish_held(failed=failed)
-            for layer in self._budget_layers if arrival.decode_every is None else ():
-                layer.unfinished.clear()
-            for index, bits in self._bits.items() if arrival.complete else ():
-                self.layers[index].pack(bits)
+            self._prefilling = self.arrival.open = False
+            self._end_prefill(failed=failed)
+
+    def _end_prefill(self, *, failed: bool) -> None:
+        """Nothing more of the prompt comes: either it is complete, or it never will be."""
+        arrival = self.arrival
+        if failed and arrival.prompt_tokens is not None:
+            self._interrupted = self._interrupted or refusals.broken_off(arrival.prompt_tokens)
+        arrival.complete = arrival.prompt_tokens is not None and not failed
+        if self._holding is not None and arrival.complete:
+            self._finish_held()
+        for layer in self._budget_layers if arrival.decode_every is None else ():
+            layer.unfinished.clear()
+        for index, bits in self._bits.items() if arrival.complete else ():
+            self.layers[index].pack(bits)
 
     # What the hooks call
 
@@ -180,11 +193,8 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
                 f"{type(decoder).__name__} that it was given to; make one with "
                 "profile.cache(model) for this model"
             )
-        if self._interrupted:
-            raise UnsupportedRequestError(
-                "an earlier forward with this cache failed half-way, so its layers disagree; "
-                "call cache.reset() and start with the prompt again"
-            )
+        if self._interrupted is not None:
+            raise UnsupportedRequestError(self._interrupted)
         mask_kind = refusals.check_forward(self, decoder, arguments)
         batch, new_tokens = refusals.new_tokens_shape(arguments)
         if not (self.get_seq_length() or self.arrival.announced or self.arrival.open):
@@ -269,7 +279,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
             return
         unseen = [layer for layer in self._budget_layers if layer.awaits_eviction]
         if completed and unseen:
-            self._interrupted = True
+            self._interrupted = refusals.HALF_WAY
             raise UnsupportedModelError(
                 f"the attention of {self._model_name} did not go through transformers' attention "
                 'interface, so nothing was evicted; load it with attn_implementation="sdpa"'
@@ -282,7 +292,8 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         for layer in self._budget_layers:
             layer.cancel_eviction()
         lengths = {layer.get_seq_length() for layer in self.layers}
-        self._interrupted = bool(unseen) or lengths != {step.seen}
+        if unseen or lengths != {step.seen}:
+            self._interrupted = refusals.HALF_WAY
 
     def _attention(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
         """Attention over what the layer stores, the new tokens included."""
@@ -442,7 +453,9 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
             if tensor.requires_grad:  # torch copies no tensor with a history
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        clone._interrupted |= clone._step is not None  # no hook will end a forward of the copy
+        clone._prefilling = False  # the `with` is the original's
+        if clone._step is not None:  # no hook will end a forward of the copy
+            clone._interrupted = refusals.HALF_WAY
         if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone

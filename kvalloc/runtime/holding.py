@@ -30,7 +30,7 @@ from kvalloc.runtime.later_passes import (
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.ragged import IntArray
-from kvalloc.runtime.refusals import check_read
+from kvalloc.runtime.refusals import HALF_WAY, check_read
 from kvalloc.runtime.sizes import context_limit
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.later_pass import merged_passes
@@ -252,7 +252,7 @@ class HoldsPrompt:
     _bits: dict[int, IntArray]
     _groups: dict[int, tuple[int, ...]]
     _reader: Any
-    _interrupted: bool
+    _interrupted: str | None
 
     def _make_holding(self, model: nn.Module) -> Holding | None:
         wanted = {
@@ -359,19 +359,17 @@ class HoldsPrompt:
         return found
 
     @torch.no_grad()
-    def _finish_held(self, *, failed: bool = False) -> None:
+    def _finish_held(self) -> None:
         """The prompt is complete: make the passes, and let every layer evict.
 
         Whatever fails here leaves some layers whole and others reduced, so the cache then refuses
-        to go on; as it does where the prompt itself has `failed`.
+        to go on.
         """
         decoder, holding = self.decoder(), self._holding
         assert holding is not None
         if decoder is None:  # the model is gone, and nobody can ask the cache any more
             return
-        self._interrupted = True
-        if failed:
-            return
+        self._interrupted = HALF_WAY
         columns, batch = self.get_seq_length(), self.layers[0].keys.shape[0]
         visible = self.arrival.visible
         full = self.profile.shape.full_layers
@@ -394,7 +392,7 @@ class HoldsPrompt:
         holding.forget()
         if self._reader is not None:
             self._reader.forget()
-        self._interrupted = False
+        self._interrupted = None
 
     def _layer_states(self, index: int) -> AttentionStates:
         """What a layer saw of the held prompt, but for its queries."""

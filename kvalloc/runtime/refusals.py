@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ASSISTED",
+    "HALF_WAY",
     "OFFLOADED",
     "RefusedCalls",
+    "broken_off",
     "check_chunk",
     "check_forward",
     "check_generate",
@@ -40,6 +42,10 @@ __all__ = [
 ASSISTED = (
     "assisted generation takes back tokens that were already cached, which a reduced cache cannot "
     "do; call generate() without assistant_model and prompt_lookup_num_tokens"
+)
+HALF_WAY = (
+    "a forward with this cache failed half-way, so its layers disagree; call cache.reset() and "
+    "start with the prompt again"
 )
 OFFLOADED = "a reduced cache cannot be offloaded; it is small enough to stay on the device"
 COMPILED = (
@@ -94,6 +100,14 @@ class RefusedCalls:
             Always.
         """
         raise UnsupportedRequestError(OFFLOADED)
+
+
+def broken_off(prompt_tokens: int) -> str:
+    """Why a cache cannot go on whose `prefill` was left by an error after so many tokens."""
+    return (
+        f"prefill() was left by an error after {prompt_tokens:,} tokens, so this cache lacks the "
+        "rest of the prompt; call cache.reset() and start with the prompt again"
+    )
 
 
 def check_profile(profile: BudgetProfile) -> None:

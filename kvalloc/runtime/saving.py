@@ -49,15 +49,12 @@ def save_cache(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    if cache.interrupted is not None:
+        raise UnsupportedRequestError(cache.interrupted)
     if not cache.prompt_complete:
         raise UnsupportedRequestError(
             "this cache holds no complete prompt, so there is nothing to save; run the model with "
             "it first"
-        )
-    if cache.interrupted:
-        raise UnsupportedRequestError(
-            "a forward with this cache failed half-way, so its layers disagree; call cache.reset() "
-            "and read the prompt again before you save it"
         )
     if cache.arrival.decode_every is not None:
         raise UnsupportedRequestError(

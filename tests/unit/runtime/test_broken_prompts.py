@@ -1,0 +1,157 @@
+"""A prompt that breaks off between its chunks or in one of them: the cache never calls it whole."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime import make_cache
+
+CONTEXT, CHUNK = 90, 30
+KINDS = ["layer", "head", "bits", "held", "decode_every"]
+
+
+def cache_of(tiny: ModuleType, model: Any, kind: str) -> Any:
+    scorer = "lookahead" if kind == "held" else "xkv"
+    profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer)
+    if kind == "bits":
+        profile = replace(profile, bits=np.full_like(profile.budgets, 8))
+    if kind == "head":
+        profile = tiny.by_head(profile, spread=9)
+    return profile.cache(model, decode_every=4 if kind == "decode_every" else None)
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, past_key_values=cache).logits
+    return logits
+
+
+def check_refused(tiny: ModuleType, model: Any, cache: Any, path: Path, reason: str) -> None:
+    """Neither the rest of the prompt nor what follows it, nor a file, nor a copy of it."""
+    assert not cache.prompt_complete
+    assert cache.interrupted is not None
+    assert "interrupted" in repr(cache)
+    said = rf"{reason}.*cache\.reset\(\)"
+    for one in (cache, copy.deepcopy(cache)):
+        for tokens in (CHUNK, 1):
+            with pytest.raises(UnsupportedRequestError, match=said):
+                run(model, tiny.prompt(tokens), one)
+        with pytest.raises(UnsupportedRequestError, match=said):
+            model.generate(tiny.prompt(3), past_key_values=one, max_new_tokens=2)
+    with pytest.raises(UnsupportedRequestError, match=said):
+        cache.save(path)
+    assert not path.exists()
+    with pytest.raises(UnsupportedRequestError, match="cannot crop"):
+        cache.crop(-1)
+
+
+def check_as_new(tiny: ModuleType, model: Any, cache: Any, kind: str) -> None:
+    """A whole prompt leaves in it what it leaves in a new cache."""
+    ids, question = tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
+    new = cache_of(tiny, model, kind)
+    for one in (cache, new):
+        with one.prefill():
+            for chunk in ids.split(CHUNK, dim=1):
+                run(model, chunk, one)
+    assert cache.prompt_complete
+    assert cache.interrupted is None
+    assert torch.equal(run(model, question, cache), run(model, question, new))
+    assert cache.retained_bytes == new.retained_bytes < new.full_bytes
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_between_chunks(
+    tiny: ModuleType, tmp_path: Path, kind: str, error: type[BaseException]
+) -> None:
+    model = tiny.tiny_model()
+    cache, ids = cache_of(tiny, model, kind), tiny.prompt(CONTEXT)
+    with pytest.raises(error), cache.prefill():
+        run(model, ids[:, :CHUNK], cache)
+        run(model, ids[:, CHUNK : 2 * CHUNK], cache)
+        raise error
+    check_refused(tiny, model, cache, tmp_path / "c.kv", rf"left by an error after {2 * CHUNK} ")
+    cache.reset()
+    check_as_new(tiny, model, cache, kind)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_within_a_chunk(
+    tiny: ModuleType, tmp_path: Path, kind: str, error: type[BaseException], layer: int
+) -> None:
+    """Before any layer has seen the chunk, or when some have: layers disagree then."""
+    model = tiny.tiny_model()
+    cache, ids = cache_of(tiny, model, kind), tiny.prompt(CONTEXT)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with pytest.raises(error), cache.prefill():
+        run(model, ids[:, :CHUNK], cache)
+        handle = model.model.layers[layer].register_forward_pre_hook(fail)
+        try:
+            run(model, ids[:, CHUNK:], cache)
+        finally:
+            handle.remove()
+    with torch.no_grad():
+        model(ids[:, :3])  # what Ctrl-C left open ends with the next forward of the model
+    reason = f"(left by an error after {CHUNK} |failed half-way)"
+    check_refused(tiny, model, cache, tmp_path / "c.kv", reason)
+    cache.reset()
+    check_as_new(tiny, model, cache, kind)
+
+
+def test_nothing_has_arrived_before_the_first_chunk(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = cache_of(tiny, model, "layer")
+    with pytest.raises(ValueError, match="not yet"), cache.prefill():
+        raise ValueError("not yet")
+    assert cache.interrupted is None
+    check_as_new(tiny, model, cache, "layer")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_begins_anew_within_prefill(tiny: ModuleType, kind: str) -> None:
+    """Too large a chunk, and then smaller ones: all of them are the prompt."""
+    model = tiny.tiny_model()
+    cache, new = cache_of(tiny, model, kind), cache_of(tiny, model, kind)
+    ids, question = tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
+    with cache.prefill():
+        run(model, ids[:, : CONTEXT - 1], cache)
+        cache.reset()
+        for chunk in ids.split(CHUNK, dim=1):
+            run(model, chunk, cache)
+            assert not cache.prompt_complete
+    with new.prefill():
+        for chunk in ids.split(CHUNK, dim=1):
+            run(model, chunk, new)
+    assert cache.retained_bytes == new.retained_bytes < new.full_bytes
+    assert torch.equal(run(model, question, cache), run(model, question, new))
+
+
+def test_an_announced_prompt_is_incomplete_until_its_last_chunk(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    """Nothing of it is lost between chunks, so that the rest may still come."""
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    cache: Any = make_cache(profile, model, prompt_tokens=CONTEXT)
+    ids = tiny.prompt(CONTEXT)
+    run(model, ids[:, :CHUNK], cache)
+    assert not cache.prompt_complete
+    with pytest.raises(UnsupportedRequestError, match="no complete prompt"):
+        cache.save(tmp_path / "c.kv")
+    run(model, ids[:, CHUNK:], cache)
+    assert cache.prompt_complete
+    cache.save(tmp_path / "c.kv")
