@@ -5,55 +5,60 @@
     python benchmarks/bench_runtime.py --only peers --peer kvpress:SnapKV
 
 What is compared runs in turns in one process; a figure is the median of the ratios of each round,
-with their quartiles, in time on the clock and, on the CPU, in processor time.
+with their quartiles, in time on the clock and, on the CPU, in processor time. One round before the
+first is not counted. A prompt takes seconds and its ratio is steady, so ``--repeats`` rounds do;
+decoded tokens take less and swing more, so all that decodes has ``--decode-rounds``, in each of
+which every cache goes on by ``--new-tokens`` in each row.
 
 - prefill: one prompt of ``--prefill-tokens`` with eviction, by layer and by head, against the
   same with a plain cache.
 - decode: tokens a second at ``--batch`` rows of ``--tokens``. The prompt is prefilled for real,
   once for each cache, and its row repeated. In the same turns also what bounds the ratio: the model
   with a cache of a few tokens, whose time no cache can save, and a plain cache of as many entries
-  as are kept by layer, which reads the same bytes. On the CPU in float32 all of it twice: with the
-  model's products as torch makes them, and by oneDNN (`packed_products`), for all caches alike,
-  because some processors take most of a step for them.
-- batch: rows that fit into the bytes of K and V that a plain cache of ``--batch`` rows takes, both
-  after ``--new-tokens`` decoded tokens. The reduced cache is brought to that many rows, decodes,
-  and its storage is measured.
+  as are kept by layer, which reads the same bytes. On the CPU in float32 all of it twice, both
+  times from the end of the prompt: with the model's products as torch makes them, and by oneDNN
+  (`packed_products`), for all caches alike, because some processors take most of a step for them.
 - bandwidth (CUDA): seconds of a decoded token over those of copying weights and retained bytes at
   the measured bandwidth.
-
+- batch, a part of decode: rows that fit into the bytes of K and V that a plain cache of ``--batch``
+  rows takes, both with the prompt and 64 decoded tokens in each row (`runtime_fits`), however many
+  the rounds decode. The reduced cache is brought to that many rows, its storage is measured, and
+  it decodes.
 - bits: tokens a second at 8 and 4 bits over those at 16, the same entries by head.
 - peers: tokens a second beside presses of kvpress at the same kept share, and the bytes that both
   store, in the environment that ``make peers`` makes; left out where there is none.
 
 ``--shape 8b`` is a model of 8 billion parameters' shape with random weights, in bfloat16, and
 made-up budgets; its prefill is as long as ``--context``. ``--shape tiny`` tries the same paths.
+``--quick`` takes short prompts, two rows and two rounds where nothing else is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import resources
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import runtime_bits
+import runtime_fits
 import runtime_peers
 import torch
 from _common import describe_where, guarded, quartiles, where_it_ran
 from packed_products import packed_products
+from runtime_turns import InTurns, in_turns, ratio_of
 from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.models import load_model, shape_of
-
-InTurns: TypeAlias = Mapping[str, tuple[list[float], list[float]]]
-"""Of each thing compared, seconds on the clock and of the processor in each round."""
 
 PREFILL_TARGET = 1.08
 DECODE_TARGETS = {"layer": 4.0, "head": 3.5}
@@ -63,6 +68,7 @@ FEW_TOKENS = 8
 BATCH_TARGET = 4.5
 BANDWIDTH_TARGET = 1.25
 SINKS, WINDOW = 4, 8
+QUICK = {"prefill_tokens": 512, "tokens": 512, "batch": 2, "repeats": 2, "decode_rounds": 2}
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -84,16 +90,16 @@ SHAPES = {
 
 def main() -> int:
     arguments = parse_arguments()
-    if arguments.quick:
-        arguments.prefill_tokens, arguments.tokens = 512, 512
-        arguments.batch, arguments.repeats = 2, 2
     model, profiles = (made_up if arguments.shape else real)(arguments)
     where = where_it_ran("kvalloc", "torch", "transformers", "kvpress")
     if not arguments.json:
         print(describe_where(where), flush=True)
         device = arguments.device or f"cpu, {torch.get_num_threads()} threads"
         name = f"shape {arguments.shape}" if arguments.shape else arguments.model
-        print(f"{name}, {arguments.dtype} on {device}; {arguments.share} kept")
+        print(
+            f"{name}, {arguments.dtype} on {device}; {arguments.share} kept; "
+            f"rounds: {arguments.repeats} of prefill, {arguments.decode_rounds} of decoding"
+        )
     rows = []
     for row in all_rows(model, profiles, arguments):
         if "met" not in row:
@@ -111,24 +117,35 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--shape", choices=list(SHAPES), help="instead: random weights")
     parser.add_argument("--share", default="20%")
-    parser.add_argument("--prefill-tokens", type=int, help="4096, or those of a --shape's prompt")
+    parser.add_argument("--prefill-tokens", type=count, help="4096, or those of a --shape's prompt")
     parser.add_argument(
-        *("--tokens", "--context"), type=int, default=8192, help="prompt of the decoded rows"
+        *("--tokens", "--context"), type=count, default=8192, help="prompt of the decoded rows"
     )
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=8, help="decoded in each round")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--batch", type=count, default=4)
+    parser.add_argument("--new-tokens", type=count, default=8, help="decoded in each round")
+    parser.add_argument("--repeats", type=count, default=7, help="rounds of prefill")
+    parser.add_argument("--decode-rounds", type=count, default=9, help="rounds of decoding")
     parser.add_argument("--device")
     parser.add_argument("--dtype", help="float32, or bfloat16 with --shape")
     parser.add_argument("--only", nargs="+", choices=["prefill", "decode", "bits", "peers"])
     parser.add_argument("--peer", nargs="+", default=list(runtime_peers.PEERS))
     parser.add_argument("--quick", action="store_true", help="small sizes; targets do not count")
     parser.add_argument("--json", action="store_true")
+    if parser.parse_args().quick:
+        parser.set_defaults(**QUICK)  # what is asked for by name stays
     found = parser.parse_args()
     if found.dtype is None:
         found.dtype = "bfloat16" if found.shape else "float32"
     if found.prefill_tokens is None:
         found.prefill_tokens = found.tokens if found.shape else 4096
+    return found
+
+
+def count(text: str) -> int:
+    """A number of tokens, rows or rounds."""
+    found = int(text) if text.isascii() and text.isdigit() else 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return found
 
 
@@ -223,8 +240,8 @@ def prefill(model: Any, cache: Any, ids: torch.Tensor) -> Any:
 
 
 @torch.inference_mode()
-def decode(model: Any, cache: Any, rows: int, tokens: int, device: Any) -> None:
-    token = torch.full((rows, 1), 100, device=device)
+def decode(model: Any, cache: Any, rows: int, tokens: int) -> None:
+    token = torch.full((rows, 1), 100, device=model.device)
     for _ in range(tokens):
         model(input_ids=token, past_key_values=cache)
     if token.is_cuda:
@@ -257,35 +274,54 @@ def decode_rows(
 ) -> Iterator[dict[str, Any]]:
     ids, rows, new = arguments.ids[:, : arguments.tokens], arguments.batch, arguments.new_tokens
     caches = {name: prefill(model, one(), ids) for name, one in make.items()}
-    full = plain_bytes(caches["plain"], ids)[0]
+    full = runtime_fits.stored_bytes(caches["plain"])
     stored = {
         level: f"{caches[level].retained_bytes:,} bytes a row retained of {full:,}"
         for level in DECODE_TARGETS
     }
     prompt = f"{rows} rows of {ids.shape[1]:,}"
     kept = caches["layer"].kept_tokens.max(axis=1)
-    caches["dense"] = shortened(model, caches["plain"], kept)
-    caches["alone"] = shortened(model, caches["plain"], np.minimum(kept, FEW_TOKENS))
-    for cache in caches.values():
-        cache.batch_repeat_interleave(rows)
-    device = ids.device
-    calls = {
-        name: lambda cache=cache: decode(model, cache, rows, new, device)
-        for name, cache in caches.items()
+    bounds = {
+        "dense": shortened(model, caches["plain"], kept),
+        "alone": shortened(model, caches["plain"], np.minimum(kept, FEW_TOKENS)),
     }
-    found = in_turns(calls, repeats=arguments.repeats)
+    measure = partial(decoded_in_turns, model, caches | bounds, arguments)
+    found, retained = measure()
     yield from decode_ratios(found, prompt, rows * new, stored)
-    if device.type == "cuda":
+    if ids.is_cuda:
         for level in DECODE_TARGETS:
-            yield bandwidth_row(model, caches[level], level, found[level][0], new)
+            yield bandwidth_row(model, retained[level], level, found[level][0], new)
     elif arguments.dtype == "float32":
         with packed_products(model, rows):
-            found = in_turns(calls, repeats=arguments.repeats)
+            found, _ = measure()
         yield from decode_ratios(found, f"{prompt}, products by oneDNN", rows * new, stored)
-    decoded = caches["plain"].get_seq_length() - ids.shape[1]
-    memory = plain_bytes(caches["plain"], ids)[1]
-    for level in DECODE_TARGETS:
-        yield fits_row(model, caches[level], level, memory, rows, decoded, device)
+    yield from runtime_fits.fits_rows(
+        caches,
+        rows=rows,
+        decode=partial(decode, model),
+        target=BATCH_TARGET,
+    )
+
+
+def decoded_in_turns(
+    model: Any, caches: Mapping[str, Any], arguments: argparse.Namespace
+) -> tuple[InTurns, dict[str, int]]:
+    """Decode with rows of copies of these caches; seconds, and bytes that reduced ones read.
+
+    Copies, so that whatever is measured next begins at the end of the prompt as well.
+    """
+    rows, new = arguments.batch, arguments.new_tokens
+    several = {name: copy.deepcopy(cache) for name, cache in caches.items()}
+    for cache in several.values():
+        cache.batch_repeat_interleave(rows)
+    before = {level: several[level].retained_bytes for level in DECODE_TARGETS}
+    calls = {
+        name: lambda cache=cache: decode(model, cache, rows, new) for name, cache in several.items()
+    }
+    found = in_turns(calls, repeats=arguments.decode_rounds)
+    return found, {
+        level: (was + several[level].retained_bytes) // 2 for level, was in before.items()
+    }
 
 
 def decode_ratios(
@@ -323,8 +359,8 @@ def bits_rows(
     return runtime_bits.bits_rows(
         caches,
         prompt=f"{rows} rows of {ids.shape[1]:,}",
-        decode=lambda cache: decode(model, cache, rows, new, ids.device),
-        in_turns=lambda calls: in_turns(calls, repeats=arguments.repeats),
+        decode=lambda cache: decode(model, cache, rows, new),
+        in_turns=lambda calls: in_turns(calls, repeats=arguments.decode_rounds),
         ratio_of=ratio_of,
     )
 
@@ -343,8 +379,8 @@ def peer_rows(
         ids=ids,
         rows=rows,
         new_tokens=new,
-        decode=lambda cache: decode(model, cache, rows, new, ids.device),
-        in_turns=lambda calls: in_turns(calls, repeats=arguments.repeats),
+        decode=lambda cache: decode(model, cache, rows, new),
+        in_turns=lambda calls: in_turns(calls, repeats=arguments.decode_rounds),
         ratio_of=ratio_of,
     )
 
@@ -364,36 +400,8 @@ def beyond_the_model(found: InTurns, level: str) -> float:
     return statistics.median((plain - own) / max(ours - own, 1e-9) for plain, ours, own in rounds)
 
 
-def plain_bytes(cache: DynamicCache, ids: torch.Tensor) -> tuple[int, int]:
-    """Bytes of K and V that a plain cache stores: one row of the prompt, and all now."""
-    stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    batch, tokens = cache.layers[0].keys.shape[0], cache.get_seq_length()
-    return stored // batch * ids.shape[1] // tokens, stored
-
-
-def fits_row(
-    model: Any, cache: Any, level: str, memory: int, rows: int, decoded: int, device: Any
-) -> dict[str, Any]:
-    """As many rows of the reduced cache as fit, with as many decoded tokens, and one more token."""
-    fitting = memory // (cache.retained_bytes // cache.batch)
-    cache.batch_select_indices(torch.zeros(1, dtype=torch.long, device=device))
-    cache.batch_repeat_interleave(fitting)
-    taken = cache.retained_bytes
-    start = time.perf_counter()
-    decode(model, cache, fitting, 1, device)
-    seconds = time.perf_counter() - start
-    return {
-        "name": f"rows that fit by {level} / plain, {memory:,} bytes of K and V",
-        "ratio": fitting / rows if taken <= memory else 0.0,
-        "target": BATCH_TARGET,
-        "at_most": False,
-        "note": f"{fitting} rows take {taken:,} bytes after {decoded} decoded tokens; "
-        f"the next token {fitting / seconds:.1f} tokens/s",
-    }
-
-
 def bandwidth_row(
-    model: Any, cache: Any, level: str, seconds: list[float], new: int
+    model: Any, retained: int, level: str, seconds: list[float], new: int
 ) -> dict[str, Any]:
     """Seconds of a decoded token over those of reading what it has to read."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
@@ -410,7 +418,7 @@ def bandwidth_row(
     tied = model.get_output_embeddings().weight is table
     weights = sum(weight.nbytes for weight in model.parameters())
     weights -= 0 if tied else table.nbytes  # of the input table a token reads one row
-    bound = (weights + cache.retained_bytes) / bandwidth
+    bound = (weights + retained) / bandwidth
     each = [one / new / bound for one in seconds]
     low, middle, high = quartiles(each)
     return {
@@ -421,49 +429,18 @@ def bandwidth_row(
         "target": BANDWIDTH_TARGET,
         "at_most": True,
         "note": f"bound {bound * 1e3:.2f} ms a token: {weights:,} bytes of weights and "
-        f"{cache.retained_bytes:,} retained at {bandwidth / 1e9:.0f} GB/s",
+        f"{retained:,} retained at {bandwidth / 1e9:.0f} GB/s",
     }
 
 
-# How it is measured
-
-
-def in_turns(calls: Mapping[str, Callable[[], object]], *, repeats: int) -> InTurns:
-    """Seconds on the clock and of the processor of each call, in another order in each round."""
-    for call in calls.values():
-        call()
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
-    names = list(calls)
-    for repeat in range(repeats):
-        shift = repeat % len(names)
-        for name in names[shift:] + names[:shift]:
-            wall, processor = time.perf_counter(), time.process_time()
-            calls[name]()
-            found[name][0].append(time.perf_counter() - wall)
-            found[name][1].append(time.process_time() - processor)
-    return found
-
-
-def ratio_of(found: InTurns, name: str, reference: str) -> dict[str, float]:
-    """Median and quartiles of the ratios of each round, and the median in processor time."""
-    clock, processor = (
-        [a / b for a, b in zip(found[name][kind], found[reference][kind], strict=True)]
-        for kind in range(2)
-    )
-    low, middle, high = quartiles(clock)
-    return {
-        "ratio": middle,
-        "ratio_quartile_1": low,
-        "ratio_quartile_3": high,
-        "processor_ratio": statistics.median(processor),
-    }
+# What is passed on and said
 
 
 def options_of(arguments: argparse.Namespace) -> list[str]:
     """What makes another process measure the same."""
     found = ["--peer", *arguments.peer]
-    names = ("model", "shape", "share", "tokens", "batch", "new_tokens", "repeats", "device")
-    for name in (*names, "dtype", "prefill_tokens"):
+    names = ("model", "shape", "share", "tokens", "batch", "new_tokens", "decode_rounds")
+    for name in (*names, "repeats", "device", "dtype", "prefill_tokens"):
         value = getattr(arguments, name)
         found += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     return found

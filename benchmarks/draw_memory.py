@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
 from bench_runtime import prefill, text
+from runtime_fits import stored_bytes
 from transformers import DynamicCache
 
 import kvalloc
@@ -63,18 +63,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=contexts)
     parser.add_argument("-o", "--output", type=Path, default=FOLDER / "docs" / "memory.png")
     return parser.parse_args()
-
-
-def stored_bytes(cache: Any) -> int:
-    """Bytes of all K and V storages, each once and in full."""
-    retained: int | None = getattr(cache, "retained_bytes", None)
-    if retained is not None:
-        return retained
-    tensors: list[torch.Tensor] = [
-        tensor for layer in cache.layers for tensor in (layer.keys, layer.values)
-    ]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def draw(contexts: list[int], found: dict[str, list[int]], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 python benchmarks/record.py              # all of them
 python benchmarks/record.py solvers ...  # bench_solvers.py only, the other sections stay
+python benchmarks/record.py "runtime --repeats 3"  # bench_runtime.py with options of its own
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ def test_the_benchmark_decodes_beside_presses():
     """At the same kept share SnapKV stores what we store, and AdaKV the whole prompt."""
     script = Path(__file__).parents[2] / "benchmarks" / "bench_runtime.py"
     sizes = ["--shape", "tiny", "--dtype", "float32", "--context", "300", "--batch", "2"]
-    command = [sys.executable, str(script), *sizes, "--repeats", "1", "--only", "peers", "--json"]
+    asked = ["--decode-rounds", "2", "--only", "peers", "--json"]
+    command = [sys.executable, str(script), *sizes, *asked]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     rows = json.loads(ran.stdout)["rows"]
@@ -111,6 +112,7 @@ def test_the_benchmark_decodes_beside_presses():
     full = 300 * 4 * 2 * 2 * 32 * 4  # tokens, layers, heads, K and V, numbers, bytes
     for row in rows:
         assert row["ratio"] > 0
+        assert row["rounds"] == 2
         assert row["peer_kept_share"] == pytest.approx(0.2, abs=0.001)
         share = 1.0 if "AdaKV" in row["name"] else 0.2
         assert row["peer_stored_bytes"] / full == pytest.approx(share, abs=0.001)

@@ -1,0 +1,171 @@
+"""What the runtime's benchmark counts and asks for; its seconds are left to it."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runtime_oracle as tiny
+from transformers import DynamicCache
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import bench_runtime
+import runtime_bits
+from runtime_fits import ANSWER_TOKENS, fits_rows, stored_bytes
+from runtime_turns import in_turns, ratio_of
+
+CONTEXT, ROWS = 90, 3
+ENTRY_BYTES = 2 * tiny.HEAD_DIM * 4
+
+
+def prefilled(model: Any, **budgets: Any) -> dict[str, Any]:
+    """Caches of one row of the same prompt: a plain one, and one of each budget profile."""
+    caches = {name: one.cache(model) for name, one in budgets.items()}
+    caches["plain"] = DynamicCache(config=model.config)
+    ids = tiny.prompt(CONTEXT)
+    return {name: bench_runtime.prefill(model, cache, ids) for name, cache in caches.items()}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.tiny_model(vocab_size=128)
+
+
+@pytest.fixture
+def profile(model: Any) -> Any:
+    return tiny.make_profile(model, CONTEXT, 0.2)
+
+
+def fitting(model: Any, caches: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    decode = partial(bench_runtime.decode, model)
+    names = [name for name in caches if name != "plain"]
+    rows = list(fits_rows(caches, rows=ROWS, decode=decode, target=4.5))
+    return dict(zip(names, rows, strict=True))
+
+
+def test_rows_that_fit_hold_the_prompt_and_an_answer_of_fixed_length(
+    model: Any, profile: Any
+) -> None:
+    found = fitting(model, prefilled(model, layer=profile, head=tiny.by_head(profile)))
+    entry_rows = tiny.N_LAYERS * tiny.N_KV_HEADS
+    memory = ROWS * (CONTEXT + ANSWER_TOKENS) * entry_rows * ENTRY_BYTES
+    for name, row in found.items():
+        budgets = profile.budgets if name == "layer" else tiny.by_head(profile).budgets
+        one = (int(budgets.sum()) + ANSWER_TOKENS * entry_rows) * ENTRY_BYTES
+        assert row["ratio"] == (memory // one) / ROWS
+        assert f"{memory:,} bytes" in row["name"]
+        assert f"{memory // one} rows take {memory // one * one:,} bytes" in row["note"]
+        assert f"each with {ANSWER_TOKENS} decoded tokens" in row["note"]
+        assert bench_runtime.row_met({**row, "target": row["ratio"]})
+        assert not bench_runtime.row_met({**row, "target": row["ratio"] + 0.1})
+
+
+def test_counting_rows_leaves_the_caches_at_the_prompt(model: Any, profile: Any) -> None:
+    caches = prefilled(model, layer=profile)
+    before = {name: stored_bytes(cache) for name, cache in caches.items()}
+    first = fitting(model, caches)["layer"]
+    assert {name: stored_bytes(cache) for name, cache in caches.items()} == before
+    assert all(cache.get_seq_length() == CONTEXT for cache in caches.values())
+    assert fitting(model, caches)["layer"]["ratio"] == first["ratio"]
+
+
+def test_rows_that_fit_beside_sliding_layers(model: Any) -> None:
+    """Their windows slide on in both caches, and what has left them is no longer stored."""
+    gemma = tiny.tiny_model("gemma3", vocab_size=128)
+    profile = tiny.make_profile(gemma, CONTEXT, 0.2)
+    row = fitting(gemma, prefilled(gemma, layer=profile))["layer"]
+    sliding = 2 * 15 * tiny.N_KV_HEADS * ENTRY_BYTES  # two layers, all but one of 16 entries
+    full = 2 * (CONTEXT + ANSWER_TOKENS) * tiny.N_KV_HEADS * ENTRY_BYTES
+    assert f"{ROWS * (full + sliding):,} bytes" in row["name"]
+    assert row["ratio"] > 1
+
+
+def test_storages_are_counted_and_not_views_of_them(model: Any) -> None:
+    cache = prefilled(model)["plain"]
+    whole = stored_bytes(cache)
+    assert whole == CONTEXT * tiny.N_LAYERS * tiny.N_KV_HEADS * ENTRY_BYTES
+    for layer in cache.layers:  # as `crop` of transformers leaves it: nothing is freed
+        layer.keys, layer.values = layer.keys[:, :, :-40], layer.values[:, :, :-40]
+    assert stored_bytes(cache) == whole
+
+
+def test_every_set_of_rounds_begins_at_the_prompt(model: Any, profile: Any) -> None:
+    caches = prefilled(model, layer=profile, head=tiny.by_head(profile))
+    arguments = asked("--decode-rounds", "2", "--batch", "3", "--new-tokens", "4")
+    found, read = bench_runtime.decoded_in_turns(model, caches, arguments)
+    assert {len(one) for times in found.values() for one in times} == {2}
+    assert all(cache.get_seq_length() == CONTEXT for cache in caches.values())
+    for level in ("layer", "head"):  # the middle of three rounds of four tokens
+        middle = 6 * tiny.N_LAYERS * tiny.N_KV_HEADS * ENTRY_BYTES
+        assert read[level] == 3 * (stored_bytes(caches[level]) + middle)
+    assert bench_runtime.decoded_in_turns(model, caches, arguments)[1] == read
+
+
+def test_fewer_bits_are_compared_on_the_bytes_of_the_prompt(model: Any, profile: Any) -> None:
+    made = {16: profile, **{bits: runtime_bits.at_bits(profile, bits) for bits in (8, 4)}}
+    caches = prefilled(model, **{str(bits): one for bits, one in made.items()})
+    stored = {bits: caches[str(bits)].retained_bytes for bits in made}
+    rows = runtime_bits.bits_rows(
+        {bits: caches[str(bits)] for bits in made},
+        prompt="a prompt",
+        decode=lambda cache: bench_runtime.decode(model, cache, 1, 8),
+        in_turns=partial(in_turns, repeats=2),
+        ratio_of=ratio_of,
+    )
+    for bits, row in zip((8, 4), rows, strict=True):
+        assert f"in {stored[bits] / stored[16]:.3f} of the bytes" in row["note"]
+        assert row["rounds"] == 2
+
+
+def asked(*options: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bench_runtime.py", *options])
+        return bench_runtime.parse_arguments()
+
+
+def test_decoding_has_rounds_of_its_own() -> None:
+    usual = asked()
+    assert (usual.repeats, usual.decode_rounds) == (7, 9)
+    few = asked("--repeats", "3")
+    assert (few.repeats, few.decode_rounds) == (3, 9)
+    quick = asked("--quick", "--decode-rounds", "5")
+    assert (quick.repeats, quick.decode_rounds, quick.tokens, quick.batch) == (2, 5, 512, 2)
+
+
+def test_another_process_is_asked_for_the_same() -> None:
+    arguments = asked("--quick", "--decode-rounds", "5", "--batch", "3", "--share", "30%")
+    again = asked(*bench_runtime.options_of(arguments))
+    names = ("tokens", "batch", "new_tokens", "decode_rounds", "repeats", "share", "dtype", "peer")
+    for name in (*names, "prefill_tokens"):
+        assert getattr(again, name) == getattr(arguments, name), name
+
+
+@pytest.mark.parametrize("number", ["0", "-3", "2.5", "many", ""])
+@pytest.mark.parametrize("option", ["--decode-rounds", "--repeats", "--batch", "--tokens"])
+def test_no_rounds_are_refused(
+    option: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        asked(option, number)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert option in error
+    assert f"{number!r} is not a whole number from 1 on" in error
+
+
+def test_ratios_are_those_of_each_round() -> None:
+    found = {"a": ([1.0, 4.0, 9.0], [1.0, 1.0, 1.0]), "b": ([1.0, 2.0, 3.0], [2.0, 2.0, 2.0])}
+    ratio = ratio_of(found, "a", "b")
+    assert (ratio["ratio"], ratio["processor_ratio"], ratio["rounds"]) == (2.0, 0.5, 3)
+
+
+def test_each_round_calls_everything_once_in_another_order() -> None:
+    called: list[str] = []
+    calls = {name: partial(called.append, name) for name in "abc"}
+    found = in_turns(calls, repeats=3)
+    assert "".join(called) == "abc" + "abc" + "bca" + "cab"
+    assert all(len(times) == 3 for kinds in found.values() for times in kinds)
