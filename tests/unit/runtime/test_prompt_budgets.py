@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,21 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from transformers import DynamicCache
+from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, generate, run
 
 import kvalloc
-from kvalloc.errors import InfeasibleError, InputError, KVAllocError, UnsupportedRequestError
+from kvalloc.errors import InfeasibleError, UnsupportedRequestError
 from kvalloc.measure.prompt_scores import prompt_scores
 from kvalloc.models import shape_of
 from kvalloc.prompting import PromptTarget, make_prompt_cache
 from kvalloc.runtime import answer, make_cache
-from kvalloc.runtime.hooks import hooked_models
 from kvalloc.scorers import get_scorer
-
-CONTEXT, SINKS, NEW = 70, 2, 6
-WINDOW = {"window": 4}
-TARGET: dict[str, Any] = {"sinks": SINKS, "scorer_options": WINDOW}
 
 
 @pytest.fixture
@@ -44,21 +37,6 @@ def scores_of(model: Any, ids: torch.Tensor, **options: Any) -> Any:
         shape=shape_of(model),
         **options,
     )
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(ids, attention_mask=mask, past_key_values=cache)
-    logits: torch.Tensor = out.logits
-    return logits
-
-
-def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    settings = {"max_new_tokens": NEW, "do_sample": False, **options}
-    mask = settings.pop("attention_mask", torch.ones_like(ids))
-    with torch.no_grad():
-        out: torch.Tensor = model.generate(ids, attention_mask=mask, **settings)
-    return out
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -285,80 +263,6 @@ def test_copies_saved_caches_and_caches_side_by_side(
     assert (other.profile.budgets == stored.budgets).all()
 
 
-def test_the_model_is_as_before(tiny: ModuleType, model: Any) -> None:
-    gc.collect()  # what earlier tests left in cycles is not counted
-    before, ids = hooked_models(), tiny.prompt(CONTEXT)
-    plain = generate(model, ids)
-    with kvalloc.apply(model, target_retention=0.6, **TARGET) as applied:
-        generate(model, ids)
-    applied.last_cache = None
-    del applied
-    gc.collect()
-    assert hooked_models() == before
-    assert "generate" not in vars(model)
-    assert torch.equal(generate(model, ids), plain)
-
-
-def test_a_plain_call_lasts_until_it_is_removed(tiny: ModuleType, model: Any) -> None:
-    ids = tiny.prompt(CONTEXT)
-    applied = kvalloc.apply(model, target_retention=0.6, **TARGET)
-    later = kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3))
-    generate(model, ids)
-    assert (applied.last_cache, later.last_cache is None) == (None, False)
-    applied.remove()  # below the later one, which goes on
-    generate(model, ids)
-    later.remove()
-    later.remove()
-    assert "generate" not in vars(model)
-    generate(model, ids, past_key_values=DynamicCache(config=model.config))
-    assert applied.last_cache is None
-    with pytest.raises(UnsupportedRequestError, match="apply\\(\\) again"), applied:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({}, "no target"),
-        ({"target_retention": 1.2}, "retention of 1.2"),
-        ({"target_retention": 0.9, "budget": "20%"}, "two targets"),
-        ({"target_retention": 0.9, "solver": "none"}, "no solver 'none'"),
-        ({"target_retention": 0.9, "scorer": "none"}, "no scorer 'none'"),
-        ({"target_retention": 0.9, "sinks": -1}, "sinks is -1"),
-        ({"target_retention": 0.9, "measured_tokens": 12}, "measured_tokens is 12"),
-        ({"target_retention": 0.9, "level": "model"}, "level is 'model'"),
-        ({"target_retention": 0.9, "adapt": 0.2}, "stored profile"),
-        ({"target_retention": 0.9, "decode_every": 0}, "decode_every is 0"),
-        ({"target_retention": 0.9, "policy": "none"}, "no policy or scorer 'none'"),
-    ],
-)
-def test_targets_that_cannot_be_are_refused_on_entering(
-    model: Any, options: dict[str, Any], match: str
-) -> None:
-    with pytest.raises(KVAllocError, match=match):
-        kvalloc.apply(model, **options)
-    assert "generate" not in vars(model)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"target_retention": 0.9}, "two decisions at once"),
-        ({"solver": "greedy"}, "solver are two decisions"),
-        ({"adapt": 2}, "adapt is 2"),
-        ({"measured_tokens": 40}, "leave out measured_tokens"),
-        ({"adapt": 0.2, "measured_tokens": 6}, "measured_tokens is 6"),
-    ],
-)
-def test_what_does_not_go_with_a_profile_is_refused(
-    tiny: ModuleType, model: Any, options: dict[str, Any], match: str
-) -> None:
-    with pytest.raises(InputError, match=match):
-        kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3), **options)
-    with pytest.raises(InputError, match="give adapt"):
-        tiny.make_profile(model, CONTEXT, 0.3).cache(model, measured_tokens=40)
-
-
 def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
     tiny: ModuleType, model: Any
 ) -> None:
@@ -382,108 +286,11 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
     assert announced.decision_seconds is None
 
 
-def chunks_have_their_positions(model: Any, ids: torch.Tensor) -> bool:
-    """Whether `generate` gives chunks their positions, on any cache: not in transformers 5.2."""
-    seen: list[int] = []
-
-    def note(module: Any, inputs: Any, named: dict[str, Any]) -> None:
-        seen.extend(named["position_ids"][0].tolist())
-
-    watch = model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
-    generate(model, ids, max_new_tokens=1, prefill_chunk_size=25)
-    watch.remove()
-    right = seen == list(range(ids.shape[1]))
-    assert right or transformers.__version__.startswith("5.2.")
-    return right
-
-
-@pytest.mark.parametrize("adapt", [None, 0.4])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_held_prompt_is_decided_as_by_a_mini_prefill(
-    tiny: ModuleType, family: str, adapt: float | None
-) -> None:
-    """In one piece, in chunks that nothing announced, and by `generate` in chunks."""
-    model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
-    stored = tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS)
-
-    def make(hold: bool) -> Any:
-        if adapt is not None:
-            return stored.cache(model, adapt=adapt, hold=hold)
-        return make_prompt_cache(model, PromptTarget(target_retention=0.7, hold=hold, **TARGET))
-
-    by_itself, held, opened = make(False), make(True), make(True)
-    logits = run(model, ids, by_itself)
-    assert torch.equal(run(model, ids, held), logits)
-    with opened.prefill():
-        for part in ids.split(19, dim=1):
-            run(model, part, opened)
-    options = {"target_retention": 0.7, **TARGET} if adapt is None else {"adapt": adapt}
-    profile = None if adapt is None else stored
-    with kvalloc.apply(model, profile, hold=True, **options) as applied:
-        generate(model, ids, max_new_tokens=1, prefill_chunk_size=25)
-    assert by_itself.retained_bytes < by_itself.full_bytes
-    caches = [held, opened]
-    if chunks_have_their_positions(model, ids):
-        caches.append(applied.last_cache)
-    for cache in caches:
-        assert (cache.profile.budgets == by_itself.profile.budgets).all()
-        assert cache.retained_bytes == by_itself.retained_bytes
-        assert cache.decision_seconds > 0
-        for layer in stored.shape.full_layers:
-            assert torch.equal(cache.kept_indices(layer), by_itself.kept_indices(layer))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("scorer", ["xkv", "h2o", "lookahead", "reconstruction"])
-def test_padded_rows_of_a_held_prompt_are_decided_as_if_alone(
-    tiny: ModuleType, model: Any, side: str, scorer: str
-) -> None:
-    ids, mask = tiny.prompt(CONTEXT, 3), torch.ones(3, CONTEXT, dtype=torch.long)
-    for row, pads in enumerate((0, 20, 31)):
-        mask[row, slice(0, pads) if side == "left" else slice(CONTEXT - pads, CONTEXT)] = 0
-    target = PromptTarget(target_retention=0.8, hold=True, scorer=scorer, **TARGET)
-    cache = make_prompt_cache(model, target)
-    run(model, ids, cache, mask)
-    for row in range(3):
-        alone = make_prompt_cache(model, target)
-        run(model, ids[row : row + 1, mask[row].bool()], alone)
-        assert (cache.row_profiles[row].budgets == alone.profile.budgets).all()
-        assert (cache.kept_tokens_by_row[row] == alone.kept_tokens).all()
-    assert cache.retained_bytes < cache.full_bytes
-
-
-def test_what_does_not_go_with_holding_is_refused(tiny: ModuleType, model: Any) -> None:
-    stored = tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS)
-    with pytest.raises(InputError, match="hold says how adapt measures; give adapt"):
-        stored.cache(model, hold=True)
-    with pytest.raises(InputError, match="leave out hold, or give adapt"):
-        kvalloc.apply(model, stored, hold=True)
-    with pytest.raises(InputError, match="measured_tokens spares nothing"):
-        stored.cache(model, adapt=0.3, hold=True, measured_tokens=50)
-    with pytest.raises(UnsupportedRequestError, match="leave out decode_every, or do not hold"):
-        stored.cache(model, adapt=0.3, hold=True, decode_every=3)
-    with pytest.raises(UnsupportedRequestError, match="looks at tokens that come after"):
-        PromptTarget(target_retention=0.8, scorer="lookahead", **TARGET)
-    embedded = model.get_input_embeddings()(tiny.prompt(CONTEXT)).detach()
-    with pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
-        model(inputs_embeds=embedded, past_key_values=stored.cache(model, adapt=0.3, hold=True))
-
-
 def test_budgets_that_each_prompt_hands_out_do_not_move(tiny: ModuleType, model: Any) -> None:
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS))
     by_prompt = dataclasses.replace(profile, by_prompt=True)
     with pytest.raises(UnsupportedRequestError, match="hands out the budgets.*leave out adapt"):
         by_prompt.cache(model, adapt=0.3)
-
-
-def test_a_held_prompt_is_decided_where_gradients_are_recorded(tiny: ModuleType) -> None:
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    target = PromptTarget(target_retention=0.8, hold=True, **TARGET)
-    cache, expected = make_prompt_cache(model, target), make_prompt_cache(model, target)
-    run(model, ids, expected)
-    model(ids, past_key_values=cache)
-    assert (cache.kept_tokens == expected.kept_tokens).all()
-    assert cache.retained_bytes == expected.retained_bytes < cache.full_bytes
 
 
 def test_a_loaded_cache_decides_for_no_other_prompt(
@@ -500,19 +307,3 @@ def test_a_loaded_cache_decides_for_no_other_prompt(
     with pytest.raises(UnsupportedRequestError, match="make a new cache for another prompt"):
         run(model, tiny.prompt(CONTEXT, seed=1), loaded)
     assert loaded.retained_bytes == 0
-
-
-def test_apply_takes_the_file_or_the_name_of_a_profile(
-    tiny: ModuleType, model: Any, tmp_path: Path
-) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS)
-    profile.save(tmp_path / "p.json")
-    ids = tiny.prompt(CONTEXT)
-    for given in (tmp_path / "p.json", str(tmp_path / "p.json")):
-        with kvalloc.apply(model, given) as applied:
-            generate(model, ids, max_new_tokens=1)
-        assert applied.last_cache.retained_bytes == profile.retained_bytes_at(CONTEXT)
-    with pytest.raises(KVAllocError, match="SmolLM2"):
-        kvalloc.apply(model, "smollm2-135m-instruct-fixed-20")
-    with pytest.raises(InputError, match="the profile is a int, expected a BudgetProfile"):
-        kvalloc.apply(model, 3)
