@@ -118,6 +118,17 @@ def groups_text(groups: Groups) -> str:
     return ",".join(f"{group[0]}-{group[-1]}" for group in groups)
 
 
+def shared_text(groups: Groups) -> str:
+    """What groups do, in a few words.
+
+    Examples
+    --------
+    >>> shared_text(((2, 3), (4, 5, 6)))
+    'layers 2-3,4-6 keep the same entries'
+    """
+    return f"layers {groups_text(groups)} keep the same entries"
+
+
 def groups_record(asked: Groups | int | str) -> int | list[list[int]]:
     """Groups, or their number, as plain values for a budget profile."""
     groups = parse_groups(asked)

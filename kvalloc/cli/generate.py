@@ -186,12 +186,11 @@ class _Wanted:
 
     def load(self) -> LoadedModel:
         """The model, in the type of a saved cache where there is one."""
-        from kvalloc.cli.saved import saved_header
-
         dtype = self.dtype or "float32"
-        header = None if self.cache is None else saved_header(self.cache)
-        if header is not None:
-            dtype = str(header["dtype"])
+        if self.cache is not None:
+            from kvalloc.cache_header import read_header
+
+            dtype = str(read_header(self.cache)["dtype"])  # before the model is loaded
             if self.dtype not in (None, dtype):
                 raise InputError(
                     f"{self.cache} holds {dtype} entries, and --dtype is {self.dtype}; leave out "
@@ -288,10 +287,7 @@ def _loaded_document(wanted: _Wanted) -> Reading:
     from kvalloc.models import require_run_packages
 
     require_run_packages()
-    from kvalloc.runtime.saving import saved_notes
-
     assert wanted.cache is not None  # the caller has looked
-    saved_notes(wanted.cache)  # refuses what is no saved cache before the model is loaded
     loaded = wanted.load()
     reading = load_document(
         loaded, wanted.cache, chat=wanted.chat, allow_other_model=wanted.allow_other_model

@@ -42,11 +42,12 @@ def inspect(
     A budget profile is drawn as one bar a layer; of a score profile the tokens are shown that each
     layer needs to keep 50%, 90% and 99% of its score mass.
     """
-    from kvalloc.cli.saved import saved_header, show_saved
+    from kvalloc.cache_header import is_saved_cache, read_header
 
-    saved = saved_header(Path(file)) if Path(file).is_file() else None
-    if saved is not None:
-        show_saved(file, saved, json=json)
+    if is_saved_cache(file):
+        from kvalloc.cli.saved import show_saved
+
+        show_saved(file, read_header(file), json=json)
         return
     found = _load(file)
     from kvalloc.score_profile import ScoreProfile
@@ -192,7 +193,7 @@ def _budget_fields(file: str, profile: BudgetProfile) -> dict[str, str]:
         "bits": "16 (the model's dtype)" if profile.bits is None else bits_text(profile),
         **({} if profile.cost_bytes is None else {"cost": cost_text(profile)}),
         **({} if profile.ranks is None else {"ranks": ranks_text(profile)}),
-        **(_sharing(profile) if profile.share_groups else {}),
+        **({"sharing": _sharing_text(profile)} if profile.share_groups else {}),
         **({"price": price} if (price := price_text(profile)) else {}),
         "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average"
         + ("; handed out by each prompt, this is their mean" if profile.by_prompt else ""),
@@ -394,18 +395,18 @@ def _bits_text(profile: ScoreProfile) -> str:
     return "mean fidelity " + ", ".join(f"{mean:.4f} at {width} bits" for width, mean in means)
 
 
-def _sharing(profile: BudgetProfile) -> dict[str, str]:
-    from kvalloc.layer_groups import groups_text
+def _sharing_text(profile: BudgetProfile) -> str:
+    from kvalloc.layer_groups import shared_text
 
-    text = f"layers {groups_text(profile.share_groups)} keep the same entries"
+    text = shared_text(profile.share_groups)
     if profile.grouping_bound is None:
-        return {"sharing": text}
+        return text
     bound = (
         f"{profile.grouping_bound:.6f}"
         if profile.sense == "max_value"
         else f"{round(profile.grouping_bound):,} bytes"
     )
-    return {"sharing": f"{text}; bound over all groupings {bound}"}
+    return f"{text}; bound over all groupings {bound}"
 
 
 def _parameters(parameters: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,51 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.cache_header import opened
 from kvalloc.cli.output import duration, model_text, print_fields, print_json, size
-from kvalloc.errors import ProfileFileError
 
 if TYPE_CHECKING:
     from kvalloc.budget_profile import BudgetProfile
 
 IntArray = npt.NDArray[np.int64]
-
-_HEADER = "kvalloc_cache"
-_COUNTS = ("batch", "seen_tokens", "prompt_tokens")
-
-
-def saved_header(path: Path) -> dict[str, Any] | None:
-    """The header of a saved cache; None where the file is something else.
-
-    Parameters
-    ----------
-    path : Path
-        Any file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            text = (file.metadata() or {}).get(_HEADER)
-    except (SafetensorError, OSError):
-        return None  # whoever reads it as something else says what is wrong with it
-    if text is None:
-        return None
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        header = None
-    known = {"profile": dict, "dtype": str, **dict.fromkeys(_COUNTS, int)}
-    if not isinstance(header, dict) or any(
-        not isinstance(header.get(name), kind) for name, kind in known.items()
-    ):
-        raise ProfileFileError(
-            path,
-            field="header",
-            found="not readable",
-            expected="a cache written by cache.save()",
-            way_out="read the prompt again and save the cache again",
-        )
-    return header
 
 
 def show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
@@ -64,7 +25,7 @@ def show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
     ----------
     file : str
     header : dict
-        From `saved_header`.
+        From `kvalloc.cache_header.read_header`.
     json : bool
         Plain values instead.
 
@@ -91,6 +52,8 @@ def show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
         "file_bytes": Path(file).stat().st_size,
         "full_bytes": profile.full_bytes_at(int(header["seen_tokens"])) if alone else None,
         "read_seconds": notes.get("read_seconds"),
+        "bits": None if profile.bits is None else profile.bits.tolist(),
+        "share_groups": [list(group) for group in profile.share_groups],
     }
     if json:
         budgets = {"context_tokens": profile.context_tokens, "budgets": profile.budgets.tolist()}
@@ -105,7 +68,8 @@ def show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
 
 def _fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:
     """What is told of a saved cache, by its name."""
-    from kvalloc.cli.solve import policies_text
+    from kvalloc.cli.solve import bits_text, policies_text
+    from kvalloc.layer_groups import shared_text
 
     followed = facts["seen_tokens"] - facts["prompt_tokens"]
     after = f", {followed:,} of them after the prompt" if followed else ""
@@ -120,6 +84,8 @@ def _fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[st
         "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
         **({"reading took": duration(took)} if isinstance(took, int | float) else {}),
         "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
+        **({} if profile.bits is None else {"bits": bits_text(profile)}),
+        **({"sharing": shared_text(profile.share_groups)} if profile.share_groups else {}),
         "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
         **({"chosen": chosen} if chosen else {}),
         "ask": f"kvalloc generate MODEL --cache {file} --question TEXT",
@@ -131,10 +97,8 @@ def _handed_out(file: str, profile: BudgetProfile) -> IntArray:
 
     The budgets of such a profile are what heads had in the mean over other prompts.
     """
-    from safetensors import safe_open
-
     kept = profile.budgets.copy()
-    with safe_open(file, framework="numpy") as tensors:
+    with opened(file, "numpy") as tensors:
         known = set(tensors.keys())
         for layer in profile.shape.full_layers:
             if f"{layer}.lengths" in known:

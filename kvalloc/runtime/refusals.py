@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvalloc.attention_hook import base_implementation
 from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
-from kvalloc.layer_groups import groups_text
+from kvalloc.layer_groups import shared_text
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.masks import MaskKind, mask_kind
 from kvalloc.runtime.policies import ByHead, EvictionPolicy, RankedPolicy, Weighted, policy_class
@@ -147,7 +147,7 @@ def _check_bits(profile: BudgetProfile) -> None:
 
 
 def _check_shares(profile: BudgetProfile) -> None:
-    groups = f"in this profile layers {groups_text(profile.share_groups)} keep the same entries"
+    groups = f"in this profile {shared_text(profile.share_groups)}"
     if profile.unit_policies is not None or profile.unit_weights is not None:
         raise UnsupportedRequestError(
             f"{groups}, but heads have different policies, which cannot choose together; solve "

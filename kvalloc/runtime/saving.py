@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from kvalloc.budget_profile import BudgetProfile
-from kvalloc.errors import (
-    ModelMismatchError,
-    ProfileFileError,
-    UnsupportedRequestError,
+from kvalloc.cache_header import (
+    HEADER,
+    SCHEMA_VERSION,
+    header_digest,
+    header_fault,
+    opened,
+    read_header,
+    text_digest,
 )
+from kvalloc.errors import ModelMismatchError, UnsupportedRequestError
 from kvalloc.files import atomic_write
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.layers import BudgetLayer
@@ -30,10 +34,6 @@ from kvalloc.schema import budget_profile_dict, budget_profile_from_json, budget
 
 __all__ = ["load_cache", "model_digest", "save_cache", "saved_notes"]
 
-SCHEMA_VERSION = 1
-_HEADER = "kvalloc_cache"
-_EXPECTED = "a cache written by cache.save()"
-_AGAIN = "read the prompt again and save the cache again"
 _SAMPLES = 64
 
 
@@ -74,7 +74,7 @@ def save_cache(
         "model": type(model).__name__,
         "model_digest": model_digest(model),
         "profile": budget_profile_dict(cache.profile),
-        "profile_digest": _text_digest(budget_profile_json(cache.profile)),
+        "profile_digest": text_digest(budget_profile_json(cache.profile)),
         "dtype": str(cache.layers[0].keys.dtype).removeprefix("torch."),
         "batch": cache.batch,
         "seen_tokens": cache.get_seq_length(),
@@ -87,8 +87,8 @@ def save_cache(
     rows = cache.arrival.row_profiles
     if rows is not None:
         header["row_profiles"] = [budget_profile_dict(profile) for profile in rows]
-    header["header_digest"] = _header_digest(json.loads(json.dumps(header)))
-    metadata = {_HEADER: json.dumps(header, sort_keys=True)}
+    header["header_digest"] = header_digest(json.loads(json.dumps(header)))
+    metadata = {HEADER: json.dumps(header, sort_keys=True)}
     with atomic_write(path) as temporary:
         try:
             save_file(tensors, temporary, metadata=metadata)
@@ -124,13 +124,14 @@ def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = 
     header, tensors = _read(Path(path))
     _check_model(path, header, model, allow_other_model=allow_other_model)
     profile = budget_profile_from_json(path, header["profile"])
-    if header.get("profile_digest") != _text_digest(budget_profile_json(profile)):
-        raise _fault(path, "profile_digest", header.get("profile_digest"), "that of its profile")
+    if header.get("profile_digest") != text_digest(budget_profile_json(profile)):
+        found = header.get("profile_digest")
+        raise header_fault(path, "profile_digest", found, "that of its profile")
     by_prompt = header.get("row_profiles") is not None
     decide = _decided_before if by_prompt else None
     cache = make_cache(profile, model, allow_other_model=allow_other_model, decide=decide)
     if len(header["layers"]) != len(cache.layers):
-        raise _fault(path, "layers", len(header["layers"]), f"{len(cache.layers)} layers")
+        raise header_fault(path, "layers", len(header["layers"]), f"{len(cache.layers)} layers")
     devices = _devices(model, len(cache.layers))
     for index, (layer, kind) in enumerate(zip(cache.layers, header["layers"], strict=True)):
         own = {
@@ -312,93 +313,21 @@ def saved_notes(path: str | Path) -> dict[str, Any]:
     Raises
     ------
     ProfileFileError
-        If the file is missing, truncated, or not of this schema version.
+        If the file is missing or truncated, not of this schema version, or its header was edited.
     """
-    header = _header(Path(path))
-    notes = header.get("notes", {})
-    if not isinstance(notes, dict):
-        raise _fault(path, "notes", notes, "of type dict")
+    notes: dict[str, Any] = read_header(path).get("notes", {})
     return notes
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    header = _header(path)
-    with _opened(path) as file:
+    header = read_header(path)
+    with opened(path, "pt") as file:
         # What the library gives is a window on the whole file; the cache owns its storage.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     if header.get("tensor_digest") != _tensor_digest(tensors):
-        raise _fault(path, "tensor_digest", header.get("tensor_digest"), "that of its tensors")
-    _check_header(path, header, tensors)
-    # last, so that a field that cannot be is named
-    if header.get("header_digest") != _header_digest(header):
-        raise _fault(path, "header_digest", header.get("header_digest"), "that of its header")
+        found = header.get("tensor_digest")
+        raise header_fault(path, "tensor_digest", found, "that of its tensors")
     return header, tensors
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise ProfileFileError(
-            path,
-            field="file",
-            found="a folder" if path.is_dir() else "missing",
-            expected=_EXPECTED,
-            way_out="check the path",
-        )
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise ProfileFileError(
-            path,
-            field="file",
-            found=f"not readable as safetensors ({error})",
-            expected=_EXPECTED,
-            way_out=_AGAIN,
-        ) from error
-
-
-def _header(path: Path) -> dict[str, Any]:
-    with _opened(path) as file:
-        metadata = file.metadata() or {}
-    try:
-        header = json.loads(metadata.get(_HEADER, "null"))
-    except (ValueError, RecursionError) as error:
-        raise _fault(path, "header", str(error), "JSON") from error
-    if not isinstance(header, dict):
-        raise _fault(path, "header", "missing", _EXPECTED)
-    if header.get("schema_version") != SCHEMA_VERSION:
-        raise _fault(path, "schema_version", header.get("schema_version"), str(SCHEMA_VERSION))
-    return header
-
-
-def _check_header(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    kinds = {"batch": int, "seen_tokens": int, "prompt_tokens": int, "layers": list}
-    for name, kind in kinds.items():
-        if not isinstance(header.get(name), kind):
-            raise _fault(path, name, header.get(name), f"of type {kind.__name__}")
-    rows = header.get("row_profiles")
-    if rows is not None and (not isinstance(rows, list) or len(rows) != header["batch"]):
-        raise _fault(path, "row_profiles", rows, f"one for each of {header['batch']} rows")
-    for index, layer in enumerate(header["layers"]):
-        missing = [name for name in layer["tensors"] if f"{index}.{name}" not in tensors]
-        if missing:
-            raise _fault(path, f"layers[{index}]", f"without {missing[0]}", "all its tensors")
-        if layer["kind"] == "packed":
-            _check_packed(path, header, index)
-
-
-def _check_packed(path: Path, header: dict[str, Any], index: int) -> None:
-    layer, widths = header["layers"][index], header["profile"].get("bits")
-    bits, following = layer.get("bits"), layer.get("packed_following")
-    if widths is None or bits != widths[index]:
-        raise _fault(path, f"layers[{index}].bits", bits, "those of its profile")
-    most = header["seen_tokens"] - header["prompt_tokens"]
-    if not isinstance(following, int) or not 0 <= following <= most:
-        field = f"layers[{index}].packed_following"
-        raise _fault(path, field, following, f"a number from 0 to {most}")
 
 
 def _check_model(
@@ -416,19 +345,6 @@ def _check_model(
             f"{type(decoder_of(model)).__name__}; load that model, or allow another one of the "
             "same sizes (allow_other_model=True)"
         )
-
-
-def _fault(path: str | Path, field: str, found: object, expected: str) -> ProfileFileError:
-    return ProfileFileError(path, field=field, found=found, expected=expected, way_out=_AGAIN)
-
-
-def _text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _header_digest(header: dict[str, Any]) -> str:
-    others = {name: value for name, value in header.items() if name != "header_digest"}
-    return _text_digest(json.dumps(others, sort_keys=True))
 
 
 def _tensor_digest(tensors: dict[str, Tensor]) -> str:

@@ -370,6 +370,53 @@ def test_a_saved_cache_can_be_inspected(folder):
     assert "expected a score profile, a budget profile or a saved cache" in line
 
 
+def test_a_saved_cache_whose_header_was_edited_is_refused(folder):
+    """Before a model is loaded: what is told of a file is what would be loaded."""
+    whole = (folder / "doc.kv").read_bytes()
+    edits = ((b'seen_tokens\\": 120', b'seen_tokens\\": 121', "header_digest"),
+             (b"doc.txt", b"cod.txt", "header_digest"),
+             (b'schema_version\\": 1,', b'schema_version\\": 2,', "schema_version"),
+             (b'kept_indices\\"', b'kept_Indices\\"', "without kept_Indices"))  # fmt: skip
+    for old, new, named in edits:
+        edited = whole.replace(old, new)
+        assert edited != whole
+        (folder / "edited.kv").write_bytes(edited)
+        line = refused(folder, "inspect", folder / "edited.kv")
+        assert "edited.kv" in line
+        assert named in line
+        words = ("--cache", folder / "edited.kv", "--question", "w1")
+        assert named in refused(folder, "generate", folder / "no-model", *words)
+
+
+def test_inspecting_tells_bits_and_layers_that_share_entries(folder):
+    from kvalloc.models import load_model, shape_of
+
+    loaded = load_model(folder / "deeper")
+    bits = np.full((4, 2), 8)
+    bits[0] = 16
+    mixed = replace(
+        load_profile(folder / "tiny.json"),
+        shape=shape_of(loaded.model, model_id=loaded.model_id),
+        budgets=np.full((4, 2), 32),
+        bits=bits,
+        share_groups=((2, 3),),
+    )
+    mixed.save(folder / "mixed.json")
+    words = ("generate", folder / "deeper", "--profile", folder / "mixed.json", "--prompt-file",
+             folder / "doc.txt", "--save-cache", folder / "mixed.kv")  # fmt: skip
+    assert run(*words).code == 0
+    told = run("inspect", folder / "mixed.kv", "--json").json
+    assert told["bits"] == bits.tolist()
+    assert told["share_groups"] == [[2, 3]]
+    shown = " ".join(run("inspect", folder / "mixed.kv").out.split())
+    # of 120 tokens the layers keep 54, 54, 53 and 53
+    assert "25.2% at 16 bits, 74.8% at 8 bits, of the kept entries" in shown
+    assert "layers 2-3 keep the same entries" in shown
+    plain = run("inspect", folder / "doc.kv", "--json").json
+    assert (plain["bits"], plain["share_groups"]) == (None, [])
+    assert "sharing" not in run("inspect", folder / "doc.kv").out
+
+
 def test_inspecting_tells_what_a_prompt_handed_out_itself(folder):
     import kvalloc
     from kvalloc.models import load_model
