@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Answer:
     """What generating gave; seconds per token are None where no second token came.
 
-    Bytes of the prompt are those that were stored right after it, the others those at the end.
+    Bytes of the prompt are those right after it, the others those at the end, both of what is
+    stored and of what a full cache needs.
     """
 
     text: str
@@ -88,7 +89,7 @@ def answer_prompt(
     quiet: bool,
 ) -> Answer:
     """Generate with a cache, the most likely token each time, and measure it."""
-    from kvalloc.evaluate.caches import stored_bytes
+    from kvalloc.evaluate.caches import full_bytes, stored_bytes
     from kvalloc.models import shape_of
     from kvalloc.quiet import quiet_transformers
 
@@ -118,7 +119,7 @@ def answer_prompt(
         prompt_retained_bytes=clock.prompt_retained_bytes,
         prompt_full_bytes=shape.full_bytes(n_tokens),
         retained_bytes=stored_bytes(cache),
-        full_bytes=shape.full_bytes(int(cache.get_seq_length())),
+        full_bytes=full_bytes(cache, shape),
         prefill_seconds=first - clock.seconds[0],
         decision_seconds=getattr(cache, "decision_seconds", None),
         decode_tokens_per_second=steps / (last - first) if steps > 0 else None,

@@ -206,11 +206,11 @@ def check_room(loaded: LoadedModel, document_tokens: int, room_tokens: int) -> N
 
 
 def _account(loaded: LoadedModel, cache: Any) -> dict[str, int]:
-    from kvalloc.evaluate.caches import stored_bytes
+    from kvalloc.evaluate.caches import full_bytes, stored_bytes
     from kvalloc.models import shape_of
 
     shape = shape_of(loaded.model, model_id=loaded.model_id)
     return {
         "retained_bytes": stored_bytes(cache),
-        "full_bytes": shape.full_bytes(int(cache.get_seq_length())),
+        "full_bytes": full_bytes(cache, shape),
     }

@@ -21,9 +21,25 @@ def test_generate_keeps_what_was_granted(models, profiles, folder, name):
     full = run("generate", models / name, "--full", *generate_arguments(models, profiles, folder,
                name)[4:], "--json").json  # fmt: skip
     assert full["profile"] is None
-    assert full["full_bytes"] == found["full_bytes"]
-    if name == "tiny":
+    assert full["full_bytes"] == found["full_bytes"] == full["retained_bytes"]
+    assert full["prompt_full_bytes"] == found["prompt_full_bytes"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "gemma"])
+@pytest.mark.parametrize("words", [10, 100])
+@pytest.mark.parametrize("new", [1, 2, 7])
+def test_both_figures_of_bytes_are_of_the_same_moment(models, folder, name, words, new):
+    """With all entries kept they agree, before and after decoding, within the window and beyond."""
+    prompt = ("--prompt", prose(words), "--max-new-tokens", new, "--json")
+    kept = run("generate", models / name, "--budget", "100%", *prompt).json
+    full = run("generate", models / name, "--full", *prompt).json
+    assert kept["new_tokens"] == new
+    assert kept["prompt_retained_bytes"] == kept["prompt_full_bytes"] == full["prompt_full_bytes"]
+    assert kept["retained_bytes"] == kept["full_bytes"] == full["full_bytes"]
+    if new > 1 or name == "tiny":  # until then the full cache keeps what has left the window
         assert full["retained_bytes"] == full["full_bytes"]
+    else:
+        assert full["retained_bytes"] >= full["full_bytes"] == full["prompt_full_bytes"]
 
 
 def test_only_the_answer_goes_to_stdout(models, profiles, folder):
