@@ -74,7 +74,8 @@ class Asker:
         A conversation: each question follows the answers before it. Otherwise each one follows
         the document alone.
     stream : bool
-        Write answers to stdout as they come.
+        Write answers to stdout as they come, an empty line between two of them wherever nothing
+        else is shown there.
     quiet : bool
         Write nothing but answers.
     """
@@ -99,6 +100,7 @@ class Asker:
         # Of the answer before: its last token was never fed, as nothing followed it.
         self._unfed: list[int] = []
         self._asked = 0
+        self._answering = False  # whether there is an answer or the beginning of one
 
     def check_room(self, question: str) -> None:
         """Refuse a question for which the model's context has no room.
@@ -131,6 +133,9 @@ class Asker:
             If there is no room for it.
         """
         self.check_room(question)
+        if self._answering and self._stream and (self._quiet or not _shown_together()):
+            print()
+        self._answering = True
         if show and not self._quiet:
             _say("", f"[bold]> {_escaped(question.strip())}[/]")
         ids = self._ids(question)
@@ -229,6 +234,11 @@ def ask_typed(asker: Asker, *, quiet: bool, keep_turns: bool) -> list[dict[str, 
             "there is no question; give --question TEXT, or questions on stdin, a line each"
         )
     return rows
+
+
+def _shown_together() -> bool:
+    """Whether stderr, with the questions, stands between the answers on stdout."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
 
 
 def _say(*lines: str) -> None:

@@ -80,8 +80,9 @@ def generate(
 
     The cache keeps of the prompt only what the budget profile grants, or what is decided for the
     prompt itself with --target-retention, --budget, --budget-tokens or --memory.
-    Answers go to stdout, what they took to stderr. Always the most likely token is taken, so
-    that answers can be compared.
+    Answers go to stdout, what they took to stderr; in a pipe or a file an empty line stands
+    between two answers, and --json keeps them apart whatever is in them. Always the most likely
+    token is taken, so that answers can be compared.
     """
     target = {
         "target_retention": target_retention,

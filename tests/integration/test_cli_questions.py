@@ -14,6 +14,7 @@ from tiny_models import tiny_model
 from transformers import BloomConfig, BloomForCausalLM
 
 from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.cli.main import main
 from kvalloc.library import load_profile
 
 QUESTIONS = [prose(40)[60:90].strip(), "w3 w8 w13", "w21"]
@@ -141,7 +142,7 @@ def test_a_conversation_sees_its_own_turns(folder):
 def test_only_answers_go_to_stdout(folder):
     answers = [row["answer"] for row in run(*asking(folder, *QUESTIONS), "--json").json["answers"]]
     ran = run(*asking(folder, *QUESTIONS))
-    assert [line.strip() for line in ran.out.splitlines()] == [one.strip() for one in answers]
+    assert ran.out == "\n".join(f"{answer}\n" for answer in answers)  # an empty line between
     assert "120 tokens loaded in" in ran.err
     assert "x as long)" in ran.err
     for question in QUESTIONS:
@@ -149,6 +150,24 @@ def test_only_answers_go_to_stdout(folder):
     assert ran.err.count("the first after") == 3
     quiet = run(*asking(folder, *QUESTIONS), "--quiet")
     assert (quiet.out, quiet.err) == (ran.out, "")
+
+
+def test_questions_stand_between_the_answers_in_a_terminal(folder, monkeypatch):
+    """Those on stderr, unless they go elsewhere or are not shown."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    answers = [row["answer"] for row in run(*asking(folder, *QUESTIONS), "--json").json["answers"]]
+    for err, more, empty in ((Terminal(), (), False), (io.StringIO(), (), True),
+                             (Terminal(), ("--quiet",), True)):  # fmt: skip
+        out = Terminal()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        assert main([*map(str, asking(folder, *QUESTIONS)), *more]) == 0
+        between = "\n" if empty else ""
+        assert out.getvalue() == between.join(f"{answer}\n" for answer in answers)
 
 
 def test_questions_from_stdin(folder, monkeypatch):
@@ -207,7 +226,8 @@ def test_ctrl_c_breaks_off_one_answer_and_ctrl_d_ends(folder, monkeypatch):
     assert ran.code == 0
     assert "broken off" in ran.err
     expected = run(*asking(folder, QUESTIONS[1]), "--json").json["answers"][0]["answer"]
-    begun, whole = ran.out.splitlines()
+    begun, between, whole = ran.out.splitlines()
+    assert not between
     assert (expected.split()[:1], expected.strip()) == (begun.split(), whole.strip())
 
 
