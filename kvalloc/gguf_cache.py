@@ -12,7 +12,6 @@ import importlib.util
 import io
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,25 +19,12 @@ from typing import Any
 
 from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
 from kvalloc.quiet import one_line, quiet_transformers
+from kvalloc.user_cache import cache_folder
 
 _FORMAT = "1"
 _OLDEST_READER = (5, 23)
 """Older transformers read the tokenizer of GGUF files wrongly (5.2 adds or changes tokens); the
 folder that a newer one wrote is right in all of them."""
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: ``$KVALLOC_CACHE``, else the platform's cache folder."""
-    chosen = os.environ.get("KVALLOC_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "kvalloc"
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        return (Path(local) if local else Path.home() / "AppData" / "Local") / "kvalloc"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvalloc"
 
 
 def converted_folder(

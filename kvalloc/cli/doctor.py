@@ -74,7 +74,7 @@ def examine() -> list[Finding]:
         _package(name, advice=f"pip install {name}, for {use}") for name, use in OPTIONAL.items()
     ]
     if importlib.util.find_spec("torch") is not None:
-        findings.append(_torch())
+        findings += [_torch(), _cpu_kernel()]
     findings += [_plugins("solvers"), _plugins("scorers"), _shipped(), _demo_model(), _cache()]
     return findings
 
@@ -143,6 +143,22 @@ def _torch() -> Finding:
     return Finding(name="compute", found=f"{threads}, {devices or 'no CUDA device'}")
 
 
+def _cpu_kernel() -> Finding:
+    try:
+        from kvalloc.runtime.cpu_kernel import unavailable
+
+        reason = unavailable()
+    except Exception as error:  # as above
+        reason = f"kvalloc.runtime cannot be imported ({_line(error)})"
+    if reason is None:
+        return Finding(name="CPU kernel", found="compiled")
+    return Finding(
+        name="CPU kernel",
+        found="",
+        advice=f"decoding from a reduced cache on the CPU is slower without it: {reason}",
+    )
+
+
 def _plugins(kind: str) -> Finding:
     from kvalloc.errors import KVAllocError
     from kvalloc.registry import load, names
@@ -200,7 +216,7 @@ def _demo_model() -> Finding:
 
 
 def _cache() -> Finding:
-    from kvalloc.gguf_cache import cache_folder
+    from kvalloc.user_cache import cache_folder
 
     folder = cache_folder()
     existing = folder

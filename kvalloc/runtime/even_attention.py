@@ -3,9 +3,9 @@
 To append one token to what a layer stores means to copy all of it, which at each decoded token
 costs more than to read it. A layer whose rows and heads keep the same number of entries stores
 the latest tokens by themselves instead (`BudgetLayer.expect_apart`), and both parts go into one
-softmax here. On CUDA the kernel of ragged entries reads them, as segments of equal length. In half
-precision on the CPU some entries at a time become float32, so few that they stay in the
-processor's cache.
+softmax here. The kernel of ragged entries reads them, where there is one, as segments of equal
+length. Without it, in half precision on the CPU some entries at a time become float32, so few that
+they stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from torch import Tensor
 from kvalloc.attention_hook import AttentionStates, Compute
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.biased_attention import masked_attention
+from kvalloc.runtime.kernels import KERNEL_TYPES, Kernel, has_triton, kernel_for
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.masks import biased_mask
 from kvalloc.runtime.ragged import IntArray
-from kvalloc.runtime.ragged_attention import KERNEL_TYPES, has_triton
 
 __all__ = [
     "SCRATCH_NUMBERS",
     "EvenEntries",
+    "apart_attention",
     "attend_apart",
     "even_attention",
     "even_kernel_attention",
@@ -65,13 +66,8 @@ def _may_hold_apart(layer: BudgetLayer, step: Step) -> bool:
 def attend_apart(layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
     """Attention of one new token, where the layer holds the latest ones apart."""
     bias = layer.logit_bias
-    if states.queries.is_cuda:
-        return even_kernel_attention(states, layer.kept_apart, bias=bias), None
-    if states.softcap is None and states.sink_logits is None:
-        latest = (states.keys, states.values)
-        output = even_attention(
-            states.queries, layer.kept_apart, latest, scaling=states.scaling, bias=bias
-        )
+    output = apart_attention(states, layer.kept_apart, bias=bias)
+    if output is not None:
         return output, None
     if bias is None:
         return compute(None, layer.keys, layer.values)
@@ -79,9 +75,37 @@ def attend_apart(layer: BudgetLayer, states: AttentionStates, compute: Compute) 
     return masked_attention(joined, biased_mask(bias, joined)), None
 
 
+def apart_attention(
+    states: AttentionStates, kept: tuple[Tensor, Tensor], *, bias: Tensor | None = None
+) -> Tensor | None:
+    """Attention of one new token to what is kept and to the latest tokens, on the shortest way.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        Its keys and values are those held apart.
+    kept : tuple of Tensor, each (batch, n_kv_heads, n_entries, head_dim)
+        Keys and values before them.
+    bias : Tensor of float32, (batch, n_kv_heads, n_biased), optional
+        Added to the logits of the first of those.
+
+    Returns
+    -------
+    Tensor, (batch, 1, n_query_heads, head_dim), or None
+        None where a model's soft cap or sink logits are for its own attention.
+    """
+    kernel = kernel_for(states.queries, int(states.keys.shape[1]))
+    if kernel is not None and all(each.is_contiguous() for each in kept):
+        return even_kernel_attention(states, kept, kernel, bias=bias)
+    if states.softcap is not None or states.sink_logits is not None:
+        return None
+    latest = (states.keys, states.values)
+    return even_attention(states.queries, kept, latest, scaling=states.scaling, bias=bias)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvenEntries:
-    """Dense entries as the kernel of ragged ones reads them (`SpannedEntries`); nothing is copied.
+    """Dense entries as kernels of ragged ones read them (`SpannedEntries`); nothing is copied.
 
     Attributes
     ----------
@@ -131,31 +155,24 @@ def _even_spans(n_segments: int, n_entries: int, device: torch.device) -> Tensor
 def even_kernel_attention(
     states: AttentionStates,
     kept: tuple[Tensor, Tensor],
+    kernel: Kernel,
     *,
     bias: Tensor | None = None,
-    splits: int | None = None,
 ) -> Tensor:
-    """`even_attention` on CUDA, also in half precision, with a model's soft cap or sink logits.
+    """`apart_attention` by a kernel.
 
     Parameters
     ----------
-    states : AttentionStates
-        Its keys and values are those held apart.
-    kept : tuple of Tensor, each (batch, n_kv_heads, n_entries, head_dim)
-        Keys and values before them.
-    bias : Tensor of float32, (batch, n_kv_heads, n_biased), optional
-        Added to the logits of the first of those.
-    splits : int, optional
-        As for `kvalloc.runtime.ragged_kernel.kernel_attention`.
+    states, kept, bias
+        As there; what is kept is contiguous.
+    kernel : Kernel
 
     Returns
     -------
     Tensor, (batch, 1, n_query_heads, head_dim)
         Contiguous.
     """
-    from kvalloc.runtime.ragged_kernel import kernel_attention
-
-    return kernel_attention(
+    return kernel(
         states.queries,
         EvenEntries.of(*kept, bias),
         states.keys,
@@ -163,7 +180,6 @@ def even_kernel_attention(
         scaling=states.scaling,
         softcap=states.softcap,
         sink_logits=states.sink_logits,
-        splits=splits,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvalloc.attention_hook import AttentionStates, Compute, Observed, intercept_attention
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
-from kvalloc.runtime.even_attention import even_attention
+from kvalloc.runtime.even_attention import apart_attention
 from kvalloc.runtime.later_cache import HeldPrompt, LaterCache, LaterLayer
 from kvalloc.runtime.sizes import context_limit
 from kvalloc.scorers import Scorer
@@ -212,10 +212,8 @@ def _looking(cache: LaterCache, looks: Wanted, drafted: _Drafted) -> Any:
             drafted.queries.setdefault(states.layer, []).append(states.queries)
         if not isinstance(layer, LaterLayer) or not layer.apart:
             return compute(states.mask)
-        if states.softcap is not None or states.sink_logits is not None:
-            return compute(None, *layer.joined())
-        latest = (states.keys, states.values)
-        return even_attention(states.queries, layer.held, latest, scaling=states.scaling), None
+        output = apart_attention(states, layer.held)
+        return compute(None, *layer.joined()) if output is None else (output, None)
 
     return handler
 

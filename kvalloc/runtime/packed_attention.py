@@ -1,9 +1,9 @@
 """Attention over entries at fewer bits.
 
-On CUDA the kernel of ragged entries reads what is stored (`kvalloc.runtime.ragged_kernel`). On the
-CPU one decoded token is answered from the codes (`kvalloc.runtime.packed_decoding`). For all else
-some heads at a time become numbers again, at most `SCRATCH_NUMBERS` of one layer, or one head of
-one row where that has more; what was read is freed before the next heads are.
+A kernel reads what is stored, where there is one (`kvalloc.runtime.kernels`). Without it, one
+decoded token on the CPU is answered from the codes (`kvalloc.runtime.packed_decoding`). For all
+else some heads at a time become numbers again, at most `SCRATCH_NUMBERS` of one layer, or one head
+of one row where that has more; what was read is freed before the next heads are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from kvalloc.attention_hook import AttentionStates
+from kvalloc.runtime.kernels import KERNEL_TYPES, Kernel, Packing, kernel_for
 from kvalloc.runtime.packed import PackedEntries, PackedHeads
 from kvalloc.runtime.packed_decoding import packed_decoding
 from kvalloc.runtime.ragged import RaggedEntries
-from kvalloc.runtime.ragged_attention import KERNEL_TYPES, has_triton, ragged_attention
+from kvalloc.runtime.ragged_attention import ragged_attention
 
 __all__ = [
     "SCRATCH_NUMBERS",
@@ -161,33 +162,31 @@ def _part_attention(asked: Asked, part: PackedHeads) -> Tensor:
     if part.bits == 16:
         return _number_attention(asked, part.codes)
     if queries.dtype == part.like[0].dtype:
-        if queries.is_cuda and has_triton() and queries.dtype in KERNEL_TYPES and part.aligned:
-            return kernel_part(asked, part)
+        kernel = kernel_for(queries, len(part.heads))
+        if kernel is not None and (part.aligned or not queries.is_cuda):
+            return kernel_part(asked, part, kernel)
         if queries.device.type == "cpu" and queries.dtype in KERNEL_TYPES and asked.plain:
             return packed_decoding(queries, part, asked.keys, asked.values, scaling=asked.scaling)
     return unpacked_attention(asked, part)
 
 
-def kernel_part(asked: Asked, part: PackedHeads, *, splits: int | None = None) -> Tensor:
-    """Attention to the heads of one width by the kernel, which reads them as they are stored.
+def kernel_part(asked: Asked, part: PackedHeads, kernel: Kernel) -> Tensor:
+    """Attention to the heads of one width by a kernel, which reads them as they are stored.
 
     Parameters
     ----------
     asked : Asked
         In the type that the entries had before they were rounded: float32, float16 or bfloat16.
     part : PackedHeads
-        At 8 or 4 bits, `aligned`.
-    splits : int, optional
-        As for `kvalloc.runtime.ragged_kernel.kernel_attention`.
+        At 8 or 4 bits; `aligned` if the kernel is that of CUDA.
+    kernel : Kernel
 
     Returns
     -------
     Tensor, (batch, n_new_tokens, n_query_heads, head_dim)
     """
-    from kvalloc.runtime.ragged_kernel import KernelPacking, kernel_attention
-
     assert part.key_scales is not None
-    return kernel_attention(
+    return kernel(
         asked.queries,
         part.codes,
         asked.keys,
@@ -196,10 +195,7 @@ def kernel_part(asked: Asked, part: PackedHeads, *, splits: int | None = None) -
         visible=asked.visible,
         softcap=asked.softcap,
         sink_logits=asked.sink_logits,
-        splits=splits,
-        packing=KernelPacking(
-            bits=part.bits, key_scales=part.key_scales, first_scales=part.first_scales
-        ),
+        packing=Packing(bits=part.bits, key_scales=part.key_scales, first_scales=part.first_scales),
     )
 
 

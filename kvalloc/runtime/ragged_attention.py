@@ -5,27 +5,23 @@ only the tokens that followed need a causal mask. Blocks of all segments are rea
 product; rests and following tokens in another; the softmax is put together from partial ones:
 with ``m`` the largest logit and ``l = sum exp(logit - m)`` of each part, ``l`` and the weighted
 values of the parts are added after multiplication by ``exp(m - max m)``. Logits are float32 also
-where the model is of half precision. One decoded token on the CPU takes a shorter way
-(`kvalloc.runtime.ragged_decoding`). On CUDA a Triton kernel does all of it in one pass
-(`kvalloc.runtime.ragged_kernel`). Memory beside the result is bounded by `SCRATCH_ELEMENTS`.
+where the model is of half precision. Where there is a kernel for it, it does all of that in one
+pass (`kvalloc.runtime.kernels`); without one, a decoded token on the CPU takes a shorter way
+(`kvalloc.runtime.ragged_decoding`). Memory beside the result is bounded by `SCRATCH_ELEMENTS`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from kvalloc.runtime.kernels import kernel_for
 from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
 from kvalloc.runtime.ragged_decoding import decoding_attention
 
-__all__ = ["KERNEL_TYPES", "SCRATCH_ELEMENTS", "has_triton", "ragged_attention"]
-
-KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What the Triton kernel reads."""
+__all__ = ["SCRATCH_ELEMENTS", "ragged_attention"]
 
 SCRATCH_ELEMENTS = 1 << 23
 """Numbers that the logits of one step may take; one new token is always done at once."""
@@ -86,10 +82,9 @@ def ragged_attention(
     Tensor, (batch, n_new_tokens, n_query_heads, head_dim)
         Of the queries' type, contiguous.
     """
-    if queries.device.type == "cuda" and has_triton():
-        from kvalloc.runtime.ragged_kernel import kernel_attention
-
-        return kernel_attention(
+    kernel = kernel_for(queries, keys.shape[1]) if queries.dtype == entries.keys.dtype else None
+    if kernel is not None:
+        return kernel(
             queries,
             entries,
             keys,
@@ -120,12 +115,6 @@ def ragged_attention(
         output[:, :, first : first + step] = result.view(*part.shape[:3], -1)
     shaped = output.view(batch, n_query_heads, n_new, -1)
     return shaped.transpose(1, 2).contiguous()
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed, which torch for CUDA brings along."""
-    return find_spec("triton") is not None
 
 
 def _tokens_at_once(entries: RaggedEntries, keys: Tensor, group: int) -> int:

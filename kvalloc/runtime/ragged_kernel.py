@@ -11,69 +11,21 @@ bits are read as they are stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvalloc.runtime.kernel_parts import add_numbers, add_packed
-from kvalloc.runtime.ragged import IntArray
+from kvalloc.runtime.kernels import Packing, SpannedEntries
 from kvalloc.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 
-__all__ = ["KernelPacking", "SpannedEntries", "kernel_attention"]
+__all__ = ["kernel_attention"]
 
 _COLUMNS = KEY_BLOCK_TOKENS  # so that a block of columns has one key scale
 _LEAST_ROWS = 16
 _MOST_ROWS = 64
 _MOST_SPLITS = 64
-
-
-class SpannedEntries(Protocol):
-    """Kept entries as the kernel reads them: flat, and where each segment's are.
-
-    `RaggedEntries` are such, and `EvenEntries`, whose segments have the same number.
-    """
-
-    @property
-    def keys(self) -> Tensor:
-        """(n_entries, head_dim), contiguous."""
-
-    @property
-    def values(self) -> Tensor:
-        """(n_entries, value_dim), contiguous."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Added to logits, float32, (n_entries,)."""
-
-    @property
-    def lengths(self) -> IntArray:
-        """Entries of each segment, (batch, n_kv_heads)."""
-
-    @property
-    def span_table(self) -> Tensor:
-        """Two spans of each segment, int64, (n_segments, 4): start and end, start and end."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelPacking:
-    """How spanned entries at fewer bits are packed, see `kvalloc.runtime.segments.Segment`.
-
-    Attributes
-    ----------
-    bits : int
-        8 or 4.
-    key_scales : Tensor of float16, (n_key_blocks, 2, head_dim)
-    first_scales : Tensor of int64, (n_segments, 2)
-        Which key scale is the first of each of a segment's two spans.
-    """
-
-    bits: int
-    key_scales: Tensor
-    first_scales: Tensor
 
 
 def kernel_attention(
@@ -87,7 +39,7 @@ def kernel_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     splits: int | None = None,
-    packing: KernelPacking | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:
     """The same as `kvalloc.runtime.ragged_attention.ragged_attention`.
 
@@ -97,7 +49,7 @@ def kernel_attention(
         As there.
     splits : int, optional
         Programs that share one segment; by default as many as fill the device.
-    packing : KernelPacking, optional
+    packing : Packing, optional
         Where the entries' keys and values are packed rows of uint8, those of values of an even
         number of bytes.
 
@@ -128,7 +80,7 @@ def _partial(
     visible: Tensor | None,
     softcap: float | None,
     splits: int | None,
-    packing: KernelPacking | None,
+    packing: Packing | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each split's softmax: most, total, (splits, n_segments, n_rows), and summed values."""
     head_dim, value_dim = queries.shape[-1], values.shape[-1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from kvalloc import gguf_cache, models
+from kvalloc import gguf_cache, models, user_cache
 from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
 from kvalloc.models import load_model, shape_of
 
@@ -256,12 +256,12 @@ class TestGgufCache:
             gguf_cache.converted_folder(self.file, "float32")
 
     def test_where_the_cache_is(self, monkeypatch, tmp_path):
-        assert gguf_cache.cache_folder() == tmp_path / "cache"
+        assert user_cache.cache_folder() == tmp_path / "cache"
         monkeypatch.delenv("KVALLOC_CACHE")
         monkeypatch.setattr(sys, "platform", "linux")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        assert gguf_cache.cache_folder() == tmp_path / "kvalloc"
+        assert user_cache.cache_folder() == tmp_path / "kvalloc"
         monkeypatch.delenv("XDG_CACHE_HOME")
-        assert gguf_cache.cache_folder() == Path.home() / ".cache" / "kvalloc"
+        assert user_cache.cache_folder() == Path.home() / ".cache" / "kvalloc"
         monkeypatch.setattr(sys, "platform", "darwin")
-        assert gguf_cache.cache_folder().parts[-2:] == ("Caches", "kvalloc")
+        assert user_cache.cache_folder().parts[-2:] == ("Caches", "kvalloc")

@@ -12,6 +12,9 @@ import pytest
 import runtime_oracle
 import torch
 
+from kvalloc.runtime import cpu_kernel
+from kvalloc.runtime.compiling import Compiled
+
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
@@ -38,3 +41,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["compiled", "torch"])
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the CPU's kernel, and as where there is no compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(cpu_kernel, "compiled", _not_compiled)
+        elif cpu_kernel.unavailable() is not None:
+            pytest.skip(f"no kernel here: {cpu_kernel.unavailable()}")
+        yield
+
+
+@pytest.fixture
+def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no compiler."""
+    monkeypatch.setattr(cpu_kernel, "compiled", _not_compiled)
+
+
+def _not_compiled(source: object) -> Compiled:
+    return Compiled(reason="a test wants none")

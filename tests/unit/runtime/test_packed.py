@@ -115,6 +115,7 @@ def test_four_bits_by_hand() -> None:
     assert codes.keys.tolist() == [[0], [15 + 16 * 3], [7 + 16 * 15]]
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("scratch", [1, 1 << 14, 1 << 23])
 @pytest.mark.parametrize("widths", [[4, 4, 4], [16, 8, 4], [8, 16, 8]])
@@ -141,6 +142,7 @@ def test_attention_is_that_over_the_rounded_entries(
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_the_scratch_of_attention_is_bounded(
     peak_bytes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +160,7 @@ def test_the_scratch_of_attention_is_bounded(
     assert peaks[0] <= 5 * whole // 12 < whole < peaks[1]
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_one_token_has_still_less_scratch(peak_bytes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few blocks' codes as floats: entries are a quarter of the keys alone as numbers."""
     counts = np.array([[1024, 1024, 1024]] * 4)

@@ -87,6 +87,7 @@ def account(cache: Any) -> int:
     return total
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -329,6 +330,7 @@ def test_policies_decide_and_merge_before_anything_is_rounded(
     assert not torch.equal(few, many)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_half_precision_is_no_worse_than_the_models_own(tiny: ModuleType) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         model = tiny.tiny_model("llama", "sdpa", dtype, initializer_range=0.08)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from test_ragged_kernel import check, needs_triton
 
 CHECK = """
+import functools
 import sys
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.packed_attention import (
     Asked, kernel_part, packed_attention, unpacked_attention,
 )
+from kvalloc.runtime.ragged_kernel import kernel_attention
 
 torch.manual_seed(0)
 DEVICE = "cuda" if "cuda" in sys.argv else "cpu"
@@ -97,7 +99,7 @@ for bits, head_dim, group, n_new, extras, dtype, splits in CASES:
     (part,) = entries.parts
     assert part.aligned
     asked = asked_of(head_dim, group, n_new, dtype, extras)
-    found = kernel_part(asked, part, splits=splits)
+    found = kernel_part(asked, part, functools.partial(kernel_attention, splits=splits))
     other = unpacked_attention(asked, part)
     assert found.dtype == dtype and found.shape == other.shape
     expected = by_definition(asked, entries)

@@ -78,6 +78,7 @@ def by_hand(
     return out
 
 
+@pytest.mark.usefixtures("either_way")
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_attention_equals_the_softmax_over_each_heads_own_entries(data: st.DataObject) -> None:
@@ -235,6 +236,7 @@ def test_a_copy_goes_on_by_itself(tiny: ModuleType, model: Any, profile: Any) ->
     assert torch.equal(run(model, question, other), expected)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_decoding_by_beams_samples_streams_and_embeddings(
     tiny: ModuleType, model: Any, profile: Any
 ) -> None:

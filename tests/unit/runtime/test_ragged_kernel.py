@@ -13,6 +13,7 @@ import sys
 import pytest
 
 CHECK = """
+import functools
 import itertools
 import numpy as np
 import torch
@@ -73,7 +74,8 @@ for extras, dtype, splits in itertools.product((False, True), (torch.float32, *h
         softcap=softcap, sink_logits=sinks,
     )
     bias = torch.rand(2, 2, BLOCK_TOKENS + 2, device=DEVICE) * 3 if extras else None
-    found = even_kernel_attention(states, tuple(kept), bias=bias, splits=splits)
+    kernel = functools.partial(kernel_attention, splits=splits)
+    found = even_kernel_attention(states, tuple(kept), kernel, bias=bias)
     assert found.dtype == dtype and found.shape == (2, 1, 6, 24)
     keys, values = torch.cat([kept, latest], dim=3).double().repeat_interleave(3, dim=2)
     logits = queries.double() @ keys.transpose(2, 3) * 0.2

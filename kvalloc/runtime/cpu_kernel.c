@@ -1,0 +1,531 @@
+/* Attention of a few new tokens over one layer's kept entries and the tokens after them, on the CPU.
+
+   Called by cpu_kernel.py, where the arguments are described; the Triton kernel in
+   ragged_kernel.py does the same on CUDA. Each thread reads an equal share of all entries of all
+   segments (a segment is one row's KV head), once, a block at a time: as they are if they are
+   float32, else made float32 in a block that stays in the processor's cache. A softmax over what
+   was read so far is, for each query row, the largest logit `most`, the sum of
+   2^(logit - most) `total` and the values weighted by the same, `summed`; logits are in units of
+   log 2. What threads found of one segment is added in the end. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define LANES 8
+#define BLOCK 64 /* entries read together; as many share a key scale */
+#define SCALE_CHANNELS 64 /* channels of a value that share a scale */
+#define MOST_ROWS 64
+#define LEAST_SHARE 256 /* entries that are worth a thread; also, so no share is empty */
+#define LOWEST -1e38f
+#define LOG2_E 1.44269504088896340736f
+
+/* aligned(4): they are read from wherever an entry begins */
+typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint16_t half_vec __attribute__((vector_size(16), aligned(2), may_alias));
+typedef uint8_t byte_vec __attribute__((vector_size(8), aligned(1), may_alias));
+
+enum kind { FLOAT32, BFLOAT16, FLOAT16, BITS_8, BITS_4 };
+
+/* The same fields, in the same order, as `_Arguments` in cpu_kernel.py. */
+typedef struct {
+    const float *queries;         /* (n_segments, n_rows, key_dim) */
+    const void *kept_keys;        /* (n_entries, key_dim), or packed codes */
+    const void *kept_values;      /* (n_entries, value_dim), or packed codes and their scales */
+    const uint16_t *key_scales;   /* float16, (n_key_blocks, 2, key_dim) */
+    const int64_t *first_scales;  /* (n_segments, 2) */
+    const float *bias;            /* (n_entries,), or NULL */
+    const int64_t *spans;         /* (n_segments, 4) */
+    const void *keys;             /* (n_segments, n_following, key_dim) */
+    const void *values;           /* (n_segments, n_following, value_dim) */
+    const uint8_t *visible;       /* (batch, n_following), or NULL */
+    const float *sinks;           /* (n_kv_heads, group), or NULL */
+    float *output;                /* (batch, n_new, n_kv_heads * group, value_dim) */
+    int64_t n_segments, n_kv_heads, n_rows, n_new, n_following, key_dim, value_dim;
+    int64_t kept_kind, following_kind, threads;
+    float scaling, softcap; /* softcap is 0 where there is none */
+} arguments;
+
+/* What one thread works with. */
+typedef struct {
+    float *queries; /* (n_rows, key_width), scaled, zeros behind key_dim */
+    float *keys, *values; /* (BLOCK, width): a block as float32 */
+    float *steps, *leasts; /* (key_width,): of the block's keys */
+    int64_t key_width, value_width;
+} scratch;
+
+/* One segment's softmax over what one thread read. */
+typedef struct {
+    float *most, *total, *summed; /* (n_rows,), (n_rows,), (n_rows, value_width) */
+} softmax;
+
+/* Entries that stand together. */
+typedef struct {
+    const char *keys, *values;
+    const uint16_t *key_scales;
+    const float *bias;
+    int64_t count;
+    int kind;
+    int following; /* 1: of the tokens that followed, which new tokens need not all see */
+} span;
+
+static inline vec all(float number) {
+    return (vec){number, number, number, number, number, number, number, number};
+}
+
+static inline float sum_of(vec x) {
+    return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
+}
+
+/* 2^x for x <= 0, to 1e-7 of it; 0 below the smallest normal number. */
+static inline vec power_of_two(vec x) {
+    const float shift = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded */
+    ivec enough = x >= all(-126.0f);
+    vec shifted = x + all(shift), rest = x - (shifted - all(shift));
+    vec found = all(1.535336188319500e-4f);
+    found = found * rest + all(1.339887440266574e-3f);
+    found = found * rest + all(9.618437357674640e-3f);
+    found = found * rest + all(5.550332471162809e-2f);
+    found = found * rest + all(2.402264791363012e-1f);
+    found = found * rest + all(6.931472028550421e-1f);
+    found = found * rest + all(1.0f);
+    ivec exponent = ((ivec)shifted - 0x4B400000 + 127) << 23;
+    vec product = found * (vec)exponent;
+    return (vec)((ivec)product & (enough | (x != x)));
+}
+
+/* Numbers of half precision, 8 codes of 8 or 4 bits: as float32. */
+
+static inline vec from_bfloat16(half_vec x) {
+    return (vec)(__builtin_convertvector(x, uvec) << 16);
+}
+
+static inline vec from_float16(half_vec x) {
+    uvec wide = __builtin_convertvector(x, uvec);
+    uvec special = (uvec)((wide & 0x7C00) == 0x7C00) & 0x7F800000;
+    vec size = (vec)((wide & 0x7FFF) << 13) * all(0x1p112f);
+    return (vec)((uvec)size | special | ((wide & 0x8000) << 16));
+}
+
+static inline float one_from_float16(const uint16_t *x) {
+    half_vec many = {0};
+    uint16_t bits;
+    memcpy(&bits, x, sizeof bits);
+    many[0] = bits;
+    return from_float16(many)[0];
+}
+
+static inline vec from_bytes(byte_vec x) {
+    return __builtin_convertvector(__builtin_convertvector(x, ivec), vec);
+}
+
+static inline vec from_nibbles(uint32_t x) {
+    const uvec places = {0, 4, 8, 12, 16, 20, 24, 28}; /* low halves of bytes come first */
+    uvec many = {x, x, x, x, x, x, x, x};
+    return __builtin_convertvector((ivec)((many >> places) & 15), vec);
+}
+
+/* Eight channels of a row from `first` on; fewer are left where `left` is below 8. */
+static inline vec eight(const char *row, int kind, int64_t first, int64_t left) {
+    char own[32] = {0};
+    int size = kind == FLOAT32 ? 32 : kind == BITS_8 ? 8 : kind == BITS_4 ? 4 : 16;
+    row += kind == BITS_4 ? first / 2 : first * (size / LANES);
+    if (left < LANES) {
+        memcpy(own, row, (size * left + LANES - 1) / LANES);
+        row = own;
+    }
+    uint32_t nibbles;
+    switch (kind) {
+    case FLOAT32: return *(const vec *)row;
+    case BFLOAT16: return from_bfloat16(*(const half_vec *)row);
+    case FLOAT16: return from_float16(*(const half_vec *)row);
+    case BITS_8: return from_bytes(*(const byte_vec *)row);
+    default: memcpy(&nibbles, row, sizeof nibbles); return from_nibbles(nibbles);
+    }
+}
+
+static inline int64_t width_of(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
+
+static inline int64_t code_bytes(int kind, int64_t dim) {
+    switch (kind) {
+    case FLOAT32: return 4 * dim;
+    case BITS_8: return dim;
+    case BITS_4: return (dim + 1) / 2;
+    default: return 2 * dim;
+    }
+}
+
+static inline int64_t value_bytes(int kind, int64_t dim) {
+    int64_t scales = (dim + SCALE_CHANNELS - 1) / SCALE_CHANNELS;
+    return code_bytes(kind, dim) + (kind == BITS_8 || kind == BITS_4 ? 4 * scales : 0);
+}
+
+/* Rows of `width` floats each, zeros behind `dim`; `steps` and `leasts` for codes of keys. */
+static inline __attribute__((always_inline)) void make_floats(
+    const char *rows, int kind, int64_t row_bytes, int64_t n, int64_t dim, int64_t width,
+    const float *steps, const float *leasts, float *out) {
+    for (int64_t i = 0; i < n; i++, rows += row_bytes, out += width)
+        for (int64_t d = 0; d < width; d += LANES) {
+            vec x = eight(rows, kind, d, dim - d);
+            if (steps) x = x * *(const vec *)(steps + d) + *(const vec *)(leasts + d);
+            *(vec *)(out + d) = x;
+        }
+}
+
+static inline __attribute__((always_inline)) void value_floats(
+    const char *rows, int kind, int64_t row_bytes, int64_t n, int64_t dim, int64_t width,
+    float *out) {
+    int64_t codes = code_bytes(kind, dim);
+    for (int64_t i = 0; i < n; i++, rows += row_bytes, out += width)
+        for (int64_t first = 0; first < width; first += SCALE_CHANNELS) {
+            const char *scales = rows + codes + first / SCALE_CHANNELS * 4;
+            vec step = all(one_from_float16((const uint16_t *)scales));
+            vec least = all(one_from_float16((const uint16_t *)(scales + 2)));
+            int64_t end = first + SCALE_CHANNELS < width ? first + SCALE_CHANNELS : width;
+            for (int64_t d = first; d < end; d += LANES)
+                *(vec *)(out + d) = eight(rows, kind, d, dim - d) * step + least;
+        }
+}
+
+static void keys_as_floats(const span *of, int64_t first, int64_t n, int64_t dim, scratch *own) {
+    const char *rows = of->keys + first * code_bytes(of->kind, dim);
+    int64_t bytes = code_bytes(of->kind, dim), width = own->key_width;
+    float *out = own->keys, *steps = own->steps, *leasts = own->leasts;
+    if (of->kind == BITS_8 || of->kind == BITS_4) {
+        const char *scales = (const char *)(of->key_scales + first / BLOCK * 2 * dim);
+        make_floats(scales, FLOAT16, 0, 1, dim, width, 0, 0, steps);
+        make_floats(scales + 2 * dim, FLOAT16, 0, 1, dim, width, 0, 0, leasts);
+    }
+    switch (of->kind) { /* each with its kind known, so that nothing is decided in the loop */
+    case FLOAT32: make_floats(rows, FLOAT32, bytes, n, dim, width, 0, 0, out); break;
+    case BFLOAT16: make_floats(rows, BFLOAT16, bytes, n, dim, width, 0, 0, out); break;
+    case FLOAT16: make_floats(rows, FLOAT16, bytes, n, dim, width, 0, 0, out); break;
+    case BITS_8: make_floats(rows, BITS_8, bytes, n, dim, width, steps, leasts, out); break;
+    default: make_floats(rows, BITS_4, bytes, n, dim, width, steps, leasts, out); break;
+    }
+}
+
+static void values_as_floats(const span *of, int64_t first, int64_t n, int64_t dim, scratch *own) {
+    int64_t bytes = value_bytes(of->kind, dim), width = own->value_width;
+    const char *rows = of->values + first * bytes;
+    switch (of->kind) {
+    case FLOAT32: make_floats(rows, FLOAT32, bytes, n, dim, width, 0, 0, own->values); break;
+    case BFLOAT16: make_floats(rows, BFLOAT16, bytes, n, dim, width, 0, 0, own->values); break;
+    case FLOAT16: make_floats(rows, FLOAT16, bytes, n, dim, width, 0, 0, own->values); break;
+    case BITS_8: value_floats(rows, BITS_8, bytes, n, dim, width, own->values); break;
+    default: value_floats(rows, BITS_4, bytes, n, dim, width, own->values); break;
+    }
+}
+
+/* Products of some query rows, at most 4, with keys: logits[row][entry]. */
+static inline __attribute__((always_inline)) void some_logits(
+    int rows, const float *queries, const float *keys, int64_t n, int64_t width,
+    float (*logits)[BLOCK]) {
+    for (int64_t i = 0; i < n; i++, keys += width) {
+        vec found[4] = {{0}, {0}, {0}, {0}};
+        for (int64_t d = 0; d < width; d += LANES) {
+            vec key = *(const vec *)(keys + d);
+            for (int r = 0; r < rows; r++) found[r] += key * *(const vec *)(queries + r * width + d);
+        }
+        for (int r = 0; r < rows; r++) logits[r][i] = sum_of(found[r]);
+    }
+}
+
+static inline __attribute__((always_inline)) void logits_of(
+    int64_t n_rows, const float *queries, const float *keys, int64_t n, int64_t width,
+    float (*logits)[BLOCK]) {
+    int64_t r = 0;
+    for (; r + 4 <= n_rows; r += 4)
+        some_logits(4, queries + r * width, keys, n, width, logits + r);
+    switch (n_rows - r) {
+    case 3: some_logits(3, queries + r * width, keys, n, width, logits + r); break;
+    case 2: some_logits(2, queries + r * width, keys, n, width, logits + r); break;
+    case 1: some_logits(1, queries + r * width, keys, n, width, logits + r); break;
+    }
+}
+
+/* Add weighted values to some rows, at most 4; two lanes of each row stay in registers. */
+static inline __attribute__((always_inline)) void some_values(
+    int rows, float (*weights)[BLOCK], const float *values, int64_t n, int64_t width,
+    float *summed) {
+    int64_t d = 0;
+    for (; d + 2 * LANES <= width; d += 2 * LANES) {
+        vec low[4], high[4];
+        for (int r = 0; r < rows; r++) {
+            low[r] = *(vec *)(summed + r * width + d);
+            high[r] = *(vec *)(summed + r * width + d + LANES);
+        }
+        for (int64_t i = 0; i < n; i++) {
+            vec x = *(const vec *)(values + i * width + d);
+            vec y = *(const vec *)(values + i * width + d + LANES);
+            for (int r = 0; r < rows; r++) {
+                vec weight = all(weights[r][i]);
+                low[r] += weight * x;
+                high[r] += weight * y;
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            *(vec *)(summed + r * width + d) = low[r];
+            *(vec *)(summed + r * width + d + LANES) = high[r];
+        }
+    }
+    if (d < width)
+        for (int r = 0; r < rows; r++) {
+            vec low = *(vec *)(summed + r * width + d);
+            for (int64_t i = 0; i < n; i++)
+                low += all(weights[r][i]) * *(const vec *)(values + i * width + d);
+            *(vec *)(summed + r * width + d) = low;
+        }
+}
+
+static inline __attribute__((always_inline)) void values_of(
+    int64_t n_rows, float (*weights)[BLOCK], const float *values, int64_t n, int64_t width,
+    float *summed) {
+    int64_t r = 0;
+    for (; r + 4 <= n_rows; r += 4)
+        some_values(4, weights + r, values, n, width, summed + r * width);
+    switch (n_rows - r) {
+    case 3: some_values(3, weights + r, values, n, width, summed + r * width); break;
+    case 2: some_values(2, weights + r, values, n, width, summed + r * width); break;
+    case 1: some_values(1, weights + r, values, n, width, summed + r * width); break;
+    }
+}
+
+/* Logits as the model has them, and minus infinity where a row does not see an entry. */
+static void finish_logits(
+    const arguments *given, int64_t segment, const span *of, int64_t first, int64_t n,
+    float (*logits)[BLOCK]) {
+    const uint8_t *shown = given->visible;
+    if (shown) shown += segment / given->n_kv_heads * given->n_following;
+    for (int64_t r = 0; r < given->n_rows; r++) {
+        if (given->softcap > 0.0f)
+            for (int64_t i = 0; i < n; i++)
+                logits[r][i] = given->softcap * LOG2_E * tanhf(logits[r][i] / given->softcap);
+        if (of->bias)
+            for (int64_t i = 0; i < n; i++) logits[r][i] += LOG2_E * of->bias[first + i];
+        if (of->following && (shown || given->n_new > 1)) {
+            int64_t place = given->n_following - given->n_new + r % given->n_new;
+            for (int64_t i = 0; i < n; i++) {
+                int64_t column = first + i;
+                if (column > place || (shown && !shown[column] && column != place))
+                    logits[r][i] = -INFINITY;
+            }
+        }
+        for (int64_t i = n; i % LANES; i++) logits[r][i] = -INFINITY;
+    }
+}
+
+/* Turn a block's logits into weights, and bring what was summed before to the new largest one. */
+static void weigh(const arguments *given, int64_t n, float (*logits)[BLOCK], softmax *to,
+                  int64_t width) {
+    for (int64_t r = 0; r < given->n_rows; r++) {
+        vec highest = all(to->most[r]), total = all(0.0f);
+        for (int64_t i = 0; i < n; i += LANES) {
+            vec x = *(const vec *)(logits[r] + i);
+            ivec more = x > highest;
+            highest = (vec)(((ivec)x & more) | ((ivec)highest & ~more));
+        }
+        float most = highest[0];
+        for (int lane = 1; lane < LANES; lane++) most = highest[lane] > most ? highest[lane] : most;
+        if (most > to->most[r]) {
+            float factor = exp2f(to->most[r] - most);
+            to->most[r] = most;
+            to->total[r] *= factor;
+            for (int64_t d = 0; d < width; d++) to->summed[r * width + d] *= factor;
+        }
+        for (int64_t i = 0; i < n; i += LANES) {
+            vec weights = power_of_two(*(const vec *)(logits[r] + i) - all(most));
+            *(vec *)(logits[r] + i) = weights;
+            total += weights;
+        }
+        to->total[r] += sum_of(total);
+    }
+}
+
+/* Add the entries from `first` to `end` of a span to a softmax. */
+static void add_span(const arguments *given, int64_t segment, const span *of, int64_t first,
+                     int64_t end, scratch *own, softmax *to) {
+    float logits[MOST_ROWS][BLOCK];
+    int64_t key_dim = given->key_dim, value_dim = given->value_dim, n_rows = given->n_rows;
+    int64_t key_width = own->key_width, value_width = own->value_width;
+    int keys_as_they_are = of->kind == FLOAT32 && key_dim == key_width;
+    int values_as_they_are = of->kind == FLOAT32 && value_dim == value_width;
+    int64_t row_bytes = value_bytes(of->kind, value_dim);
+    while (first < end) {
+        int64_t stop = first / BLOCK * BLOCK + BLOCK, n = (stop < end ? stop : end) - first;
+        const float *keys = own->keys, *values = own->values;
+        const char *ahead = of->values + first * row_bytes;
+        for (int64_t byte = 0; byte < n * row_bytes; byte += 64) __builtin_prefetch(ahead + byte);
+        if (keys_as_they_are) keys = (const float *)of->keys + first * key_dim;
+        else keys_as_floats(of, first, n, key_dim, own);
+        if (key_width == 64) logits_of(n_rows, own->queries, keys, n, 64, logits);
+        else if (key_width == 128) logits_of(n_rows, own->queries, keys, n, 128, logits);
+        else logits_of(n_rows, own->queries, keys, n, key_width, logits);
+        finish_logits(given, segment, of, first, n, logits);
+        weigh(given, n, logits, to, value_width);
+        if (values_as_they_are) values = (const float *)of->values + first * value_dim;
+        else values_as_floats(of, first, n, value_dim, own);
+        if (value_width == 64) values_of(n_rows, logits, values, n, 64, to->summed);
+        else if (value_width == 128) values_of(n_rows, logits, values, n, 128, to->summed);
+        else values_of(n_rows, logits, values, n, value_width, to->summed);
+        first += n;
+    }
+}
+
+/* The three spans of a segment: whole blocks, the rest, the tokens that followed. */
+static void spans_of(const arguments *given, int64_t segment, span out[3]) {
+    int64_t key_bytes = code_bytes(given->kept_kind, given->key_dim);
+    int64_t row_bytes = value_bytes(given->kept_kind, given->value_dim);
+    for (int which = 0; which < 2; which++) {
+        int64_t start = given->spans[segment * 4 + 2 * which];
+        out[which] = (span){
+            .keys = (const char *)given->kept_keys + start * key_bytes,
+            .values = (const char *)given->kept_values + start * row_bytes,
+            .bias = given->bias ? given->bias + start : 0,
+            .count = given->spans[segment * 4 + 2 * which + 1] - start,
+            .kind = (int)given->kept_kind,
+        };
+        if (given->key_scales)
+            out[which].key_scales = given->key_scales
+                + given->first_scales[segment * 2 + which] * 2 * given->key_dim;
+    }
+    int64_t first = segment * given->n_following;
+    out[2] = (span){
+        .keys = (const char *)given->keys
+            + first * code_bytes(given->following_kind, given->key_dim),
+        .values = (const char *)given->values
+            + first * code_bytes(given->following_kind, given->value_dim),
+        .count = given->n_following,
+        .kind = (int)given->following_kind,
+        .following = 1,
+    };
+}
+
+static int64_t entries_of(const arguments *given, int64_t segment) {
+    const int64_t *own = given->spans + segment * 4;
+    return own[1] - own[0] + own[3] - own[2] + given->n_following;
+}
+
+/* A segment's queries, scaled; logits are in units of log 2 unless they are capped first. */
+static void ask(const arguments *given, int64_t segment, scratch *own) {
+    float scaling = given->scaling * (given->softcap > 0.0f ? 1.0f : LOG2_E);
+    const float *from = given->queries + segment * given->n_rows * given->key_dim;
+    memset(own->queries, 0, sizeof(float) * given->n_rows * own->key_width);
+    for (int64_t r = 0; r < given->n_rows; r++)
+        for (int64_t d = 0; d < given->key_dim; d++)
+            own->queries[r * own->key_width + d] = scaling * from[r * given->key_dim + d];
+}
+
+/* Where thread p keeps what it found of segment s: number p + s, which no other pair has, since
+   the shares of threads follow each other as segments do. */
+static softmax found_by(const arguments *given, float *found, int64_t number) {
+    int64_t width = width_of(given->value_dim), size = given->n_rows * (2 + width);
+    float *own = found + number * size;
+    return (softmax){own, own + given->n_rows, own + 2 * given->n_rows};
+}
+
+/* One thread's share: the entries from `start` to `end`, counted over all segments. */
+static void read_share(const arguments *given, int64_t thread, int64_t start, int64_t end,
+                       scratch *own, float *found) {
+    int64_t before = 0;
+    for (int64_t segment = 0; segment < given->n_segments && before < end; segment++) {
+        int64_t count = entries_of(given, segment);
+        if (before + count > start) {
+            span spans[3];
+            spans_of(given, segment, spans);
+            softmax to = found_by(given, found, thread + segment);
+            for (int64_t r = 0; r < given->n_rows; r++) to.most[r] = LOWEST, to.total[r] = 0.0f;
+            memset(to.summed, 0, sizeof(float) * given->n_rows * own->value_width);
+            ask(given, segment, own);
+            int64_t place = before;
+            for (int which = 0; which < 3; which++) {
+                int64_t first = start - place, last = end - place, n = spans[which].count;
+                first = first < 0 ? 0 : first;
+                last = last < n ? last : n;
+                if (first < last) add_span(given, segment, spans + which, first, last, own, &to);
+                place += n;
+            }
+        }
+        before += count;
+    }
+}
+
+/* A segment's answer from what all threads found. */
+static void answer(const arguments *given, int64_t segment, int64_t first, int64_t last,
+                   float *found) {
+    int64_t group = given->n_rows / given->n_new, dim = given->value_dim, width = width_of(dim);
+    int64_t batch_row = segment / given->n_kv_heads, head = segment % given->n_kv_heads;
+    for (int64_t r = 0; r < given->n_rows; r++) {
+        int64_t member = r / given->n_new, token = r % given->n_new;
+        float sink = given->sinks ? LOG2_E * given->sinks[head * group + member] : LOWEST;
+        float most = sink;
+        for (int64_t thread = first; thread <= last; thread++) {
+            float own = found_by(given, found, thread + segment).most[r];
+            most = own > most ? own : most;
+        }
+        float total = given->sinks ? exp2f(sink - most) : 0.0f;
+        float *out = given->output;
+        out += ((batch_row * given->n_new + token) * given->n_kv_heads * group + head * group
+                + member) * dim;
+        memset(out, 0, sizeof(float) * dim);
+        for (int64_t thread = first; thread <= last; thread++) {
+            softmax own = found_by(given, found, thread + segment);
+            float factor = exp2f(own.most[r] - most);
+            total += factor * own.total[r];
+            for (int64_t d = 0; d < dim; d++) out[d] += factor * own.summed[r * width + d];
+        }
+        for (int64_t d = 0; d < dim; d++) out[d] /= total;
+    }
+}
+
+/* Returns 0, or 1 if there is no memory to work with. */
+int attend(const arguments *given) {
+    int64_t key_width = width_of(given->key_dim), value_width = width_of(given->value_dim);
+    int64_t threads = given->threads, all_entries = 0;
+    for (int64_t s = 0; s < given->n_segments; s++) all_entries += entries_of(given, s);
+    int64_t useful = all_entries / LEAST_SHARE;
+    threads = useful < 1 ? 1 : useful < threads ? useful : threads;
+    int64_t each = given->n_rows * key_width + BLOCK * (key_width + value_width) + 2 * key_width;
+    int64_t one = given->n_rows * (2 + value_width);
+    int64_t parts = threads + given->n_segments;
+    float *memory = malloc(sizeof(float) * (threads * each + parts * one));
+    if (!memory) return 1;
+    float *found = memory + threads * each;
+#ifdef _OPENMP
+#pragma omp parallel num_threads((int)threads)
+#endif
+    {
+        int64_t thread = 0, n_threads = 1;
+#ifdef _OPENMP
+        thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
+#endif
+        float *own = memory + thread * each;
+        scratch mine = {.queries = own, .key_width = key_width, .value_width = value_width};
+        mine.keys = mine.queries + given->n_rows * key_width;
+        mine.values = mine.keys + BLOCK * key_width;
+        mine.steps = mine.values + BLOCK * value_width;
+        mine.leasts = mine.steps + key_width;
+        int64_t start = all_entries * thread / n_threads;
+        int64_t end = all_entries * (thread + 1) / n_threads;
+        if (start < end) read_share(given, thread, start, end, &mine, found);
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+        int64_t before = 0, first = 0;
+        for (int64_t s = 0; s < given->n_segments; s++) {
+            int64_t after = before + entries_of(given, s), last;
+            while (all_entries * (first + 1) / n_threads <= before) first++;
+            for (last = first; all_entries * (last + 1) / n_threads < after;) last++;
+            if (s % n_threads == thread) answer(given, s, first, last, found);
+            before = after;
+        }
+    }
+    free(memory);
+    return 0;
+}
