@@ -19,7 +19,7 @@
 #define LANES 8
 #define BLOCK 64 /* entries read together; as many share a key scale */
 #define SCALE_CHANNELS 64 /* channels of a value that share a scale */
-#define MOST_ROWS 64
+#define MOST_ROWS 256
 #define LEAST_SHARE 256 /* entries that are worth a thread; also, so no share is empty */
 #define LOWEST -1e38f
 #define LOG2_E 1.44269504088896340736f

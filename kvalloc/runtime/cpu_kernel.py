@@ -19,9 +19,9 @@ from kvalloc.runtime.kernels import Packing, SpannedEntries
 
 __all__ = ["MOST_ROWS", "cpu_attention", "serves", "unavailable"]
 
-MOST_ROWS = 64
-"""Query rows of a segment, those of all new tokens and of all heads that ask; with more, the
-processor's library of matrix products is as fast."""
+MOST_ROWS = 256
+"""Query rows of a segment, those of all new tokens and of all heads that ask: what the kernel has
+room for. A question of 50 tokens takes 0.5 to 0.8 of the time that torch's operations take."""
 
 _SOURCE = Path(__file__).with_name("cpu_kernel.c")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -67,7 +67,7 @@ def cases(
     """What is asked, how many entries each head keeps, and the rest of a case."""
     batch, heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
     key_dim, value_dim = (draw(st.sampled_from([64, 128, 8, 7, 24, 65])) for _ in range(2))
-    n_new = 1 if one_token else draw(st.sampled_from([1, 1, 2, 7]))
+    n_new = 1 if one_token else draw(st.sampled_from([1, 1, 2, 7, 51]))
     following = n_new + draw(st.sampled_from([0, 1, 66]))
     counts = [[draw(LENGTHS) for _ in range(heads)] for _ in range(batch)]
     dtype, sharpness = (
