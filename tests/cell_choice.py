@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from kernel_choice import WITH
 from runtime_cells import FACTORS, SCORERS, Cell, comparable, refusal, scorer_of
 
 PRODUCT = ("policy", "arrival", "family")
 OTHERS = tuple(name for name in FACTORS if name not in PRODUCT)
 NAMES = list(FACTORS)
+KERNEL_CALLS = "kernel calls"
+"""The property of a cell's test: its setting of the kernel, and how often that was called."""
 
 
 def chosen_cells(asked: Callable[[str], Any]) -> list[Cell]:
@@ -42,7 +45,7 @@ def covering_cells() -> list[Cell]:
     """Few cells in which any two settings of different factors meet: the greedy choice.
 
     Each cell begins with a pair that is still missing and takes, factor by factor, the setting that
-    meets most of what it has not met.
+    meets most of what it has not met, and of several the one that was taken least so far.
     """
     missing = {
         ((i, a), (j, b))
@@ -50,18 +53,24 @@ def covering_cells() -> list[Cell]:
         for a in FACTORS[NAMES[i]]
         for b in FACTORS[NAMES[j]]
     }
-    cells = []
+    cells: list[Cell] = []
+    taken: collections.Counter[tuple[int, str]] = collections.Counter()
     while missing:
         cell: dict[int, str] = dict(min(missing))
         for place, name in enumerate(NAMES):
             if place not in cell:
                 cell[place] = max(
                     (value for value in FACTORS[name] if comparable((*cell.values(), value))),
-                    key=lambda value, place=place, cell=cell: sum(
-                        tuple(sorted([(place, value), other])) in missing for other in cell.items()
+                    key=lambda value, place=place, cell=cell: (
+                        sum(
+                            tuple(sorted([(place, value), other])) in missing
+                            for other in cell.items()
+                        ),
+                        -taken[place, value],
                     ),
                 )
         missing -= set(itertools.combinations(sorted(cell.items()), 2))
+        taken.update(cell.items())
         cells.append(tuple(cell[place] for place in range(len(NAMES))))
     return cells
 
@@ -169,6 +178,21 @@ def told(cells: Sequence[Cell]) -> list[str]:
         "without a reduced cache counts its windows otherwise, too"
     )
     return lines
+
+
+def kernels_told(ran: Sequence[tuple[str, int]], unavailable: str | None) -> str:
+    """How many of the cells that ran did so with a kernel, and in how many it was called.
+
+    Why there is none on this machine is said where that is so.
+    """
+    if unavailable is not None:
+        how = f"all with torch's operations alone: {unavailable}"
+        return f"of the matrix {len(ran):,} cells ran, {how}"
+    calls = [number for name, number in ran if name == WITH]
+    return (
+        f"of the matrix {len(calls):,} cells ran with the CPU's kernel, which was called in "
+        f"{sum(map(bool, calls)):,}, and {len(ran) - len(calls):,} with torch's operations alone"
+    )
 
 
 def impossible() -> dict[Cell, str]:

@@ -37,14 +37,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Of a matrix that was asked for: how many cells there are, and which are refused and why."""
-    asked = ("--matrix-product", "--whole-matrix", "--matrix-cells")
-    if any(map(config.getoption, asked)):
-        from cell_choice import chosen_cells, told
+    """Of a matrix that was asked for: how many cells there are, and which are refused and why.
 
-        terminalreporter.section("the runtime's matrix")
-        for line in told(chosen_cells(config.getoption)):
-            terminalreporter.write_line(line)
+    Of any cells that ran: how many with a kernel. The workers' tests tell it by a property.
+    """
+    asked = any(map(config.getoption, ("--matrix-product", "--whole-matrix", "--matrix-cells")))
+    properties = [
+        dict(report.user_properties) for report in terminalreporter.stats.get("passed", [])
+    ]
+    if not asked and not any(properties):  # a command that tests nothing of it loads no torch
+        return
+    from cell_choice import KERNEL_CALLS, chosen_cells, kernels_told, told
+
+    from kvalloc.runtime import cpu_kernel
+
+    terminalreporter.section("the runtime's matrix")
+    for line in told(chosen_cells(config.getoption)) if asked else ():
+        terminalreporter.write_line(line)
+    ran = [tuple(each[KERNEL_CALLS]) for each in properties if KERNEL_CALLS in each]
+    terminalreporter.write_line(kernels_told(ran, cpu_kernel.unavailable()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_choice import WITH, WITHOUT
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -379,6 +380,7 @@ FACTORS: dict[str, list[str]] = {
     "dtype": list(DTYPES),
     "bits": ["16_bits", "8_bits", "4_bits", "mixed_bits"],
     "sharing": ["alone", "shared"],
+    "kernel": [WITH, WITHOUT],
 }
 Cell = tuple[str, ...]
 
@@ -418,7 +420,7 @@ def model_of(
 def refusal(cell: Cell) -> str | None:
     """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
     scorer = scorer_of(cell)
-    policy, arrival, _, level, _, _, bits, sharing = cell
+    policy, arrival, _, level, _, _, bits, sharing, _ = cell
     if bits != "16_bits" and policy in READING:
         return "compares keys"
     if sharing == "shared" and policy not in RANKING:
@@ -438,7 +440,7 @@ def refusal(cell: Cell) -> str | None:
 
 def answers_as_the_oracle(tiny: ModuleType, cell: Cell, folder: Path) -> None:
     """The assertions of one cell."""
-    policy, arrival, family, level, attention, dtype, bits, sharing = cell
+    policy, arrival, family, level, attention, dtype, bits, sharing, _ = cell
     model, tolerance = model_of(tiny, family, attention, dtype, sharing)
     scorer = scorer_of(cell)
     at = Setting(tiny, model, tolerance, policy, scorer, level, bits, sharing)

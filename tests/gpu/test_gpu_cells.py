@@ -1,6 +1,7 @@
 """Cells of the runtime's matrix on a GPU: any two settings meet, on the kernels of the device.
 
-Flash attention is the real one where transformers finds it, and takes half precision alone.
+Flash attention is the real one where transformers finds it, and takes half precision alone. Half of
+the cells are answered by torch's operations on the device, as where there is no Triton.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 from cell_choice import covering_cells
+from kernel_choice import kernel_choice
 from runtime_cells import FACTORS, Cell, answers_as_the_oracle
 from transformers.utils import is_flash_attn_2_available
 
 pytestmark = pytest.mark.gpu
 
-ATTENTION, DTYPE = (list(FACTORS).index(name) for name in ("attention", "dtype"))
+ATTENTION, DTYPE, KERNEL = (list(FACTORS).index(n) for n in ("attention", "dtype", "kernel"))
 
 
 def on_the_device(cell: Cell) -> Cell:
@@ -53,4 +55,5 @@ def attention(cell: Cell, device: str, attention_on_cpu: Any) -> Iterator[str]:
 def test_the_cache_answers_as_the_oracle(
     tiny: ModuleType, cell: Cell, attention: str, tmp_path: Path
 ) -> None:
-    answers_as_the_oracle(tiny, cell, tmp_path)
+    with kernel_choice(cell[KERNEL]):
+        answers_as_the_oracle(tiny, cell, tmp_path)

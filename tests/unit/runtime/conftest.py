@@ -11,9 +11,9 @@ import other_attention
 import pytest
 import runtime_oracle
 import torch
+from kernel_choice import WITH, WITHOUT, kernel_choice
 
 from kvalloc.runtime import cpu_kernel
-from kvalloc.runtime.compiling import Compiled
 
 
 @pytest.fixture(scope="session")
@@ -43,22 +43,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=["compiled", "torch"])
+@pytest.fixture(scope="module", params=[WITH, WITHOUT])
 def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the CPU's kernel, and as where there is no compiler."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            patch.setattr(cpu_kernel, "compiled", _not_compiled)
-        elif cpu_kernel.unavailable() is not None:
-            pytest.skip(f"no kernel here: {cpu_kernel.unavailable()}")
+    if request.param == WITH and cpu_kernel.unavailable() is not None:
+        pytest.skip(f"no kernel here: {cpu_kernel.unavailable()}")
+    with kernel_choice(request.param):
         yield
 
 
 @pytest.fixture
-def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_kernel() -> Iterator[None]:
     """As where there is no compiler."""
-    monkeypatch.setattr(cpu_kernel, "compiled", _not_compiled)
-
-
-def _not_compiled(source: object) -> Compiled:
-    return Compiled(reason="a test wants none")
+    with kernel_choice(WITHOUT):
+        yield

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from cell_choice import (
+    KERNEL_CALLS,
     OTHERS,
     PRODUCT,
     all_cells,
     chosen_cells,
     covering_cells,
     impossible,
+    kernels_told,
     product_cells,
     refused_as,
     told,
 )
+from kernel_choice import WITH, WITHOUT, kernel_choice
 from runtime_cells import FACTORS, SCORERS, Cell, answers_as_the_oracle, comparable, scorer_of
+
+from kvalloc.runtime import cpu_kernel
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -44,9 +49,28 @@ def attention(cell: Cell, attention_on_cpu: Any) -> Iterator[str]:
 
 
 def test_the_cache_answers_as_the_oracle(
-    tiny: ModuleType, cell: Cell, attention: str, tmp_path: Path
+    tiny: ModuleType,
+    cell: Cell,
+    attention: str,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    answers_as_the_oracle(tiny, cell, tmp_path)
+    kernel = cell[list(FACTORS).index("kernel")]
+    with kernel_choice(kernel) as calls:
+        answers_as_the_oracle(tiny, cell, tmp_path)
+    assert kernel == WITH or not calls
+    record_property(KERNEL_CALLS, (kernel, len(calls)))
+
+
+def test_the_kernel_is_called_where_it_is_asked_for(tiny: ModuleType, tmp_path: Path) -> None:
+    """A question after head-level budgets goes through it, and without it answers all the same."""
+    if cpu_kernel.unavailable() is not None:
+        pytest.skip(f"no kernel here: {cpu_kernel.unavailable()}")
+    settings = ("score", "question_of_5", "llama", "head", "sdpa", "float32", "16_bits", "alone")
+    for name in FACTORS["kernel"]:
+        with kernel_choice(name) as calls:
+            answers_as_the_oracle(tiny, (*settings, name), tmp_path)
+        assert set(calls) == ({5} if name == WITH else set())
 
 
 def test_any_two_settings_meet() -> None:
@@ -55,6 +79,13 @@ def test_any_two_settings_meet() -> None:
     assert all(map(comparable, cells))
     for (i, one), (j, other) in itertools.combinations(enumerate(FACTORS.values()), 2):
         assert {(cell[i], cell[j]) for cell in cells} == set(itertools.product(one, other))
+
+
+def test_settings_take_turns_in_the_selection() -> None:
+    cells = covering_cells()
+    for place, settings in enumerate(FACTORS.values()):
+        counts = collections.Counter(cell[place] for cell in cells)
+        assert max(counts.values()) < 1.3 * min(counts[setting] for setting in settings)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +143,17 @@ def test_refusals_are_counted_and_named(product: list[Cell]) -> None:
     named = {(line.split()[1].rstrip(":"), line.split("'")[1]) for line in lines}
     assert named == {(cell[0], refused_as(cell)) for cell in refused}
     assert "different_lengths on gemma3 with padding_only" in last
+
+
+def test_cells_are_counted_by_what_read_their_entries() -> None:
+    ran = [(WITH, 3), (WITHOUT, 0), (WITH, 0), (WITH, 12)]
+    assert kernels_told(ran, None) == (
+        "of the matrix 3 cells ran with the CPU's kernel, which was called in 2, "
+        "and 1 with torch's operations alone"
+    )
+    assert kernels_told(ran[1:3], "no compiler") == (
+        "of the matrix 2 cells ran, all with torch's operations alone: no compiler"
+    )
 
 
 def test_shards_are_the_whole() -> None:

@@ -1,0 +1,41 @@
+"""With the kernels that read kept entries, or as where there are none: torch's operations alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvalloc.runtime import cpu_kernel, even_attention, kernels
+from kvalloc.runtime.compiling import Compiled
+
+WITH, WITHOUT = "with_kernel", "without_kernel"
+
+
+@contextlib.contextmanager
+def kernel_choice(name: str) -> Iterator[list[int]]:
+    """While it is open, the list gets the number of query tokens of each call of the CPU's kernel.
+
+    Without kernels it is as where there is neither a compiler nor Triton. With them is also where
+    this machine has none: then torch's operations do all (`cpu_kernel.unavailable` tells why).
+    """
+    calls: list[int] = []
+    kernel = cpu_kernel.cpu_attention
+
+    def noted(queries: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(int(queries.shape[2]))
+        return kernel(queries, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernel, "cpu_attention", noted)
+        if name == WITHOUT:
+            patch.setattr(cpu_kernel, "compiled", _not_compiled)
+            for module in (kernels, even_attention):
+                patch.setattr(module, "has_triton", lambda: False)
+        yield calls
+
+
+def _not_compiled(source: object) -> Compiled:
+    return Compiled(reason="a test wants none")
