@@ -57,6 +57,11 @@ def attention_on_cpu() -> Any:
     return other_attention.attention_on_cpu
 
 
+@pytest.fixture
+def either_way() -> None:
+    """Of the two ways in unit/runtime the kernel's alone: only it holds tokens apart on a GPU."""
+
+
 def _moved_in(module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """The oracle copies a model with its hooks, so they go by where the module is."""
     place = next(module.parameters()).device
