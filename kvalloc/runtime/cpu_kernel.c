@@ -29,7 +29,6 @@ typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint16_t half_vec __attribute__((vector_size(16), aligned(2), may_alias));
-typedef uint8_t byte_vec __attribute__((vector_size(8), aligned(1), may_alias));
 
 enum kind { FLOAT32, BFLOAT16, FLOAT16, BITS_8, BITS_4 };
 
@@ -79,8 +78,17 @@ static inline vec all(float number) {
     return (vec){number, number, number, number, number, number, number, number};
 }
 
+#if defined(__clang__)
+#define LANES_OF(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#else
+#define LANES_OF(x, ...) __builtin_shuffle(x, (ivec){__VA_ARGS__})
+#endif
+
 static inline float sum_of(vec x) {
-    return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
+    x += LANES_OF(x, 4, 5, 6, 7, 0, 1, 2, 3);
+    x += LANES_OF(x, 2, 3, 0, 1, 6, 7, 4, 5);
+    x += LANES_OF(x, 1, 0, 3, 2, 5, 4, 7, 6);
+    return x[0];
 }
 
 /* 2^x for x <= 0, to 1e-7 of it; 0 below the smallest normal number. */
@@ -121,8 +129,12 @@ static inline float one_from_float16(const uint16_t *x) {
     return from_float16(many)[0];
 }
 
-static inline vec from_bytes(byte_vec x) {
-    return __builtin_convertvector(__builtin_convertvector(x, ivec), vec);
+static inline vec from_bytes(const char *x) {
+    const uvec places = {0, 8, 16, 24, 0, 8, 16, 24};
+    uint32_t half[2]; /* compilers widen eight bytes one by one, but not two numbers */
+    memcpy(half, x, sizeof half);
+    uvec many = {half[0], half[0], half[0], half[0], half[1], half[1], half[1], half[1]};
+    return __builtin_convertvector((ivec)((many >> places) & 255), vec);
 }
 
 static inline vec from_nibbles(uint32_t x) {
@@ -145,7 +157,7 @@ static inline vec eight(const char *row, int kind, int64_t first, int64_t left) 
     case FLOAT32: return *(const vec *)row;
     case BFLOAT16: return from_bfloat16(*(const half_vec *)row);
     case FLOAT16: return from_float16(*(const half_vec *)row);
-    case BITS_8: return from_bytes(*(const byte_vec *)row);
+    case BITS_8: return from_bytes(row);
     default: memcpy(&nibbles, row, sizeof nibbles); return from_nibbles(nibbles);
     }
 }
