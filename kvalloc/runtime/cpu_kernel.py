@@ -97,11 +97,14 @@ def cpu_attention(
     """
     batch, n_query_heads, n_new, key_dim = queries.shape
     n_kv_heads, n_following, value_dim = keys.shape[1], keys.shape[2], values.shape[-1]
-    output = torch.empty(batch, n_new, n_query_heads, value_dim)
+    # said in full: the default type and device are the caller's to change
+    output = torch.empty(batch, n_new, n_query_heads, value_dim, dtype=torch.float32, device="cpu")
     # what is pointed to has a name, so that it lives until the call is over
     asked = queries.float().contiguous()
     latest = keys.contiguous(), values.contiguous()
-    shown = None if visible is None else visible.to(torch.uint8).contiguous()
+    shown = None
+    if visible is not None:
+        shown = visible.expand(batch, n_following).to(torch.uint8).contiguous()
     sinks = None if sink_logits is None else sink_logits.float().contiguous()
     given = _Arguments(
         queries=asked.data_ptr(),

@@ -94,7 +94,7 @@ def apart_attention(
     Tensor, (batch, 1, n_query_heads, head_dim), or None
         None where a model's soft cap or sink logits are for its own attention.
     """
-    kernel = kernel_for(states.queries, int(states.keys.shape[1]))
+    kernel = kernel_for(states.queries, states.keys, states.values, *kept)
     if kernel is not None and all(each.is_contiguous() for each in kept):
         return even_kernel_attention(states, kept, kernel, bias=bias)
     if states.softcap is not None or states.sink_logits is not None:

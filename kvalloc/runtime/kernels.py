@@ -92,22 +92,26 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def kernel_for(queries: Tensor, n_kv_heads: int) -> Kernel | None:
+def kernel_for(queries: Tensor, keys: Tensor, values: Tensor, *stored: Tensor) -> Kernel | None:
     """The kernel that answers these queries, if there is one.
 
     Parameters
     ----------
     queries : Tensor, (batch, n_query_heads, n_new_tokens, head_dim)
-        Keys and values have to be of the same type.
-    n_kv_heads : int
-        Of the layer.
+    keys, values : Tensor, (batch, n_kv_heads, n_following, head_dim)
+    *stored : Tensor
+        Keys and values of kept entries, unless they are packed.
 
     Returns
     -------
     Kernel or None
-        None also where gradients are asked for, which kernels do not give.
+        None where they are not all of one type, as under autocast where a model normalises
+        queries and keys in float32; and where gradients are asked for, which kernels do not give.
     """
-    if queries.dtype not in KERNEL_TYPES or (queries.requires_grad and torch.is_grad_enabled()):
+    given = (queries, keys, values, *stored)
+    if queries.dtype not in KERNEL_TYPES or any(one.dtype != queries.dtype for one in given):
+        return None
+    if torch.is_grad_enabled() and any(one.requires_grad for one in given):
         return None
     if queries.is_cuda and has_triton():
         from kvalloc.runtime.ragged_kernel import kernel_attention
@@ -116,5 +120,5 @@ def kernel_for(queries: Tensor, n_kv_heads: int) -> Kernel | None:
     if queries.device.type == "cpu":
         from kvalloc.runtime.cpu_kernel import cpu_attention, serves
 
-        return cpu_attention if serves(queries, n_kv_heads) else None
+        return cpu_attention if serves(queries, int(keys.shape[1])) else None
     return None

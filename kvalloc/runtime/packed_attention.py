@@ -162,7 +162,7 @@ def _part_attention(asked: Asked, part: PackedHeads) -> Tensor:
     if part.bits == 16:
         return _number_attention(asked, part.codes)
     if queries.dtype == part.like[0].dtype:
-        kernel = kernel_for(queries, len(part.heads))
+        kernel = kernel_for(queries, asked.keys, asked.values)
         if kernel is not None and (part.aligned or not queries.is_cuda):
             return kernel_part(asked, part, kernel)
         if queries.device.type == "cpu" and queries.dtype in KERNEL_TYPES and asked.plain:

@@ -82,7 +82,7 @@ def ragged_attention(
     Tensor, (batch, n_new_tokens, n_query_heads, head_dim)
         Of the queries' type, contiguous.
     """
-    kernel = kernel_for(queries, keys.shape[1]) if queries.dtype == entries.keys.dtype else None
+    kernel = kernel_for(queries, keys, values, entries.keys, entries.values)
     if kernel is not None:
         return kernel(
             queries,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvalloc.attention_hook import AttentionStates
 from kvalloc.runtime import cpu_kernel
+from kvalloc.runtime.compiling import Compiled
 from kvalloc.runtime.cpu_kernel import MOST_ROWS, cpu_attention
 from kvalloc.runtime.even_attention import EvenEntries, apart_attention, even_kernel_attention
 from kvalloc.runtime.kernels import kernel_for
@@ -244,13 +246,76 @@ def test_threads_share_entries_and_say_the_same() -> None:
 
 
 def test_what_it_does_not_answer() -> None:
-    queries = torch.randn(1, 6, 1, 8)
-    assert kernel_for(queries, 2) is cpu_attention
-    assert kernel_for(queries.double(), 2) is None
+    queries, keys = torch.randn(1, 6, 1, 8), torch.randn(1, 2, 3, 8)
+    assert kernel_for(queries, keys, keys) is cpu_attention
+    assert kernel_for(queries.double(), keys.double(), keys.double()) is None
     many = torch.randn(1, 6, MOST_ROWS // 3 + 1, 8)
-    assert kernel_for(many, 2) is None
-    assert kernel_for(many[:, :, 1:], 2) is cpu_attention
-    queries.requires_grad_()
-    assert kernel_for(queries, 2) is None
-    with torch.no_grad():
-        assert kernel_for(queries, 2) is cpu_attention
+    assert kernel_for(many, keys, keys) is None
+    assert kernel_for(many[:, :, 1:], keys, keys) is cpu_attention
+    for place in range(4):
+        given = [queries, keys, keys, keys]
+        given[place] = given[place].bfloat16()
+        assert kernel_for(*given) is None
+        given[place] = given[place].float().requires_grad_()
+        assert kernel_for(*given) is None
+        with torch.no_grad():
+            assert kernel_for(*given) is cpu_attention
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_type_is_not_its_own(default: torch.dtype) -> None:
+    """What it writes into has the size that it writes, whatever new tensors are by default."""
+    torch.manual_seed(0)
+    asked = Asked(
+        queries=torch.randn(2, 4, 1, 16),
+        keys=torch.randn(2, 2, 2, 16),
+        values=torch.randn(2, 2, 2, 16),
+        scaling=0.25,
+    )
+    entries = EvenEntries.of(torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
+    given = asked.queries, entries, asked.keys, asked.values
+    expected = cpu_attention(*given, scaling=0.25)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = cpu_attention(*given, scaling=0.25)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, expected)
+
+
+def test_gradients_of_values_alone() -> None:
+    """As where only the values' projection is trained: queries need no gradient there."""
+    torch.manual_seed(0)
+    queries, keys = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 1, 8)
+    kept = torch.randn(2, 1, 2, 5, 8)
+    values = torch.randn(1, 2, 1, 8, requires_grad=True)
+    states = AttentionStates(
+        layer=0, queries=queries, keys=keys, values=values, scaling=0.3, mask=None
+    )
+    found = apart_attention(states, (kept[0], kept[1]))
+    assert found is not None
+    (gradient,) = torch.autograd.grad(found.sum(), values)
+    assert float(gradient.abs().min()) > 0
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_autocast_mixes_types(
+    tiny: ModuleType, by_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions turn queries and keys in float32, but values stay as they were projected."""
+    model = tiny.tiny_model("qwen3")
+    profile = tiny.make_profile(model, 60, 0.4)
+    profile = tiny.by_head(profile) if by_head else profile
+
+    def answers() -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            cache = profile.cache(model)
+            model(tiny.prompt(60, 2), past_key_values=cache)
+            tokens = [tiny.prompt(1, 2, seed=step) for step in range(3)]
+            found = [model(token, past_key_values=cache).logits for token in tokens]
+        return torch.cat(found)
+
+    found = answers()
+    monkeypatch.setattr(cpu_kernel, "compiled", lambda source: Compiled(reason="a test wants none"))
+    assert torch.equal(found, answers())
