@@ -131,6 +131,7 @@ class EvenEntries:
         The bias is of the first entries of each, (batch, n_kv_heads, n_biased); others have none.
         """
         batch, n_kv_heads, n_entries, _ = keys.shape
+        lengths, span_table = _even_layout(batch, n_kv_heads, n_entries, keys.device)
         if bias is not None:
             missing = n_entries - int(bias.shape[-1])
             bias = torch.nn.functional.pad(bias, (0, missing)) if missing else bias
@@ -138,18 +139,22 @@ class EvenEntries:
         return cls(
             keys=keys.reshape(-1, keys.shape[-1]),
             values=values.reshape(-1, values.shape[-1]),
-            lengths=np.full((batch, n_kv_heads), n_entries, dtype=np.int64),
-            span_table=_even_spans(batch * n_kv_heads, n_entries, keys.device),
+            lengths=lengths,
+            span_table=span_table,
             bias=bias,
         )
 
 
 @lru_cache(maxsize=256)
-def _even_spans(n_segments: int, n_entries: int, device: torch.device) -> Tensor:
-    """Spans of equal segments; remembered, since layers ask for the same ones at every token."""
-    start = torch.arange(n_segments, dtype=torch.int64) * n_entries
+def _even_layout(
+    batch: int, n_kv_heads: int, n_entries: int, device: torch.device
+) -> tuple[IntArray, Tensor]:
+    """Lengths and spans of equal segments; remembered, as layers ask for the same ones."""
+    lengths = np.full((batch, n_kv_heads), n_entries, dtype=np.int64)
+    lengths.flags.writeable = False
+    start = torch.arange(batch * n_kv_heads, dtype=torch.int64) * n_entries
     nothing = torch.zeros_like(start)
-    return torch.stack([start, start + n_entries, nothing, nothing], dim=1).to(device)
+    return lengths, torch.stack([start, start + n_entries, nothing, nothing], dim=1).to(device)
 
 
 def even_kernel_attention(
