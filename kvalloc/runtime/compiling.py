@@ -1,8 +1,10 @@
 """Compiles a C file of kvalloc's on first use, where there is a compiler, and keeps the result.
 
-The result is kept in the user's cache folder (`kvalloc.user_cache`), under a name made of all that
-it depends on. Threads are those of the OpenMP library that torch itself has
-loaded: a second one beside it would have its own threads, and both wait by spinning.
+The result is kept in the user's cache folder (`kvalloc.user_cache`), else in a folder for temporary
+files, under a name made of all that it depends on. What is loaded runs with the user's rights, so
+it is taken only from where nobody else can put it. Threads are those of the OpenMP library that
+torch itself has loaded: a second one beside it would have its own threads, and both wait by
+spinning.
 """
 
 from __future__ import annotations
@@ -15,9 +17,14 @@ import platform
 import re
 import shlex
 import shutil
+import signal
+import stat
 import subprocess
+import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,6 +42,7 @@ _LOG = logging.getLogger(__name__)
 _FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fPIC", "-Wno-psabi")
 _X86_64_FLAGS = ("-mavx2", "-mfma")
 _SECONDS = 120
+_NOBODY = 65534  # in a container: who owns what belongs to the system outside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +77,12 @@ def compiled(source: Path) -> Compiled:
         processor without AVX2, and where `SWITCH` says so. The reason is also logged.
     """
     try:
-        return Compiled(library=ctypes.CDLL(str(_library(source))))
+        return Compiled(library=_library(source))
     except subprocess.CalledProcessError as error:
         reason = f"the C compiler failed ({_first_line(error.stderr)})"
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        reason = f"the C compiler {error.cmd[0]} was not done after {_SECONDS} seconds"
+    except (OSError, RuntimeError, ValueError) as error:
         reason = _first_line(str(error))
     _LOG.info("%s is not used, torch's operations are: %s", source.name, reason)
     return Compiled(reason=reason)
@@ -82,30 +92,45 @@ def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "for no known reason")
 
 
-def _library(source: Path) -> Path:
-    """Path of the shared library; compiled if it is not there yet."""
+def _library(source: Path) -> ctypes.CDLL:
+    """The shared library; compiled if it is not there yet, or is there but cannot be loaded."""
     if os.environ.get(SWITCH) == "0":
         raise RuntimeError(f"{SWITCH} is 0")
     if platform.system() != "Linux":
         raise RuntimeError(f"compiled on Linux only, not on {platform.system()}")
+    if sys.byteorder != "little":
+        raise RuntimeError("packed codes are read on little-endian processors only")
     flags = (*_FLAGS, *_processor_flags())
     compiler = _compiler()
     threads = next(iter(openmp_libraries()), None)
-    parts = (source.read_text(encoding="utf-8"), *compiler, *flags, str(threads))
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    for folder in (
-        cache_folder() / "compiled",
-        Path(tempfile.gettempdir()) / f"kvalloc-{os.getuid()}",
-    ):
-        if _is_ours(folder):
-            target = folder / f"{source.stem}-{name}.so"
-            if not target.exists():
-                _compile(source, target, compiler, flags, threads)
-            return target
-    raise RuntimeError(
-        f"{cache_folder()} cannot be written, or others can write to it; set KVALLOC_CACHE to a "
-        "folder of your own"
+    text, machine = source.read_text(encoding="utf-8"), platform.machine()
+    parts = (text, machine, *compiler, *flags, str(threads))
+    name = hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:20]
+    failed: Exception = RuntimeError(
+        "neither the cache folder nor that of temporary files is one that this user alone can "
+        "write to and programs run from; set KVALLOC_CACHE to such a folder"
     )
+    for folder in filter(None, map(_own_folder, _folders())):
+        target = folder / f"{source.stem}-{name}.so"
+        if target.is_file() and target.stat().st_uid == os.getuid():
+            try:
+                return ctypes.CDLL(str(target))
+            except OSError as error:  # broken off, or of another system that has the same folder
+                _LOG.info("%s cannot be loaded: %s", target, error)
+        try:
+            _compile(source, target, compiler, flags, threads)
+            return ctypes.CDLL(str(target))
+        except OSError as error:  # a full disk
+            failed = error
+    raise failed
+
+
+def _folders() -> Iterator[Path]:
+    """Where a library may be kept, the best place first."""
+    with suppress(RuntimeError):  # nobody's home
+        yield cache_folder() / "compiled"
+    with suppress(OSError):
+        yield Path(tempfile.gettempdir()) / f"kvalloc-{os.getuid()}"
 
 
 def _processor_flags() -> tuple[str, ...]:
@@ -127,21 +152,38 @@ def _compiler() -> tuple[str, ...]:
 
 def openmp_libraries() -> list[Path]:
     """The OpenMP libraries that are loaded, torch's own first."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    found = set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[-.][^/\s]*)$", maps, re.MULTILINE))
+    maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
+    found = set(re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*)$", maps, re.MULTILINE))
     home = str(Path(torch.__file__).parent)
     return sorted(map(Path, found), key=lambda path: (not str(path).startswith(home), path))
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether a folder, made if need be, can be written, and by nobody else."""
+def _own_folder(folder: Path) -> Path | None:
+    """A folder, made if need be, that only this user can write to and that programs run from.
+
+    None where another user owns or can write to a folder above it, and so could put another in its
+    place: nothing is made there, as by an administrator who has a user's home.
+    """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return False
+        folder = folder.resolve()
+        above = [one for one in (folder, *folder.parents) if one.exists()]
+        if not all(map(_is_safe, above)):
+            return None
+        for missing in reversed([one for one in (folder, *folder.parents) if one not in above]):
+            missing.mkdir(mode=0o700, exist_ok=True)
+        status, mount = folder.stat(), os.statvfs(folder)
+    except (OSError, RuntimeError):  # it cannot be made, or links go round in a circle
+        return None
+    own = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    runs = os.access(folder, os.W_OK) and not mount.f_flag & os.ST_NOEXEC
+    return folder if own and runs else None
+
+
+def _is_safe(folder: Path) -> bool:
+    """Whether what is in a folder stays until its owner, or this user, takes it away."""
     status = folder.stat()
-    others = status.st_mode & 0o022
-    return status.st_uid == os.getuid() and not others and os.access(folder, os.W_OK)
+    others = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+    return not others and status.st_uid in (os.getuid(), 0, _NOBODY)
 
 
 def _compile(
@@ -160,5 +202,28 @@ def _compile(
             [*compiler, *flags, "-fopenmp", "-c", str(source), "-o", str(object_file)],
             [*compiler, "-shared", str(object_file), *linked, "-lm", "-o", str(library)],
         ):
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+            _run(command)
+        with library.open("rb") as made:
+            os.fsync(made.fileno())  # whole, or not there, also after the power went
         library.replace(target)
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a compiler; if it takes too long, it ends with all that it started."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as running:
+        try:
+            _, said = running.communicate(timeout=_SECONDS)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            raise
+    if running.returncode:
+        raise subprocess.CalledProcessError(running.returncode, command, stderr=said)

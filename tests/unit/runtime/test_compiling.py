@@ -8,7 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +20,14 @@ from kvalloc.runtime import compiling, cpu_kernel
 from kvalloc.runtime.compiling import SWITCH, compiled
 
 SOURCE = "int answer(void) { return 42; }\n"
+LOAD = """
+import sys
+from pathlib import Path
+from kvalloc.runtime.compiling import compiled
+found = compiled(Path(sys.argv[1]))
+assert found.library is not None, found.reason
+assert found.library.answer() == 42
+"""
 
 needs_compiler = pytest.mark.skipif(
     cpu_kernel.unavailable() is not None, reason=f"no kernel here: {cpu_kernel.unavailable()}"
@@ -115,6 +127,173 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(
     found = compiled(source)
     assert found.library is None
     assert "KVALLOC_CACHE" in found.reason
+    (tmp_path / "other" / f"kvalloc-{os.getuid()}").chmod(0o700)
+    folder.chmod(0o700)
+    folder.parent.chmod(0o777)  # where another could take its place
+    compiled.cache_clear()
+    assert compiled(source).library is not None
+    assert not kept(folder)
+
+
+@needs_compiler
+def test_nothing_is_made_in_the_home_of_another(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("KVALLOC_CACHE", str(home / "cache"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "other"))
+    real = Path.stat
+
+    def of_another(path: Path, **options: Any) -> os.stat_result:
+        found = real(path, **options)
+        return os.stat_result((*found[:4], 12345, *found[5:])) if path == home else found
+
+    monkeypatch.setattr(Path, "stat", of_another)
+    assert compiled(source).library is not None
+    assert not list(home.iterdir())
+    assert kept(tmp_path / "other")
+
+
+@needs_compiler
+def test_what_is_made_is_for_its_user_alone(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where new folders are for the group, as with a umask of 002."""
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "other"))
+    before = os.umask(0o002)
+    try:
+        assert compiled(source).library is not None
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "cache", tmp_path / "cache" / "compiled"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not (tmp_path / "other").exists()  # one folder is enough
+
+
+@needs_compiler
+@pytest.mark.parametrize("left", [0, 100])
+def test_what_broke_off_is_made_again(
+    source: Path, tmp_path: Path, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = compiling._compile
+
+    def broken_off(source: Path, target: Path, *rest: Any) -> None:
+        real(source, target, *rest)
+        target.write_bytes(target.read_bytes()[:left])
+
+    monkeypatch.setattr(compiling, "_folders", lambda: iter([tmp_path / "cache"]))
+    monkeypatch.setattr(compiling, "_compile", broken_off)
+    assert compiled(source).library is None
+    assert len(kept(tmp_path / "cache")) == 1
+    monkeypatch.setattr(compiling, "_compile", real)
+    compiled.cache_clear()
+    library = compiled(source).library
+    assert library is not None
+    assert library.answer() == 42
+    assert len(kept(tmp_path / "cache")) == 1
+
+
+@needs_compiler
+def test_from_where_no_program_runs(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "other"))
+    real = os.statvfs
+
+    def mounted(path: Path) -> Any:
+        flags = real(path).f_flag
+        no_programs = os.ST_NOEXEC if (tmp_path / "cache") in (path, *path.parents) else 0
+        return SimpleNamespace(f_flag=flags | no_programs)
+
+    monkeypatch.setattr(os, "statvfs", mounted)
+    assert compiled(source).library is not None
+    assert not kept(tmp_path / "cache")
+    assert kept(tmp_path / "other")
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["two words", "-dash", "@at", "ü", "a\nb", "it's $HOME"])
+def test_folders_of_any_name(
+    source: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative ones too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVALLOC_CACHE", name)
+    assert compiled(source).library is not None, compiled(source).reason
+    assert kept(tmp_path / name)
+
+
+@needs_compiler
+def test_without_a_home(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(compiling, "cache_folder", nowhere)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert compiled(source).library is not None
+    assert kept(tmp_path / f"kvalloc-{os.getuid()}")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("cc 'unfinished", "No closing quotation"), ("false", "the C compiler failed")],
+)
+def test_a_strange_compiler(
+    source: Path, command: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", command)
+    found = compiled(source)
+    assert found.library is None
+    assert said in found.reason
+
+
+@needs_compiler
+def test_a_compiler_with_options_and_strange_words(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says need not be text; it has nothing to read from."""
+    wrapper = tmp_path / "my cc"
+    wrapper.write_text("#!/bin/sh\ncat\nprintf '\\377' >&2\nexec cc \"$@\"\n")
+    wrapper.chmod(0o700)
+    monkeypatch.setenv("CC", f"'{wrapper}' -O1")
+    assert compiled(source).library is not None, compiled(source).reason
+
+
+def test_a_compiler_that_does_not_end(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it started ends with it."""
+    wrapper = tmp_path / "slow"
+    wrapper.write_text(f"#!/bin/sh\nsleep 321 &\necho $! > '{tmp_path}/started'\nwait\n")
+    wrapper.chmod(0o700)
+    monkeypatch.setenv("CC", str(wrapper))
+    monkeypatch.setattr(compiling, "_SECONDS", 0.5)
+    found = compiled(source)
+    assert found.library is None
+    assert "was not done after" in found.reason
+    assert not kept(tmp_path / "cache")
+    started = int((tmp_path / "started").read_text())
+    until = time.monotonic() + 5
+    while _runs(started) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not _runs(started)
+
+
+def _runs(process: int) -> bool:
+    with suppress(OSError):
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX"
+    return False
+
+
+@needs_compiler
+def test_several_processes_at_once(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOAD, str(source)]
+    running = [subprocess.Popen(command) for _ in range(2)]
+    assert [one.wait() for one in running] == [0, 0]
+    assert len(kept(tmp_path / "cache")) == 1
 
 
 def test_the_command_line_says_what_is_missing(tmp_path: Path) -> None:
