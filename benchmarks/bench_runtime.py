@@ -24,6 +24,8 @@ which every cache goes on by ``--new-tokens`` in each row.
   rows takes, both with the prompt and 64 decoded tokens in each row (`runtime_fits`), however many
   the rounds decode. The reduced cache is brought to that many rows, its storage is measured, and
   it decodes.
+- kernel (CPU): tokens a second with the kernel in C over those of torch's operations, by level and
+  for heads at 8 and 4 bits.
 - bits: tokens a second at 8 and 4 bits over those at 16, the same entries by head.
 - peers: tokens a second beside presses of kvpress at the same kept share, and the bytes that both
   store, in the environment that ``make peers`` makes; left out where there is none.
@@ -40,18 +42,19 @@ import copy
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import resources
 from typing import Any
 
 import numpy as np
+import runtime_bandwidth
 import runtime_bits
 import runtime_fits
+import runtime_kernel
 import runtime_peers
 import torch
-from _common import describe_where, guarded, quartiles, where_it_ran
+from _common import describe_where, guarded, where_it_ran
 from packed_products import packed_products
 from runtime_turns import InTurns, in_turns, ratio_of
 from transformers import DynamicCache
@@ -66,7 +69,6 @@ DENSE_RATIO = 4.2
 """What plain caches of the same bytes reached when the targets for decoding were set."""
 FEW_TOKENS = 8
 BATCH_TARGET = 4.5
-BANDWIDTH_TARGET = 1.25
 SINKS, WINDOW = 4, 8
 QUICK = {"prefill_tokens": 512, "tokens": 512, "batch": 2, "repeats": 2, "decode_rounds": 2}
 LLAMA_8B = {
@@ -96,6 +98,8 @@ def main() -> int:
         print(describe_where(where), flush=True)
         device = arguments.device or f"cpu, {torch.get_num_threads()} threads"
         name = f"shape {arguments.shape}" if arguments.shape else arguments.model
+        if not arguments.device:
+            device = f"{device}, {runtime_kernel.state()}"
         print(
             f"{name}, {arguments.dtype} on {device}; {arguments.share} kept; "
             f"rounds: {arguments.repeats} of prefill, {arguments.decode_rounds} of decoding"
@@ -127,7 +131,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--decode-rounds", type=count, default=9, help="rounds of decoding")
     parser.add_argument("--device")
     parser.add_argument("--dtype", help="float32, or bfloat16 with --shape")
-    parser.add_argument("--only", nargs="+", choices=["prefill", "decode", "bits", "peers"])
+    parser.add_argument(
+        "--only", nargs="+", choices=["prefill", "decode", "kernel", "bits", "peers"]
+    )
     parser.add_argument("--peer", nargs="+", default=list(runtime_peers.PEERS))
     parser.add_argument("--quick", action="store_true", help="small sizes; targets do not count")
     parser.add_argument("--json", action="store_true")
@@ -220,11 +226,13 @@ def all_rows(
         "plain": lambda: DynamicCache(config=model.config),
         **{level: lambda one=one: one.cache(model) for level, one in profiles.items()},
     }
-    wanted = arguments.only or ["prefill", "decode", "bits", "peers"]
+    wanted = arguments.only or ["prefill", "decode", "kernel", "bits", "peers"]
     if "prefill" in wanted:
         yield from guarded("prefill", lambda: prefill_rows(model, make, arguments))
     if "decode" in wanted:
         yield from guarded("decode", lambda: decode_rows(model, make, arguments))
+    if "kernel" in wanted and not arguments.device:
+        yield from guarded("kernel", lambda: kernel_rows(model, profiles, arguments))
     if "bits" in wanted:
         yield from guarded("bits", lambda: bits_rows(model, profiles["head"], arguments))
     if "peers" in wanted:
@@ -290,7 +298,9 @@ def decode_rows(
     yield from decode_ratios(found, prompt, rows * new, stored)
     if ids.is_cuda:
         for level in DECODE_TARGETS:
-            yield bandwidth_row(model, retained[level], level, found[level][0], new)
+            yield runtime_bandwidth.bandwidth_row(
+                model, retained[level], level, found[level][0], new
+            )
     elif arguments.dtype == "float32":
         with packed_products(model, rows):
             found, _ = measure()
@@ -348,21 +358,42 @@ def decode_ratios(
         }
 
 
+def kernel_rows(
+    model: Any, profiles: Mapping[str, BudgetProfile], arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    made = {f"by {level}": one for level, one in profiles.items()}
+    for bits in runtime_bits.FEWER:
+        made[f"by head at {bits} bits"] = runtime_bits.at_bits(profiles["head"], bits)
+    return runtime_kernel.kernel_rows(several(model, made, arguments), **how(model, arguments))
+
+
 def bits_rows(
     model: Any, profile: BudgetProfile, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    ids, rows, new = arguments.ids[:, : arguments.tokens], arguments.batch, arguments.new_tokens
     made = {16: profile, **{n: runtime_bits.at_bits(profile, n) for n in runtime_bits.FEWER}}
-    caches = {bits: prefill(model, one.cache(model), ids) for bits, one in made.items()}
+    return runtime_bits.bits_rows(several(model, made, arguments), **how(model, arguments))
+
+
+def several(
+    model: Any, profiles: Mapping[Any, BudgetProfile], arguments: argparse.Namespace
+) -> dict[Any, Any]:
+    """A cache of the prompt for each budget profile, its row repeated."""
+    ids = arguments.ids[:, : arguments.tokens]
+    caches = {name: prefill(model, one.cache(model), ids) for name, one in profiles.items()}
     for cache in caches.values():
-        cache.batch_repeat_interleave(rows)
-    return runtime_bits.bits_rows(
-        caches,
-        prompt=f"{rows} rows of {ids.shape[1]:,}",
-        decode=lambda cache: decode(model, cache, rows, new),
-        in_turns=lambda calls: in_turns(calls, repeats=arguments.decode_rounds),
-        ratio_of=ratio_of,
-    )
+        cache.batch_repeat_interleave(arguments.batch)
+    return caches
+
+
+def how(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """How rows of other files decode, and what they say of the prompt."""
+    rows, new = arguments.batch, arguments.new_tokens
+    return {
+        "prompt": f"{rows} rows of {min(arguments.ids.shape[1], arguments.tokens):,}",
+        "decode": lambda cache: decode(model, cache, rows, new),
+        "in_turns": lambda calls: in_turns(calls, repeats=arguments.decode_rounds),
+        "ratio_of": ratio_of,
+    }
 
 
 def peer_rows(
@@ -398,39 +429,6 @@ def beyond_the_model(found: InTurns, level: str) -> float:
     """Median ratio of plain to reduced, each less what the model alone takes in that round."""
     rounds = zip(*(found[name][0] for name in ("plain", level, "alone")), strict=True)
     return statistics.median((plain - own) / max(ours - own, 1e-9) for plain, ours, own in rounds)
-
-
-def bandwidth_row(
-    model: Any, retained: int, level: str, seconds: list[float], new: int
-) -> dict[str, Any]:
-    """Seconds of a decoded token over those of reading what it has to read."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copies = []
-    for _ in range(10):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize()
-        copies.append(time.perf_counter() - start)
-    bandwidth = 2 * source.nbytes / statistics.median(copies)
-    table = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is table
-    weights = sum(weight.nbytes for weight in model.parameters())
-    weights -= 0 if tied else table.nbytes  # of the input table a token reads one row
-    bound = (weights + retained) / bandwidth
-    each = [one / new / bound for one in seconds]
-    low, middle, high = quartiles(each)
-    return {
-        "name": f"decode by {level}, seconds / bandwidth bound",
-        "ratio": middle,
-        "ratio_quartile_1": low,
-        "ratio_quartile_3": high,
-        "target": BANDWIDTH_TARGET,
-        "at_most": True,
-        "note": f"bound {bound * 1e3:.2f} ms a token: {weights:,} bytes of weights and "
-        f"{retained:,} retained at {bandwidth / 1e9:.0f} GB/s",
-    }
 
 
 # What is passed on and said
