@@ -40,7 +40,7 @@ SWITCH = "KVALLOC_CPU_KERNEL"
 
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fPIC", "-Wno-psabi")
-_X86_64_FLAGS = ("-mavx2", "-mfma")
+_X86_64_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _SECONDS = 120
 _NOBODY = 65534  # in a container: who owns what belongs to the system outside
 

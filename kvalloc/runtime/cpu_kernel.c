@@ -12,6 +12,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -115,10 +118,14 @@ static inline vec from_bfloat16(half_vec x) {
 }
 
 static inline vec from_float16(half_vec x) {
+#ifdef __F16C__
+    return (vec)_mm256_cvtph_ps((__m128i)x);
+#else
     uvec wide = __builtin_convertvector(x, uvec);
     uvec special = (uvec)((wide & 0x7C00) == 0x7C00) & 0x7F800000;
     vec size = (vec)((wide & 0x7FFF) << 13) * all(0x1p112f);
     return (vec)((uvec)size | special | ((wide & 0x8000) << 16));
+#endif
 }
 
 static inline float one_from_float16(const uint16_t *x) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -210,6 +211,20 @@ def test_every_number_of_half_precision_is_read_exactly(dtype: torch.dtype) -> N
     entries = EvenEntries.of(values[:, :, :0, :8].contiguous(), values[:, :, :0].contiguous())
     queries = torch.ones(batch, 1, 1, 8, dtype=dtype)
     found = cpu_attention(queries, entries, queries, values, scaling=1.0)
+    assert torch.equal(found, values)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="read by an instruction of x86-64")
+def test_small_numbers_of_half_precision_also_where_subnormal_ones_are_flushed() -> None:
+    """Scales of codes are often that small; as float32 they are not subnormal."""
+    values = torch.arange(1, 1024, dtype=torch.int16).view(torch.float16).view(1, 1, 1, -1)
+    entries = EvenEntries.of(values[:, :, :0, :8].contiguous(), values[:, :, :0].contiguous())
+    queries = torch.ones(1, 1, 1, 8, dtype=torch.float16)
+    assert torch.set_flush_denormal(True)
+    try:
+        found = cpu_attention(queries, entries, queries, values, scaling=1.0, threads=1)
+    finally:
+        torch.set_flush_denormal(False)
     assert torch.equal(found, values)
 
 
