@@ -79,7 +79,7 @@ def compiled(source: Path) -> Compiled:
     try:
         return Compiled(library=_library(source))
     except subprocess.CalledProcessError as error:
-        reason = f"the C compiler failed ({_first_line(error.stderr)})"
+        reason = f"the C compiler {error.cmd[0]} failed ({_complaint(error)})"
     except subprocess.TimeoutExpired as error:
         reason = f"the C compiler {error.cmd[0]} was not done after {_SECONDS} seconds"
     except (OSError, RuntimeError, ValueError) as error:
@@ -90,6 +90,13 @@ def compiled(source: Path) -> Compiled:
 
 def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "for no known reason")
+
+
+def _complaint(error: subprocess.CalledProcessError) -> str:
+    """The line that says what is wrong; compilers say first where they were."""
+    lines = [line.strip() for line in error.stderr.splitlines() if line.strip()]
+    found = [line for line in lines if "error" in line.lower()] or lines
+    return found[0] if found else f"exit code {error.returncode}"
 
 
 def _library(source: Path) -> ctypes.CDLL:
@@ -144,7 +151,10 @@ def _processor_flags() -> tuple[str, ...]:
 def _compiler() -> tuple[str, ...]:
     """The command of the C compiler: ``$CC``, what Python was built with, or cc."""
     for command in (os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc", "gcc", "clang"):
-        words = shlex.split(command) if command else []
+        try:
+            words = shlex.split(command) if command else []
+        except ValueError as error:
+            raise RuntimeError(f"CC is no command ({error}): {command}") from error
         if words and shutil.which(words[0]):
             return tuple(words)
     raise RuntimeError("there is no C compiler (cc, gcc or clang)")
@@ -203,6 +213,8 @@ def _compile(
             [*compiler, "-shared", str(object_file), *linked, "-lm", "-o", str(library)],
         ):
             _run(command)
+        if not library.is_file():
+            raise RuntimeError(f"the C compiler {compiler[0]} ended well, but made nothing")
         with library.open("rb") as made:
             os.fsync(made.fileno())  # whole, or not there, also after the power went
         library.replace(target)

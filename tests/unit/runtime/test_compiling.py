@@ -103,11 +103,12 @@ def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @needs_compiler
 def test_a_file_that_does_not_compile(source: Path, tmp_path: Path) -> None:
-    source.write_text("int answer(void) { return forty_two; }\n")
+    (tmp_path / "more.h").write_text("int answer(void) { return forty_two; }\n")
+    source.write_text('#include "more.h"\n')
     found = compiled(source)
     assert found.library is None
-    assert "the C compiler failed" in found.reason
-    assert "answer.c" in found.reason
+    assert "the C compiler" in found.reason
+    assert "forty_two" in found.reason
     assert not kept(tmp_path / "cache")
 
 
@@ -238,7 +239,11 @@ def test_without_a_home(source: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 @needs_compiler
 @pytest.mark.parametrize(
     ("command", "said"),
-    [("cc 'unfinished", "No closing quotation"), ("false", "the C compiler failed")],
+    [
+        ("cc 'unfinished", "CC is no command (No closing quotation)"),
+        ("false", "the C compiler false failed (exit code 1)"),
+        ("true", "made nothing"),
+    ],
 )
 def test_a_strange_compiler(
     source: Path, command: str, said: str, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -334,3 +335,24 @@ def test_autocast_mixes_types(
     found = answers()
     monkeypatch.setattr(cpu_kernel, "compiled", lambda source: Compiled(reason="a test wants none"))
     assert torch.equal(found, answers())
+
+
+def test_tensors_that_are_cut_from_others() -> None:
+    """Their numbers do not stand one after the other, or one row stands for all."""
+    torch.manual_seed(0)
+    whole = torch.randn(2, 5, 3, 60)
+    queries = torch.randn(2, 2, 6, 16).transpose(1, 2)
+    asked = Asked(
+        queries=queries,
+        keys=whole[:1, :, :, 7:23].transpose(1, 2).expand(2, -1, -1, -1),
+        values=whole[..., 30:54].transpose(1, 2),
+        scaling=0.25,
+        visible=torch.tensor([[True, False, True, True, True]]),
+        sink_logits=torch.randn(6, 2, dtype=torch.float64)[:, 0],
+    )
+    counts = np.array([[3, 0, 70], [128, 1, 9]])
+    stored = made(asked, counts, biased=True)
+    entries = RaggedEntries.collect(counts, piece_of(stored), biased=True)
+    found = cpu_attention(queries, entries, asked.keys, asked.values, **options(asked))
+    assert asked.visible is not None
+    check(found, replace(asked, visible=asked.visible.expand(2, -1)), stored)
