@@ -149,15 +149,18 @@ def _processor_flags() -> tuple[str, ...]:
 
 
 def _compiler() -> tuple[str, ...]:
-    """The command of the C compiler: ``$CC``, what Python was built with, or cc."""
-    for command in (os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc", "gcc", "clang"):
+    """The command of the C compiler: ``$CC``, gcc, cc, or what Python was built with.
+
+    clang comes last: what it makes calls its own OpenMP library, and torch's is mostly that of gcc.
+    """
+    for command in (os.environ.get("CC"), "gcc", "cc", sysconfig.get_config_var("CC"), "clang"):
         try:
             words = shlex.split(command) if command else []
         except ValueError as error:
             raise RuntimeError(f"CC is no command ({error}): {command}") from error
         if words and shutil.which(words[0]):
             return tuple(words)
-    raise RuntimeError("there is no C compiler (cc, gcc or clang)")
+    raise RuntimeError("there is no C compiler (gcc, cc or clang)")
 
 
 def openmp_libraries() -> list[Path]:

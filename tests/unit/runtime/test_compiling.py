@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from contextlib import suppress
@@ -22,6 +23,7 @@ from kvalloc.runtime.compiling import SWITCH, compiled
 SOURCE = "int answer(void) { return 42; }\n"
 LOAD = """
 import sys
+import sysconfig
 from pathlib import Path
 from kvalloc.runtime.compiling import compiled
 found = compiled(Path(sys.argv[1]))
@@ -252,6 +254,27 @@ def test_a_strange_compiler(
     found = compiled(source)
     assert found.library is None
     assert said in found.reason
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [
+        (("clang", "gcc", "cc"), "gcc"),
+        (("clang", "cc"), "cc"),
+        (("clang", "theirs"), "theirs"),
+        (("clang",), "clang"),
+    ],
+)
+def test_which_compiler(
+    installed: tuple[str, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What clang makes calls another OpenMP library than that of most torch wheels."""
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "theirs -pthread")
+    monkeypatch.delenv("CC", raising=False)
+    assert compiling._compiler()[0] == chosen
+    monkeypatch.setenv("CC", "clang -v")
+    assert compiling._compiler() == ("clang", "-v")
 
 
 @needs_compiler
