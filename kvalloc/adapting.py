@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvalloc.budget_profile import BudgetProfile, Level
 from kvalloc.checking import CheckedSolution, solve_problem
 from kvalloc.constraints import GroupCap
-from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.formulate import formulate
 from kvalloc.limits import LayerCap
 from kvalloc.predicting import mean_retention
@@ -40,28 +40,31 @@ def check_adapt(profile: BudgetProfile, limit: object) -> None:
     number = isinstance(limit, int | float) and not isinstance(limit, bool)
     if not number or not 0 <= float(limit) <= 1:  # type: ignore[arg-type]
         raise InputError(
-            f"adapt is {limit!r}, expected the share by which a budget may move, from 0 to 1, "
-            "such as 0.25"
+            f"{option('adapt')} is {limit!r}, expected the share by which a budget may move, from "
+            "0 to 1, such as 0.25"
         )
     if profile.by_prompt:
         raise UnsupportedRequestError(
             "each prompt hands out the budgets of this profile among all heads anyway; leave out "
-            "adapt"
+            f"{option('adapt')}"
         )
     if profile.share_groups:
         raise UnsupportedRequestError(
             "layers of this profile keep the same entries, so their budgets cannot follow a "
-            "prompt one by one; leave out adapt, or solve without --share-groups"
+            f"prompt one by one; leave out {option('adapt')}, or solve without "
+            f"{option('share_groups')}"
         )
     if profile.unit_policies is not None:
         raise UnsupportedRequestError(
             "budgets follow a prompt by what the scorer's best entries retain of it, and heads of "
-            "this profile keep others; leave out adapt, or solve with one of --loss-policies"
+            f"this profile keep others; leave out {option('adapt')}, or solve with one of "
+            f"{option('loss_policies')}"
         )
     if profile.requested.get("max_distinct") is not None:
         raise UnsupportedRequestError(
             f"this profile has at most {profile.requested['max_distinct']} different budgets, "
-            "which would not stay so; leave out adapt, or solve without --max-distinct"
+            f"which would not stay so; leave out {option('adapt')}, or solve without "
+            f"{option('max_distinct')}"
         )
 
 

@@ -18,7 +18,7 @@ from kvalloc.diagnosing import (
     is_solvable,
     least_that_works,
 )
-from kvalloc.errors import InfeasibleError
+from kvalloc.errors import InfeasibleError, option, several
 from kvalloc.formulate import formulate
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.quantities import parse_bytes, parse_share
@@ -69,17 +69,17 @@ def advise(
     rises = request.max_tokens is not None and request.bits is None
     if rises and (more := _more_tokens(scores, request, deadline)):
         ways.append(more)
-        blamed.append(f"--max-tokens {request.max_tokens}")
+        blamed.append(option("max_tokens", request.max_tokens))
     if lower := _lower_floor(scores, request, deadline):
         ways.append(lower)
-        blamed.append(f"--min-tokens {request.min_tokens}")
+        blamed.append(option("min_tokens", request.min_tokens))
     text = f"{_asked(request)} is not possible"
     if blamed:
         text += f" with {' and '.join(blamed)}"
     else:
         every = [_flag(request, i, c) for i, c in enumerate(problem.constraints)]
         if request.max_tokens is not None:
-            every.append(f"--max-tokens {request.max_tokens}")
+            every.append(option("max_tokens", request.max_tokens))
         text += f" with {' and '.join(every)}" if every else ""
         text += " together; to change one of them is not enough" if len(every) > 1 else ""
     if nearest_flag is not None:
@@ -98,9 +98,9 @@ def _asked(request: Request) -> str:
     for name in ("target_retention", "target_loss", "budget_tokens", "memory"):
         value = getattr(request, name)
         if value is not None:
-            return f"--{name.replace('_', '-')} {value}"
+            return option(name, value)
     assert request.budget is not None  # a request has exactly one target
-    return f"--budget {100 * parse_share(request.budget):g}%"
+    return option("budget", f"{100 * parse_share(request.budget):g}%")
 
 
 def _nearest(
@@ -112,49 +112,48 @@ def _nearest(
     if problem.sense is Sense.MIN_COST:
         value = float(found.nearest)
         if request.target_loss is not None:
-            return -value, f"--target-loss {math.ceil(-value * 1e6) / 1e6:g}"
+            return -value, option("target_loss", math.ceil(-value * 1e6) / 1e6)
         rounded = math.floor(value * 1e4) / 1e4
-        return value, f"--target-retention {rounded if rounded > 0 else value:g}"
+        return value, option("target_retention", rounded if rounded > 0 else value)
     needed = int(found.nearest)
     if request.memory is not None:
         constant = fixed_bytes(scores, problem.context_tokens, request.batch, request.page_tokens)
-        return needed + constant, f"--memory {needed + constant}"
+        return needed + constant, option("memory", needed + constant)
     context = problem.context_tokens
     if request.budget_tokens is not None:
         tokens = fewest_tokens(scores, request, context, needed)
-        return tokens, f"--budget-tokens {tokens}"
+        return tokens, option("budget_tokens", tokens)
     share = math.ceil(1e4 * needed / full_cost(scores, request, context)) / 1e4
-    return share, f"--budget {100 * share:g}%"
+    return share, option("budget", f"{100 * share:g}%")
 
 
 def _flag(request: Request, index: int, constraint: SideConstraint) -> str:
     """The flag that a constraint came from."""
     if isinstance(constraint, GroupCap):
-        return f"--cap {request.limits.caps[index].text}"
+        return option("cap", request.limits.caps[index].text)
     if isinstance(constraint, MaxDistinct):
-        return f"--max-distinct {constraint.most}"
+        return option("max_distinct", constraint.most)
     if isinstance(constraint, RankBalance):
-        return f"--ranks {constraint.n_ranks} --rank-tolerance {constraint.tolerance:g}"
-    return "--equal-heads"
+        return several(ranks=constraint.n_ranks, rank_tolerance=constraint.tolerance)
+    return option("equal_heads", True)
 
 
 def _way_out(request: Request, problem: AllocationProblem, one: Relaxation) -> str:
     """The flag with which it works, or without which."""
-    flag = _flag(request, one.index, one.constraint)
     if isinstance(one.relaxed, GroupCap):
         original = problem.constraints[one.index]
         assert isinstance(original, GroupCap)  # a constraint is relaxed to one of its kind
         cap = request.limits.caps[one.index]
         sliding = cap.capacity_bytes - original.capacity_bytes
         which = cap.text.partition("=")[0]
-        flag = f"--cap {which}={_size(one.relaxed.capacity_bytes + sliding)}"
+        way = option("cap", f"{which}={_size(one.relaxed.capacity_bytes + sliding)}")
     elif isinstance(one.relaxed, MaxDistinct):
-        flag = f"--max-distinct {one.relaxed.most}"
+        way = option("max_distinct", one.relaxed.most)
     elif isinstance(one.relaxed, RankBalance):
-        flag = f"--rank-tolerance {one.relaxed.tolerance:g}"
+        way = option("rank_tolerance", one.relaxed.tolerance)
     else:
-        return f"no {flag.split()[0]}"
-    return flag if one.exact else f"{flag} (a smaller change may do)"
+        return f"no {option(one.constraint.keyword)}"
+    return way if one.exact else f"{way} (a smaller change may do)"
 
 
 def _size(least_bytes: int) -> str:
@@ -167,7 +166,7 @@ def _size(least_bytes: int) -> str:
 
 
 def _lower_floor(scores: ScoreProfile, request: Request, deadline: float) -> str | None:
-    """The largest --min-tokens below the one asked with which the request can be met, if any."""
+    """The largest least budget below the one asked with which the request can be met, if any."""
     asked = request.min_tokens or 0
 
     def works(fewer: int) -> bool | None:
@@ -181,11 +180,11 @@ def _lower_floor(scores: ScoreProfile, request: Request, deadline: float) -> str
     if most <= 0 or works(most) is not True:
         return None
     least, exact = least_that_works(0, most, works)
-    return f"--min-tokens {asked - least}" + ("" if exact else " (more may do)")
+    return option("min_tokens", asked - least) + ("" if exact else " (more may do)")
 
 
 def _more_tokens(scores: ScoreProfile, request: Request, deadline: float) -> str | None:
-    """The smallest --max-tokens with which the request can be met, if any."""
+    """The smallest largest budget with which the request can be met, if any."""
     whole = formulate(scores, dataclasses.replace(request, max_tokens=None))
 
     def works(options: int) -> bool | None:
@@ -198,4 +197,4 @@ def _more_tokens(scores: ScoreProfile, request: Request, deadline: float) -> str
         return None
     least, exact = least_that_works(0, most, works)
     tokens = int(whole.tokens[:, least - 1].max())
-    return f"--max-tokens {tokens}" + ("" if exact else " (fewer may do)")
+    return option("max_tokens", tokens) + ("" if exact else " (fewer may do)")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.budget_checks import budget_fault
-from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.errors import InputError, ProfileFileError, option
 from kvalloc.files import atomic_write
 from kvalloc.layer_groups import Groups
 from kvalloc.policy import Policy
@@ -339,7 +339,8 @@ class BudgetProfile:
             options |= {"adapt": adapt, "measured_tokens": measured_tokens, "hold": hold}
         elif measured_tokens is not None or hold:
             given = "hold" if hold else "measured_tokens"
-            raise InputError(f"{given} says how adapt measures; give adapt, too")
+            adapts = option("adapt")
+            raise InputError(f"{option(given)} says how {adapts} measures; give {adapts}, too")
         cache: Cache = getattr(importlib.import_module(where), name)(self, model, **options)
         return cache
 

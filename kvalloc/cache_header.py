@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from kvalloc.errors import ProfileFileError
+from kvalloc.errors import ProfileFileError, by_interface, option
 
 __all__ = [
     "HEADER",
@@ -26,7 +26,6 @@ SCHEMA_VERSION = 1
 HEADER = "kvalloc_cache"
 """Under which the file's metadata have it."""
 
-_EXPECTED = "a cache written by cache.save()"
 _AGAIN = "read the prompt again and save the cache again"
 _KINDS = {
     "batch": int,
@@ -79,7 +78,7 @@ def read_header(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise header_fault(path, "header", str(error), "JSON") from error
     if not isinstance(header, dict):
-        raise header_fault(path, "header", "missing", _EXPECTED)
+        raise header_fault(path, "header", "missing", _expected())
     if header.get("schema_version") != SCHEMA_VERSION:
         found = header.get("schema_version")
         raise header_fault(path, "schema_version", found, str(SCHEMA_VERSION))
@@ -130,7 +129,7 @@ def opened(path: str | Path, framework: Literal["numpy", "pt"]) -> Iterator[Any]
             path,
             field="file",
             found="a folder" if Path(path).is_dir() else "missing",
-            expected=_EXPECTED,
+            expected=_expected(),
             way_out="check the path",
         )
     try:
@@ -138,7 +137,12 @@ def opened(path: str | Path, framework: Literal["numpy", "pt"]) -> Iterator[Any]
             yield file
     except (SafetensorError, OSError) as error:
         found = f"not readable as safetensors ({error})"
-        raise header_fault(path, "file", found, _EXPECTED) from error
+        raise header_fault(path, "file", found, _expected()) from error
+
+
+def _expected() -> str:
+    how = by_interface(python="by cache.save()", flags=f"with {option('save_cache')}")
+    return f"a cache written {how}"
 
 
 def _check_fields(path: str | Path, header: dict[str, Any]) -> None:

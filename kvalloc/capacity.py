@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvalloc.costs import head_cost
-from kvalloc.errors import InfeasibleError
+from kvalloc.errors import InfeasibleError, option
 from kvalloc.quantities import parse_bytes, parse_share
 from kvalloc.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
@@ -48,7 +48,7 @@ def capacity_of(scores: ScoreProfile, request: Request, context: int, floor_cost
             raise InfeasibleError(
                 f"a memory of {asked:,} bytes is too little: sinks, window and minimum budgets "
                 f"take {floor_cost:,} bytes{sliding}; ask for at least "
-                f"--memory {constant + floor_cost}",
+                f"{option('memory', constant + floor_cost)}",
                 nearest=constant + floor_cost,
             )
         return asked - constant
@@ -58,7 +58,7 @@ def capacity_of(scores: ScoreProfile, request: Request, context: int, floor_cost
         capacity = _cost_of_all(scores, request, request.budget_tokens, page=1)
         asked_text = f"a budget of {request.budget_tokens} tokens"
         nearest: float = fewest_tokens(scores, request, context, floor_cost)
-        nearest_text = f"--budget-tokens {nearest}"
+        nearest_text = option("budget_tokens", nearest)
     else:
         assert request.budget is not None  # a request has exactly one target
         # Whole entries; where a cost is no multiple of them, whole bytes.
@@ -67,7 +67,7 @@ def capacity_of(scores: ScoreProfile, request: Request, context: int, floor_cost
         capacity = int(parse_share(request.budget) * (whole // grain) + 1e-9) * grain
         asked_text = f"a budget of {100 * parse_share(request.budget):g}%"
         nearest = math.ceil(1e4 * floor_cost / whole) / 1e4
-        nearest_text = f"--budget {100 * nearest:g}%"
+        nearest_text = option("budget", f"{100 * nearest:g}%")
     if capacity < floor_cost:
         raise InfeasibleError(
             f"{asked_text} is below the floors: sinks, window and minimum budgets take "

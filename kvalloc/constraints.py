@@ -22,8 +22,8 @@ IntArray = npt.NDArray[np.int64]
 class SideConstraint(ABC):
     """Base of constraints beyond one capacity; a solver refuses kinds that it does not declare."""
 
-    flag: ClassVar[str] = ""
-    """The option of the command line that asks for it, if there is one."""
+    keyword: ClassVar[str] = ""
+    """The keyword of `kvalloc.solve` that asks for it, if there is one."""
 
     @abstractmethod
     def fault(
@@ -69,7 +69,7 @@ class GroupCap(SideConstraint):
         Most bytes those units may take together.
     """
 
-    flag: ClassVar[str] = "--cap"
+    keyword: ClassVar[str] = "cap"
 
     name: str
     units: tuple[int, ...]
@@ -119,7 +119,7 @@ class SameBudget(SideConstraint):
         share one set of kept indices (MPCache, Sec. 4.3).
     """
 
-    flag: ClassVar[str] = "--equal-heads"
+    keyword: ClassVar[str] = "equal_heads"
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -158,7 +158,7 @@ class MaxDistinct(SideConstraint):
         Number of different budgets in tokens, at least 1.
     """
 
-    flag: ClassVar[str] = "--max-distinct"
+    keyword: ClassVar[str] = "max_distinct"
 
     most: int
 
@@ -195,7 +195,7 @@ class RankBalance(SideConstraint):
         The largest rank's bytes are at most ``(1 + tolerance)`` times the mean rank's.
     """
 
-    flag: ClassVar[str] = "--ranks"
+    keyword: ClassVar[str] = "ranks"
 
     n_ranks: int
     tolerance: float = 0.02

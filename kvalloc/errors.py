@@ -1,8 +1,10 @@
-"""Every error that a user can cause, under one base class."""
+"""Every error that a user can cause, under one base class, and how messages name options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 
@@ -107,3 +109,87 @@ def nearest(name: str, known: Iterable[str]) -> str:
     lowered = {each.lower(): each for each in known}
     near = get_close_matches(name.lower(), lowered, n=1)
     return f"the nearest is {lowered[near[0]]!r}; " if near else ""
+
+
+_flags: ContextVar[bool] = ContextVar("kvalloc_names_flags", default=False)
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """Let messages inside name options as flags: the command line's users type those."""
+    token = _flags.set(True)
+    try:
+        yield
+    finally:
+        _flags.reset(token)
+
+
+def option(name: str, value: object = None, *, keyword: str | None = None) -> str:
+    """An option as the reader of a message writes it: a keyword, or a flag of the command line.
+
+    Parameters
+    ----------
+    name : str
+        The keyword, from which the flag follows.
+    value : object, optional
+        What to give it: text, a number, True for a switch, or a sequence; none by default.
+    keyword : str, optional
+        The keyword, where it is not the flag's name.
+
+    Examples
+    --------
+    >>> option("budget_tokens"), option("budget", "20%"), option("bits", (16, 8))
+    ('budget_tokens', "budget='20%'", 'bits=(16, 8)')
+    >>> with naming_flags():
+    ...     option("budget_tokens"), option("budget", "20%"), option("bits", (16, 8))
+    ('--budget-tokens', '--budget 20%', '--bits 16,8')
+    >>> with naming_flags():
+    ...     option("equal_heads", True)
+    '--equal-heads'
+    """
+    if not _flags.get():
+        name = keyword or name
+        return name if value is None else f"{name}={_written(value)}"
+    flag = f"--{name.replace('_', '-')}"
+    if value is None or value is True:
+        return flag
+    if isinstance(value, tuple | list):
+        return f"{flag} {','.join(map(str, value))}"
+    return f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+
+
+def several(**options: object) -> str:
+    """Several options one behind the other, each as `option` writes it."""
+    between = " " if _flags.get() else ", "
+    return between.join(option(name, value) for name, value in options.items())
+
+
+def command(name: str, **options: object) -> str:
+    """A step of the work as the reader of a message takes it: a function, or a command.
+
+    Parameters
+    ----------
+    name : str
+        Of both.
+    **options
+        As `option` takes them.
+
+    Examples
+    --------
+    >>> command("profile", loss="fast")
+    "kvalloc.profile(loss='fast')"
+    >>> with naming_flags():
+    ...     command("profile", loss="fast")
+    "'kvalloc profile --loss fast'"
+    """
+    written = several(**options)
+    return f"'kvalloc {name} {written}'" if _flags.get() else f"kvalloc.{name}({written})"
+
+
+def by_interface(*, python: str, flags: str) -> str:
+    """What differs in more than the names of options, for whoever reads the message."""
+    return flags if _flags.get() else python
+
+
+def _written(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)

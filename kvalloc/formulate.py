@@ -9,7 +9,7 @@ import numpy as np
 from kvalloc.capacity import capacity_of, sliding_layer_bytes
 from kvalloc.costs import check_size, head_cost
 from kvalloc.dominated import Undominated, undominated
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.predicting import even_options, least_loss_tokens, loss_curves
 from kvalloc.problem import Aggregate, AllocationProblem, FloatArray, Sense
 from kvalloc.request import Request
@@ -195,7 +195,7 @@ def _check_context(scores: ScoreProfile, context: int, request: Request) -> None
         raise InputError(
             f"a largest budget of {request.max_tokens} tokens is below the "
             f"{scores.protected_tokens} of sinks and window, which are never evicted; give "
-            f"--max-tokens {scores.protected_tokens} or more"
+            f"{option('max_tokens', scores.protected_tokens)} or more"
         )
 
 
@@ -213,7 +213,7 @@ def _option_tokens(
     if (most - floor) // page > MOST_OPTIONS:
         raise InputError(
             f"{(most - floor) // page:,} budgets for each unit are more than fit in memory; ask "
-            f"for larger pages, such as --page {-(-(most - floor) // MOST_OPTIONS)}"
+            f"for larger pages, such as {option('page', -(-(most - floor) // MOST_OPTIONS))}"
         )
     if page == 1:
         return np.arange(floor, most + 1, dtype=np.int64)
@@ -224,6 +224,7 @@ def _option_tokens(
     if int(options[0]) > most:
         raise InputError(
             f"no budget of whole pages of {page} tokens is between the least of {floor} and the "
-            f"largest of {most}; give --max-tokens {options[0]} or more, or smaller pages"
+            f"largest of {most}; give {option('max_tokens', int(options[0]))} or more, or smaller "
+            "pages"
         )
     return options[options <= most]

@@ -13,7 +13,7 @@ from kvalloc.budget_profile import Level
 from kvalloc.capacity import full_cost
 from kvalloc.checking import solve_unbounded
 from kvalloc.costs import Cost
-from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formulate import formulate
 from kvalloc.layer_groups import Groups
 from kvalloc.predicting import mean_retention, predicted_loss
@@ -183,7 +183,7 @@ def trace_request(
     if isinstance(request.share_groups, int):
         raise InputError(
             "the best groups of layers differ from size to size; name them, such as "
-            "--share-groups 2-3,4-5 (kvalloc solve chooses them for one size)"
+            f"{option('share_groups', '2-3,4-5')} (kvalloc solve chooses them for one size)"
         )
     problem = formulate(scores, request)
     chosen = get_solver(solver, **(solver_options or {}))

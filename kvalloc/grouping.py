@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.errors import InfeasibleError, InputError, command, option
 from kvalloc.formulate import formulate
 from kvalloc.layer_groups import Groups, parse_groups
 from kvalloc.problem import AllocationProblem, Sense
@@ -129,7 +129,7 @@ class _Search:
         if scores.shared_runs is None:
             raise InputError(
                 "the score profile has no curves of layers that share entries; measure again with "
-                "'kvalloc profile --share-length 2'"
+                f"{command('profile', share_length=2)}"
             )
         self.problem = problem
         self.layers = scores.shape.full_layers
@@ -243,7 +243,7 @@ def _cut_graph(layers: tuple[int, ...], segments: list[tuple[int, ...]], most: i
         raise InfeasibleError(
             f"{most} groups cannot hold the {len(layers)} layers: the first two stand alone and "
             f"the longest measured runs leave at least {least}; ask for at least "
-            f"--share-groups {least}",
+            f"{option('share_groups', least)}",
             nearest=least,
         )
     before_end = {node for last in ends for node in nx.ancestors(graph, last) | {last}}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, command
 
 if TYPE_CHECKING:
     from kvalloc.score_profile import ScoreProfile
@@ -174,7 +174,7 @@ def run_index(scores: ScoreProfile, group: Sequence[int]) -> int:
     InputError
         If it was not measured.
     """
-    again = f"measure again with 'kvalloc profile --share-length {len(group)}'"
+    again = f"measure again with {command('profile', share_length=len(group))}"
     if scores.shared_runs is None:
         raise InputError(f"the score profile has no curves of layers that share entries; {again}")
     found = np.flatnonzero((scores.shared_runs == (group[0], len(group))).all(axis=1))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget, SideConstraint
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.quantities import parse_bytes, parse_indices
 from kvalloc.shape import ModelShape
 
@@ -109,17 +109,20 @@ class Limits:
         if self.max_distinct is not None and self.max_distinct < 1:
             raise InputError(
                 f"at most {self.max_distinct} different budgets is not possible; give "
-                "--max-distinct 1 or more"
+                f"{option('max_distinct', 1)} or more"
             )
         if self.ranks is not None and self.ranks < 1:
-            raise InputError(f"{self.ranks} ranks hold nothing; give --ranks 1 or more")
+            raise InputError(f"{self.ranks} ranks hold nothing; give {option('ranks', 1)} or more")
         tolerance = self.rank_tolerance
         if tolerance is not None and self.ranks is None:
-            raise InputError("--rank-tolerance says nothing without --ranks; give both or neither")
+            raise InputError(
+                f"{option('rank_tolerance')} says nothing without {option('ranks')}; give both or "
+                "neither"
+            )
         if tolerance is not None and not 0 <= tolerance < math.inf:
             raise InputError(
                 f"a rank tolerance of {tolerance:g} is no share above the mean; give a number >= "
-                "0, such as --rank-tolerance 0.02"
+                f"0, such as {option('rank_tolerance', 0.02)}"
             )
         for text in self.cap:
             LayerCap.parse(text)
@@ -146,13 +149,14 @@ class Limits:
             return
         if self.ranks is not None:
             raise InputError(
-                "--ranks places single KV heads, and at layer level all heads of a layer are one "
-                "unit; use --level head (with --equal-heads for one budget a layer)"
+                f"{option('ranks')} places single KV heads, and at layer level all heads of a "
+                f"layer are one unit; use {option('level', 'head')} (with "
+                f"{option('equal_heads', True)} for one budget a layer)"
             )
         if self.equal_heads:
             raise InputError(
-                "--equal-heads is what --level layer does in any case; leave it out, or use "
-                "--level head"
+                f"{option('equal_heads')} is what {option('level', 'layer')} does in any case; "
+                f"leave it out, or use {option('level', 'head')}"
             )
 
     def constraints(
@@ -225,13 +229,13 @@ def _group_cap(
     beyond = [layer for layer in cap.layers if layer >= shape.n_layers]
     if beyond:
         raise InputError(
-            f"--cap {cap.text} names layer {beyond[0]}, and {shape.model_id} has layers "
+            f"{option('cap', cap.text)} names layer {beyond[0]}, and {shape.model_id} has layers "
             f"0-{shape.n_layers - 1}; name some of those"
         )
     sliding = sum(shape.layer_types[layer] == "sliding" for layer in cap.layers)
     if sliding == len(cap.layers):
         raise InputError(
-            f"--cap {cap.text} names only sliding-window layers, which store "
+            f"{option('cap', cap.text)} names only sliding-window layers, which store "
             f"{sliding * sliding_layer_bytes:,} bytes whatever is decided; leave it out"
         )
     return GroupCap(

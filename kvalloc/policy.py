@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,6 @@ def places_of(own: Policy, others: Sequence[Policy], names: Sequence[str]) -> tu
         found = "no policy is named" if unknown is None else f"no losses of {unknown!r} are held"
         raise InputError(
             f"{found}; this score profile has those of {', '.join(titles)}: choose from them, or "
-            "measure more with 'kvalloc profile --loss-policies'"
+            f"measure more with {command('profile', loss_policies=None)}"
         )
     return tuple(sorted({titles.index(name) for name in names}))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, command
 from kvalloc.layer_groups import Groups
 from kvalloc.score_profile import ScoreProfile, interpolate_curves
 
@@ -142,7 +142,7 @@ def loss_curves(scores: ScoreProfile, *, sample: int | None = None) -> FloatArra
     if scores.losses is None:
         raise InputError(
             "this score profile holds no loss curves, so no loss can be predicted; measure them "
-            "with 'kvalloc profile --loss', or ask for retention"
+            f"with {command('profile', loss='measured')}, or ask for retention"
         )
     mean: FloatArray = scores.losses.mean(axis=0) if sample is None else scores.losses[sample]
     return mean

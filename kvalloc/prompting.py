@@ -18,7 +18,7 @@ from torch import nn
 from kvalloc.adapting import adapt_budgets, check_adapt, may_move
 from kvalloc.attention_hook import AttentionStates
 from kvalloc.budget_profile import BudgetProfile, Level, Policy
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.library import load_profile
 from kvalloc.measure.prompt_scores import check_measured_tokens, prompt_scores
 from kvalloc.models import shape_of
@@ -134,8 +134,8 @@ def _check_hold(hold: bool, scorer: Scorer, measured_tokens: int | None) -> None
         check_prompt_only(scorer)
     elif measured_tokens is not None:
         raise InputError(
-            "a held prompt is measured whole and without another prefill, so measured_tokens "
-            "spares nothing; leave out one of them"
+            "a held prompt is measured whole and without another prefill, so "
+            f"{option('measured_tokens')} spares nothing; leave out one of them"
         )
 
 
@@ -438,13 +438,14 @@ def apply(
     }
     if profile is None:
         if adapt is not None:
-            raise InputError("adapt moves the budgets of a stored profile; give one, too")
+            moves = f"{option('adapt')} moves the budgets of a stored profile"
+            raise InputError(f"{moves}; give one, too")
         target = PromptTarget(measured_tokens=measured_tokens, hold=hold, **asked)
         return Applied(model, _for_target(model, target, picked))
     if asked:
         raise InputError(
-            f"a profile and {next(iter(asked))} are two decisions at once; give the profile, with "
-            "adapt if each prompt is to move it, or a target alone"
+            f"a profile and {option(next(iter(asked)))} are two decisions at once; give the "
+            f"profile, with {option('adapt')} if each prompt is to move it, or a target alone"
         )
     picked["allow_other_model"] = allow_other_model
     if adapt is not None:
@@ -452,7 +453,8 @@ def apply(
     elif measured_tokens is not None or hold:
         name = "hold" if hold else "measured_tokens"
         raise InputError(
-            f"with a stored profile nothing is measured; leave out {name}, or give adapt"
+            f"with a stored profile nothing is measured; leave out {option(name)}, or give "
+            f"{option('adapt')}"
         )
     if isinstance(profile, str | Path):
         profile = load_profile(profile)

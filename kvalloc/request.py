@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from kvalloc.budget_profile import LengthRule, Level
 from kvalloc.costs import Cost, check_cost
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.layer_groups import Groups, parse_groups
 from kvalloc.limits import Limits
 from kvalloc.quantities import parse_bytes, parse_share
@@ -133,11 +133,11 @@ class Request:
 
     def __post_init__(self) -> None:
         given = [name for name in _TARGETS if getattr(self, name) is not None]
-        options = ", ".join(_TARGETS.values())
+        options = ", ".join(map(option, _TARGETS))
         if not given:
             raise InputError(f"no target: say what to reach with one of {options}")
         if len(given) > 1:
-            both = " and ".join(_TARGETS[name] for name in given)
+            both = " and ".join(map(option, given))
             raise InputError(f"{both} are two targets at once; give one of {options}")
         if self.level not in ("layer", "head"):
             raise InputError(f"the level is {self.level!r}, expected 'layer' or 'head'")
@@ -150,7 +150,8 @@ class Request:
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens or 0):
             raise InputError(
                 f"a largest budget of {self.max_tokens} tokens is below the least of "
-                f"{max(1, self.min_tokens or 0)}; raise --max-tokens or lower --min-tokens"
+                f"{max(1, self.min_tokens or 0)}; raise {option('max_tokens')} or lower "
+                f"{option('min_tokens')}"
             )
         self.limits.check_level(self.level)
         self._check_bits()
@@ -186,8 +187,8 @@ class Request:
             self._check_weights()
         if self.objective == "loss" and self.target_retention is not None:
             raise InputError(
-                "a target retention does not go with the objective 'loss'; give --target-loss, or "
-                "leave the objective out"
+                "a target retention does not go with the objective 'loss'; give "
+                f"{option('target_loss')}, or leave the objective out"
             )
 
     def _check_weights(self) -> None:
@@ -211,21 +212,21 @@ class Request:
         if not widths or any(width not in BIT_WIDTHS for width in widths):
             raise InputError(
                 f"the bits are {list(self.bits)}, expected some of "
-                f"{', '.join(map(str, BIT_WIDTHS))}, such as --bits 16,8,4"
+                f"{', '.join(map(str, BIT_WIDTHS))}, such as {option('bits', (16, 8, 4))}"
             )
         object.__setattr__(self, "bits", None if widths == (16,) else widths)
         if widths == (16,):
             return
         if self.objective == "loss":
             raise InputError(
-                "loss curves are measured at full precision and know no bits; leave out --bits, "
-                "or ask for retention"
+                "loss curves are measured at full precision and know no bits; leave out "
+                f"{option('bits')}, or ask for retention"
             )
         if self.limits.max_distinct is not None or self.limits.equal_heads:
             raise InputError(
-                "with --bits two budgets differ in tokens or in bits, and --max-distinct and "
-                "--equal-heads count tokens alone; leave them out (--level layer gives all heads "
-                "of a layer the same)"
+                f"with {option('bits')} two budgets differ in tokens or in bits, and "
+                f"{option('max_distinct')} and {option('equal_heads')} count tokens alone; leave "
+                f"them out ({option('level', 'layer')} gives all heads of a layer the same)"
             )
 
     def _check_cost(self) -> None:
@@ -234,17 +235,18 @@ class Request:
             return
         if self.memory is not None:
             raise InputError(
-                f"--memory is a size of stored bytes and the cost is {self.cost}; give a share of "
-                "the whole cost with --budget, or --cost bytes"
+                f"{option('memory')} is a size of stored bytes and the cost is {self.cost}; give a "
+                f"share of the whole cost with {option('budget')}, or {option('cost', 'bytes')}"
             )
         if self.limits.caps or self.limits.ranks is not None:
             raise InputError(
                 f"caps and ranks are about stored bytes and the cost is {self.cost}; leave them "
-                "out, or take --cost bytes"
+                f"out, or take {option('cost', 'bytes')}"
             )
         if self.cost == "communication" and self.bits is not None:
             raise InputError(
-                "secret shares have one width, so --bits does not go with --cost communication"
+                f"secret shares have one width, so {option('bits')} does not go with "
+                f"{option('cost', 'communication')}"
             )
 
     @property
@@ -304,7 +306,7 @@ def _check_policies(request: Request) -> None:
     if request.objective == "worst" or request.target_retention is not None:
         raise InputError(
             "policies are chosen by what they lose, and retention is asked for; give "
-            "--target-loss or --objective loss, or leave the policies out"
+            f"{option('target_loss')} or {option('objective', 'loss')}, or leave the policies out"
         )
     object.__setattr__(request, "objective", "loss")
 
@@ -328,13 +330,7 @@ def _check_workloads(request: Request) -> None:
         )
 
 
-_TARGETS = {
-    "target_retention": "--target-retention",
-    "target_loss": "--target-loss",
-    "budget": "--budget",
-    "budget_tokens": "--budget-tokens",
-    "memory": "--memory",
-}
+_TARGETS = ("target_retention", "target_loss", "budget", "budget_tokens", "memory")
 
 _RENAMED = {"context_tokens": "context", "page_tokens": "page"}
 LIMIT_OPTIONS = tuple(field.name for field in fields(Limits))

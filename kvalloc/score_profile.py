@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.errors import InputError, ProfileFileError, command, option
 from kvalloc.files import atomic_write
 from kvalloc.layer_groups import run_index
 from kvalloc.policy import Policy
@@ -242,7 +242,7 @@ class ScoreProfile:
             known = f"those of {', '.join(map(str, widths))} bits were" if widths else "none was"
             raise InputError(
                 f"what {bits} bits do was not measured in this score profile ({known}); measure it "
-                "with 'kvalloc profile --bits 16,8,4', or leave it out of --bits"
+                f"with {command('profile', bits=(16, 8, 4))}, or leave it out of {option('bits')}"
             )
         return self.bit_fidelity[..., widths.index(bits)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from kvalloc.errors import InputError, ModelMismatchError
+from kvalloc.errors import InputError, ModelMismatchError, option
 
 LayerType = Literal["full", "sliding"]
 
@@ -130,7 +130,7 @@ class ModelShape:
             raise ModelMismatchError(
                 f"the profile is for {self.model_id}, but the model is {other.model_id}; make a "
                 "profile for this model with 'kvalloc profile', or allow another model of the "
-                "same sizes (--allow-other-model, allow_other_model=True)"
+                f"same sizes ({option('allow_other_model', True)})"
             )
 
     def to_dict(self) -> dict[str, Any]:

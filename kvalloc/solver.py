@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import SolverError
+from kvalloc.errors import SolverError, option
 from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
 
 IntArray = npt.NDArray[np.int64]
@@ -116,14 +116,16 @@ class Solver(ABC):
             True, or a sentence that says why not and which solver to use instead.
         """
         unknown = {
-            c.flag or type(c).__name__ for c in problem.constraints if type(c) not in self.handles
+            option(c.keyword) if c.keyword else type(c).__name__
+            for c in problem.constraints
+            if type(c) not in self.handles
         }
         if unknown:
             return f"{self.name} does not handle {', '.join(sorted(unknown))}; use ilp"
         if problem.bits is not None and not self.takes_bits:
             return (
                 f"{self.name} chooses tokens and no bits; use dp, lagrangian or ilp, or leave out "
-                "--bits"
+                f"{option('bits')}"
             )
         if problem.aggregate not in self.aggregates:
             if problem.aggregate is Aggregate.TAIL:

@@ -13,7 +13,7 @@ from kvalloc.advising import advise
 from kvalloc.budget_profile import BudgetProfile, Level
 from kvalloc.checking import CheckedSolution, solve_problem
 from kvalloc.costs import Cost
-from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formulate import formulate
 from kvalloc.grouping import settle
 from kvalloc.layer_groups import Groups, groups_record
@@ -217,8 +217,8 @@ def default_objective(
     if refusal:
         return request, f"retention decides, not the loss curves: {refusal}"
     return by_loss, (
-        "the score profile holds loss curves, so the least predicted loss decides; --objective "
-        "mean asks for retention"
+        "the score profile holds loss curves, so the least predicted loss decides; "
+        f"{option('objective', 'mean')} asks for retention"
     )
 
 
@@ -359,12 +359,12 @@ def _solved(
     if problem.constraints:
         raise InputError(
             "the mean of several allocations need not keep caps, ranks or few distinct budgets; "
-            "use --average curves with them"
+            f"use {option('average', 'curves')} with them"
         )
     if problem.bits is not None or np.any(problem.option_counts != problem.option_counts[0]):
         raise InputError(
             "the mean of several allocations is one of tokens, and here options differ in more; "
-            "use --average curves"
+            f"use {option('average', 'curves')}"
         )
     return problem, _average_allocations(scores, request, problem, solver, time_limit)
 

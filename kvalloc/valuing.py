@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.policy import places_of
 from kvalloc.predicting import evictable_rank, loss_at, policy_loss_curves
 from kvalloc.score_profile import ScoreProfile, interpolate_curves
@@ -195,7 +195,7 @@ def _unit_losses(
     else:
         raise InputError(
             "the loss curves of this score profile were measured on whole layers, so they cannot "
-            "tell KV heads apart; ask for --level layer, or measure every head"
+            f"tell KV heads apart; ask for {option('level', 'layer')}, or measure every head"
         )
     return loss_at(scores, curves, tokens, context)
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.problem import AllocationProblem, IntArray, apportion
 from kvalloc.solver import Solution, Solver
 from kvalloc.solvers._rules import needs_one_step, share_out
@@ -61,7 +61,8 @@ class AdaptiveHead(Solver):
         if refusal is not True:
             return refusal
         if np.any(problem.heads < 0):
-            return "adaptive_head shares a layer's budget between its heads; use --level head"
+            level = option("level", "head")
+            return f"adaptive_head shares a layer's budget between its heads; use {level}"
         if not problem.is_concave:
             return "adaptive_head needs curves of best entries first (concave); use ilp"
         return needs_one_step(problem, self.name)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.problem import (
     AllocationProblem,
     FloatArray,
@@ -85,7 +85,7 @@ class DP(Solver):
         if needed > self.memory_bytes:
             return (
                 f"dp could need a table of {needed:,} bytes and may use {self.memory_bytes:,}; use "
-                "larger pages (--page), or lagrangian, or ilp"
+                f"larger pages ({option('page')}), or lagrangian, or ilp"
             )
         return True
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.problem import AllocationProblem, FloatArray, IntArray, Sense
 from kvalloc.solver import Solution, Solver
 from kvalloc.solvers._options import numbers
@@ -76,7 +76,8 @@ class HeadClasses(Solver):
         if refusal is not True:
             return refusal
         if np.any(problem.heads < 0):
-            return "head_classes sorts single heads into two classes; use --level head, or greedy"
+            level = option("level", "head")
+            return f"head_classes sorts single heads into two classes; use {level}, or greedy"
         if self.importance is not None and self.importance.size != problem.n_units:
             return (
                 f"head_classes got {self.importance.size} numbers as importance, expected "

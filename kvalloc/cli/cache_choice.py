@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import InputError, KVAllocError, nearest
+from kvalloc.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from kvalloc.budget_profile import BudgetProfile
@@ -197,22 +194,3 @@ class CacheChoice:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-@contextmanager
-def naming_flags() -> Iterator[None]:
-    """Let errors name options as they are typed here, where the library names its keywords."""
-    try:
-        yield
-    except KVAllocError as error:
-        text = str(error).replace(
-            "(--allow-other-model, allow_other_model=True)", "(--allow-other-model)"
-        )
-        text = text.replace("(allow_other_model=True)", "(--allow-other-model)")
-        text = text.replace("a cache written by cache.save()", "a cache written with --save-cache")
-        text = re.sub(r"(?<!-)\b(decode_every|measured_tokens)\b", lambda m: _flag(m[1]), text)
-        text = re.sub(
-            r"^adapt is\b|(?<=leave out )adapt\b|(?<=without )adapt\b", lambda m: f"--{m[0]}", text
-        )
-        error.args = (text,)
-        raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.cli import generate_options as options
 from kvalloc.cli import targets
 from kvalloc.cli.asking import check_questions
-from kvalloc.cli.cache_choice import CacheChoice, naming_flags
+from kvalloc.cli.cache_choice import CacheChoice
 from kvalloc.cli.loading import load
 from kvalloc.cli.one_answer import (
     answer_prompt,
@@ -122,11 +122,10 @@ def generate(
         quiet=quiet,
     )
     wanted.check()
-    with naming_flags():
-        if wanted.document:
-            _ask_document(wanted)
-        else:
-            _answer_prompt(wanted)
+    if wanted.document:
+        _ask_document(wanted)
+    else:
+        _answer_prompt(wanted)
 
 
 @dataclass(frozen=True, kw_only=True)

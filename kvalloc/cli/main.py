@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvalloc import __version__
-from kvalloc.errors import KVAllocError
+from kvalloc.errors import KVAllocError, naming_flags
 
 COMMANDS = (
     "demo",
@@ -95,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     _open_closed_streams()
     try:
-        code = _run(_complete(list(sys.argv[1:] if arguments is None else arguments)))
+        with naming_flags():
+            code = _run(_complete(list(sys.argv[1:] if arguments is None else arguments)))
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain again when it flushes at exit.

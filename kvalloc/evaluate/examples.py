@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.evaluate.cases import ANSWER_TOKENS, Case, Turn
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ def fitted(
     low, high = sizes
     if length(low) > n_tokens:
         raise InputError(
-            f"no prompt of the task {task} fits into {n_tokens} tokens; ask for a longer --context"
+            f"no prompt of the task {task} fits into {n_tokens} tokens; ask for a longer "
+            f"{option('context')}"
         )
     while low < high:
         middle = (low + high + 1) // 2
@@ -175,7 +176,7 @@ def fitted(
     if length(low) < LEAST_SHARE * n_tokens:
         raise InputError(
             f"the task {task} cannot be made {n_tokens} tokens long from {make(low).source}; "
-            "ask for another --context"
+            f"ask for another {option('context')}"
         )
     return make(low)
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)[, ](?=\d)")
@@ -170,7 +170,7 @@ def retrieval(said: str, right: str) -> float:
     if found is None:
         raise InputError(
             f"the answer {right!r} is not 'Paragraph N', which the metric retrieval needs; "
-            "choose another --metric"
+            f"choose another {option('metric')}"
         )
     return _share_of_numbers(said, found.group(1))
 

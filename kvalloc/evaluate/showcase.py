@@ -26,7 +26,7 @@ SHARES = (0.125, 0.2, 0.3, 0.4, 0.6, 0.8)
 ORDER = ("uniform", "greedy", "ilp", "pyramid", "adaptive_head", "max_min", "proportional")
 """What is shown first, and asked first where time is short; then all others by name."""
 
-NO_TIME = "the time limit was near (--time-limit)"
+NO_TIME = "the time limit was near"
 
 Target = dict[str, float | int]
 Rule = Callable[[float], BudgetProfile]

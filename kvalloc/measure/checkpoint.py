@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.files import atomic_write
 
 FloatArray = npt.NDArray[np.float64]
@@ -166,8 +166,8 @@ class Checkpoint:
     def _check_unfinished(self, job: dict[str, Any], *, resume: bool) -> None:
         if not resume:
             raise InputError(
-                f"{self._folder} holds an unfinished measurement; go on with --resume "
-                "(resume=True), or delete the folder to start over"
+                f"{self._folder} holds an unfinished measurement; go on with "
+                f"{option('resume', True)}, or delete the folder to start over"
             )
         try:
             manifest = json.loads((self._folder / _MANIFEST).read_text(encoding="utf-8"))

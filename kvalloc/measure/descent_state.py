@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.files import atomic_write
 
 _FORMAT = 1
@@ -42,8 +42,8 @@ class StateFile:
             return
         if not resume:
             raise InputError(
-                f"{self._path} holds an unfinished descent; go on with --resume (resume=True), or "
-                "delete the file to start over"
+                f"{self._path} holds an unfinished descent; go on with "
+                f"{option('resume', True)}, or delete the file to start over"
             )
         begun = self._read()[1]["job"]
         for field in sorted({*begun, *self._job}):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.quantising import output_fidelity
 from kvalloc.stored_bytes import BIT_WIDTHS
 
@@ -33,7 +33,8 @@ def checked_widths(bits: Sequence[int] | None) -> tuple[int, ...]:
     if not widths or any(width not in BIT_WIDTHS for width in widths):
         known = ", ".join(map(str, BIT_WIDTHS))
         raise InputError(
-            f"the bits are {list(bits)}, expected some of {known}, such as --bits 16,8,4"
+            f"the bits are {list(bits)}, expected some of {known}, such as "
+            f"{option('bits', (16, 8, 4))}"
         )
     return widths
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 
 if TYPE_CHECKING:
     from kvalloc.measure.loss_curves import LossLevel, MeasuredLosses
@@ -74,7 +74,7 @@ class LossPlan:
         if self.probes is not None and (self.probes < 1 or self.method != "measured"):
             raise InputError(
                 f"{self.probes} probes of {self.method} losses cannot be measured; ask for 1 or "
-                "more with --loss measured"
+                f"more with {option('loss', 'measured')}"
             )
         if not self.shares or not all(0 <= share <= 1 for share in self.shares):
             raise InputError(

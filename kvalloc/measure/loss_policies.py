@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.policy import Policy
 from kvalloc.registry import SCORERS, names
 
@@ -114,7 +114,8 @@ def _named(text: str, own: Policy, scorer: Scorer) -> Policy:
     if (least := policy.scorer_parameters.get("window", 0)) > own.window:
         raise InputError(
             f"the policy {text!r} looks at the last {least} tokens, but the score profile protects "
-            f"a window of {own.window}; profile with --window {least}, or give it a smaller one"
+            f"a window of {own.window}; profile with {option('window', least)}, or give it "
+            "a smaller one"
         )
     built = policy_of(policy)
     check_chooses_only(built)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.measure.job import Job
 from kvalloc.measure.profiling import measure_job
 from kvalloc.measure.sampling import SampleSet, cut_middle
@@ -34,7 +34,7 @@ def check_measured_tokens(measured_tokens: object, protected_tokens: int) -> Non
     whole = isinstance(measured_tokens, int) and not isinstance(measured_tokens, bool)
     if not whole or int(measured_tokens) <= protected_tokens:  # type: ignore[call-overload]
         raise InputError(
-            f"measured_tokens is {measured_tokens!r}, but sinks and window alone are "
+            f"{option('measured_tokens')} is {measured_tokens!r}, but sinks and window alone are "
             f"{protected_tokens} tokens; measure on more, such as 1024, or on the whole prompt"
         )
 

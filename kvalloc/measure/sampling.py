@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.measure.held_out import refuse_held_out
 from kvalloc.measure.texts import Document, Prompt
 from kvalloc.quiet import one_line
@@ -244,7 +244,7 @@ def _check_length(prompt: Prompt, n_tokens: int, least_tokens: int) -> None:
         raise InputError(
             f"{prompt.where}: the prompt has {n_tokens} tokens, but sinks and window leave "
             f"something to decide only from {least_tokens} tokens on; lengthen or remove it, or "
-            "choose a smaller --window"
+            f"choose a smaller {option('window')}"
         )
 
 

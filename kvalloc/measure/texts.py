@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 
 TEXT_SUFFIXES = (
     *(".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".yaml", ".yml", ".toml", ".csv"),
@@ -104,7 +104,8 @@ def read_texts(paths: Iterable[str | Path]) -> list[Document]:
             documents += _read_folder(path)
             continue
         if path.suffix.lower() == ".jsonl":
-            raise InputError(f"{path} holds JSONL prompts; give it with --prompts, not as text")
+            reader = option("prompts", keyword="read_prompts")
+            raise InputError(f"{path} holds JSONL prompts; read it with {reader}, not as text")
         text = _read_utf8(path)
         if not text.strip():
             raise InputError(f"{path} is empty; give a file with text in it")
@@ -168,7 +169,7 @@ def default_texts() -> list[Document]:
     if not found:
         raise InputError(
             "the texts that ship with kvalloc are missing from this installation; reinstall "
-            "kvalloc, or name a text with --text"
+            f"kvalloc, or name a text with {option('text', keyword='texts')}"
         )
     return [Document(text=entry.read_text(encoding="utf-8"), name=entry.name) for entry in found]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -81,7 +81,8 @@ def split_prompts(
     if names.size < LEAST_PROMPTS:
         raise InputError(
             f"refining needs at least {LEAST_PROMPTS} prompts, some to learn from and some to "
-            f"judge by, and there are {names.size}; give more with --refine-prompts"
+            f"judge by, and there are {names.size}; give more with "
+            f"{option('refine_prompts', keyword='prompts')}"
         )
     random = np.random.default_rng(seed)
     held: list[int] = []

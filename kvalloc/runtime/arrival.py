@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.budget_profile import BudgetProfile
-from kvalloc.errors import UnsupportedRequestError
+from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.runtime.ragged import IntArray
 
 __all__ = ["Arrival", "Step"]
@@ -209,7 +209,8 @@ class Arrival:
         if new_visible is not None:
             raise UnsupportedRequestError(
                 "tokens that follow a prompt cannot have padding where the budget is kept while "
-                "decoding; ask questions of equal length together, or leave out decode_every"
+                "decoding; ask questions of equal length together, or leave out "
+                f"{option('decode_every')}"
             )
         due = self._followed + new_tokens >= self.decode_every
         return Step(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvalloc.attention_hook import AttentionStates
 from kvalloc.budget_profile import BudgetProfile
-from kvalloc.errors import UnsupportedRequestError
+from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.deciding import Decide, from_held, prompt_rows
 from kvalloc.runtime.groups import Held
@@ -276,8 +276,10 @@ class HoldsPrompt:
                     "choose another scorer",
                 )
             elif deciding is not None:
-                why, instead = "hold decides once, when the prompt is complete", "do not hold"
-            raise UnsupportedRequestError(f"{why}; leave out decode_every, or {instead}")
+                why = f"{option('hold')} decides once, when the prompt is complete"
+                instead = "do not hold"
+            without = option("decode_every")
+            raise UnsupportedRequestError(f"{why}; leave out {without}, or {instead}")
         return Holding(wanted, model, deciding)
 
     def _holds(self, step: Step) -> bool:

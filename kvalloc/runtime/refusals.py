@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvalloc.attention_hook import base_implementation
 from kvalloc.budget_profile import BudgetProfile
-from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
+from kvalloc.errors import InputError, SolverError, UnsupportedRequestError, option
 from kvalloc.layer_groups import shared_text
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.masks import MaskKind, mask_kind
@@ -131,7 +131,7 @@ def check_profile(profile: BudgetProfile) -> None:
         raise InputError(
             f"the smallest budget is {int(profile.budgets[full].min())} entries, below the "
             f"{least} tokens of sinks and window that are never evicted; solve again with "
-            f"--min-tokens {least}"
+            f"{option('min_tokens', least)}"
         )
 
 
@@ -142,7 +142,7 @@ def _check_bits(profile: BudgetProfile) -> None:
         raise UnsupportedRequestError(
             f"this profile stores entries at {fewest} bits, but the policy {profile.policy.name} "
             "compares keys as the model made them at each decoded token; choose another policy, "
-            "or solve again without --bits"
+            f"or solve again without {option('bits')}"
         )
 
 
@@ -151,12 +151,13 @@ def _check_shares(profile: BudgetProfile) -> None:
     if profile.unit_policies is not None or profile.unit_weights is not None:
         raise UnsupportedRequestError(
             f"{groups}, but heads have different policies, which cannot choose together; solve "
-            "again without --share-groups, or with one policy"
+            f"again without {option('share_groups')}, or with one policy"
         )
     if not issubclass(policy_class(profile.policy.name), RankedPolicy):
         raise UnsupportedRequestError(
             f"{groups}, but the policy {profile.policy.name} chooses for each layer on its own; "
-            "take one that ranks, such as score, or solve again without --share-groups"
+            "take one that ranks, such as score, or solve again without "
+            f"{option('share_groups')}"
         )
 
 
@@ -223,11 +224,13 @@ def check_decoding(policy: type[EvictionPolicy], decode_every: object) -> None:
     if decode_every is None:
         return
     if isinstance(decode_every, bool) or not isinstance(decode_every, int) or decode_every < 1:
-        raise InputError(f"decode_every is {decode_every!r}, expected a number of tokens >= 1")
+        raise InputError(
+            f"{option('decode_every')} is {decode_every!r}, expected a number of tokens >= 1"
+        )
     if policy.combine is not EvictionPolicy.combine:
         raise UnsupportedRequestError(
             f"the policy {policy.name} merges entries, for which it has to see the whole prompt at "
-            "once; leave out decode_every, or choose another policy"
+            f"once; leave out {option('decode_every')}, or choose another policy"
         )
 
 
@@ -251,7 +254,7 @@ def check_chunk(policy: EvictionPolicy, step: Step) -> None:
         raise UnsupportedRequestError(
             "one of this profile's policies adds up the attention of all tokens, which works for "
             "prompts in one piece only where heads have different policies; send the prompt in "
-            "one piece without decode_every, or give all heads one policy"
+            f"one piece without {option('decode_every')}, or give all heads one policy"
         )
 
 
@@ -282,7 +285,7 @@ def check_crop(cache: BudgetCache) -> None:
     if cache.arrival.decode_every is not None:
         raise UnsupportedRequestError(
             "cannot crop a cache that keeps its budget while decoding: what scores were made of "
-            "cannot be taken back; make one without decode_every"
+            f"cannot be taken back; make one without {option('decode_every')}"
         )
     if cache.get_seq_length() and not cache.prompt_complete:
         raise UnsupportedRequestError(

@@ -22,7 +22,7 @@ from kvalloc.cache_header import (
     read_header,
     text_digest,
 )
-from kvalloc.errors import ModelMismatchError, UnsupportedRequestError
+from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
 from kvalloc.files import atomic_write
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.layers import BudgetLayer
@@ -59,7 +59,7 @@ def save_cache(
     if cache.arrival.decode_every is not None:
         raise UnsupportedRequestError(
             "a cache that keeps its budget while decoding cannot be saved: the file has no place "
-            "for what its policy has noted so far; make one without decode_every"
+            f"for what its policy has noted so far; make one without {option('decode_every')}"
         )
     model = cache.decoder()
     if model is None:
@@ -343,7 +343,7 @@ def _check_model(
         raise ModelMismatchError(
             f"{path} was filled by a {header.get('model')} with other weights than this "
             f"{type(decoder_of(model)).__name__}; load that model, or allow another one of the "
-            "same sizes (allow_other_model=True)"
+            f"same sizes ({option('allow_other_model', True)})"
         )
 
 

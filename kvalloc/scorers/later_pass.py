@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from kvalloc.errors import UnsupportedRequestError
+from kvalloc.errors import UnsupportedRequestError, option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,7 +137,7 @@ def check_prompt_only(scorer: Scorer) -> None:
         If it asks for a later pass.
     """
     if scorer.later is not None:
-        raise UnsupportedRequestError(_ALONE.format(name=scorer.name))
+        raise _alone(scorer)
 
 
 def later_notes(states: AttentionStates, scorer: Scorer) -> Observed:
@@ -151,12 +151,14 @@ def later_notes(states: AttentionStates, scorer: Scorer) -> Observed:
     key: Hashable = scorer.later_key
     found = None if states.later is None else states.later.get(key)
     if found is None:
-        raise UnsupportedRequestError(_ALONE.format(name=scorer.name))
+        raise _alone(scorer)
     return found
 
 
-_ALONE = (
-    "the scorer {name} looks at tokens that come after the prompt, and here only the prompt is "
-    "run; decide budgets with 'kvalloc tune', offer it to heads (--loss-policies), name it where "
-    "a cache is made (--policy), or choose another scorer"
-)
+def _alone(scorer: Scorer) -> UnsupportedRequestError:
+    return UnsupportedRequestError(
+        f"the scorer {scorer.name} looks at tokens that come after the prompt, and here only the "
+        "prompt is run; decide budgets with 'kvalloc tune', offer it to heads "
+        f"({option('loss_policies')}), name it where a cache is made ({option('policy')}), or "
+        "choose another scorer"
+    )

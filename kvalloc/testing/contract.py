@@ -13,6 +13,7 @@ import pytest
 from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.registry import solver_names
+from kvalloc.request import REQUEST_OPTIONS
 from kvalloc.solver import Solution, Solver, Termination
 from kvalloc.solving import CheckedSolution, solve_problem
 from kvalloc.testing.oracle import Optimum, better, brute_force
@@ -85,14 +86,16 @@ class SolverContract:
     def test_it_refuses_with_a_reason(self, solver: Solver) -> None:
         """What it cannot solve it says early, in a sentence with the way out.
 
-        That is another solver, or an option of kvalloc such as ``--level head``.
+        That is another solver, or an option of `kvalloc.solve`, as `kvalloc.errors.option` names
+        it to whoever asks: ``level='head'``, ``--level head``.
         """
         for name, problem in self._all_problems():
             answer = solver.can_solve(problem)
             if answer is True:
                 continue
             assert isinstance(answer, str), f"{name}: can_solve says {answer!r}, not why"
-            ways_out = ["--", *(other for other in solver_names() if other != solver.name)]
+            ways_out = ["--", *(f"{option}=" for option in REQUEST_OPTIONS)]
+            ways_out += [other for other in solver_names() if other != solver.name]
             assert any(way in answer for way in ways_out), (
                 f"{name}: the refusal names no solver to use instead: {answer}"
             )

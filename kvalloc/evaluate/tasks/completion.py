@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.evaluate.examples import Example, Question
 from kvalloc.evaluate.splits import Split, belongs
 from kvalloc.evaluate.tasks.task import Draft, Room, Task, by_rule
@@ -53,7 +53,7 @@ def _completion(room: Room) -> Draft:
     if not long_enough:
         raise InputError(
             f"no module of Python's standard library has {room.n_tokens} tokens; ask for a "
-            "shorter --context"
+            f"shorter {option('context')}"
         )
     name, lines = room.draw.choice(long_enough)
     # Lines before the answer are taken from it backwards, so it must leave enough behind it.

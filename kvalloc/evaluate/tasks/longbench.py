@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.evaluate.cases import Case, Turn
 from kvalloc.evaluate.examples import Example, Question, encode, render
 from kvalloc.evaluate.metrics import find_metric
@@ -182,7 +182,7 @@ def _record(prompt: Prompt, fields: dict[str, Any], metric: str | None) -> Recor
     if kind.metric == "classification" and not classes:
         raise InputError(
             f"{where} has no field 'all_classes', which the metric classification needs; give "
-            "the list of labels, or choose another --metric"
+            f"the list of labels, or choose another {option('metric')}"
         )
     context, asked = fields.get("context", ""), fields.get("input", "")
     if is_longbench and not isinstance(asked, str):
@@ -263,7 +263,7 @@ def _case(request: Request, record: Record, longest: int | None) -> Case:
     if low < 1:
         raise InputError(
             f"{record.prompt.where}: the question alone has more than {longest} tokens; ask for a "
-            "longer --context"
+            f"longer {option('context')}"
         )
     return made(_without_middle(words, low))
 
@@ -278,7 +278,7 @@ def _plain_case(request: Request, record: Record) -> Case:
     if request.after:
         raise InputError(
             f"{prompt.where} has no field 'context' beside 'input', so no question can come after "
-            "the compression; give both, or leave out --question after"
+            f"the compression; give both, or leave out {option('question', 'after')}"
         )
     if prompt.messages:
         chat: Any = list(prompt.messages)

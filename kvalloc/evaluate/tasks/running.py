@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.evaluate.cases import Case, Turn
 from kvalloc.evaluate.examples import encode
 from kvalloc.evaluate.splits import split_texts, stream
@@ -44,13 +44,15 @@ def text_cases(name: str, continuation_tokens: int) -> Callable[[Request], list[
         long_enough = [(source, ids) for source, ids in whole if len(ids) >= needed]
         if not long_enough:
             raise InputError(
-                f"no text for {request.split} has {needed} tokens; ask for a shorter --context"
+                f"no text for {request.split} has {needed} tokens; ask for a shorter "
+                f"{option('context')}"
             )
         held_back = QUESTION_TOKENS if request.after else 0
         if request.n_tokens <= held_back:
             raise InputError(
                 f"a prompt of {request.n_tokens} tokens leaves nothing to compress before the "
-                f"{held_back} that follow the compression; ask for a longer --context"
+                f"{held_back} that follow the compression; ask for a longer "
+                f"{option('context')}"
             )
         cases = []
         for index in range(request.n_cases):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.evaluate.cases import Case
 from kvalloc.evaluate.examples import Example, encode, fitted, render
 from kvalloc.evaluate.splits import Split, split_texts, stream
@@ -106,7 +106,7 @@ class Task:
             raise InputError(
                 f"the task {self.name} asks {self.most_turns} "
                 f"question{'s' * (self.most_turns > 1)} a prompt, not {request.turns}; "
-                "ask for fewer --turns"
+                f"ask for fewer {option('turns')}"
             )
         return self.build(request)
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvalloc.attention_hook import AttentionStates
-from kvalloc.errors import UnsupportedRequestError
+from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.runtime.policies.base import EvictionPolicy
 
 if TYPE_CHECKING:
@@ -109,5 +109,5 @@ def check_chooses_only(policy: EvictionPolicy) -> None:
         does = "merges entries" if policy.combines else "leaves stored entries unread"
         raise UnsupportedRequestError(
             f"the policy {policy.name} {does} and cannot be one of several in a cache; give it to "
-            "all heads (--policy), or choose another one"
+            f"all heads ({option('policy')}), or choose another one"
         )

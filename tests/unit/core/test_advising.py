@@ -37,9 +37,9 @@ ONE_LAYER = make_shape(n_layers=1, n_kv_heads=3)
 @pytest.mark.parametrize(
     ("target", "nearest", "flag"),
     [
-        ({"budget": 0.14}, 0.1667, "--budget 16.67%"),
-        ({"budget_tokens": 6}, 7, "--budget-tokens 7"),
-        ({"memory": 16 * ENTRY}, 20 * ENTRY, f"--memory {20 * ENTRY}"),
+        ({"budget": 0.14}, 0.1667, "budget='16.67%'"),
+        ({"budget_tokens": 6}, 7, "budget_tokens=7"),
+        ({"memory": 16 * ENTRY}, 20 * ENTRY, f"memory={20 * ENTRY}"),
     ],
 )
 def test_the_nearest_is_in_the_unit_that_was_asked(
@@ -50,7 +50,7 @@ def test_the_nearest_is_in_the_unit_that_was_asked(
     asked: dict[str, Any] = {"level": "head", "ranks": 2, "rank_tolerance": 0.0}
     with pytest.raises(InfeasibleError) as caught:
         solve(scores, **target, **asked)
-    assert f"--ranks 2 --rank-tolerance 0; the least is {flag}; or use" in str(caught.value)
+    assert f"ranks=2, rank_tolerance=0; the least is {flag}; or use" in str(caught.value)
     assert caught.value.nearest == nearest
     assert solve(scores, **{next(iter(target)): nearest}, **asked).retained_tokens == 20
 
@@ -61,10 +61,10 @@ def test_ranks_that_cannot_be_balanced() -> None:
     with pytest.raises(InfeasibleError) as caught:
         solve(scores, target_retention=0.3, **asked)
     text = str(caught.value)
-    assert "with --ranks 2 --rank-tolerance 0.02" in text
+    assert "with ranks=2, rank_tolerance=0.02" in text
     tolerance = float(
-        text.partition("--rank-tolerance")[2]
-        .rpartition("--rank-tolerance ")[2]
+        text.partition("rank_tolerance=")[2]
+        .rpartition("rank_tolerance=")[2]
         .split()[0]
         .rstrip(",;")
     )
@@ -79,7 +79,7 @@ def test_sliding_layers_are_part_of_the_cap_that_is_offered() -> None:
     request = Request(budget=0.9, limits=Limits(cap=("0-1=400B",)))
     sliding = 2 * 8 * ENTRY
     found = advise(scores, request, InfeasibleError("no"))
-    assert f"--cap 0-1={sliding + 2 * 5 * ENTRY}B" in str(found)
+    assert f"cap='0-1={sliding + 2 * 5 * ENTRY}B'" in str(found)
     solve(scores, budget=0.9, cap=f"0-1={sliding + 2 * 5 * ENTRY}B")
 
 

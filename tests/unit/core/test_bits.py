@@ -235,12 +235,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other widths": ({"bits": (16, 2)}, "expected some of 16, 8, 4"),
     "no width": ({"bits": ()}, "expected some of"),
     "loss": ({"bits": BITS, "objective": "loss"}, "loss curves.*know no bits"),
-    "few budgets": ({"bits": BITS, "max_distinct": 2}, "--max-distinct and --equal-heads"),
+    "few budgets": ({"bits": BITS, "max_distinct": 2}, "max_distinct and equal_heads"),
     "equal heads": (
         {"bits": BITS, "equal_heads": True, "level": "head"},
-        "--max-distinct and --equal-heads",
+        "max_distinct and equal_heads",
     ),
-    "means of allocations": ({"bits": BITS, "average": "allocations"}, "--average curves"),
+    "means of allocations": ({"bits": BITS, "average": "allocations"}, "average='curves'"),
 }
 
 

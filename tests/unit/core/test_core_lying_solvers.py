@@ -190,7 +190,7 @@ def test_a_constraint_that_a_solver_breaks_or_does_not_know() -> None:
     capped = dataclasses.replace(PROBLEM, constraints=(cap,))
     with pytest.raises(SolverError, match="breaks a constraint: device 0 takes 2 bytes of 1"):
         solve_problem(capped, Scripted(says(np.array([2, 0]))))
-    with pytest.raises(SolverError, match="greedy does not handle --cap"):
+    with pytest.raises(SolverError, match="greedy does not handle cap"):
         solve_problem(capped, get_solver("greedy"))
 
 

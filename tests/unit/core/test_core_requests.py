@@ -65,8 +65,8 @@ def test_what_is_no_size(text: str | int) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "no target.*--target-retention"),
-        ({"budget": "20%", "memory": "1MiB"}, "--budget and --memory are two targets at once"),
+        ({}, "no target.*target_retention"),
+        ({"budget": "20%", "memory": "1MiB"}, "budget and memory are two targets at once"),
         ({"budget": "20%", "target_retention": 0.9}, "two targets"),
         ({"target_retention": 0.0}, "target retention of 0"),
         ({"target_retention": 1.1}, "target retention of 1.1"),
@@ -220,9 +220,7 @@ def test_memory_is_never_exceeded_sliding_layers_and_pages_included(page: int, b
 @pytest.mark.parametrize("asked", [1, 100, 1216, 1217, 1535])
 def test_too_little_memory_names_what_would_do(asked: int) -> None:
     scores = make_scores(1, shape=SLIDING, context_tokens=100)
-    with pytest.raises(
-        InfeasibleError, match=re.escape("ask for at least --memory 1536")
-    ) as caught:
+    with pytest.raises(InfeasibleError, match=re.escape("ask for at least memory=1536")) as caught:
         solve(scores, memory=asked)
     assert caught.value.nearest == 1536
     assert solve(scores, memory=int(caught.value.nearest)).retained_bytes == 1536

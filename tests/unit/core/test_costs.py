@@ -100,7 +100,7 @@ def test_tokens_as_a_budget_of_another_cost() -> None:
     assert decided.cost_bytes is not None
     assert decided.cost_bytes <= 6 * int(gather_bytes(64))
     floors = make_scores(1, context_tokens=200, window=100, sinks=0)
-    with pytest.raises(InfeasibleError, match=r"ask for at least --budget-tokens 97"):
+    with pytest.raises(InfeasibleError, match=r"ask for at least budget_tokens=97"):
         solve(floors, budget_tokens=64, cost="communication")
     assert solve(floors, budget_tokens=97, cost="communication").cost_bytes is not None
 
@@ -109,7 +109,7 @@ def test_tokens_as_a_budget_of_another_cost() -> None:
     ("options", "message"),
     [
         ({"budget": 0.5, "cost": "watts"}, "expected one of bytes, decode-bytes, communication"),
-        ({"memory": "1MiB", "cost": "decode-bytes"}, "--memory is a size of stored bytes"),
+        ({"memory": "1MiB", "cost": "decode-bytes"}, "memory is a size of stored bytes"),
         ({"budget": 0.5, "cost": "communication", "bits": (16, 8)}, "one width"),
         ({"budget": 0.5, "cost": "decode-bytes", "cap": "0-1=1MiB"}, "about stored bytes"),
         (
@@ -149,7 +149,7 @@ def test_bytes_beyond_int64_are_refused(cost: Any) -> None:
 
 
 def test_more_options_than_fit_in_memory_are_refused() -> None:
-    with pytest.raises(InputError, match=r"larger pages, such as --page 239") as caught:
+    with pytest.raises(InputError, match=r"larger pages, such as page=239") as caught:
         formulate(make_scores(), Request(budget=0.5, context_tokens=10**9))
     assert "budgets for each unit" in str(caught.value)
 

@@ -71,7 +71,7 @@ def test_bad_requests() -> None:
         frontier(make_scores(0), points=1)
     with pytest.raises(InputError, match="shares of the frontier"):
         frontier(make_scores(0), shares=[0.5, 1.5])
-    with pytest.raises(SolverError, match="--level head"):
+    with pytest.raises(SolverError, match="level='head'"):
         frontier(make_scores(0), solver="adaptive_head")
 
 

@@ -68,9 +68,9 @@ def test_runs_pass_over_layers_without_full_attention():
 
 def test_asking_for_what_was_not_measured():
     scores = make_shared_scores(longest=2)
-    with pytest.raises(InputError, match="--share-length 3"):
+    with pytest.raises(InputError, match="share_length=3"):
         scores.shared_contributions((2, 3, 4))
-    with pytest.raises(InputError, match="--share-length 2"):
+    with pytest.raises(InputError, match="share_length=2"):
         make_scores().shared_contributions((2, 3))
     with pytest.raises(InputError, match="at most 4 layers"):
         scores.shared_contributions((2, 3, 4, 5, 6))

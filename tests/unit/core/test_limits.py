@@ -60,9 +60,9 @@ def test_a_cap_is_layers_and_a_size() -> None:
         ({"cap": ("0=",)}, "not LAYERS=SIZE"),
         ({"cap": ("0=lots",)}, "cap '0=lots'.*not a size"),
         ({"cap": ("x=1MiB",)}, "cap 'x=1MiB'.*no list of layers"),
-        ({"max_distinct": 0}, "--max-distinct 1"),
-        ({"ranks": 0}, "--ranks 1"),
-        ({"rank_tolerance": 0.1}, "without --ranks"),
+        ({"max_distinct": 0}, "max_distinct=1"),
+        ({"ranks": 0}, "ranks=1"),
+        ({"rank_tolerance": 0.1}, "without ranks"),
         ({"ranks": 2, "rank_tolerance": -0.1}, "rank tolerance of -0.1"),
         ({"ranks": 2, "rank_tolerance": float("nan")}, "rank tolerance of nan"),
         ({"ranks": 2, "rank_tolerance": float("inf")}, "rank tolerance of inf"),
@@ -76,7 +76,7 @@ def test_limits_that_cannot_be(fields: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("fields", [{"ranks": 2}, {"equal_heads": True}])
 def test_what_is_about_single_heads_needs_single_heads(fields: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="--level head"):
+    with pytest.raises(InputError, match="level='head'"):
         Request(budget=0.5, limits=Limits(**fields))
     Request(budget=0.5, level="head", limits=Limits(**fields))
 
@@ -241,7 +241,7 @@ def test_the_worst_unit_is_measured_against_the_whole_context() -> None:
 
 
 def test_averaged_allocations_promise_no_constraint() -> None:
-    with pytest.raises(InputError, match="--average curves"):
+    with pytest.raises(InputError, match="average='curves'"):
         solve(make_scores(), budget=0.5, max_distinct=2, average="allocations")
 
 

@@ -166,7 +166,7 @@ def test_options_are_few_and_their_costs_keep_a_coarse_grain(context: int, page:
 def test_whole_layers_only_where_whole_layers_were_measured() -> None:
     scores = make_losses(per="layer")
     assert formulate(scores, Request(target_loss=0.1)).n_units == 3
-    with pytest.raises(InputError, match="whole layers.*--level layer"):
+    with pytest.raises(InputError, match="whole layers.*level='layer'"):
         formulate(scores, Request(target_loss=0.1, level="head"))
     different = np.full((3, 2), 20)
     assert predicted_loss(scores, different, 40) is not None
@@ -198,7 +198,7 @@ def test_no_loss_without_loss_curves() -> None:
         ({"target_loss": -0.01}, "cannot be asked for"),
         ({"target_loss": 0.1, "budget": 0.5}, "two targets at once"),
         ({"target_loss": 0.1, "objective": "worst"}, "summed over all units"),
-        ({"target_retention": 0.9, "objective": "loss"}, "give --target-loss"),
+        ({"target_retention": 0.9, "objective": "loss"}, "give target_loss"),
         ({"budget": 0.5, "objective": "best"}, "expected one of 'mean', 'worst', 'loss'"),
     ],
 )
@@ -310,12 +310,12 @@ def test_sliding_layers_have_no_loss() -> None:
 
 def test_a_loss_out_of_reach_is_told_with_the_nearest_one() -> None:
     scores = make_losses(noise=0.0)
-    with pytest.raises(InfeasibleError, match=r"--target-loss 0.001.*the least is") as caught:
+    with pytest.raises(InfeasibleError, match=r"target_loss=0.001.*the least is") as caught:
         solve(scores, target_loss=0.001, max_tokens=20, solver="dp")
     nearest = caught.value.nearest
     assert nearest is not None
     assert nearest > 0.001
-    flag = re.search(r"the least is --target-loss ([0-9.]+)", str(caught.value))
+    flag = re.search(r"the least is target_loss=([0-9.]+)", str(caught.value))
     assert flag is not None
     copied = solve(scores, target_loss=float(flag[1]), max_tokens=20, solver="dp")
     assert copied.predicted_loss == pytest.approx(nearest)

@@ -262,7 +262,7 @@ def test_heads_of_one_sample_weigh_by_their_mass(groups):
         ({"share_groups": "1-2"}, "first two layers"),
         ({"share_groups": "2-3,3-4"}, "not after"),
         ({"share_groups": "4-6"}, "no full attention"),
-        ({"share_groups": "2-5"}, "--share-length 4"),
+        ({"share_groups": "2-5"}, "share_length=4"),
         ({"share_groups": "x"}, "cannot be read"),
         ({"share_groups": 4, "objective": "worst"}, "leave out the objective"),
         ({"share_groups": 4, "max_distinct": 2}, "leave out one of them"),
@@ -276,14 +276,14 @@ def test_what_cannot_be_asked(asked, message):
 
 
 def test_too_few_groups_say_how_many_are_needed():
-    with pytest.raises(InfeasibleError, match=r"--share-groups 4") as error:
+    with pytest.raises(InfeasibleError, match=r"share_groups=4") as error:
         solve(make_shared_scores(2, longest=2), budget="35%", share_groups=3)
     assert error.value.nearest == 4
 
 
 def test_without_joint_curves():
     for asked in (4, "2-3"):
-        with pytest.raises(InputError, match="--share-length 2"):
+        with pytest.raises(InputError, match="share_length=2"):
             solve(make_scores(shape=make_shape(n_layers=6)), budget="35%", share_groups=asked)
 
 

@@ -43,7 +43,7 @@ def test_a_damaged_sample_is_none(tmp_path, content):
 
 def test_an_unfinished_job_is_not_overwritten(tmp_path):
     Checkpoint(tmp_path / "x", JOB, resume=False)
-    with pytest.raises(InputError, match="unfinished measurement; go on with --resume"):
+    with pytest.raises(InputError, match="unfinished measurement; go on with resume=True"):
         Checkpoint(tmp_path / "x", JOB, resume=False)
 
 

@@ -72,7 +72,7 @@ def test_usual_stands_for_a_set() -> None:
         (["tova:window"], "is not NAME or NAME:KEY=VALUE"),
         (["snapkv:pool=1:pool=3"], "gives pool twice"),
         (["snapkv:pool=2"], "expected an odd number"),
-        (["snapkv:window=8"], "looks at the last 8 tokens.*--window 8"),
+        (["snapkv:window=8"], "looks at the last 8 tokens.*window=8"),
         (["tova", "tova:window=4"], "are the same policy"),
         ([""], "no policy or scorer ''"),
     ],

@@ -32,7 +32,7 @@ def test_files_and_folders(tmp_path):
         ("void.txt", b" \n", "void.txt is empty"),
         ("zero.txt", b"abc\0def", "zero.txt is not text"),
         ("latin.txt", "d\u00e9j\u00e0".encode("latin-1"), "latin.txt is not UTF-8 text .byte 1"),
-        ("list.jsonl", b"{}", "--prompts"),
+        ("list.jsonl", b"{}", "read_prompts"),
     ],
 )
 def test_unreadable_files(tmp_path, name, content, said):

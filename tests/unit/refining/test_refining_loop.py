@@ -138,7 +138,7 @@ def test_a_killed_refinement_goes_on_where_it_was(
         run(scores, model, progress=stop, **asked)
     files = list((tmp_path / "x").glob("measured_*"))
     assert len(files) == 9
-    with pytest.raises(InputError, match="unfinished measurement.*--resume"):
+    with pytest.raises(InputError, match="unfinished measurement.*resume=True"):
         run(scores, model, **asked)
     with pytest.raises(InputError, match="begun with continuation_tokens 5, now it is 4"):
         run(scores, model, resume=True, **{**asked, "continuation_tokens": 4})

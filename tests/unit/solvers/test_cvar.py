@@ -134,7 +134,7 @@ def test_it_refuses_what_it_is_not_for() -> None:
     with pytest.raises(SolverError, match="this problem has one; use greedy, max_min or ilp"):
         solve_problem(medium_problem(0), CVaR())
     limited = dataclasses.replace(workloads(0), constraints=(MaxDistinct(most=2),))
-    with pytest.raises(SolverError, match="does not handle --max-distinct; use ilp"):
+    with pytest.raises(SolverError, match="does not handle max_distinct; use ilp"):
         solve_problem(limited, CVaR())
     for name in ("greedy", "dp", "lagrangian", "hull", "flow", "uniform", "max_min"):
         with pytest.raises(SolverError, match="use cvar or ilp"):

@@ -76,7 +76,7 @@ def test_a_table_beyond_memory_is_refused_before_anything_is_done() -> None:
     able = DP(memory_bytes=1000).can_solve(problem)
     assert isinstance(able, str)
     assert "2,250 bytes and may use 1,000" in able
-    assert "use larger pages (--page), or lagrangian, or ilp" in able
+    assert "use larger pages (page), or lagrangian, or ilp" in able
     with pytest.raises(SolverError, match="could need a table"):
         solve_problem(problem, DP(memory_bytes=1000))
     costs = np.array([[1, 3, 5], [1, 3, 4], [1, 3, 10**12]])

@@ -73,7 +73,7 @@ def test_heads_of_unequal_cost_go_by_value_per_byte():
 
 
 def test_refusals():
-    with pytest.raises(SolverError, match="use --level head, or greedy"):
+    with pytest.raises(SolverError, match="use level='head', or greedy"):
         solve_problem(make_problem([FAR, FAR], capacity=10), streaming())
     with pytest.raises(SolverError, match=r"132 tokens in every head, more than fits"):
         solve_problem(heads([FAR, FAR], capacity=19), get_solver("head_classes"))

@@ -113,7 +113,7 @@ def test_a_target_that_the_caps_rule_out_says_what_can_be_had():
 
 def test_it_refuses_what_it_does_not_know():
     problem = make_problem([STEEP, FLAT], capacity=3, constraints=(MaxDistinct(most=1),))
-    with pytest.raises(SolverError, match="max_min does not handle --max-distinct; use ilp"):
+    with pytest.raises(SolverError, match="max_min does not handle max_distinct; use ilp"):
         solve_problem(problem, MAX_MIN)
 
 

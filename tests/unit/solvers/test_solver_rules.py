@@ -179,7 +179,7 @@ def test_every_layer_gets_the_same_and_none_is_lost(safeguard: str) -> None:
 
 
 def test_it_refuses_layers() -> None:
-    with pytest.raises(SolverError, match="use --level head"):
+    with pytest.raises(SolverError, match="use level='head'"):
         solve(make_scores(), budget=0.5, solver="adaptive_head")
 
 
