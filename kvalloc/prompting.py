@@ -456,14 +456,19 @@ def apply(
             f"with a stored profile nothing is measured; leave out {option(name)}, or give "
             f"{option('adapt')}"
         )
+    return Applied(model, _for_profile(model, _stored(profile), picked))
+
+
+def _stored(profile: object) -> BudgetProfile:
+    """A profile as it was given, or from its file, or a shipped one by its name."""
     if isinstance(profile, str | Path):
-        profile = load_profile(profile)
+        return load_profile(profile)
     if not isinstance(profile, BudgetProfile):
         raise InputError(
             f"the profile is a {type(profile).__name__}, expected a BudgetProfile, its file, or "
             "the name of a shipped one"
         )
-    return Applied(model, _for_profile(model, profile, picked))
+    return profile
 
 
 def _for_target(

@@ -84,41 +84,60 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
             found="all are" if is_option.all() else f"{int((~is_option).sum())} are not",
             passed=bool(is_option.all()),
         ),
+        *_goal_checks(profile, problem, choice),
+        *_side_checks(profile, problem, choice),
     ]
-    cost, value = problem.cost(choice), problem.objective_value(choice)
-    if problem.capacity_bytes is not None:
-        checks.append(
-            Check(
-                name="within capacity",
-                stated=f"{problem.capacity_bytes:,} bytes",
-                found=f"{cost:,} bytes",
-                passed=cost <= problem.capacity_bytes,
-            )
-        )
-    elif profile.refinement is None:
-        checks.append(
-            Check(
-                name="target met",
-                stated=f"{problem.target:.9g}",
-                found=f"{value:.9g}",
-                passed=problem.meets_target(value),
-            )
-        )
-    checks.extend(_side_checks(profile, problem, choice))
     if profile.refinement is None:
         checks.append(_equal("problem digest", profile.problem_digest, problem.digest()))
     if profile.refinement is None or problem.sense is Sense.MIN_COST:
         checks.append(_close("objective", profile.objective, problem.objective(choice)))
+    checks += _prediction_checks(profile, scores, problem, choice)
+    if profile.refinement is None:
+        checks.append(_bound_check(profile, problem, choice))
+    return checks
+
+
+def _goal_checks(
+    profile: BudgetProfile, problem: AllocationProblem, choice: IntArray
+) -> list[Check]:
+    """That the capacity is kept, or the target met; what refining measured is not known here."""
+    if problem.capacity_bytes is not None:
+        cost = problem.cost(choice)
+        kept = Check(
+            name="within capacity",
+            stated=f"{problem.capacity_bytes:,} bytes",
+            found=f"{cost:,} bytes",
+            passed=cost <= problem.capacity_bytes,
+        )
+        return [kept]
+    if profile.refinement is not None:
+        return []
+    value = problem.objective_value(choice)
+    met = Check(
+        name="target met",
+        stated=f"{problem.target:.9g}",
+        found=f"{value:.9g}",
+        passed=problem.meets_target(value),
+    )
+    return [met]
+
+
+def _prediction_checks(
+    profile: BudgetProfile,
+    scores: ScoreProfile,
+    problem: AllocationProblem,
+    choice: IntArray,
+) -> list[Check]:
+    """Retention, cost and loss, each told again by the score profile."""
     context, bits, groups = profile.context_tokens, profile.bits, profile.share_groups
-    policies, named = _policies_of(profile, scores, problem, choice)
-    checks += named
+    policies, checks = _policies_of(profile, scores, problem, choice)
     if policies is not None:
         checks.append(_equal("retention", profile.retention, None))
     else:
         found = mean_retention(scores, profile.budgets, context, bits=bits, share_groups=groups)
         checks.append(_close("retention", profile.retention, found))
     if profile.requested.get("cost", "bytes") != "bytes":
-        checks.append(_equal("cost", profile.cost_bytes, cost))
+        checks.append(_equal("cost", profile.cost_bytes, problem.cost(choice)))
     loss = None
     if not groups:
         budgets = profile.budgets
@@ -134,8 +153,6 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         checks.append(_close("worst sample", profile.worst_sample_retention, worst))
     if "share_groups" in profile.requested:
         checks.extend(_group_checks(profile, scores))
-    if profile.refinement is None:
-        checks.append(_bound_check(profile, problem, choice))
     return checks
 
 

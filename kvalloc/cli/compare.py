@@ -112,7 +112,6 @@ def compare(
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     The best comes first. A solver that cannot solve this problem is listed with its reason.
     """
-    from kvalloc.advising import advise
     from kvalloc.registry import get_solver, solver_names
 
     request = targets.request(locals())  # refuses before the scores are read
@@ -133,10 +132,7 @@ def compare(
     done = sorted((o for o in outcomes if isinstance(o, _Decided)), key=lambda o: o.rank)
     refused = [o for o in outcomes if isinstance(o, _Refused)]
     if not done:
-        reasons = "; ".join(o.reason for o in refused)
-        error = InfeasibleError(reasons)
-        advice = advise(profile, request, error, time_limit_seconds=time_limit)
-        raise SolverError(reasons) if advice is error else advice
+        raise _none_decides(profile, request, refused, time_limit)
     if json:
         others = [{"solver": o.solver, "reason": o.reason} for o in refused]
         print_json([*({**o.row, "reason": None} for o in done), *others])
@@ -145,6 +141,18 @@ def compare(
     note(f"note: {RETENTION_NOTE}", quiet=quiet)
     if any(outcome.profile.predicted_loss is not None for outcome in done):
         note(f"note: {LOSS_NOTE}", quiet=quiet)
+
+
+def _none_decides(
+    scores: ScoreProfile, request: Request, refused: list[_Refused], time_limit: float | None
+) -> KVAllocError:
+    """What to ask for instead, where anything helps; else the reason of every solver."""
+    from kvalloc.advising import advise
+
+    reasons = "; ".join(one.reason for one in refused)
+    error = InfeasibleError(reasons)
+    advice = advise(scores, request, error, time_limit_seconds=time_limit)
+    return SolverError(reasons) if advice is error else advice
 
 
 def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str, Any]]:

@@ -103,26 +103,16 @@ def solve(
         if said:
             note(said, quiet=quiet)
     start = time.perf_counter()
+    how: dict[str, Any] = {"solver": solver, "solver_options": chosen, "time_limit": time_limit}
     if refinement is not None and output is not None:
-        decided = refining.refined(
-            profile,
-            request,
-            refinement,
-            output,
-            solver=solver,
-            solver_options=chosen,
-            time_limit=time_limit,
-            quiet=quiet,
-        )
+        decided = refining.refined(profile, request, refinement, output, **how, quiet=quiet)
     else:
         with slow(f"solving with {solver}", quiet=quiet):
             decided = solve_request(
                 profile,
                 request,
-                solver=solver,
-                solver_options=chosen,
-                time_limit=time_limit,
                 average=average,  # type: ignore[arg-type]  # solving checks it
+                **how,
             )
     seconds = time.perf_counter() - start
     if output is not None and refinement is None:
