@@ -269,7 +269,7 @@ static inline __attribute__((always_inline)) void logits_of(
     }
 }
 
-/* Add weighted values to some rows, at most 4; two lanes of each row stay in registers. */
+/* Add weighted values to some rows, at most 4; sixteen channels of each stay in registers. */
 static inline __attribute__((always_inline)) void some_values(
     int rows, float (*weights)[BLOCK], const float *values, int64_t n, int64_t width,
     float *summed) {
