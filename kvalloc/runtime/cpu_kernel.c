@@ -538,9 +538,11 @@ int attend(const arguments *given) {
 #endif
         int64_t before = 0, first = 0;
         for (int64_t s = 0; s < given->n_segments; s++) {
-            int64_t after = before + entries_of(given, s), last;
-            while (all_entries * (first + 1) / n_threads <= before) first++;
-            for (last = first; all_entries * (last + 1) / n_threads < after;) last++;
+            int64_t after = before + entries_of(given, s), last = first - 1;
+            if (after > before) { /* else nobody read it, and its softmax is that of nothing */
+                while (all_entries * (first + 1) / n_threads <= before) first++;
+                for (last = first; all_entries * (last + 1) / n_threads < after;) last++;
+            }
             if (s % n_threads == thread) answer(given, s, first, last, found);
             before = after;
         }

@@ -242,6 +242,30 @@ def test_logits_far_from_zero_and_weights_of_nothing(offset: float) -> None:
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("counts", [[[0, 300, 0]], [[300, 0, 700]], [[0, 0, 0]]])
+def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts: list[list[int]]) -> None:
+    """No caller asks so, since a token sees itself: without one softmax is that of nothing."""
+    table = np.array(counts)
+    asked = Asked(
+        queries=torch.randn(1, 3, 1, 16),
+        keys=torch.randn(1, 3, 0, 16),
+        values=torch.randn(1, 3, 0, 16),
+        scaling=0.25,
+    )
+    stored = made(asked, table, biased=False)
+    entries = RaggedEntries.collect(table, piece_of(stored), biased=False)
+    found = cpu_attention(
+        asked.queries, entries, asked.keys, asked.values, scaling=0.25, threads=2
+    )[0, 0]
+    for head, count in enumerate(counts[0]):
+        if not count:
+            assert found[head].isnan().all()
+            continue
+        keys, values, _ = stored[0, head]
+        exact = (asked.queries[0, head].double() @ keys.double().T * 0.25).softmax(-1)
+        assert (found[head] - (exact @ values.double())[0]).abs().max() < 1e-6
+
+
 def test_threads_share_entries_and_say_the_same() -> None:
     """One long head among empty ones: all threads read it."""
     counts = np.array([[0, 5000, 0, 3]])
