@@ -98,7 +98,7 @@ def main() -> int:
         print(describe_where(where), flush=True)
         device = arguments.device or f"cpu, {torch.get_num_threads()} threads"
         name = f"shape {arguments.shape}" if arguments.shape else arguments.model
-        if not arguments.device:
+        if model.device.type == "cpu":
             device = f"{device}, {runtime_kernel.state()}"
         print(
             f"{name}, {arguments.dtype} on {device}; {arguments.share} kept; "
@@ -231,7 +231,7 @@ def all_rows(
         yield from guarded("prefill", lambda: prefill_rows(model, make, arguments))
     if "decode" in wanted:
         yield from guarded("decode", lambda: decode_rows(model, make, arguments))
-    if "kernel" in wanted and not arguments.device:
+    if "kernel" in wanted and model.device.type == "cpu":
         yield from guarded("kernel", lambda: kernel_rows(model, profiles, arguments))
     if "bits" in wanted:
         yield from guarded("bits", lambda: bits_rows(model, profiles["head"], arguments))
@@ -364,17 +364,17 @@ def kernel_rows(
     made = {f"by {level}": one for level, one in profiles.items()}
     for bits in runtime_bits.FEWER:
         made[f"by head at {bits} bits"] = runtime_bits.at_bits(profiles["head"], bits)
-    return runtime_kernel.kernel_rows(several(model, made, arguments), **how(model, arguments))
+    return runtime_kernel.kernel_rows(repeated(model, made, arguments), **how(model, arguments))
 
 
 def bits_rows(
     model: Any, profile: BudgetProfile, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     made = {16: profile, **{n: runtime_bits.at_bits(profile, n) for n in runtime_bits.FEWER}}
-    return runtime_bits.bits_rows(several(model, made, arguments), **how(model, arguments))
+    return runtime_bits.bits_rows(repeated(model, made, arguments), **how(model, arguments))
 
 
-def several(
+def repeated(
     model: Any, profiles: Mapping[Any, BudgetProfile], arguments: argparse.Namespace
 ) -> dict[Any, Any]:
     """A cache of the prompt for each budget profile, its row repeated."""
