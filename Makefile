@@ -96,7 +96,7 @@ $(OLDEST)/.installed: $(READY) Makefile
 test-oldest: $(OLDEST)/.installed ## the runtime's tests with the oldest transformers supported
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; assert transformers.__version__ == '5.2.0'"
 	OMP_NUM_THREADS=1 PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
-		tests/unit/runtime tests/unit/test_attention_hook.py
+		tests/unit/runtime tests/unit/models/test_attention_hook.py
 
 $(GEMMA)/.installed: $(READY) Makefile
 	rm -rf $(GEMMA)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvalloc.score_profile import ScoreProfile
+from kvalloc.formats.score_profile import ScoreProfile
 
 SAMPLES, CONTEXT_TOKENS = 4, 1024
 

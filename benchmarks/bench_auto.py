@@ -31,9 +31,11 @@ import numpy as np
 from _common import describe_where, guarded, where_it_ran
 from _real import CONTEXT_TOKENS, SAMPLES, real_scores
 
+from kvalloc.allocation.decision import CheckedSolution, solve_problem
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, KVAllocError
-from kvalloc.formulate import formulate
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     AllocationProblem,
     GroupCap,
     MaxDistinct,
@@ -41,11 +43,9 @@ from kvalloc.problem import (
     SameBudget,
     Sense,
 )
-from kvalloc.registry import get_solver, solver_names
-from kvalloc.request import Request
-from kvalloc.solver import Solver, Termination
+from kvalloc.problem.registry import get_solver, solver_names
+from kvalloc.problem.solver import Solver, Termination
 from kvalloc.solvers.auto import Auto
-from kvalloc.solving import CheckedSolution, solve_problem
 from kvalloc.testing import KINDS, larger_problem
 from kvalloc.testing.oracle import better
 

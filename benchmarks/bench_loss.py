@@ -107,7 +107,7 @@ def parse_arguments() -> argparse.Namespace:
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
-    from kvalloc.models import load_model, shape_of
+    from kvalloc.models.loading import load_model, shape_of
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

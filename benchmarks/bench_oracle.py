@@ -23,11 +23,11 @@ from typing import Any
 
 from _common import describe_where, where_it_ran
 
+from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, Sense
-from kvalloc.registry import get_solver, solver_names
-from kvalloc.solver import Solver, Termination
-from kvalloc.solving import solve_problem
+from kvalloc.problem.arrays import Aggregate, AllocationProblem, Sense
+from kvalloc.problem.registry import get_solver, solver_names
+from kvalloc.problem.solver import Solver, Termination
 from kvalloc.testing import brute_force, tiny_problem
 from kvalloc.testing.oracle import Optimum, better
 from kvalloc.testing.problems import CURVES, SIDES

@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 def load(arguments: argparse.Namespace) -> Any:
     import torch
 
-    from kvalloc.models import load_model
+    from kvalloc.models.loading import load_model
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

@@ -21,8 +21,8 @@ from bench_runtime import prompt_ids, text
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.models import load_model
-from kvalloc.prompting import PromptTarget, make_prompt_cache
+from kvalloc.models.loading import load_model
+from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 
 ADAPT = 0.25
 

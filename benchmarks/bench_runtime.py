@@ -60,8 +60,8 @@ from runtime_turns import InTurns, in_turns, ratio_of
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.budget_profile import BudgetProfile, Policy
-from kvalloc.models import load_model, shape_of
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.models.loading import load_model, shape_of
 
 PREFILL_TARGET = 1.08
 DECODE_TARGETS = {"layer": 4.0, "head": 3.5}

@@ -37,14 +37,14 @@ from _common import (
 )
 from bench_solvers import BYTES_PER_ENTRY, SHARE, problem_of
 
-from kvalloc.formulate import formulate
-from kvalloc.frontier import trace_frontier
-from kvalloc.problem import AllocationProblem, Sense
-from kvalloc.registry import get_solver
-from kvalloc.request import Request
-from kvalloc.score_profile import ScoreProfile, rank_grid
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.frontier import trace_frontier
+from kvalloc.allocation.request import Request
+from kvalloc.formats.score_profile import ScoreProfile, rank_grid
+from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem.registry import get_solver
 from kvalloc.shape import ModelShape
-from kvalloc.solving import solve
 
 LAYERS, HEADS, RANKS = 126, 8, 131_072
 GREEDY_TARGET, FRONTIER_TARGET, MEMORY_TARGET = 2.0, 10.0, 1.5

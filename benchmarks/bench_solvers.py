@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from _common import describe_where, ratios, summary, timed_in_turns, where_it_ran
 
-from kvalloc.problem import AllocationProblem, Sense
-from kvalloc.registry import get_solver
-from kvalloc.solving import solve_problem
+from kvalloc.allocation.decision import solve_problem
+from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem.registry import get_solver
 
 GREEDY_TARGET = 2.0
 ILP_TARGET_SECONDS = 5.0

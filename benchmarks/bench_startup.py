@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvalloc.score_profile import ScoreProfile
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.shape import ModelShape
 
 REFERENCE = "import numpy, pydantic, typer"

@@ -22,8 +22,8 @@ from quality.tables import read_rows
 
 from kvalloc.evaluate.methods import CacheMethod, answer_greedily
 from kvalloc.evaluate.scoring import bootstrap_interval
-from kvalloc.evaluate.tasks import TASKS
-from kvalloc.models import load_model
+from kvalloc.models.loading import load_model
+from kvalloc.prompts.tasks import TASKS
 
 FOLDER = Path(__file__).resolve().parent
 CELLS = FOLDER / "quality" / "tasks.jsonl"

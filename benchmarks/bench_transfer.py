@@ -39,9 +39,9 @@ from quality.transfer import (
     read_cells,
 )
 
-from kvalloc.evaluate.calibration import KINDS
 from kvalloc.evaluate.scoring import bootstrap_interval
-from kvalloc.models import load_model
+from kvalloc.models.loading import load_model
+from kvalloc.prompts.calibration import KINDS
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -18,7 +18,7 @@ from runtime_fits import stored_bytes
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.models import load_model
+from kvalloc.models.loading import load_model
 from kvalloc.report.figure import COLOURS
 
 FOLDER = Path(__file__).parents[1]

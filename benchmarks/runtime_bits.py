@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.formats.budget_profile import BudgetProfile
 
 __all__ = ["FEWER", "at_bits", "bits_rows"]
 

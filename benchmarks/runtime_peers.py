@@ -64,7 +64,7 @@ class Peer:
     """
 
     def __init__(self, model: Any, name: str, share: float, ids: torch.Tensor, rows: int) -> None:
-        from kvalloc.evaluate.peers import KvpressMethod, PeerName, read_peer_name
+        from kvalloc.interop.kvpress import KvpressMethod, PeerName, read_peer_name
 
         asked = read_peer_name(name)
         peer = PeerName(press=asked.press, inner=asked.inner, share=share)

@@ -10,40 +10,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile, Policy
+    from kvalloc.allocation.decision import solve
     from kvalloc.errors import KVAllocError
-    from kvalloc.library import load_profile, shipped_profiles
+    from kvalloc.formats.budget_profile import BudgetProfile, Policy
+    from kvalloc.formats.score_profile import ScoreProfile
+    from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
     from kvalloc.measure import profile
-    from kvalloc.measure.tuning import tune
-    from kvalloc.problem import AllocationProblem
-    from kvalloc.prompting import apply
-    from kvalloc.refining import refine
+    from kvalloc.online.per_prompt import apply
+    from kvalloc.problem.arrays import AllocationProblem
+    from kvalloc.problem.solver import Solution, Solver, Termination
     from kvalloc.runtime import load_cache
-    from kvalloc.score_profile import ScoreProfile
     from kvalloc.shape import ModelShape
-    from kvalloc.solver import Solution, Solver, Termination
-    from kvalloc.solving import solve
+    from kvalloc.tuning import refine
+    from kvalloc.tuning.fixed_budgets import tune
 
 __version__ = "0.1.0.dev0"
 
 _WHERE = {
-    "AllocationProblem": "kvalloc.problem",
-    "BudgetProfile": "kvalloc.budget_profile",
+    "AllocationProblem": "kvalloc.problem.arrays",
+    "BudgetProfile": "kvalloc.formats.budget_profile",
     "KVAllocError": "kvalloc.errors",
     "ModelShape": "kvalloc.shape",
-    "Policy": "kvalloc.budget_profile",
-    "ScoreProfile": "kvalloc.score_profile",
-    "Solution": "kvalloc.solver",
-    "Solver": "kvalloc.solver",
-    "Termination": "kvalloc.solver",
-    "apply": "kvalloc.prompting",
+    "Policy": "kvalloc.formats.budget_profile",
+    "ScoreProfile": "kvalloc.formats.score_profile",
+    "Solution": "kvalloc.problem.solver",
+    "Solver": "kvalloc.problem.solver",
+    "Termination": "kvalloc.problem.solver",
+    "apply": "kvalloc.online.per_prompt",
     "load_cache": "kvalloc.runtime",
-    "load_profile": "kvalloc.library",
+    "load_profile": "kvalloc.formats.shipped_profiles",
     "profile": "kvalloc.measure",
-    "refine": "kvalloc.refining",
-    "shipped_profiles": "kvalloc.library",
-    "solve": "kvalloc.solving",
-    "tune": "kvalloc.measure.tuning",
+    "refine": "kvalloc.tuning",
+    "shipped_profiles": "kvalloc.formats.shipped_profiles",
+    "solve": "kvalloc.allocation.decision",
+    "tune": "kvalloc.tuning.fixed_budgets",
 }
 
 __all__ = [

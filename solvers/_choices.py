@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
     FloatArray,

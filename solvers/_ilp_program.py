@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from kvalloc.problem import AllocationProblem, IntArray, RankBalance
+from kvalloc.problem.arrays import AllocationProblem, IntArray, RankBalance
 from kvalloc.solvers._choices import BoolArray, Choices
 
 VALUE_RANGE = 2**50

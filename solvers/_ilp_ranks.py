@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from kvalloc.problem import AllocationProblem, IntArray, RankBalance
+from kvalloc.problem.arrays import AllocationProblem, IntArray, RankBalance
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import Limits, Program, Row
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
     IntArray,

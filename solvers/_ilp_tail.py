@@ -16,7 +16,7 @@ from fractions import Fraction
 import numpy as np
 
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import AllocationProblem, FloatArray, IntArray, Sense, TailBound
+from kvalloc.problem.arrays import AllocationProblem, FloatArray, IntArray, Sense, TailBound
 from kvalloc.solvers._choices import BoolArray, Choices
 from kvalloc.solvers._ilp_found import Found, Options
 from kvalloc.solvers._ilp_program import Encoding, Limits, Placement, Row, encode

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvalloc.problem import FloatArray, IntArray
+from kvalloc.problem.arrays import FloatArray, IntArray
 from kvalloc.solvers._choices import BoolArray, Choices
 from kvalloc.solvers._prices import NOISE, Prices, prices_at
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvalloc.errors import InputError
-from kvalloc.problem import FloatArray
+from kvalloc.problem.arrays import FloatArray
 
 
 def numbers(given: Sequence[float] | str, *, what: str) -> FloatArray:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import FloatArray, IntArray
+from kvalloc.problem.arrays import FloatArray, IntArray
 from kvalloc.solvers._choices import BoolArray, Choices
 
 ROUNDS = 100

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import FloatArray, IntArray
+from kvalloc.problem.arrays import FloatArray, IntArray
 from kvalloc.solvers._choices import BoolArray, Choices
 from kvalloc.solvers._prices import Prices, best_prices
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import AllocationProblem, IntArray, Sense
-from kvalloc.solver import Solution, Termination
+from kvalloc.problem.arrays import AllocationProblem, IntArray, Sense
+from kvalloc.problem.solver import Solution, Termination
 
 Rule = Callable[[int], IntArray]
 

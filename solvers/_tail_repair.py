@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import AllocationProblem as Problem
-from kvalloc.problem import FloatArray, IntArray, Sense, TailBound, tail_places
+from kvalloc.problem.arrays import AllocationProblem as Problem
+from kvalloc.problem.arrays import FloatArray, IntArray, Sense, TailBound, tail_places
 
 ROUNDS = 2000
 """Most improvements of one choice; a safety net, dozens are common."""

@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.errors import InputError, option
-from kvalloc.problem import AllocationProblem, IntArray, apportion
-from kvalloc.solver import Solution, Solver
+from kvalloc.problem.arrays import AllocationProblem, IntArray, apportion
+from kvalloc.problem.solver import Solution, Solver
 from kvalloc.solvers._rules import needs_one_step, share_out
 
 SAFEGUARDS = ("reference", "floor")

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
     GroupCap,
@@ -22,7 +22,7 @@ from kvalloc.problem import (
     Sense,
     SideConstraint,
 )
-from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._placement import place
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
     GroupCap,
@@ -20,7 +20,7 @@ from kvalloc.problem import (
     SameBudget,
     SideConstraint,
 )
-from kvalloc.solver import Solution, Solver
+from kvalloc.problem.solver import Solution, Solver
 
 EXACT_TAIL_OPTIONS = 1500
 """With more options than this, the exact optimum over several workloads takes too long."""

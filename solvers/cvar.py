@@ -7,8 +7,8 @@ import time
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
-from kvalloc.problem import Aggregate, AllocationProblem
-from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.problem.arrays import Aggregate, AllocationProblem
+from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.solvers._tail_repair import best_known
 
 CLOSED = 1e-11

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvalloc.errors import InputError, option
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     AllocationProblem,
     FloatArray,
     IntArray,
@@ -18,7 +18,7 @@ from kvalloc.problem import (
     Sense,
     SideConstraint,
 )
-from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import NOISE, Prices, best_prices
 from kvalloc.solvers._repair import best_known

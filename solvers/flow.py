@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     AllocationProblem,
     FloatArray,
     GroupCap,
@@ -17,7 +17,7 @@ from kvalloc.problem import (
     Sense,
     SideConstraint,
 )
-from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.problem.solver import Solution, Solver, Termination
 
 VALUE_RANGE = 2**40
 """Gains are mapped to whole costs of arcs up to this size; flows of millions stay within int64."""

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvalloc.problem import AllocationProblem, IntArray, Sense, concave_response
-from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.problem.arrays import AllocationProblem, IntArray, Sense, concave_response
+from kvalloc.problem.solver import Solution, Solver, Termination
 
 SORTED_CANDIDATES = 4096
 """Once so few steps are left between two thresholds, they are sorted."""

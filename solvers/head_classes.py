@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.errors import InfeasibleError, InputError, option
-from kvalloc.problem import AllocationProblem, FloatArray, IntArray, Sense
-from kvalloc.solver import Solution, Solver
+from kvalloc.problem.arrays import AllocationProblem, FloatArray, IntArray, Sense
+from kvalloc.problem.solver import Solution, Solver
 from kvalloc.solvers._options import numbers
 from kvalloc.solvers._rules import as_solution
 

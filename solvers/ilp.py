@@ -7,7 +7,7 @@ import time
 from typing import ClassVar
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
     GroupCap,
@@ -16,7 +16,7 @@ from kvalloc.problem import (
     SameBudget,
     SideConstraint,
 )
-from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.solvers._ilp_backends import BACKENDS
 from kvalloc.solvers._ilp_found import Options
 from kvalloc.solvers._ilp_search import Search
@@ -174,7 +174,7 @@ class ILP(Solver):
         return Termination.HEURISTIC
 
     def _infeasible(self, problem: AllocationProblem) -> InfeasibleError:
-        """What is too much together; `kvalloc.diagnosing` finds out which of it."""
+        """What is too much together; `kvalloc.allocation.diagnosis` finds out which of it."""
         goal = (
             f"a capacity of {problem.capacity_bytes:,} bytes"
             if problem.target is None

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
     FloatArray,
@@ -19,7 +19,7 @@ from kvalloc.problem import (
     Sense,
     SideConstraint,
 )
-from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.solvers._choices import Choices
 
 MOST_LEVELS = 1_000_000

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem, FloatArray, IntArray, apportion
-from kvalloc.solver import Solution, Solver
+from kvalloc.problem.arrays import AllocationProblem, FloatArray, IntArray, apportion
+from kvalloc.problem.solver import Solution, Solver
 from kvalloc.solvers._options import numbers
 from kvalloc.solvers._rules import mean_budget_tokens, needs_one_step, share_out, tokens_per_step
 

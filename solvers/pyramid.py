@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem, FloatArray, IntArray, Sense, apportion
-from kvalloc.solver import Solution, Solver
+from kvalloc.problem.arrays import AllocationProblem, FloatArray, IntArray, Sense, apportion
+from kvalloc.problem.solver import Solution, Solver
 from kvalloc.solvers._rules import (
     as_solution,
     fewest_for_target,

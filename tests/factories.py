@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.budget_profile import BudgetProfile, Policy
-from kvalloc.layer_groups import runs_of
-from kvalloc.problem import VALUE_TOLERANCE, Aggregate, AllocationProblem, Sense
-from kvalloc.score_profile import ScoreProfile
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.sharing_groups import runs_of
+from kvalloc.problem.arrays import VALUE_TOLERANCE, Aggregate, AllocationProblem, Sense
 from kvalloc.shape import ModelShape
 
 Array = npt.NDArray[Any]

@@ -28,8 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvalloc.attention_hook import intercept_attention
-from kvalloc.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.models.attention import intercept_attention
 from kvalloc.shape import ModelShape
 
 FAMILIES = {

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.models.attention import AttentionStates
 
 Array = npt.NDArray[np.float64]
 

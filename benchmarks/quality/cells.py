@@ -28,10 +28,10 @@ from quality.tables import HELD_OUT, SEED, read_rows
 import kvalloc
 from kvalloc.evaluate.kl import divergence
 from kvalloc.evaluate.methods import CacheMethod, answer_greedily
-from kvalloc.evaluate.peers import KvpressMethod, PeerName, PromptReader, read_peer_name
 from kvalloc.evaluate.scoring import read_turns
-from kvalloc.evaluate.tasks import TASKS
-from kvalloc.models import load_model
+from kvalloc.interop.kvpress import KvpressMethod, PeerName, PromptReader, read_peer_name
+from kvalloc.models.loading import load_model
+from kvalloc.prompts.tasks import TASKS
 
 PEERS = (
     *("SnapKV", "PyramidKV", "StreamingLLM", "TOVA", "ExpectedAttention", "KeyDiff"),

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvalloc.evaluate.cases import Case
+    from kvalloc.prompts.cases import Case
 
 
 def digest_of_case(case: Case) -> str:

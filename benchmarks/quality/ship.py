@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from quality.cells import digest_of
 from quality.tables import FIRST_SEED, current, read_rows, split_loss
 
-from kvalloc.budget_profile import BudgetProfile
 from kvalloc.evaluate.scoring import bootstrap_interval
+from kvalloc.formats.budget_profile import BudgetProfile
 
 ROOT = Path(__file__).resolve().parents[2]
 

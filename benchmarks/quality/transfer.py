@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 import kvalloc
-from kvalloc.budget_profile import BudgetProfile
-from kvalloc.evaluate.calibration import KINDS, calibration_prompts
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.loss_probe import LossProbe
-from kvalloc.measure.texts import Prompt
-from kvalloc.models import shape_of
+from kvalloc.models.loading import shape_of
+from kvalloc.prompts.calibration import KINDS, calibration_prompts
+from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime.selection import keep_best
-from kvalloc.score_profile import ScoreProfile
 from kvalloc.scorers import get_scorer
 
 FOLDER = Path(__file__).resolve().parent

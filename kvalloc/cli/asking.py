@@ -170,7 +170,7 @@ class Asker:
         import torch
         from transformers import TextStreamer
 
-        from kvalloc.quiet import quiet_transformers
+        from kvalloc.models.quiet import quiet_transformers
         from kvalloc.runtime.answering import answer
 
         loaded = self._reading.loaded

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
-    from kvalloc.models import LoadedModel
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.models.loading import LoadedModel
 
 _TARGETS = ("target_retention", "budget", "budget_tokens", "memory")
 
@@ -28,7 +28,7 @@ class CacheChoice:
         What each prompt is to reach: at most one of target_retention, budget, budget_tokens,
         memory, and level and solver where they were given.
     adapt, measured_tokens, hold
-        How a prompt counts; see `kvalloc.prompting`.
+        How a prompt counts; see `kvalloc.online.per_prompt`.
     policy : str or None
     policy_option : list of str
         Parameters of the policy, ``KEY=VALUE``.
@@ -96,11 +96,11 @@ class CacheChoice:
         """
         if self.profile is None:
             return None
-        from kvalloc.library import load_profile
+        from kvalloc.formats.shipped_profiles import load_profile
 
         found = load_profile(self.profile)
         if self.adapt is not None:
-            from kvalloc.adapting import check_adapt
+            from kvalloc.online.adaptation import check_adapt
 
             check_adapt(found, self.adapt)
         return None if self.full else found
@@ -108,7 +108,7 @@ class CacheChoice:
     def check_target(self) -> None:
         """Refuse a target that cannot be, before any model is loaded."""
         if self.target:
-            from kvalloc.request import Request
+            from kvalloc.allocation.request import Request
 
             values = {name: value for name, value in self.target.items() if name != "solver"}
             Request(**values)
@@ -145,7 +145,7 @@ class CacheChoice:
                 hold=self.hold,
                 **picked,
             )
-        from kvalloc.prompting import PromptTarget, make_prompt_cache
+        from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 
         measured = self.measured_tokens
         target = PromptTarget(**self.target, measured_tokens=measured, hold=self.hold)
@@ -162,7 +162,7 @@ class CacheChoice:
         if self.policy is None:
             return {}
         from kvalloc.cli.targets import plugin_options, typed_options
-        from kvalloc.registry import SCORERS, names
+        from kvalloc.problem.registry import SCORERS, names
         from kvalloc.runtime.policies import policy_class, policy_names
         from kvalloc.scorers import scorer_class
 
@@ -184,7 +184,7 @@ class CacheChoice:
         """Refuse a policy that cannot be made, before the model is loaded."""
         if self.policy is None:
             return
-        from kvalloc.budget_profile import Policy
+        from kvalloc.formats.budget_profile import Policy
         from kvalloc.runtime.policies import changed_policy, policy_of
 
         own = Policy(scorer="xkv", scorer_parameters={}, sinks=4, window=8)

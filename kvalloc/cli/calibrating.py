@@ -21,7 +21,7 @@ class Recipe:
     kinds : tuple of str
         Tasks.
     question : str
-        See `kvalloc.evaluate.calibration.calibration_prompts`.
+        See `kvalloc.prompts.calibration.calibration_prompts`.
     lengths : tuple of int
         Tokens; empty for the context's.
     """
@@ -52,14 +52,14 @@ class Recipe:
             Reference context, tokens.
         seed : int
         begun_every : int
-            See `kvalloc.evaluate.calibration.calibration_prompts`.
+            See `kvalloc.prompts.calibration.calibration_prompts`.
 
         Raises
         ------
         InputError
             If they cannot be made; says how to give others.
         """
-        from kvalloc.evaluate.calibration import STANDINGS, calibration_prompts
+        from kvalloc.prompts.calibration import STANDINGS, calibration_prompts
 
         lengths = self.lengths or (context,)
         forms = len(self.kinds) * len(lengths) * len(STANDINGS[self.question])
@@ -111,8 +111,8 @@ def read_recipe(
             flag = "--question" if question is not None else "--lengths"
             raise InputError(f"{flag} is about prompts that --tasks makes; add --tasks")
         return None
-    from kvalloc.evaluate.calibration import STANDINGS
-    from kvalloc.evaluate.tasks import find_tasks
+    from kvalloc.prompts.calibration import STANDINGS
+    from kvalloc.prompts.tasks import find_tasks
 
     names = default if tasks is None else [name.strip() for name in tasks.split(",")]
     if question is not None and question not in STANDINGS:

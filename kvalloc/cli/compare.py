@@ -23,9 +23,9 @@ from kvalloc.cli.solve import (
 from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
-    from kvalloc.request import Request
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.allocation.request import Request
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.score_profile import ScoreProfile
 
 EXAMPLES = """\
   kvalloc compare s.safetensors --budget 20%
@@ -112,7 +112,7 @@ def compare(
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     The best comes first. A solver that cannot solve this problem is listed with its reason.
     """
-    from kvalloc.registry import get_solver, solver_names
+    from kvalloc.problem.registry import get_solver, solver_names
 
     request = targets.request(locals())  # refuses before the scores are read
     targets.check_time_limit(time_limit)
@@ -147,7 +147,7 @@ def _none_decides(
     scores: ScoreProfile, request: Request, refused: list[_Refused], time_limit: float | None
 ) -> KVAllocError:
     """What to ask for instead, where anything helps; else the reason of every solver."""
-    from kvalloc.advising import advise
+    from kvalloc.allocation.infeasibility import advise
 
     reasons = "; ".join(one.reason for one in refused)
     error = InfeasibleError(reasons)
@@ -179,9 +179,9 @@ def _check_feasible(scores: ScoreProfile, request: Request) -> None:
     InfeasibleError
         With what to ask for instead.
     """
-    from kvalloc.advising import advise
-    from kvalloc.formulate import formulate
-    from kvalloc.grouping import settle
+    from kvalloc.allocation.formulation import formulate
+    from kvalloc.allocation.grouping import settle
+    from kvalloc.allocation.infeasibility import advise
 
     try:
         formulate(scores, settle(scores, request)[0]).check_feasible()
@@ -202,8 +202,8 @@ def _try(
     *,
     quiet: bool,
 ) -> _Decided | _Refused:
+    from kvalloc.allocation.decision import decide
     from kvalloc.cli.progress import slow
-    from kvalloc.solving import decide
 
     start = time.perf_counter()
     try:

@@ -17,10 +17,10 @@ from kvalloc.cli.picture import can_print_bars
 from kvalloc.errors import InputError, SolverError
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
     from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder
-    from kvalloc.models import LoadedModel
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.score_profile import ScoreProfile
+    from kvalloc.models.loading import LoadedModel
 
 EXAMPLES = """\
   kvalloc demo
@@ -174,7 +174,7 @@ def _measure(
 ) -> tuple[LoadedModel, ScoreProfile]:
     from kvalloc.cli.progress import ProgressBar, slow
     from kvalloc.measure import default_texts, profile
-    from kvalloc.models import load_model
+    from kvalloc.models.loading import load_model
 
     with slow("loading the demo model", quiet=quiet):
         loaded = load_model("demo", notify=lambda line: note(line, quiet=quiet))
@@ -232,8 +232,8 @@ class _Bench:
     def __init__(self, loaded: LoadedModel, asking: _Asking) -> None:
         from kvalloc.cli.progress import slow
         from kvalloc.evaluate.caches import measure_references
-        from kvalloc.evaluate.needle import make_needle_cases
         from kvalloc.evaluate.showcase import Questions
+        from kvalloc.prompts.needle import make_needle_cases
 
         self.loaded, self.asking = loaded, asking
         cases = make_needle_cases(

@@ -25,8 +25,8 @@ Profile = Annotated[
 
 def diff(first: Profile, second: Profile, json: Json = False, quiet: Quiet = False) -> None:
     """Show which layers keep more and which keep less in the second of two budget profiles."""
-    from kvalloc.comparing import compare_profiles
-    from kvalloc.library import load_profile
+    from kvalloc.allocation.comparison import compare_profiles
+    from kvalloc.formats.shipped_profiles import load_profile
 
     found = compare_profiles(load_profile(first), load_profile(second))
     if json:

@@ -161,7 +161,7 @@ def _cpu_kernel() -> Finding:
 
 def _plugins(kind: str) -> Finding:
     from kvalloc.errors import KVAllocError
-    from kvalloc.registry import load, names
+    from kvalloc.problem.registry import load, names
 
     group = f"kvalloc.{kind}"
     found = names(group)
@@ -181,7 +181,7 @@ def _plugins(kind: str) -> Finding:
 
 
 def _shipped() -> Finding:
-    from kvalloc.library import shipped_profiles
+    from kvalloc.formats.shipped_profiles import shipped_profiles
 
     try:
         found = shipped_profiles()
@@ -196,7 +196,7 @@ def _shipped() -> Finding:
 
 
 def _demo_model() -> Finding:
-    from kvalloc.models import DEMO_MODEL_ID, demo_file
+    from kvalloc.models.loading import DEMO_MODEL_ID, demo_file
 
     file = demo_file()
     if file is not None:
@@ -216,7 +216,7 @@ def _demo_model() -> Finding:
 
 
 def _cache() -> Finding:
-    from kvalloc.user_cache import cache_folder
+    from kvalloc.models.user_cache import cache_folder
 
     folder = cache_folder()
     existing = folder

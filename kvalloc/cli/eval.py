@@ -16,12 +16,12 @@ from kvalloc.cli.peers import peer_methods, read_peers
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
-    from kvalloc.evaluate.cases import Case
     from kvalloc.evaluate.methods import Method
     from kvalloc.evaluate.scoring import Score
-    from kvalloc.evaluate.tasks import Task
-    from kvalloc.models import LoadedModel
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.models.loading import LoadedModel
+    from kvalloc.prompts.cases import Case
+    from kvalloc.prompts.tasks import Task
 
 EXAMPLES = """\
   kvalloc eval demo --profile p.json --profile q.json --tasks needle,kl
@@ -67,7 +67,7 @@ def eval(
     from kvalloc.evaluate.pairing import rows as paired_rows
     from kvalloc.evaluate.result_file import evaluation_record
     from kvalloc.files import check_writable
-    from kvalloc.models import require_run_packages
+    from kvalloc.models.loading import require_run_packages
 
     given = dict(locals())
     require_run_packages()
@@ -125,7 +125,7 @@ def _settings(given: Mapping[str, Any], tasks: list[str], context: int) -> dict[
 
 
 def _profiles(names: list[str], *, others: bool) -> dict[str, BudgetProfile]:
-    from kvalloc.library import load_profile
+    from kvalloc.formats.shipped_profiles import load_profile
 
     if not names and not others:
         raise InputError("there is nothing to evaluate; give at least one --profile")
@@ -152,7 +152,7 @@ def _files(names: list[str]) -> dict[str, Path]:
 
 
 def _standing(question: str, split: str, turns: int) -> dict[str, Any]:
-    from kvalloc.evaluate.splits import check_split
+    from kvalloc.prompts.splits import check_split
 
     if question not in ("inside", "after"):
         raise InputError(f"--question {question} is neither inside nor after; choose one of them")
@@ -164,8 +164,8 @@ def _standing(question: str, split: str, turns: int) -> dict[str, Any]:
 def _wanted(
     names: str | None, prompts: Path | None, metric: str | None, *, cut: bool
 ) -> list[Task]:
-    from kvalloc.evaluate.tasks import find_tasks
-    from kvalloc.evaluate.tasks.longbench import file_task, read_records
+    from kvalloc.prompts.tasks import find_tasks
+    from kvalloc.prompts.tasks.longbench import file_task, read_records
 
     if names is None:
         names = "" if prompts is not None else "needle,kl"
@@ -202,7 +202,7 @@ def _check_lengths(loaded: LoadedModel, cases: list[tuple[Task, list[Case]]]) ->
 
 
 def _limit(loaded: LoadedModel) -> int | None:
-    from kvalloc.models import shape_of
+    from kvalloc.models.loading import shape_of
 
     return shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
 

@@ -7,11 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
     from kvalloc.evaluate.caches import MakeCache
     from kvalloc.evaluate.methods import Method
-    from kvalloc.models import LoadedModel
-    from kvalloc.prompting import PromptTarget
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.models.loading import LoadedModel
+    from kvalloc.online.per_prompt import PromptTarget
 
 
 def read_target(target_retention: float | None) -> PromptTarget | None:
@@ -24,8 +24,8 @@ def read_target(target_retention: float | None) -> PromptTarget | None:
     """
     if target_retention is None:
         return None
-    from kvalloc.prompting import PromptTarget
-    from kvalloc.request import Request
+    from kvalloc.allocation.request import Request
+    from kvalloc.online.per_prompt import PromptTarget
 
     Request(target_retention=target_retention)
     return PromptTarget(target_retention=target_retention)
@@ -41,8 +41,8 @@ def check_adapts(profiles: Mapping[str, BudgetProfile], adapt: float | None) -> 
     """
     if adapt is None:
         return
-    from kvalloc.adapting import check_adapt
     from kvalloc.errors import InputError
+    from kvalloc.online.adaptation import check_adapt
 
     if not profiles:
         raise InputError("--adapt moves the budgets of a --profile; give one")
@@ -76,7 +76,7 @@ def cache_methods(
         If a profile is of another model, before anything runs.
     """
     from kvalloc.evaluate.methods import CacheMethod
-    from kvalloc.prompting import make_prompt_cache
+    from kvalloc.online.per_prompt import make_prompt_cache
 
     makers: dict[str, MakeCache] = {}
     for name, budgets in profiles.items():

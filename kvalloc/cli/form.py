@@ -91,7 +91,7 @@ class Form:
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], model_id: str) -> str:
-    from kvalloc.quiet import one_line
+    from kvalloc.models.quiet import one_line
 
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

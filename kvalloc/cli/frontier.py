@@ -14,7 +14,7 @@ from kvalloc.cli.output import duration, note, print_json, print_table, size
 from kvalloc.cli.solve import LOSS_NOTE
 
 if TYPE_CHECKING:
-    from kvalloc.frontier import FrontierPoint
+    from kvalloc.allocation.frontier import FrontierPoint
 
 EXAMPLES = """\
   kvalloc frontier s.safetensors
@@ -61,9 +61,9 @@ def frontier(
 
     Each point comes with its bound, and with what one more MiB would buy there.
     """
+    from kvalloc.allocation.frontier import trace_request
     from kvalloc.cli.progress import ProgressBar
     from kvalloc.files import check_writable
-    from kvalloc.frontier import trace_request
 
     request = targets.request({"budget": 1.0, **locals()})  # refuses before the scores are read
     targets.check_time_limit(time_limit)

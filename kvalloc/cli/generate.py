@@ -26,9 +26,9 @@ from kvalloc.cli.reading import Reading, check_room, load_document, read_documen
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
     from kvalloc.cli.form import Form
-    from kvalloc.models import LoadedModel
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.models.loading import LoadedModel
 
 EXAMPLES = """\
   kvalloc generate demo --profile p.json --prompt-file prompt.txt
@@ -188,7 +188,7 @@ class _Wanted:
         """The model, in the type of a saved cache where there is one."""
         dtype = self.dtype or "float32"
         if self.cache is not None:
-            from kvalloc.cache_header import read_header
+            from kvalloc.formats.saved_cache import read_header
 
             dtype = str(read_header(self.cache)["dtype"])  # before the model is loaded
             if self.dtype not in (None, dtype):
@@ -218,7 +218,7 @@ def _prepared(choice: CacheChoice) -> BudgetProfile | None:
     """The stored budgets, after all checks that need no model."""
     budgets = choice.budgets()
     choice.check_target()
-    from kvalloc.models import require_run_packages
+    from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
     choice.check_policy(budgets)
@@ -284,7 +284,7 @@ def _ask_document(wanted: _Wanted) -> None:
 
 
 def _loaded_document(wanted: _Wanted) -> Reading:
-    from kvalloc.models import require_run_packages
+    from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
     assert wanted.cache is not None  # the caller has looked

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.cli.output import SLID_OUT, size
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.formats.budget_profile import BudgetProfile
 
 
 def granted_fields(cache: Any, prompt_tokens: int) -> dict[str, Any]:

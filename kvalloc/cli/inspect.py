@@ -12,8 +12,8 @@ from kvalloc.cli.output import model_text, note, print_fields, print_json, size
 from kvalloc.errors import InputError, ProfileFileError
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile, Policy
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.formats.budget_profile import BudgetProfile, Policy
+    from kvalloc.formats.score_profile import ScoreProfile
 
 EXAMPLES = """\
   kvalloc inspect p.json
@@ -42,7 +42,7 @@ def inspect(
     A budget profile is drawn as one bar a layer; of a score profile the tokens are shown that each
     layer needs to keep 50%, 90% and 99% of its score mass.
     """
-    from kvalloc.cache_header import is_saved_cache, read_header
+    from kvalloc.formats.saved_cache import is_saved_cache, read_header
 
     if is_saved_cache(file):
         from kvalloc.cli.saved import show_saved
@@ -50,7 +50,7 @@ def inspect(
         show_saved(file, read_header(file), json=json)
         return
     found = _load(file)
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.formats.score_profile import ScoreProfile
 
     if isinstance(found, ScoreProfile):
         _show_scores(file, found, json=json)
@@ -91,9 +91,9 @@ def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
 
 def _load(file: str) -> ScoreProfile | BudgetProfile:
     """By content: JSON is a budget profile, everything else has to be a score profile."""
-    from kvalloc.budget_profile import BudgetProfile
-    from kvalloc.library import load_profile, shipped_profiles
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.score_profile import ScoreProfile
+    from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
 
     path = Path(file)
     if not path.exists():
@@ -137,7 +137,7 @@ def _load(file: str) -> ScoreProfile | BudgetProfile:
 
 def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
     if json:
-        from kvalloc.schema import budget_profile_dict
+        from kvalloc.formats.schema import budget_profile_dict
 
         least, mean, most = _spread(profile)
         spread = {"min_tokens": least, "mean_tokens": mean, "max_tokens": most}
@@ -396,7 +396,7 @@ def _bits_text(profile: ScoreProfile) -> str:
 
 
 def _sharing_text(profile: BudgetProfile) -> str:
-    from kvalloc.layer_groups import shared_text
+    from kvalloc.formats.sharing_groups import shared_text
 
     text = shared_text(profile.share_groups)
     if profile.grouping_bound is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvalloc.cli.output import note
 
 if TYPE_CHECKING:
-    from kvalloc.models import LoadedModel
+    from kvalloc.models.loading import LoadedModel
 
 __all__ = ["load"]
 
@@ -21,7 +21,7 @@ def load(model: str, *, dtype: str, device: str | None, quiet: bool) -> LoadedMo
         If it cannot be had, or not in this dtype or on this device.
     """
     from kvalloc.cli.progress import slow
-    from kvalloc.models import load_model
+    from kvalloc.models.loading import load_model
 
     with slow(f"loading {model}", quiet=quiet):
         return load_model(

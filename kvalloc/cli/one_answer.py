@@ -13,7 +13,7 @@ from kvalloc.cli.progress import slow
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from kvalloc.models import LoadedModel
+    from kvalloc.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def check_length(loaded: LoadedModel, n_tokens: int, max_new_tokens: int) -> Non
     ------
     InputError
     """
-    from kvalloc.models import shape_of
+    from kvalloc.models.loading import shape_of
 
     if n_tokens < 1:
         raise InputError("the prompt has no tokens; give some text")
@@ -90,8 +90,8 @@ def answer_prompt(
 ) -> Answer:
     """Generate with a cache, the most likely token each time, and measure it."""
     from kvalloc.evaluate.caches import full_bytes, stored_bytes
-    from kvalloc.models import shape_of
-    from kvalloc.quiet import quiet_transformers
+    from kvalloc.models.loading import shape_of
+    from kvalloc.models.quiet import quiet_transformers
 
     n_tokens = int(inputs["input_ids"].shape[1])
     with ExitStack() as waiting, quiet_transformers():

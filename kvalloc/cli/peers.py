@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
     from kvalloc.evaluate.methods import Method
-    from kvalloc.evaluate.peers import PeerName
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.interop.kvpress import PeerName
 
 
 def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[PeerName]:
@@ -37,7 +37,7 @@ def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[
     MissingDependencyError
         If kvpress is not installed here.
     """
-    from kvalloc.evaluate.peers import make_press, read_peer_name
+    from kvalloc.interop.kvpress import make_press, read_peer_name
 
     shares = sorted({_share(profile) for profile in profiles}, reverse=True)
     names: list[PeerName] = []
@@ -56,7 +56,7 @@ def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[
 
 def peer_methods(names: Sequence[PeerName], tokenizer: Any) -> dict[str, Method]:
     """The peers, by what they are called in the table; each prompt is read once for all."""
-    from kvalloc.evaluate.peers import KvpressMethod, PromptReader
+    from kvalloc.interop.kvpress import KvpressMethod, PromptReader
 
     reader = PromptReader()
     path = getattr(tokenizer, "name_or_path", None)

@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 
-from kvalloc.budget_profile import BudgetProfile
 from kvalloc.cli.output import terminal_width
+from kvalloc.formats.budget_profile import BudgetProfile
 
 __all__ = [
     "bar",

@@ -10,7 +10,7 @@ from typing import Any
 from kvalloc.cli.output import print_json, terminal_width
 from kvalloc.cli.targets import plugin_options
 from kvalloc.errors import KVAllocError
-from kvalloc.registry import load, names
+from kvalloc.problem.registry import load, names
 
 
 def describe_plugins(group: str, base: type[Any]) -> list[dict[str, Any]]:
@@ -19,7 +19,7 @@ def describe_plugins(group: str, base: type[Any]) -> list[dict[str, Any]]:
     Parameters
     ----------
     group : str
-        `kvalloc.registry.SOLVERS`, `SCORERS` or `POLICIES`.
+        `kvalloc.problem.registry.SOLVERS`, `SCORERS` or `POLICIES`.
     base : type
         What a plug-in must be a subclass of.
 

@@ -16,11 +16,11 @@ def policies(json: Json = False, quiet: Quiet = False) -> None:
     Each goes with any budget profile. Those of other packages are found too, through the
     entry-point group kvalloc.policies.
     """
-    from kvalloc.models import require_run_packages
+    from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
     from kvalloc.cli.plugins import describe_plugins, show_plugins
-    from kvalloc.registry import POLICIES
+    from kvalloc.problem.registry import POLICIES
     from kvalloc.runtime.policies import EvictionPolicy
 
     hint = (

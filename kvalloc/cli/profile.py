@@ -27,9 +27,9 @@ from kvalloc.cli.targets import bit_widths
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
+    from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.measure import Document, Prompt
-    from kvalloc.models import LoadedModel
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.models.loading import LoadedModel
     from kvalloc.scorers import Scorer
 
 EXAMPLES = """\
@@ -44,7 +44,7 @@ EXAMPLES = """\
 DEFAULT_SINKS = 4
 DEFAULT_RATIO = 0.1
 DEFAULT_KINDS = ("needle", "pairs", "kl", "code")
-"""`kvalloc.evaluate.calibration.KINDS`, which is not imported without need."""
+"""`kvalloc.prompts.calibration.KINDS`, which is not imported without need."""
 EACH_TASK = 2
 """Prompts of each kind that are made."""
 
@@ -168,7 +168,7 @@ def _check_output(
 ) -> tuple[Scorer, Path]:
     """Refuse what is wrong with output and scorer; that and the folder for finished samples."""
     from kvalloc.files import check_writable
-    from kvalloc.models import require_run_packages
+    from kvalloc.models.loading import require_run_packages
     from kvalloc.scorers import get_scorer
 
     check_writable(output)

@@ -13,7 +13,7 @@ from kvalloc.cli.output import duration
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from kvalloc.models import LoadedModel
+    from kvalloc.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def read_document(
     """
     import torch
 
-    from kvalloc.quiet import quiet_transformers
+    from kvalloc.models.quiet import quiet_transformers
 
     ids = form.document_ids(loaded.tokenizer, text)
     check_room(loaded, int(ids.size), room_tokens)
@@ -194,7 +194,7 @@ def check_room(loaded: LoadedModel, document_tokens: int, room_tokens: int) -> N
     ------
     InputError
     """
-    from kvalloc.models import shape_of
+    from kvalloc.models.loading import shape_of
 
     limit = shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
     if limit is not None and document_tokens + room_tokens > limit:
@@ -207,7 +207,7 @@ def check_room(loaded: LoadedModel, document_tokens: int, room_tokens: int) -> N
 
 def _account(loaded: LoadedModel, cache: Any) -> dict[str, int]:
     from kvalloc.evaluate.caches import full_bytes, stored_bytes
-    from kvalloc.models import shape_of
+    from kvalloc.models.loading import shape_of
 
     shape = shape_of(loaded.model, model_id=loaded.model_id)
     return {

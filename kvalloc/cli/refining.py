@@ -14,9 +14,9 @@ from kvalloc.cli.output import size
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
-    from kvalloc.request import Request
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.allocation.request import Request
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.score_profile import ScoreProfile
 
 Refine = Annotated[
     str | None,
@@ -129,11 +129,11 @@ def refined(
     """
     from kvalloc.cli.progress import ProgressBar
     from kvalloc.measure.checkpoint import checkpoint_folder
-    from kvalloc.models import require_run_packages
+    from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
-    from kvalloc.refining import refine, refinement_prompts
-    from kvalloc.refining.measuring import Store
+    from kvalloc.tuning import refine, refinement_prompts
+    from kvalloc.tuning.measurement import Store
 
     # files that cannot be read are refused before the model is loaded
     prompts = refinement_prompts(wanted.prompts) if wanted.prompts else None

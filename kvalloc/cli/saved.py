@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.cache_header import opened
 from kvalloc.cli.output import duration, model_text, print_fields, print_json, size
+from kvalloc.formats.saved_cache import opened
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.formats.budget_profile import BudgetProfile
 
 IntArray = npt.NDArray[np.int64]
 
@@ -25,7 +25,7 @@ def show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
     ----------
     file : str
     header : dict
-        From `kvalloc.cache_header.read_header`.
+        From `kvalloc.formats.saved_cache.read_header`.
     json : bool
         Plain values instead.
 
@@ -34,7 +34,7 @@ def show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
     ProfileFileError
         If the budgets in it are no sound budget profile.
     """
-    from kvalloc.schema import budget_profile_from_json
+    from kvalloc.formats.schema import budget_profile_from_json
 
     profile = budget_profile_from_json(file, header["profile"])
     notes = header.get("notes") or {}
@@ -69,7 +69,7 @@ def show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
 def _fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:
     """What is told of a saved cache, by its name."""
     from kvalloc.cli.solve import bits_text, policies_text
-    from kvalloc.layer_groups import shared_text
+    from kvalloc.formats.sharing_groups import shared_text
 
     followed = facts["seen_tokens"] - facts["prompt_tokens"]
     after = f", {followed:,} of them after the prompt" if followed else ""

@@ -16,7 +16,7 @@ def scorers(json: Json = False, quiet: Quiet = False) -> None:
     Those of other packages are found too, through the entry-point group kvalloc.scorers.
     """
     from kvalloc.cli.plugins import describe_plugins, show_plugins
-    from kvalloc.registry import SCORERS
+    from kvalloc.problem.registry import SCORERS
     from kvalloc.scorers import Scorer
 
     hint = "" if quiet else "use one: kvalloc profile ... --scorer NAME --window N --pool N"

@@ -14,8 +14,8 @@ from kvalloc.cli.output import duration, gap_text, note, print_fields, print_jso
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from kvalloc.budget_profile import BudgetProfile
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.score_profile import ScoreProfile
 
 EXAMPLES = """\
   kvalloc solve s.safetensors --target-retention 0.9 -o p.json
@@ -85,9 +85,9 @@ def solve(
     What was decided comes with a bound that shows how much better it could be at most.
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     """
+    from kvalloc.allocation.decision import default_objective, solve_request
     from kvalloc.cli.progress import slow
     from kvalloc.files import check_writable
-    from kvalloc.solving import default_objective, solve_request
 
     given = dict(locals())
     request = targets.request(given)  # refuses before the scores are read
@@ -169,7 +169,7 @@ def loss_interval(decided: BudgetProfile, scores: ScoreProfile) -> tuple[float, 
     """How sure a predicted loss is on such text; None where it is unknown or was refined."""
     import numpy as np
 
-    from kvalloc.predicting import predicted_loss_interval
+    from kvalloc.allocation.prediction import predicted_loss_interval
 
     if decided.predicted_loss is None or decided.refinement is not None:
         return None

@@ -14,8 +14,8 @@ from kvalloc.errors import InputError, ProfileFileError, nearest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvalloc.request import Request
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.allocation.request import Request
+    from kvalloc.formats.score_profile import ScoreProfile
 
 Scores = Annotated[
     Path, typer.Argument(metavar="SCORES", help="A score profile that 'kvalloc profile' wrote.")
@@ -204,8 +204,8 @@ def request(given: Mapping[str, Any]) -> Request:
     InputError
         If one of them cannot be; before anything but a file of weights is read.
     """
-    from kvalloc.request import Request, request_options
-    from kvalloc.weighting import read_weights
+    from kvalloc.allocation.request import Request, request_options
+    from kvalloc.allocation.weights import read_weights
 
     options = request_options(given)
     if options["objective"] is None:
@@ -224,7 +224,7 @@ def load_scores(path: Path) -> ScoreProfile:
     ProfileFileError
         If the file is not a sound score profile; says so where it is a budget profile instead.
     """
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.formats.score_profile import ScoreProfile
 
     if path.is_file() and os.access(path, os.R_OK):
         with open(path, "rb") as handle:
@@ -288,7 +288,7 @@ def solver_options(name: str, pairs: list[str]) -> dict[str, Any]:
     SolverError
         If the solver cannot be loaded.
     """
-    from kvalloc.registry import SOLVERS, load
+    from kvalloc.problem.registry import SOLVERS, load
 
     known = plugin_options(load(SOLVERS, name))
     return typed_options("solver", name, known, pairs, example="beta=10")

@@ -23,8 +23,8 @@ from kvalloc.cli.output import print_json, print_table, size
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from kvalloc.measure.tuning import Tuned
-    from kvalloc.models import LoadedModel
+    from kvalloc.models.loading import LoadedModel
+    from kvalloc.tuning.fixed_budgets import Tuned
 
 EXAMPLES = """\
   kvalloc tune demo --prompts calibration.jsonl --budget 20% -o p.json
@@ -67,8 +67,8 @@ def tune(
     continuations of the prompts, moves entries from heads that can spare them to heads that
     need them. A fifth of the prompts is held out and chooses among the stages of the descent.
     """
-    from kvalloc.models import require_run_packages
-    from kvalloc.quantities import parse_share
+    from kvalloc.models.loading import require_run_packages
+    from kvalloc.units import parse_share
 
     require_run_packages()
     shares = list(dict.fromkeys(parse_share(one) for one in budget))
@@ -135,8 +135,8 @@ def _tuned(
 ) -> list[dict[str, Any]]:
     """Decide one budget after the other, each written as soon as it is decided."""
     from kvalloc.cli.progress import ProgressBar
-    from kvalloc.measure.tuning import tune_shares
-    from kvalloc.measure.weighed_tuning import tune_by_prompt
+    from kvalloc.tuning.fixed_budgets import tune_shares
+    from kvalloc.tuning.per_prompt import tune_by_prompt
 
     rows = []
     try:
@@ -175,8 +175,8 @@ def _texts(text: list[Path], prompts: list[Path]) -> list[Any]:
 def _options(
     scorer: str | None, window: int | None, policies: str | None, steps: int | None
 ) -> dict[str, Any]:
-    from kvalloc.measure.descent import Descent
     from kvalloc.measure.loss_policies import read_scorer
+    from kvalloc.tuning.descent import Descent
 
     options: dict[str, Any] = {"scorer": read_scorer(_with_window(scorer or "xkv", window))}
     if steps is not None:
@@ -187,8 +187,8 @@ def _options(
 def _mixing_options(
     scorer: str | None, window: int | None, policies: str | None, steps: int | None
 ) -> dict[str, Any]:
-    from kvalloc.measure.weighed_tuning import DEFAULT_SCORER
-    from kvalloc.measure.weighing import Weighing
+    from kvalloc.tuning.per_prompt import DEFAULT_SCORER
+    from kvalloc.tuning.score_mixing import Weighing
 
     options: dict[str, Any] = {"scorer": _with_window(scorer or DEFAULT_SCORER, window)}
     if steps is not None:

@@ -32,8 +32,8 @@ def verify(
     Objective, bytes, target, constraints and bound, from the two files alone: nothing that the
     solver said is used. Exit code 1 if a statement is not true.
     """
-    from kvalloc.library import load_profile
-    from kvalloc.verifying import verify as recompute
+    from kvalloc.allocation.audit import verify as recompute
+    from kvalloc.formats.shipped_profiles import load_profile
 
     checks = recompute(load_profile(profile), targets.load_scores(scores))
     if json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
 from kvalloc.evaluate.kl import divergence
-from kvalloc.evaluate.needle import NeedleCase
+from kvalloc.prompts.needle import NeedleCase
 
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvalloc.budget_profile import BudgetProfile
-from kvalloc.evaluate.calibration import calibration_prompts
+from kvalloc.allocation.decision import solve
 from kvalloc.evaluate.showcase import Rule
-from kvalloc.score_profile import ScoreProfile
-from kvalloc.solving import solve
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.prompts.calibration import calibration_prompts
 
 if TYPE_CHECKING:
-    from kvalloc.models import LoadedModel
+    from kvalloc.models.loading import LoadedModel
 
 LOSS = "least loss"
 UNIFORM = "uniform, tova"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvalloc.evaluate.needle import NeedleCase
 from kvalloc.evaluate.showcase import Asked, Decision, Experiment
+from kvalloc.prompts.needle import NeedleCase
 
 
 def demo_record(decisions: Iterable[Decision], experiment: Experiment) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvalloc.budget_profile import BudgetProfile
-from kvalloc.evaluate.cases import Case
 from kvalloc.evaluate.scoring import Score
 from kvalloc.files import atomic_write
-from kvalloc.schema import budget_profile_dict
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.schema import budget_profile_dict
+from kvalloc.prompts.cases import Case
 
 KIND = "kvalloc.evaluation"
 SCHEMA_VERSION = 1

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvalloc.evaluate.cases import Case
     from kvalloc.evaluate.methods import Answer, Method
-    from kvalloc.evaluate.tasks import Task
+    from kvalloc.prompts.cases import Case
+    from kvalloc.prompts.tasks import Task
 
 FloatArray = npt.NDArray[np.float64]
 FULL = "full"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvalloc.budget_profile import BudgetProfile, Level
+from kvalloc.allocation.decision import solve
 from kvalloc.errors import KVAllocError, SolverError
 from kvalloc.evaluate.caches import CacheRow, Reference, evaluate_cache
-from kvalloc.registry import solver_names
-from kvalloc.score_profile import ScoreProfile
-from kvalloc.solving import solve
+from kvalloc.formats.budget_profile import BudgetProfile, Level
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.problem.registry import solver_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

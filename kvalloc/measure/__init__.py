@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvalloc.measure.profiling import profile, profile_to_file
-from kvalloc.measure.texts import Document, Prompt, default_texts, read_prompts, read_texts
+from kvalloc.prompts.texts import Document, Prompt, default_texts, read_prompts, read_texts
 
 __all__ = [
     "Document",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.score_profile import interpolate_curves
+from kvalloc.formats.score_profile import interpolate_curves
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

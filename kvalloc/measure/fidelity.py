@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting.stored_bytes import BIT_WIDTHS
 from kvalloc.errors import InputError, option
-from kvalloc.quantising import output_fidelity
-from kvalloc.stored_bytes import BIT_WIDTHS
 
 if TYPE_CHECKING:
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 FIDELITY_ROWS = 8
 """Rows of attention output that bits are judged by where the scorer has no window: XKV's ows."""
@@ -64,6 +63,9 @@ def layer_fidelity(
     InputError
         If the attention output is not finite.
     """
+    # The runtime loads torch, and naming a scorer does not.
+    from kvalloc.runtime.quantization import output_fidelity
+
     found = np.ones((*states.keys.shape[:2], len(bits)))
     for place, width in enumerate(bits):
         fidelity = output_fidelity(states, bits=width, rows=window or FIDELITY_ROWS)

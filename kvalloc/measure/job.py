@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.layer_groups import runs_of
+from kvalloc.formats.policy import Policy
+from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import MeasuredSample
 from kvalloc.measure.fingerprint import fingerprint
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.sampling import SampleSet
-from kvalloc.policy import Policy
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 IntArray = npt.NDArray[np.int64]
 
@@ -139,7 +140,7 @@ class Job:
 
     def record(self) -> dict[str, Any]:
         """Everything that decides the numbers, for the manifest of a checkpoint."""
-        from kvalloc.attention_hook import base_implementation
+        from kvalloc.models.attention import base_implementation
 
         bits = {"bits": list(self.bits)} if self.bits else {}
         return bits | {
@@ -167,10 +168,8 @@ def versions() -> dict[str, str]:
     import torch
     import transformers
 
-    import kvalloc
-
     return {
-        "kvalloc": kvalloc.__version__,
+        "kvalloc": importlib.metadata.version("kvalloc"),
         "numpy": np.__version__,
         "torch": str(torch.__version__),
         "transformers": str(transformers.__version__),

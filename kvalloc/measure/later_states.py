@@ -15,7 +15,7 @@ from kvalloc.runtime.later_cache import HeldPrompt
 from kvalloc.runtime.later_passes import run_later_passes
 
 if TYPE_CHECKING:
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
     from kvalloc.scorers import Scorer
     from kvalloc.shape import ModelShape
 

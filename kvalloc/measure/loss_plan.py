@@ -12,8 +12,8 @@ import numpy.typing as npt
 from kvalloc.errors import InputError, option
 
 if TYPE_CHECKING:
+    from kvalloc.formats.policy import Policy
     from kvalloc.measure.loss_curves import LossLevel, MeasuredLosses
-    from kvalloc.policy import Policy
     from kvalloc.scorers import Scorer
     from kvalloc.shape import ModelShape
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, option
-from kvalloc.policy import Policy
-from kvalloc.registry import SCORERS, names
+from kvalloc.formats.policy import Policy
+from kvalloc.problem.registry import SCORERS, names
 
 if TYPE_CHECKING:
     from kvalloc.scorers import Scorer

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates, intercept_attention
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.measure.beginning import begun_at, decoder_layers
 from kvalloc.measure.later_states import with_later
 from kvalloc.measure.mini_prefill import evaluating
 from kvalloc.measure.stored_attention import attend_over_stored
+from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime.holding import end_tokens
 
 if TYPE_CHECKING:
-    from kvalloc.attention_hook import Compute
+    from kvalloc.models.attention import Compute
     from kvalloc.runtime.policies import EvictionPolicy
     from kvalloc.scorers import Scorer
     from kvalloc.shape import ModelShape

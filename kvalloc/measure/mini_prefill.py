@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.attention_hook import AttentionStates, intercept_attention
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.attention import AttentionStates, intercept_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import Compute
+    from kvalloc.models.attention import Compute
 
 
 class _LastLayerSeen(Exception):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
+from kvalloc.formats.score_profile import ScoreProfile, rank_grid
 from kvalloc.measure.checkpoint import Checkpoint, MeasuredSample, checkpoint_folder
 from kvalloc.measure.curves import on_grid, retention_curves
 from kvalloc.measure.fidelity import checked_widths, layer_fidelity
@@ -22,16 +23,15 @@ from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.probed import probed_samples
 from kvalloc.measure.sampling import choose_samples
 from kvalloc.measure.shared import SharedRuns, check_share_length
-from kvalloc.measure.texts import Document, Prompt
-from kvalloc.models import require_run_packages, shape_of
-from kvalloc.score_profile import ScoreProfile, rank_grid
+from kvalloc.models.loading import require_run_packages, shape_of
+from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.scorers.later_pass import check_prompt_only
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
-    from kvalloc.attention_hook import AttentionStates
     from kvalloc.measure.loss_curves import LossLevel
+    from kvalloc.models.attention import AttentionStates
 
 IntArray = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
@@ -129,8 +129,8 @@ def profile(
         Instead of what the model's config says.
     bits : sequence of int, optional
         Bit widths, of 16, 8 and 4, whose effect on the attention output of the window's rows is
-        measured too (`kvalloc.quantising.output_fidelity`). Costs another pass over keys and
-        values for each width below 16, so it is off by default.
+        measured too (`kvalloc.runtime.quantization.output_fidelity`). Costs another pass over keys
+        and values for each width below 16, so it is off by default.
 
     Returns
     -------

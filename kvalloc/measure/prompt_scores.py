@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError, option
+from kvalloc.formats.score_profile import ScoreProfile, rank_grid
 from kvalloc.measure.job import Job
 from kvalloc.measure.profiling import measure_job
 from kvalloc.measure.sampling import SampleSet, cut_middle
-from kvalloc.score_profile import ScoreProfile, rank_grid
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 __all__ = ["check_measured_tokens", "prompt_scores"]
 

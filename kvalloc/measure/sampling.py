@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError, option
-from kvalloc.measure.held_out import refuse_held_out
-from kvalloc.measure.texts import Document, Prompt
-from kvalloc.quiet import one_line
+from kvalloc.models.quiet import one_line
+from kvalloc.prompts.held_out import refuse_held_out
+from kvalloc.prompts.texts import Document, Prompt
 
 IntArray = npt.NDArray[np.int64]
 

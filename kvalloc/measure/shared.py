@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError
-from kvalloc.layer_groups import FIRST_SHARED_LAYER, LONGEST_RUN, runs_of
+from kvalloc.formats.sharing_groups import FIRST_SHARED_LAYER, LONGEST_RUN, runs_of
 from kvalloc.measure.curves import retention_curves
 
 FloatArray = npt.NDArray[np.float64]

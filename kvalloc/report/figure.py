@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.files import atomic_write
-from kvalloc.score_profile import ScoreProfile
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from kvalloc.files import atomic_write
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from kvalloc.frontier import FrontierPoint
+    from kvalloc.allocation.frontier import FrontierPoint
 
 
 def draw_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError
+from kvalloc.formats.budget_profile import BudgetProfile
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LEAST_BAR = 4

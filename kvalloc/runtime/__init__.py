@@ -6,10 +6,9 @@ Needs torch and transformers (the ``run`` extra).
 from __future__ import annotations
 
 from kvalloc.runtime.answering import answer
-from kvalloc.runtime.applying import Applied
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.saving import load_cache
 from kvalloc.runtime.selection import select_entries
 
-__all__ = ["Applied", "BudgetCache", "answer", "load_cache", "make_cache", "select_entries"]
+__all__ = ["BudgetCache", "answer", "load_cache", "make_cache", "select_entries"]

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime import plain
 from kvalloc.runtime.arrival import Arrival
 from kvalloc.runtime.layers import BudgetLayer

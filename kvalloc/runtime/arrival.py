@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import UnsupportedRequestError, option
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.ragged import IntArray
 
 __all__ = ["Arrival", "Step"]

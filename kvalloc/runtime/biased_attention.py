@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates, Compute
+from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.runtime.masks import MaskKind, biased_mask
 
 __all__ = ["biased_attention", "masked_attention"]

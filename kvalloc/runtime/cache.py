@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from kvalloc.attention_hook import AttentionStates, Compute
-from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import (
     ModelMismatchError,
     UnsupportedModelError,
     UnsupportedRequestError,
 )
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.runtime import hooks, plain, refusals
 from kvalloc.runtime.account import Account
 from kvalloc.runtime.arrival import Arrival, Step

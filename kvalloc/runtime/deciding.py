@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import UnsupportedRequestError
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.arrival import Arrival
 from kvalloc.runtime.refusals import new_tokens_shape
 
 if TYPE_CHECKING:
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
     from kvalloc.scorers import Scorer
 
 __all__ = [

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates, Compute
+from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.biased_attention import masked_attention
 from kvalloc.runtime.kernels import KERNEL_TYPES, Kernel, has_triton, kernel_for

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates, Observed
+from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.ragged import IntArray

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates
-from kvalloc.layer_groups import Groups
+from kvalloc.formats.sharing_groups import Groups
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import RankedPolicy

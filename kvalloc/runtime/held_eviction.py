@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.groups import GroupEviction
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import ByHead

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvalloc.attention_hook import AttentionStates
-from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import UnsupportedRequestError, option
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.deciding import Decide, from_held, prompt_rows
 from kvalloc.runtime.groups import Held

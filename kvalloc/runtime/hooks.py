@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvalloc.attention_hook import AttentionStates, AttentionSwitch, Compute
+from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute
 
 __all__ = ["HookedCache", "hooked_models", "retain"]
 

@@ -101,8 +101,8 @@ def add_packed(  # type: ignore[no-untyped-def]
     """Add packed entries from start to end to a softmax.
 
     ``COLUMNS`` tokens share a key scale, of which ``scale`` is the first's; ``CHANNELS`` channels
-    share a value scale. The numbers are those of `kvalloc.quantising.from_codes`, in the queries'
-    type.
+    share a value scale. The numbers are those of `kvalloc.runtime.quantization.from_codes`, in the
+    queries' type.
     """
     KEY_BYTES: tl.constexpr = HEAD_DIM * BITS // 8
     VALUE_BYTES: tl.constexpr = VALUE_DIM * BITS // 8

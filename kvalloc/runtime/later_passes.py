@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates, Compute, Observed, intercept_attention
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
 from kvalloc.runtime.even_attention import apart_attention
 from kvalloc.runtime.later_cache import HeldPrompt, LaterCache, LaterLayer
 from kvalloc.runtime.sizes import context_limit

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError
-from kvalloc.models import shape_of
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.models.loading import shape_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.deciding import Decide
@@ -56,7 +56,7 @@ def make_cache(
     decide : callable, optional
         Decides the budgets of each row when the prompt has come, see `Decide`; the profile then
         says which entries are kept, and holds for later prompts no more than for this one.
-        `kvalloc.prompting` makes such callables.
+        `kvalloc.online.per_prompt` makes such callables.
 
     Returns
     -------

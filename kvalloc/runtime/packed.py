@@ -2,8 +2,9 @@
 
 The layout is ours, not that of optimum-quanto or torchao: theirs are tensors of one shape, with
 scales of the model's type, while heads and rows here keep different numbers of entries and each
-byte, scales included, has to be the one that the budget was decided with (`kvalloc.stored_bytes`).
-The rounding itself is the measured one (`kvalloc.quantising`).
+byte, scales included, has to be the one that the budget was decided with
+(`kvalloc.accounting.stored_bytes`).
+The rounding itself is the measured one (`kvalloc.runtime.quantization`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.budget_profile import BudgetProfile
-from kvalloc.quantising import from_codes
+from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.runtime.quantization import from_codes
 from kvalloc.runtime.ragged import BLOCK_TOKENS, IntArray, Piece, RaggedEntries
 from kvalloc.runtime.segments import Segment, unpacked_codes
-from kvalloc.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 
 __all__ = ["PackedEntries", "PackedHeads", "packed_layers"]
 

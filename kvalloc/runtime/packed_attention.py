@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.kernels import KERNEL_TYPES, Kernel, Packing, kernel_for
 from kvalloc.runtime.packed import PackedEntries, PackedHeads
 from kvalloc.runtime.packed_decoding import packed_decoding

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 from kvalloc.runtime.packed import PackedHeads
 from kvalloc.runtime.ragged import BLOCK_TOKENS
 from kvalloc.runtime.ragged_decoding import joined
-from kvalloc.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 
 __all__ = ["SCRATCH_NUMBERS", "packed_decoding"]
 

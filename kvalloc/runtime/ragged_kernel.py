@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 from kvalloc.runtime.kernel_parts import add_numbers, add_packed
 from kvalloc.runtime.kernels import Packing, SpannedEntries
-from kvalloc.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 
 __all__ = ["kernel_attention"]
 

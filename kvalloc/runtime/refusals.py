@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvalloc.attention_hook import base_implementation
-from kvalloc.budget_profile import BudgetProfile
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError, option
-from kvalloc.layer_groups import shared_text
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.sharing_groups import shared_text
+from kvalloc.models.attention import base_implementation
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.masks import MaskKind, mask_kind
 from kvalloc.runtime.policies import ByHead, EvictionPolicy, RankedPolicy, Weighted, policy_class

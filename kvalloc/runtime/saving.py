@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvalloc.budget_profile import BudgetProfile
-from kvalloc.cache_header import (
+from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
+from kvalloc.files import atomic_write
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.saved_cache import (
     HEADER,
     SCHEMA_VERSION,
     header_digest,
@@ -22,15 +24,17 @@ from kvalloc.cache_header import (
     read_header,
     text_digest,
 )
-from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
-from kvalloc.files import atomic_write
+from kvalloc.formats.schema import (
+    budget_profile_dict,
+    budget_profile_from_json,
+    budget_profile_json,
+)
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.packed import PackedEntries, PackedHeads
 from kvalloc.runtime.ragged import RaggedEntries
 from kvalloc.runtime.sizes import decoder_of
-from kvalloc.schema import budget_profile_dict, budget_profile_from_json, budget_profile_json
 
 __all__ = ["load_cache", "model_digest", "save_cache", "saved_notes"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvalloc.quantising import key_codes, value_codes
+from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS
+from kvalloc.runtime.quantization import key_codes, value_codes
 from kvalloc.runtime.ragged import Piece
-from kvalloc.stored_bytes import KEY_BLOCK_TOKENS
 
 __all__ = ["Segment", "packed_codes", "unpacked_codes"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvalloc.attention_hook import Observed
+from kvalloc.models.attention import Observed
 
 __all__ = ["Part", "Unfinished", "part_of", "parts"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvalloc.errors import SolverError
-from kvalloc.registry import SCORERS, build, load, names
+from kvalloc.problem.registry import SCORERS, build, load, names
 from kvalloc.scorers.base import Scorer
 
 __all__ = ["Scorer", "get_scorer", "scorer_class", "scorer_names"]

@@ -10,7 +10,7 @@ from kvalloc.scorers.column_sums import add_columns, column_scores
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates, Observed
+    from kvalloc.models.attention import AttentionStates, Observed
 
 
 class A2SF(Scorer):

@@ -11,7 +11,7 @@ from kvalloc.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates, Observed
+    from kvalloc.models.attention import AttentionStates, Observed
     from kvalloc.scorers.later_pass import Later, LaterStep
 
 

@@ -10,7 +10,7 @@ from kvalloc.scorers.window_rows import window_scores
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 
 class CAKE(Scorer):

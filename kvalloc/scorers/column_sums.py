@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvalloc.attention_hook import Observed
+from kvalloc.models.attention import Observed
 from kvalloc.scorers.window_rows import attention_rows, protected_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 _BLOCK_ELEMENTS = 1 << 24
 _LEAST_ROWS = 16

@@ -18,7 +18,7 @@ from kvalloc.scorers.window_rows import POOLINGS, window_scores
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 
 class CriticalKV(Scorer):

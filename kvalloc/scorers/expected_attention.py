@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from kvalloc.attention_hook import Observed
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.attention import Observed
 from kvalloc.scorers.base import Scorer, check_at_least, check_number
 from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.rotation import rotated
@@ -14,7 +14,7 @@ from kvalloc.scorers.window_rows import protected_columns
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 _BLOCK_TOKENS = 2048
 

@@ -11,7 +11,7 @@ from kvalloc.scorers.window_rows import protected_columns
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 
 class KeyDiff(Scorer):

@@ -10,7 +10,7 @@ from kvalloc.scorers.column_sums import without_protected
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 _LEAST_NORM = 1e-6
 

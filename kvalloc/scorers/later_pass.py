@@ -17,7 +17,7 @@ from kvalloc.errors import UnsupportedRequestError, option
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates, Observed
+    from kvalloc.models.attention import AttentionStates, Observed
     from kvalloc.scorers.base import Scorer
 
 __all__ = [

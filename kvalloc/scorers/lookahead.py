@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, ClassVar
 
-from kvalloc.attention_hook import Observed
+from kvalloc.models.attention import Observed
 from kvalloc.scorers.base import Scorer, check_at_least, check_choice, check_odd
 from kvalloc.scorers.later_pass import Later, LaterStep, later_notes
 from kvalloc.scorers.window_rows import (
@@ -18,7 +18,7 @@ from kvalloc.scorers.window_rows import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 ROW_REDUCTIONS = ("mean", "max")
 

@@ -9,7 +9,7 @@ from kvalloc.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 _BLOCK_TOKENS = 1024
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, ClassVar
 
-from kvalloc.attention_hook import Observed
 from kvalloc.errors import InputError
+from kvalloc.models.attention import Observed
 from kvalloc.scorers.base import Scorer, check_at_least, check_choice, check_odd
 from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep, later_notes
 from kvalloc.scorers.window_rows import (
@@ -20,7 +20,7 @@ from kvalloc.scorers.window_rows import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 _BLOCK_ELEMENTS = 1 << 23
 _LEAST_ROWS = 16

@@ -19,7 +19,7 @@ def rotated(queries: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     positions : Tensor, (n,)
         By how many positions; below 0 turns back.
     frequencies : Tensor, (n_rotated / 2,)
-        Angle a position of each pair, radians; see `kvalloc.attention_hook.AttentionStates`.
+        Angle a position of each pair, radians; see `kvalloc.models.attention.AttentionStates`.
 
     Returns
     -------

@@ -13,7 +13,7 @@ from kvalloc.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.attention_hook import AttentionStates
+    from kvalloc.models.attention import AttentionStates
 
 GROUP_REDUCTIONS = ("mean", "max")
 POOLINGS = ("avg", "max")

@@ -10,12 +10,12 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from kvalloc.allocation.decision import CheckedSolution, solve_problem
+from kvalloc.allocation.request import REQUEST_OPTIONS
 from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
-from kvalloc.problem import AllocationProblem, Sense
-from kvalloc.registry import solver_names
-from kvalloc.request import REQUEST_OPTIONS
-from kvalloc.solver import Solution, Solver, Termination
-from kvalloc.solving import CheckedSolution, solve_problem
+from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem.registry import solver_names
+from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.testing.oracle import Optimum, better, brute_force
 from kvalloc.testing.problems import KINDS, larger_problem, tiny_problem
 

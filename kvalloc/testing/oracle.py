@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem, IntArray, RankBalance, Sense
+from kvalloc.problem.arrays import AllocationProblem, IntArray, RankBalance, Sense
 
 MOST_CHOICES = 200_000
 """Choices that are looked at before a problem counts as too large."""

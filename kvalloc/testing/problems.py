@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.errors import InputError
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
     FloatArray,

@@ -95,26 +95,26 @@ MEASURED_CASES: dict[str, dict[str, Any]] = {
 
 
 def decide_measured(scores: Any, case: str) -> Any:
-    from kvalloc.solving import solve
+    from kvalloc.allocation.decision import solve
 
     return solve(scores, **MEASURED_CASES[case])
 
 
 def decide(scores: Any, case: str) -> Any:
-    from kvalloc.solving import solve
+    from kvalloc.allocation.decision import solve
 
     solver, options, arguments = CASES[case]
     return solve(scores, solver=solver, solver_options=options, **arguments)
 
 
 def decide_shared(scores: Any, case: str) -> Any:
-    from kvalloc.solving import solve
+    from kvalloc.allocation.decision import solve
 
     return solve(scores, **SHARED_CASES[case])
 
 
 def decide_choice(scores: Any, case: str) -> Any:
-    from kvalloc.solving import solve
+    from kvalloc.allocation.decision import solve
 
     return solve(scores, solver="dp", **CHOICE_CASES[case])
 
@@ -207,7 +207,7 @@ def make_choices() -> Any:
 
 
 def write_choices() -> None:
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.formats.score_profile import ScoreProfile
 
     if not CHOICES.exists():
         make_choices().save(CHOICES)
@@ -218,8 +218,8 @@ def write_choices() -> None:
 
 
 def main() -> None:
-    from kvalloc.schema import budget_profile_schema
-    from kvalloc.score_profile import ScoreProfile
+    from kvalloc.formats.schema import budget_profile_schema
+    from kvalloc.formats.score_profile import ScoreProfile
 
     DATA.mkdir(exist_ok=True)
     if not SCORES.exists():

@@ -35,9 +35,9 @@ from make_core_golden import (
     described_shared,
 )
 
-from kvalloc.budget_profile import BudgetProfile
-from kvalloc.schema import budget_profile_schema
-from kvalloc.score_profile import ScoreProfile
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.schema import budget_profile_schema
+from kvalloc.formats.score_profile import ScoreProfile
 
 WANTED = "if that is wanted, run tests/golden/make_core_golden.py and say why in the commit"
 

@@ -9,9 +9,10 @@ import pytest
 from cli_tools import refused, run
 from factories import make_scores
 
-from kvalloc import checking, registry
-from kvalloc.budget_profile import BudgetProfile
-from kvalloc.solver import Solver
+from kvalloc.allocation import verification as checking
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.problem import registry
+from kvalloc.problem.solver import Solver
 
 BAD = {
     cls.name: cls

@@ -13,8 +13,8 @@ from factories import make_budget_profile, make_scores, make_shape
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from kvalloc.budget_profile import BudgetProfile
-from kvalloc.registry import solver_names
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.problem.registry import solver_names
 
 SOLVE_KEYS = {
     "solver",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cli_tools import refused, run
 
-from kvalloc.library import load_profile
+from kvalloc.formats.shipped_profiles import load_profile
 
 
 def test_eval_puts_profiles_beside_the_full_cache(models, profiles, folder):

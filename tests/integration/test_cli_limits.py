@@ -9,7 +9,7 @@ import pytest
 from cli_tools import refused, run
 from factories import make_scores
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.formats.budget_profile import BudgetProfile
 
 
 @pytest.fixture
@@ -119,8 +119,8 @@ def test_limits_that_cannot_be(folder, scores, arguments, words):
 
 
 def test_a_solver_object_leaves_its_options_in_the_profile():
+    from kvalloc.allocation.decision import solve
     from kvalloc.solvers.ilp import ILP
-    from kvalloc.solving import solve
 
     scores = make_scores(0)
     assert solve(scores, budget=0.4, solver=ILP(gap=0.5)).solver_options == {"gap": 0.5}

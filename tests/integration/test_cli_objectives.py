@@ -9,7 +9,7 @@ import pytest
 from cli_tools import refused, run
 from factories import make_bits, make_losses, make_scores
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.formats.budget_profile import BudgetProfile
 
 NOTE = "sum of single-unit measurements"
 

@@ -11,7 +11,7 @@ from cli_tools import prose, refused, run, save_tiny_model
 from factories import make_choices
 from tiny_models import tiny_model
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.formats.budget_profile import BudgetProfile
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import json
 import pytest
 from cli_tools import CLI_CONTEXT, files_in, profile_arguments, prose, refused, run
 
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import checkpoint_folder
-from kvalloc.score_profile import ScoreProfile
 
 
 def test_profile_writes_what_it_says(models, folder):

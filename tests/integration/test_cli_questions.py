@@ -13,9 +13,9 @@ from cli_tools import prose, refused, run, save_tiny_model
 from tiny_models import tiny_model
 from transformers import BloomConfig, BloomForCausalLM
 
-from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.cli.main import main
-from kvalloc.library import load_profile
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.shipped_profiles import load_profile
 
 QUESTIONS = [prose(40)[60:90].strip(), "w3 w8 w13", "w21"]
 
@@ -409,7 +409,7 @@ def test_a_saved_cache_whose_header_was_edited_is_refused(folder):
 
 
 def test_inspecting_tells_bits_and_layers_that_share_entries(folder):
-    from kvalloc.models import load_model, shape_of
+    from kvalloc.models.loading import load_model, shape_of
 
     loaded = load_model(folder / "deeper")
     bits = np.full((4, 2), 8)
@@ -439,7 +439,7 @@ def test_inspecting_tells_bits_and_layers_that_share_entries(folder):
 
 def test_inspecting_tells_what_a_prompt_handed_out_itself(folder):
     import kvalloc
-    from kvalloc.models import load_model
+    from kvalloc.models.loading import load_model
 
     stored = load_profile(folder / "tiny.json")
     weights = np.random.default_rng(0).uniform(0.1, 3.0, (*stored.budgets.shape, 2))
@@ -483,7 +483,7 @@ def test_ask_needs_a_document_that_is_not_on_stdin(folder, monkeypatch):
 
 
 def test_a_cache_saved_in_python_is_asked_as_plain_text(folder):
-    from kvalloc.models import load_model
+    from kvalloc.models.loading import load_model
 
     loaded = load_model(folder / "tiny")
     cache = load_profile(folder / "tiny.json").cache(loaded.model)

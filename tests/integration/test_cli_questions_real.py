@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 from cli_tools import run
 
-from kvalloc.library import load_profile
+from kvalloc.formats.shipped_profiles import load_profile
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

@@ -10,7 +10,7 @@ import pytest
 from cli_tools import prose, refused, run, save_tiny_model
 from tiny_models import tiny_model
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.formats.budget_profile import BudgetProfile
 
 ASKED = ("--budget", "45%", "--level", "head", "--rounds", 1)
 

@@ -6,7 +6,7 @@ import pytest
 from cli_tools import refused, run
 from factories import make_shared_scores
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.formats.budget_profile import BudgetProfile
 
 
 @pytest.fixture

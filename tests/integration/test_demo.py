@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvalloc.budget_profile import BudgetProfile
-from kvalloc.evaluate.needle import NeedleCase, haystack_texts
-from kvalloc.score_profile import ScoreProfile
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.prompts.needle import NeedleCase, haystack_texts
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

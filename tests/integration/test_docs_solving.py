@@ -13,7 +13,7 @@ from cli_tools import refused, run
 from factories import make_bits, make_losses, make_shape, make_shared_scores
 
 from kvalloc.cli.solve import solve as solve_command
-from kvalloc.registry import solver_names
+from kvalloc.problem.registry import solver_names
 
 TEXT = (Path(__file__).parents[2] / "docs" / "solving.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, flags=re.DOTALL)

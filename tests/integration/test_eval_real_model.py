@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cli_tools import run
 
-from kvalloc.library import load_profile
+from kvalloc.formats.shipped_profiles import load_profile
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

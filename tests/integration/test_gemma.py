@@ -25,7 +25,7 @@ from cli_tools import run  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import kvalloc  # noqa: E402
-from kvalloc.models import load_model  # noqa: E402
+from kvalloc.models.loading import load_model  # noqa: E402
 from kvalloc.runtime import make_cache  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvalloc.cli.main import main
-from kvalloc.evaluate.peers import KvpressMethod, PromptReader, make_press, read_peer_name
+from kvalloc.interop.kvpress import KvpressMethod, PromptReader, make_press, read_peer_name
 
 EVICTING = (
     "SnapKV", "PyramidKV", "StreamingLLM", "TOVA", "ExpectedAttention", "KeyDiff",

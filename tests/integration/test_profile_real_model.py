@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvalloc.attention_hook import intercept_attention
 from kvalloc.measure import default_texts, profile
-from kvalloc.models import DEMO_MODEL_ID, load_model, shape_of
+from kvalloc.models.attention import intercept_attention
+from kvalloc.models.loading import DEMO_MODEL_ID, load_model, shape_of
 
 pytestmark = pytest.mark.model
 

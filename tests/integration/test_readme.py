@@ -13,7 +13,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 @pytest.mark.model
 def test_the_python_block_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvalloc.models import load_model
+    from kvalloc.models.loading import load_model
 
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     folder = README.parent / "kvalloc" / "data" / "texts"

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 import runtime_oracle  # noqa: E402
 
 import kvalloc  # noqa: E402
-from kvalloc.budget_profile import BudgetProfile, Policy  # noqa: E402
-from kvalloc.models import load_model, shape_of  # noqa: E402
+from kvalloc.formats.budget_profile import BudgetProfile, Policy  # noqa: E402
+from kvalloc.models.loading import load_model, shape_of  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -8,9 +8,9 @@ from factories import make_budget_profile, make_scores, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError
-from kvalloc.solving import solve
+from kvalloc.formats.budget_profile import BudgetProfile
 
 PROTECTED = 5
 CONTEXT = 40

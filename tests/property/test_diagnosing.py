@@ -10,9 +10,21 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvalloc.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget, SideConstraint
-from kvalloc.diagnosing import TOLERANCE_GRID, Diagnosis, diagnose, is_solvable, least_that_works
-from kvalloc.problem import AllocationProblem, Sense
+from kvalloc.allocation.diagnosis import (
+    TOLERANCE_GRID,
+    Diagnosis,
+    diagnose,
+    is_solvable,
+    least_that_works,
+)
+from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem.constraints import (
+    GroupCap,
+    MaxDistinct,
+    RankBalance,
+    SameBudget,
+    SideConstraint,
+)
 from kvalloc.testing import brute_force, tiny_problem
 
 KINDS = (

@@ -14,9 +14,9 @@ from factories import (
     random_hard_problem,
 )
 
-from kvalloc.dual import concave_response, dense_response
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import Aggregate, AllocationProblem, Sense
+from kvalloc.problem.arrays import Aggregate, AllocationProblem, Sense
+from kvalloc.problem.dual import concave_response, dense_response
 
 SEEDS = range(2000, 2300)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
-from kvalloc.rounding import apportion
 
 limits = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p)))
 rows = st.lists(st.tuples(st.floats(-10, 60), limits), min_size=1, max_size=12)

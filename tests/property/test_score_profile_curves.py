@@ -8,10 +8,10 @@ from factories import curves_of, make_scores, make_shape, random_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.formulate import formulate
-from kvalloc.request import Request
-from kvalloc.score_profile import interpolate_curves, rank_grid
-from kvalloc.solving import solve
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.request import Request
+from kvalloc.formats.score_profile import interpolate_curves, rank_grid
 
 
 def test_curves_of_a_profile_are_the_sums_of_its_best_scores() -> None:

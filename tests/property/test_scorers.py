@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scorer_oracle import make_states
 
+from kvalloc.formats.score_profile import rank_grid
 from kvalloc.measure.curves import on_grid, retention_curves
-from kvalloc.score_profile import rank_grid
 from kvalloc.scorers import scorer_names
 from kvalloc.scorers.a2sf import A2SF
 from kvalloc.scorers.cake import CAKE

@@ -16,11 +16,11 @@ from factories import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvalloc.allocation.decision import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import AllocationProblem, Sense
-from kvalloc.registry import get_solver
-from kvalloc.solver import Solver, Termination
-from kvalloc.solving import CheckedSolution, solve_problem
+from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem.registry import get_solver
+from kvalloc.problem.solver import Solver, Termination
 
 CONCAVE = 250
 HARD = 150

@@ -42,8 +42,9 @@ def test_import_kvalloc_loads_nothing_heavy() -> None:
     "code",
     [
         "from kvalloc import solve, load_profile, ScoreProfile, BudgetProfile, ModelShape",
-        "import kvalloc.solving, kvalloc.library, kvalloc.registry",
-        "from kvalloc.registry import get_solver; get_solver('greedy')",
+        "import kvalloc.allocation.decision, kvalloc.formats.shipped_profiles",
+        "import kvalloc.problem.registry",
+        "from kvalloc.problem.registry import get_solver; get_solver('greedy')",
         "import kvalloc.scorers",
         "import kvalloc.cli.main",
     ],

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError, SolverError, nearest
-from kvalloc.registry import POLICIES, SCORERS, build, load, names
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.problem.registry import POLICIES, SCORERS, build, load, names
 from kvalloc.runtime.policies.base import Combined, EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.by_head import ByHead
 from kvalloc.runtime.policies.weighted import Weighted

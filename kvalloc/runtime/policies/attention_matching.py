@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from kvalloc.attention_hook import AttentionStates, Observed
 from kvalloc.errors import InputError, UnsupportedModelError
+from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.matching import match_attention
 from kvalloc.runtime.policies.base import Combined
 from kvalloc.runtime.policies.score import Score

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvalloc.attention_hook import AttentionStates, Observed
+from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers.base import Scorer
 
 if TYPE_CHECKING:

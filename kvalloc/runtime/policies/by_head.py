@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvalloc.attention_hook import AttentionStates
 from kvalloc.errors import UnsupportedRequestError, option
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import EvictionPolicy
 
 if TYPE_CHECKING:

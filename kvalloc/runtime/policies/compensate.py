@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Combined, RankedPolicy
 from kvalloc.runtime.selection import Room, best_entries
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import RankedPolicy
 from kvalloc.runtime.selection import Room, best_entries
 from kvalloc.scorers.base import Scorer, check_number, check_share

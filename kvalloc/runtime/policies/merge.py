@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from kvalloc.attention_hook import AttentionStates
 from kvalloc.errors import InputError
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Combined
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import Room

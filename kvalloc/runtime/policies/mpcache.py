@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from kvalloc.attention_hook import AttentionStates, Observed
 from kvalloc.errors import InputError
+from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.policies.base import RankedPolicy, Reader
 from kvalloc.runtime.selection import best_entries, keep_best, row_places
 from kvalloc.scorers.base import Scorer, check_at_least, check_share

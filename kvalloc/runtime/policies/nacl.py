@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from kvalloc.attention_hook import AttentionStates
 from kvalloc.errors import InputError
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import RankedPolicy
 from kvalloc.runtime.selection import Room, best_entries, row_places
 from kvalloc.scorers.base import Scorer, check_at_least, check_share

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Combined, EvictionPolicy
 from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers import Scorer

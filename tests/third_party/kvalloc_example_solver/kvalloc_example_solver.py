@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem import AllocationProblem, IntArray, Sense, apportion
-from kvalloc.solver import Solution, Solver, Termination
+from kvalloc.problem.arrays import AllocationProblem, IntArray, Sense, apportion
+from kvalloc.problem.solver import Solution, Solver, Termination
 
 
 class SquareRoot(Solver):

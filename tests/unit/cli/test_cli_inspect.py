@@ -11,7 +11,7 @@ from factories import make_budget_profile, make_losses, make_scores
 
 from kvalloc.cli.main import main
 from kvalloc.errors import InputError, ProfileFileError
-from kvalloc.score_profile import ScoreProfile
+from kvalloc.formats.score_profile import ScoreProfile
 
 ROWS = [
     {"task": "needle", "context": 1000, "question": "after", "kl": 0.0321, "ci95": [0.01, 0.05],

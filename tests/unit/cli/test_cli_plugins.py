@@ -10,9 +10,9 @@ from importlib.metadata import EntryPoint
 import pytest
 from cli_tools import run
 
-from kvalloc import registry
 from kvalloc.cli.targets import check_time_limit, solver_options
 from kvalloc.errors import InputError
+from kvalloc.problem import registry
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import torch
 from tiny_models import VOCABULARY, tiny_model
 from transformers import DynamicCache
 
-from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import evaluate_cache, measure_references, needed_bytes, stored_bytes
 from kvalloc.evaluate.kl import divergence
-from kvalloc.evaluate.needle import NeedleCase
-from kvalloc.models import shape_of
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.models.loading import shape_of
+from kvalloc.prompts.needle import NeedleCase
 
 PROMPT_TOKENS = 40
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvalloc.errors import InputError
-from kvalloc.evaluate.cases import Case, Turn
 from kvalloc.evaluate.pairing import ALL_TASKS, compare, rows
 from kvalloc.evaluate.result_file import evaluation_of, evaluation_record, save_evaluation
 from kvalloc.evaluate.scoring import FULL, Outcome, Score
+from kvalloc.prompts.cases import Case, Turn
 
 
 def outcome(kl, score=None):

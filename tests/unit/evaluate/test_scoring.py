@@ -12,13 +12,13 @@ import torch
 from tiny_models import VOCABULARY, WordTokenizer, tiny_model
 from transformers import DynamicCache
 
-from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError
-from kvalloc.evaluate.cases import Case, Turn
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.evaluate.scoring import bootstrap_interval, evaluate, read_turns
-from kvalloc.evaluate.tasks import Task
-from kvalloc.models import shape_of
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.models.loading import shape_of
+from kvalloc.prompts.cases import Case, Turn
+from kvalloc.prompts.tasks import Task
 
 
 class Tokenizer(WordTokenizer):

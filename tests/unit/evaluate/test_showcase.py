@@ -9,10 +9,10 @@ import pytest
 import torch
 from factories import make_scores
 
+from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, SolverError
 from kvalloc.evaluate import showcase
 from kvalloc.evaluate.caches import CacheRow, Reference
-from kvalloc.evaluate.needle import NeedleCase
 from kvalloc.evaluate.record import demo_record
 from kvalloc.evaluate.showcase import (
     NO_TIME,
@@ -25,7 +25,7 @@ from kvalloc.evaluate.showcase import (
     decide,
     rules_of,
 )
-from kvalloc.solving import solve
+from kvalloc.prompts.needle import NeedleCase
 
 CASE = NeedleCase(input_ids=(1, 2), key="anchor", number="1234567", depth=0.5, source="made up")
 SHARES = (0.2, 0.4, 0.6, 0.8)

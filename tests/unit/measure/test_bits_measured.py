@@ -11,13 +11,13 @@ import torch
 from cli_tools import run, save_tiny_model
 from tiny_models import WordTokenizer, tiny_model, words
 
-from kvalloc.attention_hook import AttentionStates, intercept_attention
+from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import profile, profile_to_file
 from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
-from kvalloc.quantising import output_fidelity, quantised_keys, quantised_values
-from kvalloc.score_profile import ScoreProfile
-from kvalloc.solving import solve
+from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.runtime.quantization import output_fidelity, quantised_keys, quantised_values
 
 TOKENIZER = WordTokenizer()
 

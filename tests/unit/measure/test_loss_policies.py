@@ -9,19 +9,19 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, WordTokenizer, tiny_model, words
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.allocation.audit import verify
+from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import profile, profile_to_file
 from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.loss_policies import named_policies
 from kvalloc.measure.loss_probe import LossProbe
-from kvalloc.models import shape_of
+from kvalloc.models.loading import shape_of
 from kvalloc.runtime.policies import policy_of
-from kvalloc.score_profile import ScoreProfile
 from kvalloc.scorers import get_scorer
-from kvalloc.solving import solve
-from kvalloc.verifying import verify
 
 SINKS, WINDOW = 2, 4
 SCORER = get_scorer("snapkv", window=WINDOW, pool=3, pooling="max")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, tiny_model
 
-from kvalloc.attention_hook import AttentionStates, intercept_attention
 from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.loss_probe import LossProbe
-from kvalloc.models import shape_of
+from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.loading import shape_of
 from kvalloc.scorers import get_scorer
 
 SINKS, WINDOW = 2, 4

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tiny_models import WordTokenizer, tiny_model, words
 
 from kvalloc.errors import InputError
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import profile
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.probing import choose_probes, scaled_to_probes
-from kvalloc.score_profile import ScoreProfile
 
 TOKENS = np.array([10, 30, 100], dtype=np.int64)
 

@@ -16,11 +16,11 @@ import torch
 from tiny_models import WordTokenizer, tiny_model, words
 
 import kvalloc
-from kvalloc.attention_hook import intercept_attention
 from kvalloc.errors import InputError
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import Prompt, profile, profile_to_file
 from kvalloc.measure.checkpoint import Checkpoint
-from kvalloc.score_profile import ScoreProfile
+from kvalloc.models.attention import intercept_attention
 from kvalloc.scorers.xkv import XKV
 
 TOKENIZER = WordTokenizer()

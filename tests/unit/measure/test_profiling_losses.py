@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from tiny_models import WordTokenizer, tiny_model, words
 
+from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import Prompt, profile, profile_to_file
 from kvalloc.measure.loss_plan import LossPlan
-from kvalloc.score_profile import ScoreProfile
-from kvalloc.solving import solve
 
 TOKENIZER = WordTokenizer()
 PLAN: dict[str, Any] = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}

@@ -6,7 +6,7 @@ from tiny_models import WordTokenizer, words
 
 from kvalloc.errors import InputError
 from kvalloc.measure.sampling import choose_samples
-from kvalloc.measure.texts import Document, Prompt
+from kvalloc.prompts.texts import Document, Prompt
 
 TOKENIZER = WordTokenizer()
 

@@ -8,10 +8,10 @@ from factories import joint_curves
 from tiny_models import WordTokenizer, tiny_model, words
 
 from kvalloc.errors import InputError
-from kvalloc.layer_groups import runs_of, similarity
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.sharing_groups import runs_of, similarity
 from kvalloc.measure import profile, profile_to_file
 from kvalloc.measure.shared import SharedRuns
-from kvalloc.score_profile import ScoreProfile
 
 TOKENIZER = WordTokenizer()
 

@@ -8,9 +8,9 @@ import struct
 import pytest
 from factories import make_scores, make_shape
 
+from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.report.figure import HarmPoint, save_budget_figure
-from kvalloc.solving import solve
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from factories import make_scores
 
+from kvalloc.allocation.decision import solve
 from kvalloc.evaluate.caches import CacheRow, Reference
-from kvalloc.evaluate.needle import NeedleCase
 from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder, decide
+from kvalloc.prompts.needle import NeedleCase
 from kvalloc.report.showcase import (
     decision_table,
     harm_points,
@@ -19,7 +20,6 @@ from kvalloc.report.showcase import (
     question_tables,
     summary_table,
 )
-from kvalloc.solving import solve
 
 CASE = NeedleCase(
     input_ids=tuple(range(1500)), key="anchor", number="1234567", depth=0.42, source="polk_1845"

@@ -79,7 +79,7 @@ def test_layers_with_and_without_evictions_mix(tiny: ModuleType) -> None:
 
 def test_what_is_kept_are_each_heads_best(tiny: ModuleType) -> None:
     """Selection recomputed from the full prompt's states, layer by layer."""
-    from kvalloc.attention_hook import intercept_attention
+    from kvalloc.models.attention import intercept_attention
     from kvalloc.scorers import get_scorer
 
     model = tiny.tiny_model()

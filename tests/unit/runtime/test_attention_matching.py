@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from scorer_oracle import make_states
 
 import kvalloc
-from kvalloc.attention_hook import intercept_attention
-from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.matching import (
     LEAST_WEIGHT,
     MOST_WEIGHT,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import kvalloc
-from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError, ProfileFileError, UnsupportedRequestError
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.runtime.handing_out import handed_out
 from kvalloc.runtime.policies import Weighted
 
@@ -124,7 +124,7 @@ def naive_scores(
     tiny: ModuleType, model: Any, ids: torch.Tensor, profile: Any
 ) -> npt.NDArray[np.float64]:
     """Weighted sums of both scorers' scores without sinks and window, from plain forwards."""
-    from kvalloc.attention_hook import intercept_attention
+    from kvalloc.models.attention import intercept_attention
 
     def rows(tokens: torch.Tensor, first: int) -> dict[int, npt.NDArray[np.float64]]:
         found: dict[int, npt.NDArray[np.float64]] = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvalloc.errors import InputError
-from kvalloc.prompting import PromptTarget, make_prompt_cache
+from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 
 CONTEXT = 80
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime import cpu_kernel
 from kvalloc.runtime.compiling import Compiled
 from kvalloc.runtime.cpu_kernel import MOST_ROWS, cpu_attention

@@ -12,8 +12,8 @@ from cli_tools import run as run_command
 from transformers import DynamicCache
 
 from kvalloc import apply
-from kvalloc.attention_hook import intercept_attention
 from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer, scorer_names
 

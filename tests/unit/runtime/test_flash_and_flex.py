@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.attention_hook import AttentionStates, intercept_attention
+from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.biased_attention import masked_attention
 from kvalloc.scorers import get_scorer, scorer_names

@@ -10,13 +10,13 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 import kvalloc
-from kvalloc.attention_hook import intercept_attention
 from kvalloc.errors import (
     InputError,
     ModelMismatchError,
     UnsupportedModelError,
     UnsupportedRequestError,
 )
+from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime import BudgetCache
 from kvalloc.runtime.hooks import hooked_models
 

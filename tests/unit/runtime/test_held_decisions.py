@@ -12,7 +12,7 @@ from prompt_runs import CONTEXT, SINKS, TARGET, generate, run
 
 import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.prompting import PromptTarget, make_prompt_cache
+from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from scorer_oracle import full_attention
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.attention_hook import AttentionStates, intercept_attention
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime import later_passes, make_cache
 from kvalloc.runtime.policies import changed_policy
 from kvalloc.scorers import get_scorer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvalloc.attention_hook import AttentionStates, intercept_attention
+from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import mpcache, nacl
 

@@ -11,14 +11,14 @@ from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.quantising import quantised_keys, quantised_values
+from kvalloc.accounting.stored_bytes import stored_bytes
 from kvalloc.runtime import packed_attention as module
 from kvalloc.runtime import packed_decoding as decoding
 from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.packed_attention import Asked, packed_attention, unpacked_attention
+from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.runtime.ragged import RaggedEntries
 from kvalloc.runtime.ragged_attention import ragged_attention
-from kvalloc.stored_bytes import stored_bytes
 
 BATCH, HEADS = 2, 3
 

@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 
 import kvalloc
+from kvalloc.accounting.stored_bytes import stored_bytes
 from kvalloc.errors import ProfileFileError, UnsupportedRequestError
-from kvalloc.quantising import quantised_keys, quantised_values
 from kvalloc.runtime import make_cache
+from kvalloc.runtime.quantization import quantised_keys, quantised_values
 from kvalloc.runtime.refusals import check_profile
-from kvalloc.stored_bytes import stored_bytes
 
 CONTEXT = 150
 LENGTHS = (CONTEXT, 97, 30)

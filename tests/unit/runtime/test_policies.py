@@ -362,7 +362,7 @@ def test_soft_caps_and_sink_logits_are_carried(
 
 
 def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None:
-    from kvalloc.budget_profile import BudgetProfile
+    from kvalloc.formats.budget_profile import BudgetProfile
 
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)

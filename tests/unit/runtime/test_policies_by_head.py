@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import kvalloc
-from kvalloc.budget_profile import BudgetProfile, Policy
 from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy, policies_of, policy_of
 

@@ -16,8 +16,8 @@ from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, generate, run
 import kvalloc
 from kvalloc.errors import InfeasibleError, UnsupportedRequestError
 from kvalloc.measure.prompt_scores import prompt_scores
-from kvalloc.models import shape_of
-from kvalloc.prompting import PromptTarget, make_prompt_cache
+from kvalloc.models.loading import shape_of
+from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 from kvalloc.runtime import answer, make_cache
 from kvalloc.scorers import get_scorer
 
@@ -111,7 +111,7 @@ def test_padded_rows_are_decided_as_if_alone(
         if adapt is None:
             expected = kvalloc.solve(scores, target_retention=0.7).budgets
         else:
-            expected = kvalloc.adapting.adapt_budgets(stored, scores, adapt).budgets
+            expected = kvalloc.online.adaptation.adapt_budgets(stored, scores, adapt).budgets
             assert expected.sum() == stored.budgets_for(own.numel()).sum()
         assert (cache.kept_tokens_by_row[row] == expected).all()
         assert (cache.row_profiles[row].budgets == expected).all()

@@ -284,7 +284,7 @@ def test_decoding_by_beams_samples_streams_and_embeddings(
 def test_beam_search_equals_the_oracles(tiny: ModuleType, model: Any, profile: Any) -> None:
     from transformers import DynamicCache
 
-    from kvalloc.attention_hook import intercept_attention
+    from kvalloc.models.attention import intercept_attention
 
     ids = tiny.prompt(CONTEXT)
     options = {

@@ -17,7 +17,7 @@ import functools
 import itertools
 import numpy as np
 import torch
-from kvalloc.attention_hook import AttentionStates
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.even_attention import even_kernel_attention
 from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
 from kvalloc.runtime.ragged_attention import ragged_attention

@@ -64,7 +64,7 @@ def test_models_outside_the_attention_interface_are_refused_by_name(tiny: Module
     from transformers import BloomConfig, BloomForCausalLM
 
     bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
-    from kvalloc.models import shape_of
+    from kvalloc.models.loading import shape_of
 
     profile = tiny.make_profile(bloom, CONTEXT, [20, 20], shape=shape_of(bloom))
     with pytest.raises(UnsupportedModelError, match="BloomForCausalLM|BloomModel"):
@@ -185,7 +185,7 @@ def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
 ) -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
-    from kvalloc.models import shape_of
+    from kvalloc.models.loading import shape_of
 
     bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
     ran: list[int] = []

@@ -13,8 +13,8 @@ import tiny_models
 import torch
 
 import kvalloc
-from kvalloc.attention_hook import intercept_attention
 from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.policies import policy_names

@@ -8,8 +8,8 @@ import scorer_oracle
 import torch
 from scorer_oracle import make_states, score_in_chunks
 
-from kvalloc.attention_hook import AttentionStates
 from kvalloc.errors import InputError
+from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers import column_sums
 from kvalloc.scorers.a2sf import A2SF
 from kvalloc.scorers.h2o import H2O

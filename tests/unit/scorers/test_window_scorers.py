@@ -8,8 +8,8 @@ import scorer_oracle
 import torch
 from scorer_oracle import make_states
 
-from kvalloc.attention_hook import AttentionStates
 from kvalloc.errors import InputError, UnsupportedModelError
+from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers import window_rows
 from kvalloc.scorers.snapkv import SnapKV
 from kvalloc.scorers.xkv import XKV

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from factories import concave_values, make_problem
 
-from kvalloc.constraints import SideConstraint
+from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem import MaxDistinct, RankBalance
-from kvalloc.registry import get_solver
-from kvalloc.solver import Termination
+from kvalloc.problem.arrays import MaxDistinct, RankBalance
+from kvalloc.problem.constraints import SideConstraint
+from kvalloc.problem.registry import get_solver
+from kvalloc.problem.solver import Termination
 from kvalloc.solvers._placement import place
-from kvalloc.solving import solve_problem
 from kvalloc.testing import brute_force, larger_problem, tiny_problem, tiny_problems
 
 VALUES = concave_values(np.random.default_rng(2), 6, 9)

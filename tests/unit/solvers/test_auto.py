@@ -8,11 +8,11 @@ import pytest
 from factories import make_problem
 from test_anneal import OnlyEven
 
-from kvalloc import registry
+from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Sense
-from kvalloc.solver import Termination
-from kvalloc.solving import solve_problem
+from kvalloc.problem import registry
+from kvalloc.problem.arrays import Sense
+from kvalloc.problem.solver import Termination
 from kvalloc.testing import larger_problem, tiny_problem, tiny_problems
 
 AUTO = registry.get_solver("auto")
@@ -107,7 +107,7 @@ def test_it_passes_the_time_limit_on(monkeypatch):
 def test_nothing_heavy_is_imported_for_an_easy_problem():
     code = """
 import sys
-from kvalloc.registry import get_solver
+from kvalloc.problem.registry import get_solver
 from kvalloc.testing import tiny_problem
 answer = get_solver("auto").solve(tiny_problem("concave", seed=0))
 heavy = [name for name in ("ortools", "scipy", "networkx", "torch") if name in sys.modules]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from exact_cases import check_all, tiny_cases
 
-from kvalloc.registry import get_solver
+from kvalloc.problem.registry import get_solver
 from kvalloc.testing import tiny_problem
 
 SIDES = ["bits", "bits+nested_caps", "bits+crossing_caps", "bits+rank_balance", "worst:bits"]

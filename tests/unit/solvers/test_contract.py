@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 
-from kvalloc import registry
+from kvalloc.problem import registry
 from kvalloc.testing import SolverContract
 
 # Options for tiny problems, and what a rule does not promise.

@@ -10,13 +10,13 @@ import pytest
 from exact_cases import SLACK, check_all, check_it_repeats, medium_problem, tiny_cases
 from factories import make_problem
 
+from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, MaxDistinct, Sense
-from kvalloc.registry import get_solver
-from kvalloc.solver import Termination
+from kvalloc.problem.arrays import Aggregate, AllocationProblem, MaxDistinct, Sense
+from kvalloc.problem.registry import get_solver
+from kvalloc.problem.solver import Termination
 from kvalloc.solvers.cvar import CVaR
 from kvalloc.solvers.ilp import ILP
-from kvalloc.solving import solve_problem
 from kvalloc.testing import brute_force
 
 TAILS = [

@@ -14,12 +14,12 @@ from exact_cases import (
     tiny_cases,
 )
 
+from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem import Aggregate, GroupCap, SameBudget
-from kvalloc.registry import get_solver
-from kvalloc.solver import Termination
+from kvalloc.problem.arrays import Aggregate, GroupCap, SameBudget
+from kvalloc.problem.registry import get_solver
+from kvalloc.problem.solver import Termination
 from kvalloc.solvers.dp import DP
-from kvalloc.solving import solve_problem
 
 
 @pytest.mark.parametrize("prune", [True, False])

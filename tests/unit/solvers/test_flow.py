@@ -15,12 +15,12 @@ from exact_cases import (
     tiny_cases,
 )
 
+from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct
-from kvalloc.registry import get_solver
-from kvalloc.solver import Termination
+from kvalloc.problem.arrays import AllocationProblem, GroupCap, MaxDistinct
+from kvalloc.problem.registry import get_solver
+from kvalloc.problem.solver import Termination
 from kvalloc.solvers.flow import Flow
-from kvalloc.solving import solve_problem
 
 CONCAVE = ("concave", "paged", "tied", "weighted")
 

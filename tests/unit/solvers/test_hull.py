@@ -7,14 +7,14 @@ import pytest
 from exact_cases import check_all, check_it_repeats, hand_problem, kinds, medium_problem, tiny_cases
 from scipy.optimize import linprog
 
+from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense
-from kvalloc.registry import get_solver
-from kvalloc.solver import Termination
+from kvalloc.problem.arrays import Aggregate, AllocationProblem, GroupCap, Sense
+from kvalloc.problem.registry import get_solver
+from kvalloc.problem.solver import Termination
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import upper_hull
 from kvalloc.solvers.hull import Hull
-from kvalloc.solving import solve_problem
 
 
 def test_a_case_on_paper() -> None:

@@ -22,8 +22,9 @@ from exact_cases import (
     tiny_cases,
 )
 
+from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem import (
+from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
     GroupCap,
@@ -33,7 +34,7 @@ from kvalloc.problem import (
     Sense,
     SideConstraint,
 )
-from kvalloc.solver import Solver, Termination
+from kvalloc.problem.solver import Solver, Termination
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_backends import stdout_kept_clean
 from kvalloc.solvers._levels import level_sets
@@ -44,7 +45,6 @@ from kvalloc.solvers.flow import Flow
 from kvalloc.solvers.hull import Hull
 from kvalloc.solvers.ilp import ILP
 from kvalloc.solvers.lagrangian import Lagrangian
-from kvalloc.solving import solve_problem
 from kvalloc.testing import brute_force, tiny_problem
 
 BACKENDS = ("cp_sat", "mathopt", "scipy")

@@ -14,11 +14,11 @@ from exact_cases import (
     tiny_cases,
 )
 
+from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Aggregate, GroupCap, MaxDistinct, RankBalance, SameBudget
-from kvalloc.solver import Termination
+from kvalloc.problem.arrays import Aggregate, GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.solver import Termination
 from kvalloc.solvers.lagrangian import Lagrangian
-from kvalloc.solving import solve_problem
 
 
 def test_a_case_on_paper() -> None:

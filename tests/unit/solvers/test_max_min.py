@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from factories import concave_values, make_problem
 
+from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Aggregate, GroupCap, MaxDistinct, SameBudget
-from kvalloc.registry import get_solver
-from kvalloc.solver import Termination
-from kvalloc.solving import solve_problem
+from kvalloc.problem.arrays import Aggregate, GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem.registry import get_solver
+from kvalloc.problem.solver import Termination
 from kvalloc.testing import brute_force, tiny_problems
 
 MAX_MIN = get_solver("max_min")

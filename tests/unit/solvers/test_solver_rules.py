@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from factories import curves_of, make_problem, make_scores, make_shape
 
-from kvalloc.budget_profile import BudgetProfile
+from kvalloc.allocation.decision import solve, solve_problem
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.formulate import formulate
-from kvalloc.registry import get_solver
-from kvalloc.request import Request
-from kvalloc.solver import Termination
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.problem.registry import get_solver
+from kvalloc.problem.solver import Termination
 from kvalloc.solvers.pyramid import pyramid_line, reference_schedule
-from kvalloc.solving import solve, solve_problem
 
 # --- pyramid ---------------------------------------------------------------------------------
 

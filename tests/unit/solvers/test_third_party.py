@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import pytest
 from factories import make_problem, make_scores
 
-from kvalloc.checking import GRACE_SECONDS, solve_problem
+from kvalloc.allocation.verification import GRACE_SECONDS, solve_problem
+from kvalloc.allocation.watchdog import NoAnswerError, call_in_time
 from kvalloc.errors import SolverError
-from kvalloc.registry import get_solver
-from kvalloc.solver import Solution, Solver, Termination
-from kvalloc.watchdog import NoAnswerError, call_in_time
+from kvalloc.problem.registry import get_solver
+from kvalloc.problem.solver import Solution, Solver, Termination
 
 SOURCE = Path(__file__).parents[2] / "third_party" / "kvalloc_example_solver"
 
@@ -134,7 +134,7 @@ PROBLEM = make_problem([[0.0, 1.0]] * 2, capacity=1)
 
 @pytest.mark.parametrize("where", ["solve", "can_solve"])
 def test_one_that_hangs_is_given_up(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvalloc.checking.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("kvalloc.allocation.verification.GRACE_SECONDS", 0.2)
     with pytest.raises(SolverError, match=r"slow ignores its time limit: no answer after 0\.4 s"):
         solve_problem(PROBLEM, Slow(30.0, where), time_limit_seconds=0.1)
 
@@ -184,12 +184,12 @@ def test_the_watchdog_hands_over_what_a_call_raises() -> None:
 def test_the_process_ends_although_a_plug_in_hangs() -> None:
     code = """
 import sys, time
-import kvalloc.checking
+import kvalloc.allocation.verification
 from kvalloc.errors import SolverError
 from test_third_party import PROBLEM, Slow
-kvalloc.checking.GRACE_SECONDS = 0.1
+kvalloc.allocation.verification.GRACE_SECONDS = 0.1
 try:
-    kvalloc.checking.solve_problem(PROBLEM, Slow(600.0), time_limit_seconds=0.1)
+    kvalloc.allocation.verification.solve_problem(PROBLEM, Slow(600.0), time_limit_seconds=0.1)
 except SolverError:
     print("given up")
 """

@@ -1,0 +1,1 @@
+"""Bytes of entries at any width, what they cost, and the one rounding rule."""

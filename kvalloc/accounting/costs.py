@@ -1,0 +1,141 @@
+"""What an option costs: bytes stored, bytes read per generated token, or bytes communicated."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.accounting.stored_bytes import stored_bytes
+from kvalloc.errors import InputError
+from kvalloc.shape import ModelShape
+
+IntArray = npt.NDArray[np.int64]
+Cost = Literal["bytes", "decode-bytes", "communication"]
+
+COSTS: dict[Cost, str] = {
+    "bytes": "bytes stored after prefill, in whole pages",
+    "decode-bytes": "bytes of K and V read for one generated token of every row",
+    "communication": "bytes communicated for one generated token in private inference (MPCache)",
+}
+
+GATHER_CLUSTER_TOKENS = 16
+"""Cluster of MPCache's example: T = 1024 tokens in C = 64 clusters (Table 2)."""
+
+GATHER_SHARE = 0.25
+"""Share of the clusters that each step selects: k2 = 0.25 C (Table 2)."""
+
+GATHER_CONSTANT_BYTES = 192
+"""Bytes per k2 * C * log2(C): what the example of Table 2, 1.125 MB at C = 64, comes to in MiB."""
+
+MOST_BYTES = 2**60
+"""Sums of costs are int64, and solvers scale them: above this they could overflow."""
+
+
+def check_cost(cost: str) -> None:
+    """Refuse what is no cost model.
+
+    Raises
+    ------
+    InputError
+    """
+    if cost not in get_args(Cost):
+        known = ", ".join(get_args(Cost))
+        raise InputError(f"the cost is {cost!r}, expected one of {known}")
+
+
+def head_cost(
+    cost: Cost, tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape, page_tokens: int = 1
+) -> IntArray:
+    """Cost of budgets of one KV head, one row.
+
+    ``bytes``: what is allocated, in whole pages (`kvalloc.accounting.stored_bytes`).
+    ``decode-bytes``: K and V
+    of every kept entry are read once for each generated token; a page that is not full is read as
+    far as it is full. ``communication``: `gather_bytes`.
+
+    Parameters
+    ----------
+    cost : {"bytes", "decode-bytes", "communication"}
+    tokens, bits : array_like of int
+        Entries, and bits of each number; broadcast against each other.
+    shape : ModelShape
+    page_tokens : int
+
+    Returns
+    -------
+    ndarray of int64
+        Rising with ``tokens``; strictly so for the first two.
+    """
+    count = np.asarray(tokens, dtype=np.int64)
+    if cost == "communication":
+        sent, _ = np.broadcast_arrays(gather_bytes(count), np.asarray(bits))
+        return sent
+    if cost == "bytes":
+        count = -(-count // page_tokens) * page_tokens
+    return stored_bytes(count, bits, shape)
+
+
+def gather_bytes(tokens: npt.ArrayLike) -> IntArray:
+    """Bytes that gathering the selected entries of one KV head sends for one generated token.
+
+    MPCache keeps n entries after prefill and selects some of them at every step: C = ceil(n / 16)
+    clusters, of which k2 = ceil(0.25 C) are taken, each by a one-hot vector over C that takes C
+    comparisons of ceil(log2 C) bits. Table 2 gives O(k2 C log C) for the communication, and 1.125
+    MB for C = 64, k2 = 16, which is 192 bytes for each of the 16 * 64 * 6 steps (MB read as 2**20
+    bytes; its unclustered row, 416.0 MB at k1 = 256 of T = 1024, comes to 166.4).
+
+    The paper leaves open, and this takes: that the constant does not depend on C; that the example
+    is one KV head of one layer (its Algorithm 2 leaves out the head dimension); that k2 is rounded
+    up and log C to whole bits. The similarity, the top-k ranking, the hierarchy of two cluster
+    sizes and the sharing of indices between layers are not in Table 2 and not in here.
+
+    Parameters
+    ----------
+    tokens : array_like of int
+        Entries kept after prefill.
+
+    Returns
+    -------
+    ndarray of int64
+        0 for a single cluster: there is nothing to select.
+
+    Examples
+    --------
+    >>> gather_bytes([16, 32, 1024]).tolist()
+    [0, 384, 1179648]
+
+    References
+    ----------
+    MPCache: MPC-Friendly KV Cache Eviction for Efficient Private LLM Inference, Table 2,
+    Algorithm 2 and Sec. 4.3.
+    """
+    clusters = -(-np.asarray(tokens, dtype=np.int64) // GATHER_CLUSTER_TOKENS)
+    taken = np.ceil(GATHER_SHARE * clusters).astype(np.int64)
+    width = np.ceil(np.log2(np.maximum(clusters, 1))).astype(np.int64)
+    sent: IntArray = GATHER_CONSTANT_BYTES * taken * clusters * width
+    return sent
+
+
+def check_size(
+    shape: ModelShape, cost: Cost, context_tokens: int, page_tokens: int, batch: int
+) -> None:
+    """Refuse a cache whose bytes are more than can be counted, whatever is kept of it.
+
+    Raises
+    ------
+    InputError
+    """
+    pages = -(-context_tokens // page_tokens) * page_tokens
+    whole = shape.full_bytes(pages, batch)
+    if cost == "communication":
+        clusters = -(-context_tokens // GATHER_CLUSTER_TOKENS)
+        one = GATHER_CONSTANT_BYTES * clusters * clusters * max(1, math.ceil(math.log2(clusters)))
+        whole = max(whole, one * shape.n_layers * shape.n_kv_heads * batch)
+    if whole > MOST_BYTES:
+        raise InputError(
+            f"a cache of {whole:,} bytes is more than can be counted; ask for a smaller batch, a "
+            "shorter context or smaller pages"
+        )

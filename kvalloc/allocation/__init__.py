@@ -1,0 +1,1 @@
+"""From a request to a problem, to a solved and verified budget profile."""

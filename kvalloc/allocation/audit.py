@@ -1,0 +1,359 @@
+"""Check a budget profile against the score profile it was made from, trusting neither solver."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.grouping import settle
+from kvalloc.allocation.head_arrays import policy_table
+from kvalloc.allocation.limits import Limits
+from kvalloc.allocation.prediction import mean_retention, predicted_loss, worst_sample_retention
+from kvalloc.allocation.request import Request
+from kvalloc.errors import InputError
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.sharing_groups import groups_text, parse_groups
+from kvalloc.problem.arrays import AllocationProblem, IntArray, Sense
+from kvalloc.shape import ModelShape
+
+TOLERANCE = 1e-9
+"""Recomputed and stated numbers this close, relative to the larger of 1 and them, agree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One statement of a budget profile and whether it is true.
+
+    Attributes
+    ----------
+    name : str
+        What was checked.
+    stated, found : str
+        What the profile says and what was recomputed.
+    passed : bool
+        Whether they agree.
+    """
+
+    name: str
+    stated: str
+    found: str
+    passed: bool
+
+
+def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
+    """Recompute everything a budget profile states from the score profile alone.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+        The decision.
+    scores : ScoreProfile
+        The measurement it names.
+
+    Returns
+    -------
+    list of Check
+        Model, digests, every budget being an option of the problem, target or capacity, cost,
+        objective, retention, predicted loss, and the bound recomputed by duality. What refining
+        measured is not in the score profile: of a refined decision, objective in nats, loss and
+        bound are not recomputed, only whether they fit each other.
+
+    Raises
+    ------
+    InputError
+        If the profile does not say what was requested, so that nothing can be recomputed.
+    """
+    problem = formulate(scores, _request_of(profile))
+    tokens, is_option, choice = _choice_of(profile, problem)
+    checks = [
+        _equal("model", profile.shape.model_id, scores.shape.model_id),
+        Check(
+            name="sizes",
+            stated=_sizes(profile.shape),
+            found=_sizes(scores.shape),
+            passed=profile.shape == scores.shape,
+        ),
+        _equal("score profile digest", profile.score_digest, scores.digest()),
+        Check(
+            name="budgets are options",
+            stated=f"{tokens.size} budgets",
+            found="all are" if is_option.all() else f"{int((~is_option).sum())} are not",
+            passed=bool(is_option.all()),
+        ),
+        *_goal_checks(profile, problem, choice),
+        *_side_checks(profile, problem, choice),
+    ]
+    if profile.refinement is None:
+        checks.append(_equal("problem digest", profile.problem_digest, problem.digest()))
+    if profile.refinement is None or problem.sense is Sense.MIN_COST:
+        checks.append(_close("objective", profile.objective, problem.objective(choice)))
+    checks += _prediction_checks(profile, scores, problem, choice)
+    if profile.refinement is None:
+        checks.append(_bound_check(profile, problem, choice))
+    return checks
+
+
+def _goal_checks(
+    profile: BudgetProfile, problem: AllocationProblem, choice: IntArray
+) -> list[Check]:
+    """That the capacity is kept, or the target met; what refining measured is not known here."""
+    if problem.capacity_bytes is not None:
+        cost = problem.cost(choice)
+        kept = Check(
+            name="within capacity",
+            stated=f"{problem.capacity_bytes:,} bytes",
+            found=f"{cost:,} bytes",
+            passed=cost <= problem.capacity_bytes,
+        )
+        return [kept]
+    if profile.refinement is not None:
+        return []
+    value = problem.objective_value(choice)
+    met = Check(
+        name="target met",
+        stated=f"{problem.target:.9g}",
+        found=f"{value:.9g}",
+        passed=problem.meets_target(value),
+    )
+    return [met]
+
+
+def _prediction_checks(
+    profile: BudgetProfile,
+    scores: ScoreProfile,
+    problem: AllocationProblem,
+    choice: IntArray,
+) -> list[Check]:
+    """Retention, cost and loss, each told again by the score profile."""
+    context, bits, groups = profile.context_tokens, profile.bits, profile.share_groups
+    policies, checks = _policies_of(profile, scores, problem, choice)
+    if policies is not None:
+        checks.append(_equal("retention", profile.retention, None))
+    else:
+        found = mean_retention(scores, profile.budgets, context, bits=bits, share_groups=groups)
+        checks.append(_close("retention", profile.retention, found))
+    if profile.requested.get("cost", "bytes") != "bytes":
+        checks.append(_equal("cost", profile.cost_bytes, problem.cost(choice)))
+    loss = None
+    if not groups:
+        budgets = profile.budgets
+        loss = predicted_loss(scores, budgets, context, bits=bits, policies=policies)
+    if profile.refinement is not None:
+        checks.extend(_refinement_checks(profile))
+    elif loss is None:
+        checks.append(_equal("predicted loss", profile.predicted_loss, None))
+    else:
+        checks.append(_close("predicted loss", profile.predicted_loss, loss))
+    if "workloads" in profile.requested:
+        worst = worst_sample_retention(scores, profile.budgets, context, share_groups=groups)
+        checks.append(_close("worst sample", profile.worst_sample_retention, worst))
+    if "share_groups" in profile.requested:
+        checks.extend(_group_checks(profile, scores))
+    return checks
+
+
+def _refinement_checks(profile: BudgetProfile) -> list[Check]:
+    """That what refining states fits itself and the target."""
+    stated = profile.refinement
+    assert stated is not None  # the caller has looked
+    held, low_high = stated["measured_loss"], stated["measured_interval"]
+    judging = set(stated["training_prompts"]).isdisjoint(stated["held_out_prompts"])
+    checks = [
+        _close("predicted loss", profile.predicted_loss, stated["predicted_loss"]),
+        Check(
+            name="measured loss",
+            stated=f"{held:.9g} in {low_high[0]:.4g}..{low_high[1]:.4g}",
+            found="within its interval" if low_high[0] <= held <= low_high[1] else "outside",
+            passed=low_high[0] <= held <= low_high[1],
+        ),
+        Check(
+            name="held-out prompts",
+            stated=f"{len(stated['held_out_prompts'])} prompts",
+            found="nothing was learnt from them" if judging else "some were learnt from",
+            passed=judging,
+        ),
+    ]
+    if profile.requested["target"] == "loss":
+        target = profile.requested["value"]
+        checks.append(
+            Check(
+                name="target met",
+                stated=f"{target:.9g}",
+                found=f"{held:.9g} on held-out prompts",
+                passed=held <= target,
+            )
+        )
+    return checks
+
+
+def _policies_of(
+    profile: BudgetProfile, scores: ScoreProfile, problem: AllocationProblem, choice: IntArray
+) -> tuple[IntArray | None, list[Check]]:
+    """The units' policies as places in those of the score profile; that each loses least.
+
+    Found is what loses least; the table is what the profile states, where the score profile has
+    its policies, so that what follows is recomputed for the statement.
+    """
+    found = policy_table(scores, problem, choice)
+    if found is None and profile.unit_policies is None:
+        return None, []
+    places = {_identity(policy): place for place, policy in enumerate(scores.policies)}
+    own = [places.get(_identity(policy)) for policy in profile.policies]
+    least = np.zeros_like(profile.budgets) if found is None else found
+    if any(place is None for place in own):
+        unknown = profile.policies[own.index(None)].title
+        return found, [
+            Check(
+                name="policies",
+                stated=unknown,
+                found=f"losses of {', '.join(policy.title for policy in scores.policies)}",
+                passed=False,
+            )
+        ]
+    table = profile.unit_policies
+    stated = np.asarray(own)[np.zeros_like(profile.budgets) if table is None else table]
+    check = Check(
+        name="policies",
+        stated=_policies_text(scores, stated),
+        found=_policies_text(scores, least)
+        if np.array_equal(stated, least)
+        else f"{int((stated != least).sum())} heads lose less with another one",
+        passed=np.array_equal(stated, least),
+    )
+    return stated.astype(np.int64) if stated.any() else None, [check]
+
+
+def _identity(policy: Policy) -> str:
+    return json.dumps(policy.record(), sort_keys=True)
+
+
+def _policies_text(scores: ScoreProfile, table: IntArray) -> str:
+    """How many heads have which policy."""
+    places, heads = np.unique(table[list(scores.shape.full_layers)], return_counts=True)
+    counted = zip(places.tolist(), heads.tolist(), strict=True)
+    return ", ".join(f"{scores.policies[place].title} {count}" for place, count in counted)
+
+
+def _group_checks(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
+    """That the groups are those that were asked for, and the bound over all groupings."""
+    asked = parse_groups(profile.requested["share_groups"])
+    if not isinstance(asked, int):
+        return [_equal("groups", groups_text(profile.share_groups), groups_text(asked))]
+    alone = len(scores.shape.full_layers) - sum(len(group) for group in profile.share_groups)
+    count = alone + len(profile.share_groups)
+    checks = [
+        Check(name="groups", stated=f"at most {asked}", found=f"{count}", passed=count <= asked)
+    ]
+    _, grouping = settle(scores, replace(_request_of(profile), share_groups=asked))
+    if grouping is None:
+        checks.append(_equal("bound over groupings", profile.grouping_bound, None))
+    else:
+        checks.append(_close("bound over groupings", profile.grouping_bound, grouping.bound))
+    return checks
+
+
+def _request_of(profile: BudgetProfile) -> Request:
+    asked = profile.requested
+    if profile.solver == "descent":
+        raise InputError(
+            "the budget profile was decided by 'kvalloc tune' on the loss of the whole reduced "
+            "cache, which no score profile holds, so it cannot be verified; measure it with "
+            "'kvalloc eval'"
+        )
+    fields = {
+        "retention": "target_retention",
+        "loss": "target_loss",
+        "budget": "budget",
+        "budget_tokens": "budget_tokens",
+        "memory": "memory",
+    }
+    if asked.get("target") not in fields:
+        raise InputError(
+            "the budget profile does not say what was requested, so it cannot be verified; make "
+            "it again with 'kvalloc solve'"
+        )
+    return Request(
+        **{fields[asked["target"]]: asked["value"]},
+        level=profile.level,
+        context_tokens=profile.context_tokens,
+        batch=profile.batch,
+        min_tokens=asked.get("min_tokens"),
+        max_tokens=asked.get("max_tokens"),
+        page_tokens=profile.page_tokens,
+        objective=asked.get("objective", "mean"),
+        limits=Limits.of(asked),
+        weights=asked.get("weights"),
+        bits=asked.get("bits"),
+        cost=asked.get("cost", "bytes"),
+        workloads=asked.get("workloads", "mean"),
+        tail=asked.get("tail"),
+        share_groups=profile.share_groups or None,
+        loss_policies=asked.get("loss_policies"),
+    )
+
+
+def _choice_of(
+    profile: BudgetProfile, problem: AllocationProblem
+) -> tuple[IntArray, np.ndarray[tuple[int, ...], np.dtype[np.bool_]], IntArray]:
+    heads = np.maximum(problem.heads, 0)  # at layer level all heads have the budget of the first
+    tokens: IntArray = profile.budgets[problem.layers, heads]
+    table = np.full_like(profile.budgets, 16) if profile.bits is None else profile.bits
+    here = problem.tokens == tokens[:, None]
+    if problem.bits is not None:
+        here = here & (problem.bits == table[problem.layers, heads][:, None])
+    is_option = here.any(axis=1)
+    # Where it is none, the nearest below stands for it.
+    choice = np.where(is_option, np.argmax(here, axis=1), problem.options_within(tokens))
+    return tokens, is_option, choice.astype(np.int64)
+
+
+def _side_checks(
+    profile: BudgetProfile, problem: AllocationProblem, choice: IntArray
+) -> list[Check]:
+    """One check for each cap and every other constraint that was asked for."""
+    ranks = None if profile.ranks is None else profile.ranks[problem.layers, problem.heads]
+    checks = []
+    for constraint in problem.constraints:
+        fault = constraint.fault(problem, choice, ranks)
+        name, stated = constraint.stated()
+        checks.append(
+            Check(name=name, stated=stated, found=fault or "it holds", passed=fault is None)
+        )
+    return checks
+
+
+def _sizes(shape: ModelShape) -> str:
+    sizes = (shape.n_layers, shape.n_kv_heads, shape.head_dim, shape.dtype_bytes)
+    return " x ".join(map(str, sizes))
+
+
+def _equal(name: str, stated: object, found: object) -> Check:
+    return Check(name=name, stated=_brief(stated), found=_brief(found), passed=stated == found)
+
+
+def _close(name: str, stated: float | None, found: float) -> Check:
+    passed = stated is not None and abs(stated - found) <= TOLERANCE * max(1.0, abs(found))
+    return Check(name=name, stated=f"{stated!r}", found=f"{found!r}", passed=passed)
+
+
+def _bound_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
+    """The stated bound must not be beaten, and must not claim more than duality allows."""
+    dual = problem.dual_bound().bound
+    objective, stated = problem.objective(choice), profile.bound
+    slack = TOLERANCE * max(1.0, abs(objective))
+    if stated is None:
+        return Check(name="bound", stated="none", found=f"{dual!r} by duality", passed=True)
+    if problem.sense is Sense.MAX_VALUE:
+        passed = objective - slack <= stated <= dual + slack
+    else:
+        passed = dual - slack <= stated <= objective + slack
+    return Check(name="bound", stated=f"{stated!r}", found=f"{dual!r} by duality", passed=passed)
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

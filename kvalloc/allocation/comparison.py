@@ -1,0 +1,135 @@
+"""The difference between two budget profiles of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError
+from kvalloc.formats.budget_profile import BudgetProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileDifference:
+    """What changed from a first budget profile to a second.
+
+    Attributes
+    ----------
+    difference : ndarray of int64, (n_layers, n_kv_heads)
+        Budgets of the second less those of the first, at the first one's context, entries.
+    moved_entries : int
+        Entries that the second keeps and the first does not, or the other way, whichever is more.
+    retained_bytes : tuple of int
+        Of the first and the second, at that context, one row.
+    retention : tuple of float or None
+        Predicted, as each profile states it.
+    fields : dict of tuple of str
+        Other things that differ: solver, level, scorer, policies, target, bits.
+    """
+
+    difference: npt.NDArray[np.int64]
+    moved_entries: int
+    retained_bytes: tuple[int, int]
+    retention: tuple[float | None, float | None]
+    fields: dict[str, tuple[str, str]]
+
+    @property
+    def same(self) -> bool:
+        """Whether the budgets agree everywhere."""
+        return not self.difference.any()
+
+
+def compare_profiles(first: BudgetProfile, second: BudgetProfile) -> ProfileDifference:
+    """Compare two budget profiles at the first one's context.
+
+    Parameters
+    ----------
+    first, second : BudgetProfile
+
+    Returns
+    -------
+    ProfileDifference
+
+    Raises
+    ------
+    ModelMismatchError
+        If they are for models of different sizes or names.
+    InputError
+        If the second one's model cannot have the first one's context.
+    """
+    first.shape.require_same_model(second.shape)
+    context = first.context_tokens
+    limit = second.shape.max_context_tokens
+    if limit is not None and context > limit:
+        raise InputError(f"the second profile's model ends at {limit} tokens, below {context}")
+    difference = second.budgets_for(context) - first.budgets
+    gained = int(difference[difference > 0].sum())
+    lost = int(-difference[difference < 0].sum())
+    named = {
+        "solver": (first.solver, second.solver),
+        "level": (first.level, second.level),
+        "scorer": (first.policy.scorer, second.policy.scorer),
+        **_policies(first, second),
+        "context": (str(context), str(second.context_tokens)),
+        "target": (_target(first), _target(second)),
+        "bits": (_bits(first), _bits(second)),
+    }
+    return ProfileDifference(
+        difference=difference,
+        moved_entries=max(gained, lost),
+        retained_bytes=(first.retained_bytes_at(context), second.retained_bytes_at(context)),
+        retention=(first.retention, second.retention),
+        fields={name: pair for name, pair in named.items() if pair[0] != pair[1]},
+    )
+
+
+def _bits(profile: BudgetProfile) -> str:
+    if profile.bits is None:
+        return "16 everywhere"
+    widths, counts = np.unique(profile.bits, return_counts=True)
+    heads = zip(widths[::-1].tolist(), counts[::-1].tolist(), strict=True)
+    return ", ".join(f"{width} in {count} heads" for width, count in heads)
+
+
+def _policies(first: BudgetProfile, second: BudgetProfile) -> dict[str, tuple[str, str]]:
+    """How many heads have which policy, where any head has another one in the other profile."""
+    if first.unit_weights is not None or second.unit_weights is not None:
+        return _weights(first, second)
+    tables = [_titles(profile) for profile in (first, second)]
+    changed = int((tables[0] != tables[1]).sum())
+    if not changed or (first.unit_policies is None and second.unit_policies is None):
+        return {}  # with one policy each, the scorers tell
+    texts = []
+    for profile, table in zip((first, second), tables, strict=True):
+        titles, heads = np.unique(table[list(profile.shape.full_layers)], return_counts=True)
+        counted = sorted(zip(heads.tolist(), titles.tolist(), strict=True), reverse=True)
+        texts.append(", ".join(f"{title} in {count}" for count, title in counted))
+    return {"policies": (texts[0], f"{texts[1]} heads; {changed} have another")}
+
+
+def _weights(first: BudgetProfile, second: BudgetProfile) -> dict[str, tuple[str, str]]:
+    """Whether heads mix their scorers alike."""
+    one, other = first.unit_weights, second.unit_weights
+    if one is not None and other is not None and first.policies == second.policies:
+        changed = int((one != other).any(axis=-1).sum())
+        return {"weights": ("", f"other ones in {changed} heads")} if changed else {}
+    texts = [
+        ", ".join(policy.title for policy in profile.policies)
+        + ("" if profile.unit_weights is None else ", weighed for each head")
+        for profile in (first, second)
+    ]
+    return {"policies": (texts[0], texts[1])}
+
+
+def _titles(profile: BudgetProfile) -> npt.NDArray[np.str_]:
+    """What the policy of each head is called, ``(n_layers, n_kv_heads)``."""
+    titles = np.array([policy.title for policy in profile.policies])
+    table = profile.unit_policies
+    found: npt.NDArray[np.str_] = titles[np.zeros_like(profile.budgets) if table is None else table]
+    return found
+
+
+def _target(profile: BudgetProfile) -> str:
+    return f"{profile.requested.get('target', '?')} {profile.requested.get('value', '?')}"

@@ -1,0 +1,231 @@
+"""From a score profile and a request to an allocation problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvalloc.accounting.costs import check_size, head_cost
+from kvalloc.allocation.capacity import capacity_of, sliding_layer_bytes
+from kvalloc.allocation.prediction import even_options, least_loss_tokens, loss_curves
+from kvalloc.allocation.request import Request
+from kvalloc.allocation.sharing import grouped
+from kvalloc.allocation.values import least_loss_policies, unit_values, workload_values
+from kvalloc.errors import InputError, option
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.problem.arrays import Aggregate, AllocationProblem, FloatArray, Sense
+from kvalloc.problem.dominance import Undominated, undominated
+
+MOST_OPTIONS = 2**22
+"""Most options of a unit: thirty times a context of 131,072 tokens, one by one."""
+
+
+def formulate(
+    scores: ScoreProfile, request: Request, *, sample: int | None = None
+) -> AllocationProblem:
+    """The multiple-choice problem that a request poses on measured curves.
+
+    Every number of tokens from the floor to the context is an option (every page with
+    ``page_tokens``); its value is the retention it adds, its cost the bytes it stores. At layer
+    level an option keeps that many entries in each KV head of the layer, each head its own best.
+
+    With weights the retention is the weighted mean, scaled so that keeping everything is 1.
+
+    With several bit widths every budget is an option at each of them, worth the retention times
+    the fidelity that was measured; options that cost as much as another or more for no more value
+    are left out, unit by unit.
+
+    With the objective ``"loss"`` an option's value is less the loss that was measured there, linear
+    between the measured levels, and the value of a choice the sum over units. Where losses of
+    several policies were measured, it is that of the policy that loses least there, which the
+    problem notes. Options are the pages down from the context, every n-th one where there are more
+    than `kvalloc.allocation.prediction.EVEN_OPTIONS`, down to the floor or the lowest measured
+    level, whichever is higher.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        Measured curves.
+    request : Request
+        Target and limits.
+    sample : int, optional
+        Pose it on one sample instead of the mean curves.
+
+    Returns
+    -------
+    AllocationProblem
+
+    Raises
+    ------
+    InputError
+        If the context is beyond the model's limit or too short for sinks and window, or loss is
+        asked for and was not measured for such units.
+    InfeasibleError
+        If memory is below what floors and sliding layers alone store.
+    """
+    asked = request.context_tokens
+    context = scores.context_tokens if asked is None else asked
+    _check_context(scores, context, request)
+    shape = scores.shape
+    check_size(shape, request.cost, context, request.page_tokens, request.batch)
+    tokens = _option_tokens(scores, request, context)
+    options, weights = _options(scores, request, context, tokens, sample)
+    heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
+    full_layers = np.asarray(shape.full_layers, dtype=np.int64)
+    layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
+    heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
+    target = request.target_value
+    capacity = None
+    if target is None:
+        capacity = capacity_of(scores, request, context, floor_cost=int(options.costs[:, 0].sum()))
+    values, scenarios = options.values, None
+    tail = _tail_share(scores, request) if sample is None else 1.0
+    if tail < 1.0:
+        scenarios = workload_values(scores, request, context, tokens, shape_as=options.values)
+        values, weights = scenarios.mean(axis=0), np.ones(layers.size)
+    problem = AllocationProblem(
+        tokens=options.tokens,
+        bits=None if request.bits is None else options.bits,
+        policies=_policies(scores, request, context, tokens, sample, options),
+        values=values,
+        costs=options.costs,
+        option_counts=options.counts,
+        scenarios=scenarios,
+        tail_share=tail,
+        weights=weights,
+        layers=layers,
+        heads=heads.astype(np.int64) if request.level == "head" else np.full(layers.size, -1),
+        sense=Sense.MAX_VALUE if target is None else Sense.MIN_COST,
+        aggregate=_aggregate(request, tail),
+        capacity_bytes=capacity,
+        target=target,
+        context_tokens=context,
+        protected_tokens=scores.protected_tokens,
+        constraints=request.limits.constraints(
+            shape=shape,
+            layers=layers,
+            sliding_layer_bytes=sliding_layer_bytes(shape, context, request),
+        ),
+    )
+    if request.share_groups is None:
+        return problem
+    if not isinstance(request.share_groups, tuple):
+        raise InputError(
+            "which layers share entries has to be chosen first; call "
+            "kvalloc.allocation.grouping.settle"
+        )
+    return grouped(problem, scores, request.share_groups, sample=sample)
+
+
+def _aggregate(request: Request, tail: float) -> Aggregate:
+    if request.objective == "worst":
+        return Aggregate.WORST
+    return Aggregate.TAIL if tail < 1.0 else Aggregate.SUM
+
+
+def _tail_share(scores: ScoreProfile, request: Request) -> float:
+    """Share of the samples that counts; 1 where that is their mean, as it is of a single one."""
+    if request.workloads == "mean" or scores.n_samples == 1:
+        return 1.0
+    return 1.0 / scores.n_samples if request.tail is None else request.tail
+
+
+def _options(
+    scores: ScoreProfile,
+    request: Request,
+    context: int,
+    tokens: np.ndarray[Any, np.dtype[np.int64]],
+    sample: int | None,
+) -> tuple[Undominated, FloatArray]:
+    """Options of all units, and the units' weights."""
+    shape, widths = scores.shape, tuple(request.bits or (16,))
+    valued = [unit_values(scores, request, context, tokens, sample, bits) for bits in widths]
+    heads = (shape.n_kv_heads if request.level == "layer" else 1) * request.batch
+    costs = heads * np.concatenate(
+        [head_cost(request.cost, tokens, bits, shape, request.page_tokens) for bits in widths]
+    )
+    values, weights = valued[0]
+    every = (np.tile(tokens, len(widths)), np.repeat(np.asarray(widths), tokens.size))
+    if len(widths) == 1 and bool(np.all(np.diff(costs) > 0)):
+        all_tokens, all_bits, all_costs = (
+            np.broadcast_to(row, values.shape) for row in (*every, costs)
+        )
+        counts = np.full(values.shape[0], tokens.size, dtype=np.int64)
+        options = Undominated(
+            tokens=all_tokens, bits=all_bits, values=values, costs=all_costs, counts=counts
+        )
+    else:
+        table = np.concatenate([values for values, _ in valued], axis=1)
+        options = undominated(*every, table, costs)
+    return options, weights
+
+
+def _policies(
+    scores: ScoreProfile,
+    request: Request,
+    context: int,
+    tokens: np.ndarray[Any, np.dtype[np.int64]],
+    sample: int | None,
+    options: Undominated,
+) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """The policy behind each option, where there are several."""
+    best = least_loss_policies(scores, request, context, tokens, sample)
+    if best is None:
+        return None
+    return np.take_along_axis(best, np.searchsorted(tokens, options.tokens), axis=1)
+
+
+def _check_context(scores: ScoreProfile, context: int, request: Request) -> None:
+    limit = scores.shape.max_context_tokens
+    if limit is not None and context > limit:
+        raise InputError(
+            f"a context of {context} tokens is beyond the {limit} tokens of "
+            f"{scores.shape.model_id}; ask for a shorter one"
+        )
+    if context <= scores.protected_tokens:
+        raise InputError(
+            f"a context of {context} tokens leaves nothing to decide: sinks and window alone are "
+            f"{scores.protected_tokens} tokens; ask for a longer one"
+        )
+    if request.min_tokens is not None and request.min_tokens > context:
+        raise InputError(
+            f"a least budget of {request.min_tokens} tokens is above the context of {context}"
+        )
+    if request.max_tokens is not None and request.max_tokens < scores.protected_tokens:
+        raise InputError(
+            f"a largest budget of {request.max_tokens} tokens is below the "
+            f"{scores.protected_tokens} of sinks and window, which are never evicted; give "
+            f"{option('max_tokens', scores.protected_tokens)} or more"
+        )
+
+
+def _option_tokens(
+    scores: ScoreProfile, request: Request, context: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    floor = max(scores.protected_tokens, request.min_tokens or 0)
+    most = context if request.max_tokens is None else min(context, request.max_tokens)
+    page = request.page_tokens
+    if request.objective == "loss":
+        loss_curves(scores)  # refuses where there are none
+        return even_options(max(floor, least_loss_tokens(scores, context)), most, context, page)
+    if request.bits is not None:
+        return even_options(floor, most, context, page)
+    if (most - floor) // page > MOST_OPTIONS:
+        raise InputError(
+            f"{(most - floor) // page:,} budgets for each unit are more than fit in memory; ask "
+            f"for larger pages, such as {option('page', -(-(most - floor) // MOST_OPTIONS))}"
+        )
+    if page == 1:
+        return np.arange(floor, most + 1, dtype=np.int64)
+    # The last page may be a partial one: it costs a whole page but holds the rest of the context.
+    first = -(-floor // page) * page
+    pages = np.arange(first, context + page, page, dtype=np.int64)
+    options = np.unique(np.minimum(pages, context))
+    if int(options[0]) > most:
+        raise InputError(
+            f"no budget of whole pages of {page} tokens is between the least of {floor} and the "
+            f"largest of {most}; give {option('max_tokens', int(options[0]))} or more, or smaller "
+            "pages"
+        )
+    return options[options <= most]

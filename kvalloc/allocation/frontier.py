@@ -1,0 +1,325 @@
+"""The whole trade-off in one call: the best retention at many sizes, and what a byte buys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvalloc.accounting.costs import Cost
+from kvalloc.allocation.capacity import full_cost
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.head_arrays import bit_table, budget_table, policy_table
+from kvalloc.allocation.infeasibility import advise
+from kvalloc.allocation.prediction import mean_retention, predicted_loss
+from kvalloc.allocation.request import Objective, Request, Workloads, request_options
+from kvalloc.allocation.sensitivity import bound_at_choice, price_at
+from kvalloc.allocation.sharing import members_alike
+from kvalloc.allocation.verification import solve_unbounded
+from kvalloc.allocation.weights import Weights
+from kvalloc.errors import InfeasibleError, InputError, option
+from kvalloc.formats.budget_profile import Level
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.sharing_groups import Groups
+from kvalloc.problem.arrays import AllocationProblem, IntArray
+from kvalloc.problem.registry import get_solver
+from kvalloc.problem.solver import Solution, Solver
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierPoint:
+    """One size on the frontier.
+
+    Attributes
+    ----------
+    share : float
+        Cost of the choice over that of keeping everything.
+    cost_bytes : int
+        Bytes of the choice.
+    value : float
+        What the objective is about: retention, or less the predicted loss.
+    bound : float
+        No choice of this capacity has more.
+    value_per_mib : float or None
+        Shadow price: value that one more MiB would buy here; None where side constraints leave no
+        price.
+    choice : ndarray of int64, (n_units,)
+        Chosen option of each unit.
+    retention : float or None
+        Mean over layers of the kept share of score mass; None where only a problem is known, or
+        units keep other entries than the scorer's best.
+    predicted_loss : float or None
+        Sum of the measured losses, nats per token; None where loss was not measured.
+    """
+
+    share: float
+    cost_bytes: int
+    value: float
+    bound: float
+    value_per_mib: float | None
+    choice: IntArray
+    retention: float | None = None
+    predicted_loss: float | None = None
+
+
+def frontier(
+    scores: ScoreProfile,
+    *,
+    points: int = 50,
+    shares: Sequence[float] | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    level: Level = "layer",
+    min_tokens: int | None = None,
+    max_tokens: int | None = None,
+    page: int = 1,
+    cap: str | Sequence[str] = (),
+    max_distinct: int | None = None,
+    ranks: int | None = None,
+    rank_tolerance: float | None = None,
+    equal_heads: bool = False,
+    objective: Objective = "mean",
+    weights: Weights | None = None,
+    bits: Sequence[int] | None = None,
+    cost: Cost = "bytes",
+    workloads: Workloads = "mean",
+    tail: float | None = None,
+    share_groups: Groups | str | None = None,
+    loss_policies: Sequence[str] | str | None = None,
+    solver: str = "auto",
+    solver_options: dict[str, Any] | None = None,
+    time_limit: float | None = None,
+    notify: Callable[[int, int], None] | None = None,
+) -> list[FrontierPoint]:
+    """Best retention, or least predicted loss, against bytes, from the floors to everything.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        Measured retention curves.
+    points : int
+        Sizes, spaced geometrically in bytes (fewer where they fall together); ignored with
+        ``shares``.
+    shares : sequence of float, optional
+        Sizes as shares of all entries instead.
+    context, batch, level, min_tokens, max_tokens, page, objective, weights, bits, cost,
+    workloads, tail
+        As in `kvalloc.solve`.
+    cap, max_distinct, ranks, rank_tolerance, equal_heads
+        As in `kvalloc.solve`.
+    loss_policies : sequence of str, optional
+        As in `kvalloc.solve`.
+    share_groups : str or tuple of tuple of int, optional
+        Groups of layers that keep the same entries, as in `kvalloc.solve`; not their number, since
+        other groups would be best at every size.
+    solver : str
+        Registered name.
+    solver_options : dict, optional
+        Its options.
+    time_limit : float, optional
+        Seconds for each point.
+    notify : callable, optional
+        Called with the points done and the points in all after each one.
+
+    Returns
+    -------
+    list of FrontierPoint
+        By rising size.
+
+    Raises
+    ------
+    InputError
+        If there are no points or a share is out of range.
+    InfeasibleError
+        If no size is enough for the side constraints; says what would be.
+    SolverError
+        If the solver cannot solve this problem.
+    """
+    request = Request.of(budget=1.0, **request_options(locals()))
+    return trace_request(
+        scores,
+        request,
+        points=points,
+        shares=shares,
+        solver=solver,
+        solver_options=solver_options,
+        time_limit=time_limit,
+        notify=notify,
+    )
+
+
+def trace_request(
+    scores: ScoreProfile,
+    request: Request,
+    *,
+    points: int = 50,
+    shares: Sequence[float] | None = None,
+    solver: str = "auto",
+    solver_options: dict[str, Any] | None = None,
+    time_limit: float | None = None,
+    notify: Callable[[int, int], None] | None = None,
+) -> list[FrontierPoint]:
+    """What `frontier` does with a request.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    request : Request
+        Its target is ``budget=1.0``.
+    points, shares, solver, solver_options, time_limit, notify
+        As in `frontier`.
+
+    Returns
+    -------
+    list of FrontierPoint
+
+    Raises
+    ------
+    InputError, InfeasibleError, SolverError
+        As `frontier`.
+    """
+    if isinstance(request.share_groups, int):
+        raise InputError(
+            "the best groups of layers differ from size to size; name them, such as "
+            f"{option('share_groups', '2-3,4-5')} (kvalloc solve chooses them for one size)"
+        )
+    problem = formulate(scores, request)
+    chosen = get_solver(solver, **(solver_options or {}))
+    whole_bytes = full_cost(scores, request, problem.context_tokens)
+    capacities = _capacities(problem, points, shares, whole_bytes)
+    try:
+        traced = trace_frontier(
+            problem,
+            chosen,
+            capacities,
+            whole_bytes=whole_bytes,
+            time_limit_seconds=time_limit,
+            notify=notify,
+        )
+    except InfeasibleError as error:
+        advice = advise(scores, request, error)
+        if advice is error:
+            raise
+        raise advice from error
+    plain = request.objective == "mean" and request.weights is None and request.workloads == "mean"
+    groups = request.share_groups if isinstance(request.share_groups, tuple) else ()
+    return [_told(point, scores, problem, groups, plain=plain) for point in traced]
+
+
+def _told(
+    point: FrontierPoint,
+    scores: ScoreProfile,
+    problem: AllocationProblem,
+    groups: Groups,
+    *,
+    plain: bool,
+) -> FrontierPoint:
+    """The point with what the measured curves say about its budgets."""
+    context = problem.context_tokens
+    budgets = members_alike(budget_table(scores, problem, point.choice), groups)
+    bits = bit_table(scores, problem, point.choice)
+    policies = policy_table(scores, problem, point.choice)
+    retention = None  # of the scorer's best entries; where units keep others, it is not known
+    if policies is None:
+        retention = (
+            point.value
+            if plain
+            else mean_retention(scores, budgets, context, bits=bits, share_groups=groups)
+        )
+    return replace(
+        point,
+        retention=retention,
+        # Losses are measured with entries that each layer chooses for itself.
+        predicted_loss=None
+        if groups
+        else predicted_loss(scores, budgets, context, bits=bits, policies=policies),
+    )
+
+
+def trace_frontier(
+    problem: AllocationProblem,
+    solver: Solver,
+    capacities: Sequence[int],
+    *,
+    whole_bytes: int | None = None,
+    time_limit_seconds: float | None = None,
+    notify: Callable[[int, int], None] | None = None,
+) -> list[FrontierPoint]:
+    """Solve one problem at many capacities.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+        Its own capacity or target is ignored; arrays are checked and looked through only once.
+    solver : Solver
+    capacities : sequence of int
+        Bytes, rising.
+    whole_bytes : int, optional
+        What shares are of; the cost of every unit's last option by default.
+    time_limit_seconds : float, optional
+        For each point.
+    notify : callable, optional
+        Called with the points done and the points in all after each one.
+
+    Returns
+    -------
+    list of FrontierPoint
+
+    Raises
+    ------
+    InfeasibleError
+        If no capacity is enough for the side constraints.
+    SolverError
+        If the solver cannot solve this problem, fails or misreports.
+    """
+    traced = []
+    nothing: InfeasibleError | None = None
+    point = problem
+    for done, capacity in enumerate(capacities, start=1):
+        # From the last one, not the first: what was found out about the arrays comes along.
+        point = point.with_capacity(capacity)
+        try:
+            answer = solve_unbounded(point, solver, time_limit_seconds=time_limit_seconds)
+            traced.append(_point(point, answer, whole_bytes or problem.max_cost_bytes))
+        except InfeasibleError as error:
+            nothing = error  # too small for the side constraints; a larger one may do
+        if notify is not None:
+            notify(done, len(capacities))
+    if not traced and nothing is not None:
+        raise nothing
+    return traced
+
+
+def _point(problem: AllocationProblem, answer: Solution, whole_bytes: int) -> FrontierPoint:
+    choice = answer.choice
+    value, cost = problem.objective_value(choice), problem.cost(choice)
+    price = price_at(problem, choice)
+    bound = bound_at_choice(problem, choice)
+    if answer.bound is not None:
+        bound = min(bound, answer.bound)
+    return FrontierPoint(
+        share=cost / whole_bytes,
+        cost_bytes=cost,
+        value=value,
+        bound=max(value, bound),
+        value_per_mib=None if price is None else price.value_per_byte * 2**20,
+        choice=choice,
+    )
+
+
+def _capacities(
+    problem: AllocationProblem, points: int, shares: Sequence[float] | None, whole_bytes: int
+) -> list[int]:
+    least, most = problem.min_cost_bytes, problem.max_cost_bytes
+    if shares is not None:
+        if not shares or min(shares) <= 0 or max(shares) > 1:
+            raise InputError("shares of the frontier must be above 0 and up to 1, at least one")
+        return [int(share * whole_bytes) for share in sorted(shares)]
+    if points < 2:
+        raise InputError(f"a frontier of {points} points is no line; ask for at least 2")
+    grain = problem.lattice_bytes
+    sizes = np.geomspace(max(least, grain), most, points)
+    steps = np.unique(np.rint((sizes - least) / grain).astype(np.int64))
+    return [min(most, least + int(step) * grain) for step in steps]

@@ -1,0 +1,272 @@
+"""Running a solver and trusting nothing it says: every claim is computed again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvalloc.allocation.watchdog import NoAnswerError, call_in_time
+from kvalloc.errors import InputError, KVAllocError, SolverError
+from kvalloc.formats.budget_profile import relative_gap
+from kvalloc.problem.arrays import AllocationProblem, IntArray, Sense
+from kvalloc.problem.solver import Solution, Solver, Termination
+
+PROOF_TOLERANCE = 1e-10
+"""Objective and bound this close, relative to the larger of 1 and the objective, are equal."""
+
+GRACE_SECONDS = 5.0
+"""A solver of another package is given up after twice its time limit and this much more."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedSolution:
+    """A solver's answer after kvalloc has computed everything again.
+
+    Attributes
+    ----------
+    choice : ndarray of int64, (n_units,)
+        Chosen option of each unit.
+    ranks : ndarray of int64, (n_units,), or None
+        Tensor-parallel rank of each unit, where the problem asks for a placement.
+    objective : float
+        Value (MAX_VALUE) or cost in bytes (MIN_COST), recomputed.
+    value : float
+        Weighted value of the choice, whatever the sense.
+    cost_bytes : int
+        Cost of the choice.
+    bound : float or None
+        The tighter of kvalloc's own dual bound and what an exact solver proved.
+    bound_source : str
+        ``"dual"`` or the solver's name.
+    multiplier : float or None
+        Price of one byte in the dual bound, side constraints left out; None if not computed.
+    termination : Termination
+        Why the solver stopped.
+    detail : str
+        The solver's own line.
+    decided_by : str
+        Who really decided, where the solver handed the problem on.
+    seconds : float
+        Wall time of the solver alone.
+    """
+
+    choice: IntArray
+    ranks: IntArray | None = None
+    objective: float
+    value: float
+    cost_bytes: int
+    bound: float | None
+    bound_source: str
+    termination: Termination
+    detail: str
+    decided_by: str = ""
+    multiplier: float | None = None
+    seconds: float
+
+    @property
+    def gap(self) -> float | None:
+        """Relative distance between objective and bound."""
+        return relative_gap(self.objective, self.bound)
+
+
+def solve_problem(
+    problem: AllocationProblem, solver: Solver, *, time_limit_seconds: float | None = None
+) -> CheckedSolution:
+    """Run a solver and trust nothing it says.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    solver : Solver
+    time_limit_seconds : float, optional
+        Passed to the solver.
+
+    Returns
+    -------
+    CheckedSolution
+
+    Raises
+    ------
+    InfeasibleError
+        If no choice can meet the capacity or the target.
+    SolverError
+        If the solver refuses the problem, fails, hangs beyond its time limit, or reports what is
+        not true.
+    """
+    solution, seconds = _asked(problem, solver, time_limit_seconds)
+    objective = problem.objective(solution.choice)
+    bound, source, multiplier = _tightest_bound(problem, solver, solution)
+    if bound is not None and abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
+        bound = objective
+    return CheckedSolution(
+        choice=solution.choice,
+        ranks=solution.ranks,
+        objective=objective,
+        value=problem.objective_value(solution.choice),
+        cost_bytes=problem.cost(solution.choice),
+        bound=bound,
+        bound_source=source,
+        termination=solution.termination,
+        detail=" ".join(solution.detail.split()),
+        decided_by=solution.decided_by or solver.name,
+        multiplier=multiplier,
+        seconds=seconds,
+    )
+
+
+def solve_unbounded(
+    problem: AllocationProblem, solver: Solver, *, time_limit_seconds: float | None = None
+) -> Solution:
+    """A solver's answer, feasible and as it says; no bound of our own is looked for.
+
+    Raises
+    ------
+    InfeasibleError, SolverError
+        As `solve_problem`.
+    """
+    return _asked(problem, solver, time_limit_seconds)[0]
+
+
+def _asked(
+    problem: AllocationProblem, solver: Solver, time_limit_seconds: float | None
+) -> tuple[Solution, float]:
+    """A solver's answer, checked, and its seconds."""
+    if time_limit_seconds is not None and not time_limit_seconds > 0:
+        raise InputError(f"a time limit of {time_limit_seconds:g} s leaves no time; give more")
+    patience = None if time_limit_seconds is None else 2 * time_limit_seconds + GRACE_SECONDS
+    able = _guarded(solver, patience, solver.can_solve, problem)
+    if isinstance(able, str) or not able:
+        raise SolverError(able or f"{solver.name} cannot solve this problem")
+    problem.check_feasible()
+    start = time.perf_counter()
+    solution = _guarded(
+        solver, patience, solver.solve, problem, time_limit_seconds=time_limit_seconds
+    )
+    seconds = time.perf_counter() - start
+    _check_types(solver, solution)
+    _check_claims(problem, solver, solution)
+    return solution, seconds
+
+
+def _guarded(
+    solver: Solver,
+    patience_seconds: float | None,
+    call: Callable[..., T],
+    *args: Any,
+    **options: Any,
+) -> T:
+    """A call into a solver: whatever goes wrong there is a `SolverError` here."""
+    ours = type(solver).__module__.startswith("kvalloc.")
+    try:
+        if ours or patience_seconds is None:
+            return call(*args, **options)
+        # Ours keep their limits, which is tested; others may ignore theirs, or hang.
+        return call_in_time(lambda: call(*args, **options), seconds=patience_seconds)
+    except KVAllocError:
+        raise
+    except NoAnswerError as error:
+        raise SolverError(
+            f"the solver {solver.name} ignores its time limit: {error}, it was given up (it may "
+            "still be using the processor until this process ends); try another one"
+        ) from error
+    except Exception as error:  # a plug-in may fail in any way
+        reason = " ".join(str(error).split())
+        raise SolverError(
+            f"the solver {solver.name} failed: {type(error).__name__}: {reason}; try another one"
+        ) from error
+
+
+def _check_types(solver: Solver, solution: Any) -> None:
+    kinds: dict[str, Any] = {
+        "choice": np.ndarray,
+        "objective": Real,
+        "bound": (Real, type(None)),
+        "termination": Termination,
+        "ranks": (np.ndarray, type(None)),
+        "detail": str,
+        "decided_by": str,
+    }
+    sound = isinstance(solution, Solution) and all(
+        isinstance(getattr(solution, name), kind) for name, kind in kinds.items()
+    )
+    if not sound:
+        raise SolverError(
+            f"the solver {solver.name} returned no sound Solution (arrays as choice and "
+            f"ranks, numbers as objective and bound, a Termination, texts): {str(solution)[:200]!r}"
+        )
+
+
+def _check_claims(problem: AllocationProblem, solver: Solver, solution: Solution) -> None:
+    name, choice = solver.name, solution.choice
+    if choice.shape != (problem.n_units,) or choice.dtype.kind != "i":
+        raise SolverError(
+            f"the solver {name} returned a choice of {choice.dtype} shaped {choice.shape}, "
+            f"expected whole numbers shaped ({problem.n_units},)"
+        )
+    if np.any(choice < 0) or np.any(choice >= problem.option_counts):
+        unit = int(np.argmax((choice < 0) | (choice >= problem.option_counts)))
+        raise SolverError(
+            f"the solver {name} chose option {int(choice[unit])} of unit {unit}, which has "
+            f"{int(problem.option_counts[unit])}"
+        )
+    cost, value = problem.cost(choice), problem.objective_value(choice)
+    capacity = problem.capacity_bytes
+    if capacity is not None and cost > capacity and not solver.may_exceed_capacity:
+        raise SolverError(f"the solver {name} spends {cost:,} bytes of a capacity of {capacity:,}")
+    if not problem.meets_target(value):
+        raise SolverError(
+            f"the solver {name} reaches {value:.6g}, below the target of {problem.target:g}"
+        )
+    fault = problem.side_fault(choice, solution.ranks)
+    if fault is not None:
+        raise SolverError(f"the solver {name} breaks a constraint: {fault}")
+    true = problem.objective(choice)
+    slack = PROOF_TOLERANCE * max(1.0, abs(true))
+    if not abs(solution.objective - true) <= slack:  # also when it is NaN
+        raise SolverError(
+            f"the solver {name} reports an objective of {solution.objective:.9g}; it is {true:.9g}"
+        )
+    if solution.bound is not None:
+        room = solution.bound - true if problem.sense is Sense.MAX_VALUE else true - solution.bound
+        if not room >= -slack:
+            raise SolverError(
+                f"the solver {name} reports a bound of {solution.bound:.9g}, which its own choice "
+                f"of {true:.9g} beats"
+            )
+        if solution.termination is Termination.OPTIMAL and room > slack:
+            raise SolverError(
+                f"the solver {name} claims to be optimal at {true:.9g} with a bound of "
+                f"{solution.bound:.9g}"
+            )
+
+
+def _tightest_bound(
+    problem: AllocationProblem, solver: Solver, solution: Solution
+) -> tuple[float | None, str, float]:
+    cost = problem.cost(solution.choice)
+    if problem.capacity_bytes is not None and cost > problem.capacity_bytes:
+        problem = problem.with_capacity(cost)  # a rule that overspends: bound what it did spend
+    response = problem.dual_bound()
+    dual = response.bound
+    if solution.bound is None:
+        return dual, "dual", response.multiplier
+    tighter = min if problem.sense is Sense.MAX_VALUE else max
+    known = problem.objective(response.choice)
+    beaten = abs(known - solution.bound) > PROOF_TOLERANCE * max(1.0, abs(known))
+    # Of a tail of workloads the dual may know no choice that meets the target.
+    beaten = beaten and problem.meets_target(problem.objective_value(response.choice))
+    if beaten and not problem.constraints and tighter(known, solution.bound) != known:
+        raise SolverError(
+            f"the solver {solver.name} reports a bound of {solution.bound:.9g}, but a choice of "
+            f"{known:.9g} exists"
+        )
+    bound = tighter(dual, solution.bound)
+    source = "dual" if bound == dual else solution.decided_by or solver.name
+    return bound, source, response.multiplier

@@ -1,0 +1,1 @@
+"""The files kvalloc reads and writes: one definition each."""

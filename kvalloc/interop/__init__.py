@@ -1,0 +1,1 @@
+"""Foreign formats and tools, one file each."""

@@ -1,0 +1,478 @@
+"""Methods of other packages on the same prompts: the presses of NVIDIA's kvpress."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvalloc.errors import InputError, MissingDependencyError
+from kvalloc.evaluate.caches import stored_bytes
+from kvalloc.evaluate.methods import Compressed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from kvalloc.models.attention import AttentionStates, Compute
+
+KVPRESS = "kvpress:"
+_SHARE_FREE = (
+    "SnapKVPress",
+    "PyramidKVPress",
+    "TOVAPress",
+    "ExpectedAttentionPress",
+    "KeyDiffPress",
+)
+"""Presses whose scores do not depend on how much is kept."""
+_NAME = re.compile(r"kvpress:(\w+)(?:\((\w+)\))?(?:@([\d.]+)%)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerName:
+    """What ``--peer`` takes, read.
+
+    Attributes
+    ----------
+    press : str
+        Name of the press, without "Press".
+    inner : str or None
+        The press that it wraps.
+    share : float or None
+        Share of the prompt's entries to keep, 0..1; None where none was said.
+    """
+
+    press: str
+    inner: str | None = None
+    share: float | None = None
+
+    def __str__(self) -> str:
+        inner = f"({self.inner})" if self.inner else ""
+        share = "" if self.share is None else f"@{self.share * 100:g}%"
+        return f"{KVPRESS}{self.press}{inner}{share}"
+
+
+def read_peer_name(text: str) -> PeerName:
+    """Read ``kvpress:SnapKV``, ``kvpress:AdaKV(SnapKV)`` or ``kvpress:TOVA@20%``.
+
+    Raises
+    ------
+    InputError
+        If it is none of these, or the share is not above 0% and at most 100%.
+    """
+    found = _NAME.fullmatch(text.strip())
+    if found is None:
+        raise InputError(
+            f"there is no peer {text!r}; write kvpress:NAME, kvpress:NAME(NAME) or "
+            "kvpress:NAME@20%, such as kvpress:SnapKV or kvpress:AdaKV(SnapKV)"
+        )
+    press, inner, share = found.groups()
+    if share is not None and not 0 < float(share) <= 100:
+        raise InputError(f"{text} keeps {share}% of the entries; ask for more than 0, at most 100")
+    return PeerName(press=press, inner=inner, share=None if share is None else float(share) / 100)
+
+
+def require_kvpress() -> Any:
+    """The package kvpress.
+
+    Raises
+    ------
+    MissingDependencyError
+        If it is not installed here; says what to do.
+    """
+    if importlib.util.find_spec("kvpress") is None:
+        raise MissingDependencyError(
+            "kvpress is not installed here, and it does not run with transformers 5.3 or newer: "
+            "'make peers' makes an environment for it, then run the same command with "
+            ".venv-kvpress/bin/kvalloc"
+        )
+    import kvpress
+
+    return kvpress
+
+
+def make_press(name: PeerName) -> Any:
+    """A new press of kvpress, at its own defaults.
+
+    Raises
+    ------
+    InputError
+        If kvpress has no press of that name, or it cannot be made from a share of entries alone.
+    MissingDependencyError
+        If kvpress is not installed.
+    """
+    kvpress = require_kvpress()
+
+    def make(of: str, **arguments: Any) -> Any:
+        cls = getattr(kvpress, f"{of}Press", None)
+        if cls is None:
+            raise InputError(f"kvpress has no {of}Press; see the list in kvpress/__init__.py")
+        try:
+            return cls(**arguments)
+        except (TypeError, AssertionError) as error:
+            raise InputError(f"{of}Press cannot be made for {name}: {error}") from error
+
+    press = make(name.press) if name.inner is None else make(name.press, press=make(name.inner))
+    if not hasattr(press, "compression_ratio"):
+        raise InputError(f"{name.press}Press takes no share of entries, so it cannot be compared")
+    return press
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A prompt that was read once with the full cache: presses start from here.
+
+    Attributes
+    ----------
+    prompt_ids : tuple of int, (n_tokens,)
+        The prompt.
+    keys, values : list of Tensor, each (1, n_kv_heads, n_tokens, head_dim)
+        Of each layer.
+    calls : list of (module, arguments)
+        Every layer's attention module, and what it was called with.
+    logits : Tensor of float32, (vocabulary,)
+        Prediction of the token after the prompt.
+    seconds : float
+        Wall time.
+    """
+
+    prompt_ids: tuple[int, ...]
+    keys: list[Tensor]
+    values: list[Tensor]
+    calls: list[tuple[Any, dict[str, Any]]]
+    logits: Tensor
+    seconds: float
+
+
+class PromptReader:
+    """Reads a prompt once for several presses; holds the last one only.
+
+    Attributes
+    ----------
+    scores : dict of str to Tensor
+        What presses made of the prompt that is the same for every share of entries, by the
+        press's class and layer, or by the class alone where it reads the prompt again (KVzip).
+    """
+
+    def __init__(self) -> None:
+        self._last: Reading | None = None
+        self.scores: dict[str, Tensor] = {}
+
+    def read(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Reading:
+        """The full cache of a prompt, and what entered each layer's attention.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+        prompt_ids : sequence of int, (n_tokens,)
+        """
+        if self._last is None or self._last.prompt_ids != tuple(prompt_ids):
+            self._last = None  # frees the memory of the one before
+            self.scores.clear()
+            self._last = _read(model, tuple(prompt_ids))
+        return self._last
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerCompressed(Compressed):
+    """A prompt's cache after a press.
+
+    Presses that decide per head evict nothing and mark entries as hidden. Here these get no
+    attention at all (a mask of minus infinity), instead of kvpress's made-up keys, which need
+    several tries to find and leave a little weight where many tokens are read at once. Positions
+    go on from the prompt's length.
+
+    Attributes
+    ----------
+    hidden : tuple of (Tensor of bool, (n_kv_heads, n_stored)) or None
+        Of each layer: entries of the prompt that nothing attends to; None where there are none.
+    first_stored : int
+        Entries that the first layer stored after the prompt.
+    n_prompt : int
+        Length of the prompt, tokens.
+    """
+
+    hidden: tuple[Tensor | None, ...]
+    first_stored: int
+    n_prompt: int
+
+    def feed(self, ids: Sequence[int], *, last: int) -> Tensor:
+        """Read more tokens; see `Compressed.feed`."""
+        import torch
+
+        from kvalloc.models.attention import intercept_attention
+
+        stored = int(self.cache.layers[0].keys.shape[2])  # type: ignore[union-attr]
+        begin = self.n_prompt + stored - self.first_stored
+        device = self.model.device
+        positions = torch.arange(begin, begin + len(ids), device=device)[None]
+        with torch.inference_mode(), intercept_attention(self.model, self._attend):
+            output = self.model(
+                input_ids=torch.tensor([list(ids)], device=device),
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=last,
+            )
+        logits: Tensor = output.logits[0].float().cpu()
+        return logits
+
+    def _attend(self, states: AttentionStates, compute: Compute) -> Any:
+        """The layer's own attention under a mask for what this layer stores."""
+        import torch
+
+        n_new, n_total = states.queries.shape[2], states.keys.shape[2]
+        device = states.keys.device
+        seen = torch.ones(n_new, n_total, dtype=torch.bool, device=device).tril(n_total - n_new)
+        hidden = self.hidden[states.layer]
+        if hidden is None:
+            return compute(seen[None, None])
+        n_kv_heads = states.keys.shape[1]
+        seen = seen.expand(n_kv_heads, n_new, n_total).clone()
+        seen[:, :, : hidden.shape[1]] &= ~hidden[:, None]
+        group = states.queries.shape[1] // n_kv_heads
+        return compute(seen.repeat_interleave(group, dim=0)[None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvpressMethod:
+    """A press of kvpress at its own defaults.
+
+    Attributes
+    ----------
+    name : PeerName
+        Which press, and the share of entries to keep.
+    reader : PromptReader
+        Share one between methods, and each prompt is read once for all of them.
+    tokenizer_path : str or None
+        Where KVzip finds the tokenizer, which it loads again; the model's own name by default.
+
+    Raises
+    ------
+    InputError
+        If no share of entries is given or kvpress has no such press.
+    MissingDependencyError
+        If kvpress is not installed.
+    """
+
+    name: PeerName
+    reader: PromptReader = field(default_factory=PromptReader)
+    tokenizer_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.name.share is None:
+            raise InputError(f"{self.name} needs a share of entries to keep: {self.name}@20%")
+        make_press(self.name)
+
+    def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
+        """Read a prompt, and let the press reduce its cache.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            Left as it was but for what kvpress puts there for good: a link from each attention
+            module to the rotary embedding.
+        prompt_ids : sequence of int, (n_tokens,)
+
+        Raises
+        ------
+        InputError
+            If the press refuses the prompt.
+        """
+        import torch
+
+        press, share = make_press(self.name), self.name.share
+        assert share is not None  # checked when this was made
+        # kvpress keeps int(n * (1 - ratio)) entries a head: a hundredth of an entry more than
+        # wanted, so that rounding never takes one away
+        n_tokens = len(prompt_ids)
+        n_kept = max(1, round(share * n_tokens))
+        press.compression_ratio = max(0.0, 1 - (n_kept + 0.01) / n_tokens)
+        start = time.perf_counter()
+        try:
+            with torch.inference_mode(), _named(model, self.tokenizer_path), _unmasked(model):
+                reading = self.reader.read(model, prompt_ids)
+                if _only_hooks(press):
+                    _remember_scores(press, self.reader.scores)
+                    return _replayed(press, model, reading, start)
+                return _run_whole(press, model, reading, self.reader.scores, start)
+        except (AssertionError, RuntimeError) as error:
+            raise InputError(f"{self.name} fails on a prompt of {n_tokens} tokens: {error}") from (
+                error
+            )
+
+
+def _read(model: PreTrainedModel, prompt_ids: tuple[int, ...]) -> Reading:
+    import torch
+    from transformers import DynamicCache
+
+    calls: list[tuple[Any, dict[str, Any]]] = []
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((module, {**kwargs, **({"hidden_states": args[0]} if args else {})}))
+
+    handles = [
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+        for layer in _layers(model)
+    ]
+    cache: Any = DynamicCache(config=model.config)
+    start = time.perf_counter()
+    try:
+        with torch.inference_mode():
+            output = model(
+                input_ids=torch.tensor([list(prompt_ids)], device=model.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Reading(
+        prompt_ids=prompt_ids,
+        keys=[layer.keys for layer in cache.layers],
+        values=[layer.values for layer in cache.layers],
+        calls=calls,
+        logits=output.logits[0, -1].float().cpu(),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _only_hooks(press: Any) -> bool:
+    """Whether a press only looks at each layer after the prompt, as most do."""
+    from kvpress import BasePress
+
+    return type(press).__call__ is BasePress.__call__
+
+
+def _remember_scores(press: Any, scores: dict[str, Tensor]) -> None:
+    """Let a press, or the one that it wraps, score each layer once for all shares."""
+    inner = getattr(press, "press", press)
+    kind, score = type(inner).__name__, getattr(inner, "score", None)
+    if kind not in _SHARE_FREE or score is None:
+        return
+
+    def remembered(module: Any, *args: Any) -> Tensor:
+        key = f"{kind} {module.layer_idx}"
+        if key not in scores:
+            scores[key] = score(module, *args)
+        return scores[key].clone()  # wrappers write into it
+
+    inner.score = remembered
+
+
+def _replayed(press: Any, model: Any, reading: Reading, start: float) -> PeerCompressed:
+    """Call the press's hook of every layer with what the layer saw: as if it had been there."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    with press(
+        model
+    ):  # its preparations; its hooks would fire in a forward, of which there is none
+        for index, (module, arguments) in enumerate(reading.calls):
+            # a press may write into what it gets
+            cache.update(reading.keys[index].clone(), reading.values[index].clone(), index)
+            press.forward_hook(module, (), {**arguments, "past_key_values": cache}, (None, None))
+    return _finished(model, cache, reading, start)
+
+
+def _run_whole(
+    press: Any, model: Any, reading: Reading, scores: dict[str, Tensor], start: float
+) -> PeerCompressed:
+    """Read the prompt again under the press, as its own code does.
+
+    KVzip scores every entry by having the prompt repeated, and chooses by these scores at the
+    end. They do not depend on how much is kept, so for another share only the choice is made.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    cache, kind = DynamicCache(config=model.config), type(press).__name__
+    if kind in scores:
+        for index, (keys, values) in enumerate(zip(reading.keys, reading.values, strict=True)):
+            cache.update(keys, values, index)  # it writes into neither
+        press.score_val = scores[kind].clone()
+        press.compress_post(model)
+        return _finished(model, cache, reading, start)
+    choose = getattr(press, "compress_post", None)
+    if choose is not None:
+
+        def noting(model: Any) -> None:
+            scores[kind] = press.score_val.clone()
+            choose(model)
+
+        press.compress_post = noting
+    ids = torch.tensor([list(reading.prompt_ids)], device=model.device)
+    with press(model):
+        model.model(input_ids=ids, past_key_values=cache)
+    return _finished(model, cache, reading, start)
+
+
+def _finished(model: Any, cache: Any, reading: Reading, start: float) -> PeerCompressed:
+    """What the press left in the cache and on the modules."""
+    import torch
+
+    hidden: list[Tensor | None] = []
+    kept_bytes = 0
+    for layer, stored in zip(_layers(model), cache.layers, strict=True):
+        marked = getattr(layer.self_attn, "masked_key_indices", None)
+        n_kv_heads, n_stored, head_dim = stored.keys.shape[1:]
+        n_kept = n_kv_heads * n_stored
+        if marked is None:
+            hidden.append(None)
+        else:
+            mask = torch.zeros(n_kv_heads, n_stored, dtype=torch.bool, device=stored.keys.device)
+            mask[marked[1], marked[2]] = True
+            n_kept -= int(mask.sum())
+            hidden.append(mask)
+        kept_bytes += 2 * n_kept * head_dim * stored.keys.element_size()
+    return PeerCompressed(
+        model=model,
+        cache=cache,
+        logits=reading.logits,
+        stored_bytes=stored_bytes(cache),
+        kept_bytes=kept_bytes,
+        prefill_seconds=reading.seconds + time.perf_counter() - start,
+        hidden=tuple(hidden),
+        first_stored=int(cache.layers[0].keys.shape[2]),
+        n_prompt=len(reading.prompt_ids),
+    )
+
+
+@contextmanager
+def _unmasked(model: Any) -> Iterator[None]:
+    """Masks of head-wise presses live on the modules and would leak into the next prompt."""
+
+    def clear() -> None:
+        for layer in _layers(model):
+            if getattr(layer.self_attn, "masked_key_indices", None) is not None:
+                layer.self_attn.masked_key_indices = None
+
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+@contextmanager
+def _named(model: Any, path: str | None) -> Iterator[None]:
+    """Let a press that loads the tokenizer by the model's name find it."""
+    if path is None:
+        yield
+        return
+    name = model.config.name_or_path
+    model.config.name_or_path = path
+    try:
+        yield
+    finally:
+        model.config.name_or_path = name
+
+
+def _layers(model: Any) -> Any:
+    decoder = model.get_decoder()
+    return getattr(decoder, "language_model", decoder).layers

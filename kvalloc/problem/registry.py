@@ -1,0 +1,179 @@
+"""Solvers, scorers and policies by name, found through entry points: ours as anybody's."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvalloc.errors import InputError, SolverError, nearest
+from kvalloc.problem.solver import Solver
+
+SOLVERS = "kvalloc.solvers"
+"""Entry-point group of solvers: each names a subclass of `kvalloc.problem.solver.Solver`."""
+
+SCORERS = "kvalloc.scorers"
+"""Entry-point group of scorers: each names a subclass of `kvalloc.scorers.Scorer`."""
+
+POLICIES = "kvalloc.policies"
+"""Entry-point group of policies: each names a subclass of `EvictionPolicy`."""
+
+T = TypeVar("T")
+
+
+@cache
+def _group(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in sorted(entry_points(group=group))}
+
+
+def names(group: str) -> list[str]:
+    """Registered names of a group, sorted, without importing what they name."""
+    return sorted(_group(group))
+
+
+def load(group: str, name: str) -> type[Any]:
+    """The class that a name stands for.
+
+    Parameters
+    ----------
+    group : str
+        `SOLVERS`, `SCORERS` or `POLICIES`.
+    name : str
+        A registered name.
+
+    Returns
+    -------
+    type
+
+    Raises
+    ------
+    InputError
+        If nothing of that name is registered; lists what is.
+    SolverError
+        If the plug-in cannot be imported.
+    """
+    kind = {POLICIES: "policy"}.get(group, group.rsplit(".", 1)[-1].removesuffix("s"))
+    found = _group(group)
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none: is kvalloc installed, not only on the path?"
+        near = nearest(name, found)
+        raise InputError(f"there is no {kind} {name!r}; {near}choose from {known}")
+    try:
+        loaded = found[name].load()
+    except Exception as error:  # a plug-in may fail in any way while it is imported
+        raise SolverError(
+            f"the {kind} {name!r} ({found[name].value}) cannot be loaded: {error}; reinstall or "
+            "remove the package that provides it"
+        ) from error
+    if not isinstance(loaded, type):
+        raise SolverError(f"the {kind} {name!r} ({found[name].value}) is not a class")
+    return loaded
+
+
+def build(cls: type[T], options: dict[str, Any], *, what: str) -> T:
+    """Make a plug-in with options, with one clear line for an option it does not have.
+
+    Parameters
+    ----------
+    cls : type
+        The plug-in's class.
+    options : dict
+        Keyword arguments.
+    what : str
+        How to call it in an error, such as ``"solver pyramid"``.
+
+    Raises
+    ------
+    InputError
+        If it has no such option, or none of that value.
+    """
+    known = _parameters(cls)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        choices = ", ".join(known) or "it has none"
+        near = nearest(unknown[0], known)
+        raise InputError(f"{what} has no option {unknown[0]!r}; {near}choose from: {choices}")
+    try:
+        return cls(**options)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what} cannot be made with {options}: {error}") from error
+
+
+def solver_names() -> list[str]:
+    """Names of all registered solvers."""
+    return names(SOLVERS)
+
+
+def get_solver(name: str, **options: Any) -> Solver:
+    """A solver by name.
+
+    Parameters
+    ----------
+    name : str
+        A registered name.
+    **options
+        The solver's own options.
+
+    Returns
+    -------
+    Solver
+
+    Raises
+    ------
+    InputError
+        If there is no such solver or option.
+    SolverError
+        If the plug-in is broken.
+    """
+    loaded = load(SOLVERS, name)
+    if not issubclass(loaded, Solver):
+        raise SolverError(f"the solver {name!r} is not a subclass of kvalloc.problem.solver.Solver")
+    return build(loaded, options, what=f"solver {name}")
+
+
+def options_of(solver: Solver) -> dict[str, Any]:
+    """The options that a solver was made with, as plain values, where they are not the defaults.
+
+    Parameters
+    ----------
+    solver : Solver
+        Which keeps each option in an attribute of the same name, as ours do; others are left out.
+
+    Returns
+    -------
+    dict
+        Lists for arrays, and the `repr` of what JSON has no word for, such as a callable.
+    """
+    found: dict[str, Any] = {}
+    for name, parameter in _signature(type(solver)).items():
+        value = getattr(solver, name, parameter.default)
+        if value is parameter.default:
+            continue
+        plain = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+        if plain != parameter.default:
+            found[name] = plain if _is_plain(plain) else repr(plain)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | int | str)
+
+
+def _parameters(cls: type[Any]) -> Iterable[str]:
+    return list(_signature(cls))
+
+
+def _signature(cls: type[Any]) -> dict[str, inspect.Parameter]:
+    if cls.__init__ is object.__init__:
+        return {}
+    found = inspect.signature(cls.__init__).parameters
+    return {name: parameter for name, parameter in found.items() if name != "self"}

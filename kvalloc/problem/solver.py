@@ -1,0 +1,162 @@
+"""The contract between kvalloc and a solver, ours or anybody's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import SolverError, option
+from kvalloc.problem.arrays import Aggregate, AllocationProblem, SideConstraint
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Termination(Enum):
+    """Why a solver stopped."""
+
+    OPTIMAL = "optimal"
+    """No choice is better; the bound shows it."""
+
+    HEURISTIC = "heuristic"
+    """A rule was followed to its end; it claims nothing about the optimum."""
+
+    GAP_LIMIT = "gap_limit"
+    """The gap that was asked for is reached; the bound shows it."""
+
+    TIME_LIMIT = "time_limit"
+    """Time ran out; the choice is feasible, the bound is what was proven so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """What a solver answers.
+
+    Attributes
+    ----------
+    choice : ndarray of int64, (n_units,)
+        Chosen option of each unit.
+    objective : float
+        ``problem.objective(choice)`` as the solver sees it; `kvalloc.solve` computes it again.
+    bound : float or None
+        No choice is better than this; None when nothing was proven, never 0 for unknown.
+    termination : Termination
+        Why it stopped.
+    detail : str
+        One line for people: the rule's parameters, the back end's status.
+    ranks : ndarray of int64, (n_units,), or None
+        Tensor-parallel rank of each unit, where the problem asks for a placement.
+    decided_by : str
+        Name of the solver that really decided, where this one handed the problem on.
+
+    Raises
+    ------
+    SolverError
+        If optimal, or a gap that is reached, is claimed without a bound.
+    """
+
+    choice: IntArray
+    objective: float
+    bound: float | None
+    termination: Termination
+    detail: str = ""
+    ranks: IntArray | None = None
+    decided_by: str = ""
+
+    def __post_init__(self) -> None:
+        proven = (Termination.OPTIMAL, Termination.GAP_LIMIT)
+        if self.termination in proven and self.bound is None:
+            claim = "be optimal" if self.termination is Termination.OPTIMAL else "reach its gap"
+            raise SolverError(f"a solution claims to {claim} without a bound that shows it")
+
+
+class Solver(ABC):
+    """A way to pick one option per unit.
+
+    A solver is made with its own options as keyword arguments and is stateless between calls.
+    Subclasses set `name` and `summary`, and declare in `handles` the kinds of side constraints
+    they respect: a kind that is not declared is refused, so a forgotten one fails safe.
+    """
+
+    name: ClassVar[str]
+    """What ``--solver`` takes."""
+
+    summary: ClassVar[str]
+    """One line for ``kvalloc solvers``."""
+
+    reference: ClassVar[str] = ""
+    """Paper and equation."""
+
+    handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset()
+    """Kinds of side constraints it respects."""
+
+    aggregates: ClassVar[frozenset[Aggregate]] = frozenset({Aggregate.SUM})
+    """Objectives it optimises: the sum over units, the worst unit, a tail of scenarios."""
+
+    takes_bits: ClassVar[bool] = False
+    """Whether it takes options that differ in bits too, so that tokens need not rise with cost."""
+
+    may_exceed_capacity: bool = False
+    """Set by a reproduction of a published rule that overspends; refused otherwise."""
+
+    def can_solve(self, problem: AllocationProblem) -> bool | str:
+        """Whether this solver can solve the problem.
+
+        Parameters
+        ----------
+        problem : AllocationProblem
+
+        Returns
+        -------
+        bool or str
+            True, or a sentence that says why not and which solver to use instead.
+        """
+        unknown = {
+            option(c.keyword) if c.keyword else type(c).__name__
+            for c in problem.constraints
+            if type(c) not in self.handles
+        }
+        if unknown:
+            return f"{self.name} does not handle {', '.join(sorted(unknown))}; use ilp"
+        if problem.bits is not None and not self.takes_bits:
+            return (
+                f"{self.name} chooses tokens and no bits; use dp, lagrangian or ilp, or leave out "
+                f"{option('bits')}"
+            )
+        if problem.aggregate not in self.aggregates:
+            if problem.aggregate is Aggregate.TAIL:
+                return (
+                    f"{self.name} knows one workload, not the worst share of several; use cvar or "
+                    "ilp"
+                )
+            if problem.aggregate is Aggregate.WORST:
+                return f"{self.name} maximises a sum, not the worst unit; use max_min"
+            return f"{self.name} does not maximise a plain sum over units; use greedy or ilp"
+        return True
+
+    @abstractmethod
+    def solve(
+        self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
+    ) -> Solution:
+        """Pick one option per unit.
+
+        Parameters
+        ----------
+        problem : AllocationProblem
+            A feasible problem that `can_solve` accepted.
+        time_limit_seconds : float, optional
+            Stop after this long with the best choice found.
+
+        Returns
+        -------
+        Solution
+
+        Raises
+        ------
+        SolverError
+            If it cannot go on.
+        """

@@ -1,0 +1,141 @@
+"""Prompts that losses are measured on, made by the rules of the tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from kvalloc.errors import InputError
+from kvalloc.prompts.cases import Case
+from kvalloc.prompts.examples import encode
+from kvalloc.prompts.splits import check_split
+from kvalloc.prompts.tasks import find_tasks
+from kvalloc.prompts.texts import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KINDS = ("needle", "pairs", "kl", "code")
+"""Tasks that ask for different things: retrieval from prose and from lists, prose, and code."""
+
+N_PROMPTS = 8
+"""Two of each kind."""
+
+FORM_SEEDS = 1_000_003
+"""Between the seeds of two forms, that is a length and where the question stands."""
+
+Standing = Literal["inside", "after"]
+STANDINGS: dict[str, tuple[Standing, ...]] = {
+    "inside": ("inside",),
+    "after": ("after",),
+    "both": ("inside", "after"),
+}
+"""Where the question stands: in the prompt that is compressed, or after it."""
+
+
+def calibration_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    n_prompts: int,
+    n_tokens: int | Sequence[int],
+    *,
+    kinds: Sequence[str] = KINDS,
+    question: str = "inside",
+    split: str = "profiling",
+    begun_every: int = 0,
+    seed: int = 0,
+) -> list[Prompt]:
+    """Make prompts with their answers, from texts and words that no evaluation uses.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        The model's own.
+    n_prompts : int
+        Every kind at every length, with the question inside and after as asked for, in turns.
+    n_tokens : int or sequence of int
+        Longest prompt, question included, tokens; of each of several lengths.
+    kinds : sequence of str
+        Tasks of `kvalloc eval`.
+    question : str
+        ``inside``: the prompt ends with it. ``after``: the prompt is the context alone, and the
+        question is read when it has been compressed. ``both``: both kinds of prompts.
+    split : str
+        ``profiling`` or ``development``.
+    begun_every : int
+        So many-th prompts of each kind end with the beginning of their answer, as those of an
+        evaluation do; 0, as by default, for none.
+    seed : int
+
+    Returns
+    -------
+    list of Prompt
+        The same for the same arguments.
+
+    Raises
+    ------
+    InputError
+        If there is no such task, a prompt of this length cannot be made, or the split is the one
+        that is held out for the last evaluation.
+    """
+    lengths = [n_tokens] if isinstance(n_tokens, int) else list(dict.fromkeys(n_tokens))
+    if n_prompts < 1 or not kinds or not lengths:
+        raise InputError(
+            f"{n_prompts} prompts of {len(kinds)} kinds and {len(lengths)} lengths were asked for; "
+            "ask for at least one of one"
+        )
+    if question not in STANDINGS:
+        raise InputError(f"the question stands {question!r}; choose from: {', '.join(STANDINGS)}")
+    if (chosen := check_split(split)) == "held-out":
+        raise InputError(
+            "the held-out split is for the last evaluation; make calibration prompts of the "
+            "profiling split"
+        )
+    forms = [(length, standing) for length in lengths for standing in STANDINGS[question]]
+    series = [
+        # another seed for each form: the same text twice teaches less than two
+        (task, length, standing == "after", seed + number * FORM_SEEDS)
+        for number, (length, standing) in enumerate(forms)
+        for task in find_tasks(kinds)
+    ]
+    made = []
+    for place, (task, length, after, own_seed) in enumerate(series):
+        n_cases = len(range(place, n_prompts, len(series)))
+        if n_cases:
+            cases = task.make(tokenizer, n_cases, length, own_seed, split=chosen, after=after)
+            made.append(
+                [
+                    _prompt(tokenizer, case, task.name, begun=_begun(number, begun_every))
+                    for number, case in enumerate(cases)
+                ]
+            )
+    rounds = max(map(len, made))
+    return [prompts[index] for index in range(rounds) for prompts in made if index < len(prompts)]
+
+
+def _begun(number: int, every: int) -> bool:
+    return every > 0 and number % every == every - 1
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str, *, begun: bool) -> Prompt:
+    """The case with the whole answer after it, also what an evaluation begins for the model.
+
+    To begin the answer by itself the model has to find its place in the prompt, and what that
+    needs is then part of the loss. Where the answer is `begun`, that part stays in the prompt, and
+    what the model itself goes on with is compared: after an answer of one word that is more.
+    """
+    turn = case.turns[0]
+    answer: Sequence[int] = turn.continuation_ids
+    asked = turn.question_ids or case.input_ids
+    end = len(asked) - (0 if begun else turn.begun_tokens)
+    if begun and turn.answers:
+        answer = ()  # the model's own, which goes on beyond a short one
+    elif turn.answers:
+        answer = (*asked[end:], *encode(tokenizer, f" {turn.answers[0]}"))
+    after = bool(turn.question_ids)
+    return Prompt(
+        token_ids=case.input_ids if after else asked[:end],
+        question_ids=asked[:end] if after else (),
+        answer_ids=tuple(answer),
+        task=task,
+        name=f"{task} in {case.source}{', question after' if after else ''}",
+    )

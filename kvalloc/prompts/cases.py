@@ -1,0 +1,94 @@
+"""What is put to a model: a prompt that may be compressed, and the turns that follow it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvalloc.prompts.metrics import contained, find_metric
+
+ANSWER_TOKENS = 16
+"""Longest answer: a seven-digit number takes ten tokens of most vocabularies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One question to a compressed prompt, or the text that follows it.
+
+    Attributes
+    ----------
+    question_ids : tuple of int, (n_question,)
+        What is read after the compression, before the answer; empty where the prompt itself ends
+        with the question.
+    answers : tuple of str
+        Right answers, any of them will do; empty where nothing is asked.
+    metric : str
+        How what the model writes is held against them; see `kvalloc.prompts.metrics.METRICS`.
+    classes : tuple of str
+        All labels there are, for the metric of classification.
+    first_line : bool
+        Whether only the first line of what the model writes counts.
+    continuation_ids : tuple of int, (n_continuation,)
+        What really follows; empty where the full cache's own answer is the yardstick.
+    max_new_tokens : int
+        Longest answer, tokens.
+    begun_tokens : int
+        Last tokens of what is read first that begin the answer, such as "The number is".
+    """
+
+    question_ids: tuple[int, ...] = ()
+    answers: tuple[str, ...] = ()
+    metric: str = "contains"
+    classes: tuple[str, ...] = ()
+    first_line: bool = False
+    continuation_ids: tuple[int, ...] = ()
+    max_new_tokens: int = ANSWER_TOKENS
+    begun_tokens: int = 0
+
+    def score(self, answer: str) -> float | None:
+        """How good an answer is by the metric, 0..1; None where nothing is asked."""
+        if not self.answers:
+            return None
+        return find_metric(self.metric).score(self._counts(answer), self.answers, self.classes)
+
+    def is_found(self, answer: str) -> bool:
+        """Whether a right answer stands in what the model wrote, letter case aside.
+
+        All of them, where the metric asks for all.
+        """
+        every = all if find_metric(self.metric).every else any
+        return every(contained(self._counts(answer), right) for right in self.answers)
+
+    def _counts(self, answer: str) -> str:
+        return answer.strip().split("\n")[0].strip() if self.first_line else answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One prompt and what is asked about it.
+
+    Attributes
+    ----------
+    input_ids : tuple of int, (n_tokens,)
+        What is compressed.
+    turns : tuple of Turn
+        Asked one after the other. Each is asked after the full cache's answers to those before
+        it, whatever the cache, so that all caches read the same.
+    source : str
+        What it was made of, for messages and result files.
+    """
+
+    input_ids: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    source: str = ""
+
+    @cached_property
+    def n_tokens(self) -> int:
+        """Length of the prompt and of all questions, tokens."""
+        return len(self.input_ids) + sum(len(turn.question_ids) for turn in self.turns)
+
+    @cached_property
+    def longest_tokens(self) -> int:
+        """Most tokens that reading and answering it may take."""
+        answers = sum(max(len(t.continuation_ids), t.max_new_tokens) for t in self.turns)
+        return self.n_tokens + answers

@@ -1,0 +1,230 @@
+"""Examples in words, and how they become the tokens that a cache is asked with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvalloc.errors import InputError, option
+from kvalloc.prompts.cases import ANSWER_TOKENS, Case, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LEAST_SHARE = 0.9
+"""A prompt made by rule has at least this share of the tokens that were asked for."""
+
+_ANSWER_MARK = "(the answer before)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One question about a context.
+
+    Attributes
+    ----------
+    text : str
+        The question.
+    prefix : str
+        Start of the answer, given to the model.
+    answers : tuple of str
+        Right answers.
+    metric : str
+        See `kvalloc.prompts.metrics.METRICS`.
+    classes : tuple of str
+        All labels there are, for classification.
+    first_line : bool
+        Whether only the first line of what the model writes counts.
+    max_new_tokens : int
+        Longest answer, tokens.
+    """
+
+    text: str
+    prefix: str = ""
+    answers: tuple[str, ...]
+    metric: str = "contains"
+    classes: tuple[str, ...] = ()
+    first_line: bool = False
+    max_new_tokens: int = ANSWER_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A context and the questions about it.
+
+    Attributes
+    ----------
+    context : str
+        What a cache can be made of before the question is known.
+    questions : tuple of Question
+        Asked one after the other.
+    source : str
+        What it was made of.
+    joint : str
+        Between context and question.
+    chat : bool
+        Whether a model with a chat template is given a chat; few-shot examples and code are
+        running text for any model.
+    """
+
+    context: str
+    questions: tuple[Question, ...]
+    source: str = ""
+    joint: str = "\n\n"
+    chat: bool = True
+
+
+def render(tokenizer: PreTrainedTokenizerBase, example: Example, *, after: bool = False) -> Case:
+    """Bring an example into the form that the model reads.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        The model's own.
+    example : Example
+    after : bool
+        Whether the first question comes after the compression, so that the cache is made of the
+        context alone; questions of later turns always do.
+
+    Returns
+    -------
+    Case
+
+    Raises
+    ------
+    InputError
+        If the chat template changes what it is given.
+    """
+    before, after_text = _first(tokenizer, example)
+    # A chat template writes its special tokens itself.
+    special = not _chats(tokenizer, example)
+    if after:
+        prompt, asked = encode(tokenizer, before, special=special), encode(tokenizer, after_text)
+    else:
+        prompt, asked = encode(tokenizer, before + after_text, special=special), ()
+    prefix = example.questions[0].prefix
+    bare = encode(tokenizer, (before + after_text).removesuffix(prefix), special=special)
+    begun = len(encode(tokenizer, before + after_text, special=special)) - len(bare)
+    pieces = [asked]
+    pieces += [encode(tokenizer, _later(tokenizer, example, q)) for q in example.questions[1:]]
+    turns = tuple(
+        Turn(
+            question_ids=ids,
+            answers=question.answers,
+            metric=question.metric,
+            classes=question.classes,
+            first_line=question.first_line,
+            max_new_tokens=question.max_new_tokens,
+            begun_tokens=begun if question is example.questions[0] else 0,
+        )
+        for ids, question in zip(pieces, example.questions, strict=True)
+    )
+    return Case(input_ids=prompt, turns=turns, source=example.source)
+
+
+def fitted(
+    tokenizer: PreTrainedTokenizerBase,
+    make: Callable[[int], Example],
+    sizes: tuple[int, int],
+    n_tokens: int,
+    *,
+    task: str,
+) -> Example:
+    """The largest example whose prompt, first question included, fits.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+    make : callable
+        ``make(size)`` gives the example of a size; a larger one is not shorter.
+    sizes : tuple of int
+        Least and largest size there is.
+    n_tokens : int
+        Longest prompt, tokens.
+    task : str
+        For messages.
+
+    Returns
+    -------
+    Example
+        Of at least `LEAST_SHARE` of these tokens.
+
+    Raises
+    ------
+    InputError
+        If even the least is too long, or the largest too short.
+    """
+
+    def length(size: int) -> int:
+        example = make(size)
+        special = not _chats(tokenizer, example)
+        return len(encode(tokenizer, "".join(_first(tokenizer, example)), special=special))
+
+    low, high = sizes
+    if length(low) > n_tokens:
+        raise InputError(
+            f"no prompt of the task {task} fits into {n_tokens} tokens; ask for a longer "
+            f"{option('context')}"
+        )
+    while low < high:
+        middle = (low + high + 1) // 2
+        if length(middle) <= n_tokens:
+            low = middle
+        else:
+            high = middle - 1
+    if length(low) < LEAST_SHARE * n_tokens:
+        raise InputError(
+            f"the task {task} cannot be made {n_tokens} tokens long from {make(low).source}; "
+            f"ask for another {option('context')}"
+        )
+    return make(low)
+
+
+def encode(tokenizer: Any, text: str, *, special: bool = False) -> tuple[int, ...]:
+    """Tokens of a text, with the tokenizer's own first token where asked."""
+    ids = tokenizer(text, add_special_tokens=special)["input_ids"]
+    return tuple(int(token) for token in ids)
+
+
+def _chats(tokenizer: Any, example: Example) -> bool:
+    return example.chat and bool(getattr(tokenizer, "chat_template", None))
+
+
+def _first(tokenizer: Any, example: Example) -> tuple[str, str]:
+    """The prompt's text up to the context's end, and from there to the answer's start."""
+    question = example.questions[0]
+    if not _chats(tokenizer, example):
+        return example.context, _plain(example, question)
+    content = f"{example.context}{example.joint}{question.text}"
+    whole = _chat(tokenizer, [{"role": "user", "content": content}]) + question.prefix
+    at = whole.find(example.context)
+    if at < 0:
+        raise InputError("the model's chat template changes the text; use a model without one")
+    end = at + len(example.context)
+    return whole[:end], whole[end:]
+
+
+def _later(tokenizer: Any, example: Example, question: Question) -> str:
+    """What stands between the answer before and the start of this one."""
+    if not _chats(tokenizer, example):
+        return _plain(example, question)
+    messages = [
+        {"role": "user", "content": example.context},
+        {"role": "assistant", "content": _ANSWER_MARK},
+        {"role": "user", "content": question.text},
+    ]
+    whole = _chat(tokenizer, messages)
+    at = whole.rfind(_ANSWER_MARK)
+    if at < 0:
+        raise InputError("the model's chat template leaves out answers before; ask one turn")
+    return whole[at + len(_ANSWER_MARK) :] + question.prefix
+
+
+def _plain(example: Example, question: Question) -> str:
+    lead = "\n" if question.text and question.prefix else ""
+    return f"{example.joint}{question.text}{lead}{question.prefix}"
+
+
+def _chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -1,0 +1,96 @@
+"""Code completion: the next line of a module of Python's own standard library.
+
+References
+----------
+LongBench (2023), Table 1, the task LCC: the next line of a file, by edit similarity. The sources
+are those of the running Python, so prompts differ from one version of Python to another.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+
+from kvalloc.errors import InputError, option
+from kvalloc.prompts.examples import Example, Question
+from kvalloc.prompts.splits import Split, belongs
+from kvalloc.prompts.tasks.task import Draft, Room, Task, by_rule
+
+LEAST_CHARACTERS = 12
+"""A shorter next line, such as ``else:``, says little."""
+QUESTION_LINES = 5
+"""Last lines before the answer: the question, where that comes after the compression."""
+LEAST_LINES = 30
+
+
+def _modules(split: Split) -> list[Path]:
+    """The standard library's own modules of a split, one file each, by name."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return [
+        folder / f"{name}.py"
+        for name in sorted(sys.stdlib_module_names)
+        if belongs(name, split) and (folder / f"{name}.py").is_file()
+    ]
+
+
+def _lines(file: Path, room: Room) -> list[str]:
+    lines = file.read_text("utf-8").expandtabs(4).rstrip().split("\n")
+    return lines if sum(map(len, lines)) > 6 * room.n_tokens else []
+
+
+def _is_worth_asking(line: str) -> bool:
+    code = line.strip()
+    return len(code) >= LEAST_CHARACTERS and not any(
+        mark in code for mark in ("#", "`", "//", '"""')
+    )
+
+
+def _completion(room: Room) -> Draft:
+    long_enough = [
+        (file.stem, lines) for file in _modules(room.split) if (lines := _lines(file, room))
+    ]
+    if not long_enough:
+        raise InputError(
+            f"no module of Python's standard library has {room.n_tokens} tokens; ask for a "
+            f"shorter {option('context')}"
+        )
+    name, lines = room.draw.choice(long_enough)
+    # Lines before the answer are taken from it backwards, so it must leave enough behind it.
+    behind, least = 0, len(lines)
+    for place, line in enumerate(lines):
+        behind += len(line) + 1
+        if behind > 5 * room.n_tokens:
+            least = place
+            break
+    places = [n for n in range(least, len(lines)) if _is_worth_asking(lines[n])]
+    if not places:
+        places = [n for n in range(LEAST_LINES, len(lines)) if _is_worth_asking(lines[n])]
+    at = room.draw.choice(places)
+
+    def make(size: int) -> Example:
+        some = lines[max(0, at - size) : at]
+        question = Question(
+            # No line end: with it, tokenizers would split it from the indentation that follows.
+            text="\n".join(some[-QUESTION_LINES:]),
+            answers=(lines[at].strip(),),
+            metric="edit",
+            first_line=True,
+            max_new_tokens=32,
+        )
+        return Example(
+            context="\n".join(some[:-QUESTION_LINES]),
+            questions=(question,),
+            source=f"{name}.py",
+            joint="\n",
+            chat=False,
+        )
+
+    return Draft(make=make, least=LEAST_LINES // 2, most=at)
+
+
+COMPLETION_TASK = Task(
+    name="code",
+    summary="the next line of a Python standard library module (code completion)",
+    build=by_rule("code", _completion),
+)

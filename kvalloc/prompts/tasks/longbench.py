@@ -1,0 +1,295 @@
+"""The user's own prompts: JSONL in LongBench's field names, or plain prompts with answers.
+
+References
+----------
+Y. Bai et al., LongBench (2023): Table 1 names the metric of each dataset, its published code how
+long the answers may be and of which datasets only the first line counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvalloc.errors import InputError, option
+from kvalloc.prompts.cases import Case, Turn
+from kvalloc.prompts.examples import Example, Question, encode, render
+from kvalloc.prompts.metrics import find_metric
+from kvalloc.prompts.tasks.task import Request, Task
+from kvalloc.prompts.texts import Prompt, read_prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How a dataset's records are asked and scored.
+
+    Attributes
+    ----------
+    metric : str
+    max_new_tokens : int
+        Longest answer, tokens.
+    request : str
+        What is asked for; ``{input}`` is the record's own.
+    first_line : bool
+        Whether only the first line of the answer counts.
+    chat : bool
+        Whether a model with a chat template is given a chat.
+    """
+
+    metric: str
+    max_new_tokens: int
+    request: str = "{input}"
+    first_line: bool = False
+    chat: bool = True
+
+
+_QA = "Answer the question from the text above in a few words.\n\nQuestion: {input}\nAnswer:"
+_SUM = "Summarise the text above. {input}"
+_WHICH = (
+    "Which paragraph above is this a summary of?\n\n{input}\n\n"
+    "Answer with 'Paragraph' and its number."
+)
+_COUNT = "How many different paragraphs are above? Answer with the number only. {input}"
+
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("narrativeqa", "qasper"), Kind(metric="f1", max_new_tokens=128, request=_QA)),
+    "multifieldqa_en": Kind(metric="f1", max_new_tokens=64, request=_QA),
+    **dict.fromkeys(
+        ("hotpotqa", "2wikimqa", "musique"), Kind(metric="f1", max_new_tokens=32, request=_QA)
+    ),
+    **dict.fromkeys(
+        ("gov_report", "qmsum", "multi_news"),
+        Kind(metric="rouge-l", max_new_tokens=512, request=_SUM),
+    ),
+    "trec": Kind(metric="classification", max_new_tokens=64, first_line=True, chat=False),
+    "triviaqa": Kind(metric="f1", max_new_tokens=32, first_line=True, chat=False),
+    "samsum": Kind(metric="rouge-l", max_new_tokens=128, first_line=True, chat=False),
+    "passage_retrieval_en": Kind(metric="retrieval", max_new_tokens=32, request=_WHICH),
+    "passage_count": Kind(metric="count", max_new_tokens=32, request=_COUNT),
+    **dict.fromkeys(("lcc", "repobench-p"), Kind(metric="edit", max_new_tokens=64, chat=False)),
+}
+"""LongBench's English and code datasets; those of LongBench-E (``_e``) are scored alike."""
+
+OTHER = Kind(metric="f1", max_new_tokens=64)
+"""A dataset of another name, or none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One line of a task file.
+
+    Attributes
+    ----------
+    prompt : Prompt
+        File, line, and the text of a plain prompt.
+    context, input : str
+        LongBench's fields; both empty in a plain prompt.
+    answers : tuple of str
+        Right answers.
+    classes : tuple of str
+        ``all_classes``.
+    kind : Kind
+        How it is asked and scored.
+    """
+
+    prompt: Prompt
+    context: str
+    input: str
+    answers: tuple[str, ...]
+    classes: tuple[str, ...]
+    kind: Kind
+
+
+def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]:
+    """Read a task file, one JSON object a line.
+
+    Parameters
+    ----------
+    path : str or Path
+        Lines with LongBench's ``context``, ``input``, ``answers``, ``dataset``, ``all_classes``
+        (``length``, ``language`` and ``_id`` are not read), or with ``prompt``, ``text`` or
+        ``messages`` and ``answer`` or ``answers``.
+    metric : str, optional
+        Instead of the dataset's own.
+
+    Returns
+    -------
+    list of Record
+
+    Raises
+    ------
+    InputError
+        Names file, line and field that is missing or wrong.
+    """
+    if metric is not None:
+        find_metric(metric)
+    prompts = read_prompts(path)
+    lines = Path(path).read_text("utf-8-sig").split("\n")
+    return [
+        _record(prompt, json.loads(lines[(prompt.line or 1) - 1]), metric) for prompt in prompts
+    ]
+
+
+def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
+    """A task of the user's own prompts, in the order of the file.
+
+    Parameters
+    ----------
+    path : Path
+        Names the task.
+    records : sequence of Record
+        The first ``n_cases`` of them are asked.
+    cut : bool
+        Whether a prompt longer than ``n_tokens`` loses the middle of its context, as in LongBench;
+        otherwise it stays as long as it is.
+
+    Returns
+    -------
+    Task
+    """
+
+    def build(request: Request) -> list[Case]:
+        return [
+            _case(request, record, request.n_tokens if cut else None)
+            for record in records[: request.n_cases]
+        ]
+
+    return Task(name=path.name, summary="your prompts", build=build)
+
+
+def _record(prompt: Prompt, fields: dict[str, Any], metric: str | None) -> Record:
+    where = prompt.where
+    answers = _answers(fields, where)
+    is_longbench = isinstance(fields.get("context"), str)
+    if "input" in fields and "context" not in fields:
+        raise InputError(f"{where} has no field 'context'; give it the text, or call it 'prompt'")
+    if not is_longbench and "context" in fields:
+        raise InputError(f"{where}: the field 'context' is not a string; give it the text")
+    dataset = fields.get("dataset", "")
+    kind = (
+        _kind(dataset, fields, where)
+        if is_longbench
+        else Kind(metric="contains", max_new_tokens=16)
+    )
+    if metric is not None:
+        kind = Kind(**{**kind.__dict__, "metric": metric})
+    classes = fields.get("all_classes") or []
+    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+        raise InputError(f"{where}: the field 'all_classes' is not a list of labels")
+    if kind.metric == "classification" and not classes:
+        raise InputError(
+            f"{where} has no field 'all_classes', which the metric classification needs; give "
+            f"the list of labels, or choose another {option('metric')}"
+        )
+    context, asked = fields.get("context", ""), fields.get("input", "")
+    if is_longbench and not isinstance(asked, str):
+        raise InputError(f"{where}: the field 'input' is not a string; give it the question")
+    if is_longbench and not context.strip():
+        raise InputError(f"{where}: the field 'context' is empty; give it the text")
+    if is_longbench and "input" not in fields:
+        raise InputError(f"{where} has no field 'input'; give it the question, or an empty string")
+    return Record(
+        prompt=prompt,
+        context=context.strip() if is_longbench else "",
+        input=asked.strip() if is_longbench else "",
+        answers=answers,
+        classes=tuple(classes),
+        kind=kind,
+    )
+
+
+def _kind(dataset: object, fields: dict[str, Any], where: str) -> Kind:
+    if not isinstance(dataset, str):
+        raise InputError(f"{where}: the field 'dataset' is not a string")
+    if fields.get("language") == "zh":
+        raise InputError(
+            f"{where}: 'language' is 'zh', whose words LongBench cuts with a package of its own; "
+            "kvalloc scores English and code"
+        )
+    return KINDS.get(dataset.removesuffix("_e"), OTHER)
+
+
+def _answers(fields: dict[str, Any], where: str) -> tuple[str, ...]:
+    name = "answers" if "answers" in fields else "answer"
+    given = fields.get(name)
+    if given is None:
+        raise InputError(f"{where} has no 'answer' or 'answers'; give it one")
+    answers = [given] if isinstance(given, str) else given
+    right = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
+    if not right or not any(one.strip() for one in answers):
+        raise InputError(
+            f"{where}: the field {name!r} holds no answer; give a right answer as a string, or a "
+            "list of such"
+        )
+    return tuple(one.strip() for one in answers if one.strip())
+
+
+def _case(request: Request, record: Record, longest: int | None) -> Case:
+    if not record.context:
+        return _plain_case(request, record)
+    question = Question(
+        text=record.kind.request.format(input=record.input).strip(),
+        answers=record.answers,
+        metric=record.kind.metric,
+        classes=record.classes,
+        first_line=record.kind.first_line,
+        max_new_tokens=record.kind.max_new_tokens,
+    )
+
+    def made(context: str) -> Case:
+        example = Example(
+            context=context,
+            questions=(question,),
+            source=record.prompt.where,
+            joint="\n\n" if record.kind.chat else "\n",
+            chat=record.kind.chat,
+        )
+        return render(request.tokenizer, example, after=request.after)
+
+    case = made(record.context)
+    if longest is None or case.n_tokens <= longest:
+        return case
+    words = record.context.split(" ")
+    low, high = 0, len(words) // 2
+    while low < high:
+        middle = (low + high + 1) // 2
+        if made(_without_middle(words, middle)).n_tokens <= longest:
+            low = middle
+        else:
+            high = middle - 1
+    if low < 1:
+        raise InputError(
+            f"{record.prompt.where}: the question alone has more than {longest} tokens; ask for a "
+            f"longer {option('context')}"
+        )
+    return made(_without_middle(words, low))
+
+
+def _without_middle(words: Sequence[str], kept: int) -> str:
+    """The first and the last words, as LongBench cuts what is too long."""
+    return " ".join([*words[:kept], *words[-kept:]]).strip() if kept else "."
+
+
+def _plain_case(request: Request, record: Record) -> Case:
+    prompt, tokenizer = record.prompt, request.tokenizer
+    if request.after:
+        raise InputError(
+            f"{prompt.where} has no field 'context' beside 'input', so no question can come after "
+            f"the compression; give both, or leave out {option('question', 'after')}"
+        )
+    if prompt.messages:
+        chat: Any = list(prompt.messages)
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ids = encode(tokenizer, str(text))
+    else:
+        ids = encode(tokenizer, prompt.text, special=True)
+    turn = Turn(
+        answers=record.answers,
+        metric=record.kind.metric,
+        classes=record.classes,
+        max_new_tokens=record.kind.max_new_tokens,
+    )
+    return Case(input_ids=ids, turns=(turn,), source=prompt.where)

@@ -1,0 +1,56 @@
+"""Variable tracking: which variables hold a value, over chains of assignments in real text.
+
+References
+----------
+C.-P. Hsieh et al., RULER (2024), Sec. 3 and App. B (one chain of four hops by default there).
+"""
+
+from __future__ import annotations
+
+import string
+
+from kvalloc.prompts.examples import Example, Question
+from kvalloc.prompts.tasks.task import Draft, Room, Task, by_rule, scatter
+
+LEAD = "The text below assigns values to variables. Keep track of them.\n\n"
+QUESTION = "Which variables are assigned the value {value}? Name all of them."
+PREFIX = "The variables that are assigned the value {value} are"
+CHAINS = 2
+HOPS = 2
+"""Assignments of a variable to the next one; a small model gets nowhere with RULER's four."""
+
+
+def _tracking(room: Room) -> Draft:
+    names: list[str] = []
+    while len(names) < CHAINS * (HOPS + 1):
+        name = "".join(room.draw.choices(string.ascii_uppercase, k=3))
+        if name not in names and name.casefold() not in room.text.casefold():
+            names.append(name)
+    values = room.draw.sample(range(10_000, 100_000), CHAINS)
+    chains = [names[chain::CHAINS][: HOPS + 1] for chain in range(CHAINS)]
+    sentences, depths = [], []
+    for chain, value in zip(chains, values, strict=True):
+        shown = [str(value), *(f"VAR {name}" for name in chain[:-1])]
+        sentences += [f"VAR {n} = {held}." for n, held in zip(chain, shown, strict=True)]
+        depths += sorted(room.draw.random() for _ in chain)
+    words = room.excerpt_words()
+    question = Question(
+        text=QUESTION.format(value=values[0]),
+        prefix=PREFIX.format(value=values[0]),
+        answers=tuple(chains[0]),
+        metric="all",
+        max_new_tokens=24,
+    )
+
+    def make(size: int) -> Example:
+        text = scatter(" ".join(words[:size]), sentences, depths)
+        return Example(context=f"{LEAD}{text}", questions=(question,), source=room.source)
+
+    return Draft(make=make, least=20, most=len(words))
+
+
+TRACKING_TASK = Task(
+    name="tracking",
+    summary=f"the variables that hold a value, {CHAINS} chains of {HOPS} hops (RULER)",
+    build=by_rule("tracking", _tracking),
+)

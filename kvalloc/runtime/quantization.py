@@ -1,0 +1,173 @@
+"""Keys and values at 8 or 4 bits, as they will be stored: what measuring and running share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
+from kvalloc.scorers.window_rows import window_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvalloc.models.attention import AttentionStates
+
+_LARGEST_SCALE = 65504.0
+"""Largest finite float16: scales and minima beyond it are held there."""
+
+
+def quantised_keys(keys: Tensor, bits: int) -> Tensor:
+    """Keys as they come back from storage: per channel, in blocks of 64 tokens.
+
+    Parameters
+    ----------
+    keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
+        In the order in which they are stored.
+    bits : int
+        8 or 4; at 16 they come back as they are.
+
+    Returns
+    -------
+    Tensor, as ``keys``
+    """
+    if bits == 16:
+        return keys
+    return _rounded(keys.transpose(2, 3), KEY_BLOCK_TOKENS, bits).transpose(2, 3)
+
+
+def quantised_values(values: Tensor, bits: int) -> Tensor:
+    """Values as they come back from storage: per token, in blocks of 64 channels.
+
+    Parameters
+    ----------
+    values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
+    bits : int
+        8 or 4; at 16 they come back as they are.
+
+    Returns
+    -------
+    Tensor, as ``values``
+    """
+    return values if bits == 16 else _rounded(values, VALUE_BLOCK_CHANNELS, bits)
+
+
+def output_fidelity(states: AttentionStates, *, bits: int, rows: int) -> Tensor:
+    """How much of the last rows' attention output survives fewer bits.
+
+    ``max(0, 1 - ||o_b - o|| / ||o||)`` over the last tokens' rows of all query heads that share a
+    KV head, o being their attention output and o_b the same with keys and values at b bits,
+    nothing evicted. It stands in for harm: it sees one layer and one prompt, and neither what
+    later layers make of the error nor what it does to the answer, and it has no unit that could
+    be added to a loss.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    bits : int
+        16, 8 or 4.
+    rows : int
+        How many of the last tokens.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads)
+        0..1; 1 at 16 bits, and where the output is 0.
+    """
+    import torch
+
+    if bits == 16:
+        return torch.ones(states.keys.shape[:2], device=states.keys.device)
+    fewer = dataclasses.replace(
+        states,
+        keys=quantised_keys(states.keys, bits),
+        values=quantised_values(states.values, bits),
+    )
+    plain, other = (_output(each, rows) for each in (states, fewer))
+    whole = plain.flatten(2).norm(dim=2)
+    lost = (other - plain).flatten(2).norm(dim=2)
+    return torch.where(whole > 0, 1 - lost / whole, (lost == 0).float()).clamp(0, 1)
+
+
+def _output(states: AttentionStates, rows: int) -> Tensor:
+    """Attention output of the last rows, ``(batch, n_kv_heads, group, rows, head_dim)``."""
+    import torch
+
+    weights = window_attention(states, rows)
+    return torch.einsum("bhgrt,bhtd->bhgrd", weights, states.values.float())
+
+
+def key_codes(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Keys of one head as they are stored, but for the packing of codes into bytes.
+
+    Parameters
+    ----------
+    keys : Tensor, (n_tokens, head_dim)
+        In the order in which they are stored.
+    bits : int
+        8 or 4.
+
+    Returns
+    -------
+    codes : Tensor of uint8, (n_tokens, head_dim)
+    scales : Tensor of float16, (ceil(n_tokens / 64), 2, head_dim)
+        Of each block and channel the scale and the minimum.
+    """
+    import torch
+
+    codes, scale, least = _coded(keys.T, KEY_BLOCK_TOKENS, bits)
+    scales = torch.stack([scale[..., 0].T, least[..., 0].T], dim=1)
+    return codes.flatten(-2).T[: keys.shape[0]], scales
+
+
+def value_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Values of one head as they are stored, but for the packing of codes into bytes.
+
+    Parameters
+    ----------
+    values : Tensor, (n_tokens, head_dim)
+    bits : int
+        8 or 4.
+
+    Returns
+    -------
+    codes : Tensor of uint8, (n_tokens, head_dim)
+    scales : Tensor of float16, (n_tokens, ceil(head_dim / 64), 2)
+        Of each token and block of channels the scale and the minimum.
+    """
+    import torch
+
+    codes, scale, least = _coded(values, VALUE_BLOCK_CHANNELS, bits)
+    return codes.flatten(-2)[:, : values.shape[1]], torch.cat([scale, least], dim=-1)
+
+
+def from_codes(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    """The numbers that codes stand for, float32; scale and minimum are broadcast."""
+    return codes.float().mul_(scale.float()).add_(least.float())
+
+
+def _coded(numbers: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (..., n_blocks, block), and float16 scale and minimum (..., n_blocks, 1)."""
+    import torch
+
+    size = numbers.shape[-1]
+    missing = -size % block
+    padded = numbers.float()
+    if missing:  # by the last number of its block, which changes neither minimum nor maximum
+        padded = torch.cat([padded, padded[..., -1:].expand(*padded.shape[:-1], missing)], dim=-1)
+    blocks = padded.reshape(*padded.shape[:-1], (size + missing) // block, block)
+    low, high = blocks.amin(dim=-1, keepdim=True), blocks.amax(dim=-1, keepdim=True)
+    levels = float(2**bits - 1)
+    least = low.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).half()
+    scale = ((high - low) / levels).clamp(max=_LARGEST_SCALE).half()
+    wide = scale.float()
+    steps = torch.where(wide > 0, (blocks - least.float()) / wide, torch.zeros_like(blocks))
+    return steps.round_().clamp_(0, levels).to(torch.uint8), scale, least
+
+
+def _rounded(numbers: Tensor, block: int, bits: int) -> Tensor:
+    """Quantised in blocks along the last axis and back: float16 scale and minimum, rounded."""
+    back = from_codes(*_coded(numbers, block, bits)).flatten(-2)[..., : numbers.shape[-1]]
+    same: Tensor = back.to(numbers.dtype)
+    return same

@@ -1,0 +1,183 @@
+"""Loss curves that are right around a choice: measured there, and shaped as before elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.problem.arrays import AllocationProblem
+from kvalloc.tuning.neighbours import Figures, kinds_of
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """The options of each unit that measurements around a choice say something about.
+
+    Attributes
+    ----------
+    units, options : ndarray of int64, (n_allowed,)
+        Sorted by unit, then option.
+    shares : ndarray of float64, (n_allowed, n_figures)
+        Change of the loss at such an option, as a sum over measured figures of these shares.
+    """
+
+    units: IntArray
+    options: IntArray
+    shares: FloatArray
+
+
+def region(
+    problem: AllocationProblem, choice: IntArray, figures: Figures, reach: float = 1.0
+) -> Region:
+    """What lies between the choice and its measured neighbours, and how it is interpolated.
+
+    Between the choice and a neighbour the loss changes as the curve so far does, scaled to end at
+    what was measured; where that curve does not go one way in between, in proportion to the
+    tokens. Beyond the neighbours nothing was measured and nothing is offered.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+        Its values are the curves so far.
+    choice : ndarray of int64, (n_units,)
+    figures : Figures
+    reach : float
+        How far towards its neighbours a unit may move, above 0 and up to 1.
+
+    Returns
+    -------
+    Region
+    """
+    kinds = kinds_of(problem)
+    rows: dict[tuple[int, int], FloatArray] = {}
+    for unit, chosen in enumerate(choice.tolist()):
+        rows[unit, chosen] = np.zeros(figures.size)
+    for figure in range(figures.size):
+        unit, end = int(figures.units[figure]), int(figures.options[figure])
+        chosen = int(choice[unit])
+        if kinds[unit, end] != kinds[unit, chosen]:
+            rows[unit, end] = _one(figure, figures.size)
+            continue
+        between = _between(problem, kinds, unit, chosen, end)
+        for option, share, way in zip(*between, strict=True):
+            if way <= reach + 1e-9 or option == between[0][0]:
+                rows[unit, int(option)] = share * _one(figure, figures.size)
+    places = sorted(rows)
+    return Region(
+        units=np.array([unit for unit, _ in places], dtype=np.int64),
+        options=np.array([option for _, option in places], dtype=np.int64),
+        shares=np.stack([rows[place] for place in places]),
+    )
+
+
+def corrected(
+    problem: AllocationProblem, allowed: Region, loss: float, changes: FloatArray
+) -> tuple[AllocationProblem, IntArray]:
+    """The problem on corrected curves, with the options of a region only.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    allowed : Region
+    loss : float
+        Measured at the choice, all units together, nats per token.
+    changes : ndarray of float64, (n_figures,)
+        Change of the loss at each figure.
+
+    Returns
+    -------
+    problem : AllocationProblem
+        The value of a choice is less its predicted loss.
+    options : ndarray of int64, (n_units, n_options)
+        Which option of the given problem each of its options is.
+    """
+    counts = np.bincount(allowed.units, minlength=problem.n_units).astype(np.int64)
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    places = first[:, None] + np.minimum(np.arange(int(counts.max())), counts[:, None] - 1)
+    options = allowed.options[places]
+    units = np.arange(problem.n_units)[:, None]
+    values = -(loss / problem.n_units + allowed.shares @ changes)[places]
+    return (
+        replace(
+            problem,
+            tokens=problem.tokens[units, options],
+            values=values,
+            costs=problem.costs[units, options],
+            bits=None if problem.bits is None else problem.bits[units, options],
+            policies=None if problem.policies is None else problem.policies[units, options],
+            option_counts=counts,
+            weights=np.ones(problem.n_units),
+        ),
+        options,
+    )
+
+
+def moved(
+    problem: AllocationProblem, allowed: Region, choice: IntArray, changes: FloatArray
+) -> AllocationProblem:
+    """The curves for the next round: those so far, corrected where something was measured.
+
+    Outside the region a curve keeps its shape and moves to join the corrected part.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+        With the curves so far.
+    allowed : Region
+        Of that problem and choice, with a reach of 1.
+    choice : ndarray of int64, (n_units,)
+    changes : ndarray of float64, (n_figures,)
+
+    Returns
+    -------
+    AllocationProblem
+        The same with other values.
+    """
+    kinds, values = kinds_of(problem), problem.values.copy()
+    found = -(allowed.shares @ changes)
+    for unit, chosen in enumerate(choice.tolist()):
+        mine = allowed.units == unit
+        options, new = allowed.options[mine], found[mine]
+        base = float(problem.weights[unit] * problem.values[unit, chosen])
+        row = problem.weights[unit] * problem.values[unit]
+        for kind in np.unique(kinds[unit]):
+            same = kinds[unit, options] == kind
+            if not same.any():
+                continue
+            known = options[same]
+            shift = base + new[same] - row[known]
+            every = np.flatnonzero(kinds[unit] == kind)
+            tokens = problem.tokens[unit]
+            row[every] += np.interp(tokens[every], tokens[known], shift)
+        values[unit] = row
+    return replace(problem, values=values, weights=np.ones(problem.n_units))
+
+
+def _between(
+    problem: AllocationProblem, kinds: IntArray, unit: int, chosen: int, end: int
+) -> tuple[IntArray, FloatArray, FloatArray]:
+    """Options from the choice (left out) to a neighbour, the share of its change, and the way."""
+    count = int(problem.option_counts[unit])
+    low, high = min(chosen, end), min(count - 1, max(chosen, end))
+    inside = np.arange(low, high + 1)
+    inside = inside[(kinds[unit, inside] == kinds[unit, chosen]) & (inside != chosen)]
+    if end < chosen:
+        inside = inside[::-1]
+    tokens, values = problem.tokens[unit].astype(np.float64), problem.values[unit]
+    way = (tokens[inside] - tokens[chosen]) / (tokens[end] - tokens[chosen])
+    rise = values[end] - values[chosen]
+    steps = np.diff(np.concatenate([[values[chosen]], values[inside]]))
+    one_way = rise != 0 and bool(np.all(steps * np.sign(rise) >= 0))
+    share = (values[inside] - values[chosen]) / rise if one_way else way
+    return inside, share, way
+
+
+def _one(index: int, size: int) -> FloatArray:
+    unit = np.zeros(size)
+    unit[index] = 1.0
+    return unit

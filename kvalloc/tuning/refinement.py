@@ -1,0 +1,217 @@
+"""``kvalloc.refine``: what is asked, on which prompts, and what the budget profile states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.request import REQUEST_OPTIONS, Request
+from kvalloc.allocation.result import to_budget_profile
+from kvalloc.errors import InputError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.measure.sampling import SampleSet
+from kvalloc.models.loading import shape_of
+from kvalloc.problem.registry import get_solver, options_of
+from kvalloc.problem.solver import Solver
+from kvalloc.prompts.texts import Document, Prompt
+from kvalloc.tuning.measurement import JointProbes, Store
+from kvalloc.tuning.refine_prompts import chosen_prompts, refinement_prompts
+from kvalloc.tuning.rounds import Search
+
+Progress = Callable[[int, int], None]
+
+ROUNDS = 3
+
+
+def refine(
+    scores: ScoreProfile,
+    model: Any,
+    tokenizer: Any,
+    prompts: Iterable[str | Document | Prompt] | None = None,
+    *,
+    rounds: int = ROUNDS,
+    probes: int | None = None,
+    held_out_share: float = 1 / 3,
+    continuation_tokens: int = 24,
+    seed: int = 0,
+    solver: str | Solver = "auto",
+    solver_options: dict[str, Any] | None = None,
+    time_limit: float | None = None,
+    checkpoint: str | Path | None = None,
+    resume: bool = False,
+    keep_checkpoint: bool = False,
+    progress: Progress | None = None,
+    model_id: str | None = None,
+    **asked: Any,
+) -> BudgetProfile:
+    """Solve on loss curves, measure the whole solution, correct the curves, and solve again.
+
+    Losses of single units do not add up where budgets are small. So the solution's loss is
+    measured with all units at their budgets at once, and for each unit what one step to its
+    neighbours changes while the others stay. The changes are shrunk towards what all units have in
+    common, as far as prompts left out want it (cross-validation), and the problem is solved again
+    among the options that this says something about. Prompts that nothing is learnt from judge:
+    the round with the least loss on them is kept, and a step that did more harm is tried half as
+    far. With ``target_loss`` the fewest bytes are sought at which the loss on those prompts is
+    within the target.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        With loss curves.
+    model : transformers.PreTrainedModel
+        The model that they were measured on.
+    tokenizer : transformers.PreTrainedTokenizerBase
+        Its tokenizer.
+    prompts : iterable of str, Document or Prompt, optional
+        What is measured on; every prompt counts, running text gives 12 pieces. By default
+        what `refinement_prompts` makes for this tokenizer and context.
+    rounds : int
+        Solve and measure at most so often after the first solution.
+    probes : int, optional
+        Measure at most so many single changes a round and prompt, those that are decided least;
+        all neighbours by default.
+    held_out_share : float
+        Share of each task's prompts that only judge.
+    continuation_tokens : int
+        Predictions compared on each prompt, at most.
+    seed : int
+        Of the choice of held-out prompts.
+    solver, solver_options, time_limit
+        As in `kvalloc.solve`.
+    checkpoint : str or Path, optional
+        A folder where finished measurements are kept; removed on success unless `keep_checkpoint`.
+    resume : bool
+        Go on with what `checkpoint` holds: the numbers are those of an unbroken run.
+    keep_checkpoint : bool
+        Leave the folder to the caller.
+    progress : callable, optional
+        Called with (prompts measured, prompts to measure at most).
+    model_id : str, optional
+        Instead of what the model's config says.
+    **asked
+        Target and limits as `kvalloc.solve` takes them (``budget="20%"``, ``level="head"``, ...),
+        or a ready ``request``.
+
+    Returns
+    -------
+    BudgetProfile
+        Its `refinement` states predicted and measured loss with intervals, the text and every
+        round.
+
+    Raises
+    ------
+    InputError
+        If the target is a retention, the score profile holds no loss curves, or prompts are too
+        few or too short.
+    ModelMismatchError
+        If the score profile is of another model.
+    InfeasibleError
+        If no round's held-out loss is within the target.
+    SolverError
+        If the solver refuses the problem.
+    """
+    request = refinement_request(asked)
+    if rounds < 1 or (probes is not None and probes < 1):
+        raise InputError("a refinement needs at least 1 round and 1 probe")
+    scores.shape.require_same_model(shape_of(model, model_id=model_id))
+    problem = formulate(scores, request)
+    if solver_options and isinstance(solver, Solver):
+        raise InputError("solver_options go with a solver's name; this solver has its options set")
+    chosen = solver if isinstance(solver, Solver) else get_solver(solver, **(solver_options or {}))
+    texts = prompts
+    if texts is None:
+        context = scores.context_tokens
+        texts = refinement_prompts(tokenizer=tokenizer, context_tokens=context)
+    samples, tasks = chosen_prompts(texts, tokenizer, scores)
+    store = None
+    if checkpoint is not None:
+        record = _record(model, scores, request, samples, continuation_tokens, probes)
+        store = Store(checkpoint, record, resume=resume)
+    run = Search(
+        probes=JointProbes(
+            model, scores, samples, continuation_tokens=continuation_tokens, store=store
+        ),
+        solver=chosen,
+        time_limit=time_limit,
+        target_loss=request.target_loss,
+        tasks=tasks,
+        held_out_share=held_out_share,
+        seed=seed,
+        most_probes=probes,
+        progress=progress,
+        rounds=rounds,
+    )
+    best, told = run.search(problem)
+    options = options_of(solver) if isinstance(solver, Solver) else {**(solver_options or {})}
+    decided = to_budget_profile(scores, request, best.problem, best.checked, chosen.name, options)
+    refinement = {
+        "text_digest": samples.digest(),
+        "answers_digest": samples.answers_digest(),
+        "text_description": samples.description,
+        **run.summary(best, told),
+    }
+    if store is not None and not keep_checkpoint:
+        store.remove()
+    return replace(
+        decided,
+        predicted_loss=refinement["predicted_loss"],
+        refinement=refinement,
+    )
+
+
+def refinement_request(asked: dict[str, Any]) -> Request:
+    """The request of a refinement: by loss, whatever the size.
+
+    Raises
+    ------
+    InputError
+        If there is no such keyword, or the request is not about loss.
+    """
+    ready = asked.get("request")
+    if isinstance(ready, Request):
+        asked = {name: getattr(ready, name) for name in ("target_retention", "weights")}
+        asked["objective"] = None if ready.objective == "mean" else ready.objective
+    unknown = sorted(set(asked) - set(REQUEST_OPTIONS))
+    if unknown:
+        raise InputError(f"refine has no option {unknown[0]!r}; see kvalloc.refine")
+    if asked.get("target_retention") is not None or asked.get("objective") not in (None, "loss"):
+        raise InputError(
+            "refining measures loss, so it goes with a size or with a target loss; leave out the "
+            "retention and the objective"
+        )
+    if asked.get("weights") is not None:
+        raise InputError("refining measures what units weigh; leave out the weights")
+    if isinstance(ready, Request):
+        return replace(ready, objective="loss")
+    return Request.of(**{**asked, "objective": "loss"})
+
+
+def _record(
+    model: Any,
+    scores: ScoreProfile,
+    request: Request,
+    samples: SampleSet,
+    continuation_tokens: int,
+    probes: int | None,
+) -> dict[str, Any]:
+    """Everything that decides a measurement, for the checkpoint; rounds may be added later."""
+    from kvalloc.measure.fingerprint import fingerprint
+    from kvalloc.measure.job import versions
+
+    return {
+        "refining": request.describe(),
+        "level": request.level,
+        "scores": scores.digest(),
+        "weights": fingerprint(model),
+        "dtype": str(model.dtype),
+        "text_digest": samples.digest(),
+        "answers": samples.answers_digest(),
+        "continuation_tokens": continuation_tokens,
+        "probes": probes,
+        "versions": versions(),
+    }

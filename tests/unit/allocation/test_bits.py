@@ -1,0 +1,336 @@
+"""Tokens and bits chosen together: stored bytes, options, solvers, profiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import make_bits, make_budget_profile, make_losses, make_problem, make_scores
+from factories import make_shape as shape_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvalloc.accounting.stored_bytes import stored_bytes
+from kvalloc.allocation.audit import verify
+from kvalloc.allocation.comparison import compare_profiles
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.prediction import mean_retention
+from kvalloc.allocation.request import Request
+from kvalloc.allocation.verification import solve_problem
+from kvalloc.errors import InputError, ProfileFileError, SolverError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.problem.arrays import MaxDistinct, SameBudget
+from kvalloc.problem.dominance import undominated
+from kvalloc.problem.registry import get_solver, solver_names
+from kvalloc.testing import brute_force
+
+BITS = (16, 8, 4)
+
+
+def _by_hand(tokens: int, bits: int, head_dim: int, dtype_bytes: int) -> int:
+    """Bytes counted number by number."""
+    if bits == 16:
+        return tokens * 2 * head_dim * dtype_bytes
+    row = (head_dim * bits + 7) // 8
+    key_blocks = sum(1 for start in range(0, tokens, 64) for _ in range(head_dim))
+    value_blocks = sum(1 for _ in range(tokens) for start in range(0, head_dim, 64))
+    return 2 * tokens * row + 4 * key_blocks + 4 * value_blocks
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 64, 65, 128])
+@pytest.mark.parametrize("bits", BITS)
+def test_stored_bytes_are_those_counted_one_by_one(head_dim: int, bits: int) -> None:
+    shape = shape_of(head_dim=head_dim, dtype_bytes=2)
+    tokens = np.array([0, 1, 63, 64, 65, 200])
+    expected = [_by_hand(n, bits, head_dim, 2) for n in tokens.tolist()]
+    assert stored_bytes(tokens, bits, shape).tolist() == expected
+    assert stored_bytes(tokens, bits, shape).dtype == np.int64
+
+
+def test_stored_bytes_at_16_are_those_of_the_dtype() -> None:
+    shape = shape_of(head_dim=64, dtype_bytes=4)
+    assert int(stored_bytes(10, 16, shape)) == 10 * shape.bytes_per_entry
+    tables = stored_bytes(np.array([[3, 70]]), np.array([[16, 4]]), shape)
+    assert tables.tolist() == [[3 * 512, _by_hand(70, 4, 64, 4)]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000))
+def test_only_dominated_options_are_dropped(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 12))
+    tokens, bits = rng.integers(1, 9, n), rng.choice(BITS, n)
+    costs, values = rng.integers(1, 9, n), rng.integers(0, 6, (3, n)) / 4
+    left = undominated(tokens, bits, values, costs)
+    for unit in range(3):
+        count = int(left.counts[unit])
+        kept = set(
+            zip(left.costs[unit, :count].tolist(), left.values[unit, :count].tolist(), strict=True)
+        )
+        assert len(kept) == count
+        assert np.all(np.diff(left.costs[unit, :count]) > 0)
+        assert np.all(np.diff(left.values[unit, :count]) > 0)
+        for cost, value in zip(costs.tolist(), values[unit].tolist(), strict=True):
+            assert any(c <= cost and v >= value for c, v in kept)
+        every = set(zip(costs.tolist(), values[unit].tolist(), strict=True))
+        assert kept <= every
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_the_options_are_tokens_times_bits(level: Any) -> None:
+    scores = make_bits(2)
+    assert scores.bit_fidelity is not None
+    problem = formulate(scores, Request(budget=0.3, level=level, bits=(4, 8, 16), batch=3))
+    assert problem.bits is not None
+    heads = scores.shape.n_kv_heads if level == "layer" else 1
+    for unit in range(problem.n_units):
+        for k in range(int(problem.option_counts[unit])):
+            tokens, bits = int(problem.tokens[unit, k]), int(problem.bits[unit, k])
+            expected = int(stored_bytes(tokens, bits, scores.shape)) * heads * 3
+            assert int(problem.costs[unit, k]) == expected
+    # Value: fidelity times what is kept, averaged over samples together.
+    shares, at = scores.head_shares(), [16, 8, 4]
+    unit, k = 1, int(problem.option_counts[1]) // 2
+    tokens, bits = int(problem.tokens[unit, k]), int(problem.bits[unit, k])
+    each = shares * scores.bit_fidelity[..., at.index(bits)] * scores.curves[..., tokens - 5]
+    layer, head = int(problem.layers[unit]), int(problem.heads[unit])
+    picked = each[:, layer].sum(axis=1) if head < 0 else each[:, layer, head]
+    assert problem.values[unit, k] == pytest.approx(picked.mean())
+
+
+def test_all_that_is_kept_at_16_bits_is_the_most() -> None:
+    problem = formulate(make_bits(), Request(budget=1.0, bits=BITS))
+    assert problem.max_value == pytest.approx(1.0)
+    assert problem.chosen_bits(problem.last_options) is not None
+    plain = formulate(make_bits(), Request(budget=1.0))
+    assert plain.bits is None
+    assert plain.digest() == formulate(make_bits(), Request(budget=1.0, bits=[16])).digest()
+    assert problem.digest() != plain.digest()
+
+
+def _tiny_scores(seed: int) -> ScoreProfile:
+    return make_bits(seed, shape=shape_of(n_layers=2, n_kv_heads=1, head_dim=32), context_tokens=17)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.3, 0.95), st.booleans())
+def test_exact_solvers_find_what_brute_force_finds(seed: int, share: float, dear: bool) -> None:
+    """Over the undropped products of tokens and bits, so that what is dropped is checked too."""
+    scores = _tiny_scores(seed)
+    shape = scores.shape
+    request = (
+        Request(target_retention=share, bits=BITS) if dear else Request(budget=share, bits=BITS)
+    )
+    every = list(itertools.product(range(5, 18), BITS))
+    costs = np.array([int(stored_bytes(n, b, shape)) for n, b in every])
+    values = np.array(
+        [
+            [scores.contributions(bits=b)[layer, 0, n - 5] / 2 for n, b in every]
+            for layer in range(2)
+        ]
+    )
+    pairs = itertools.product(range(len(every)), repeat=2)
+    found = [(costs[i] + costs[j], values[0, i] + values[1, j]) for i, j in pairs]
+    if dear:
+        best = min(cost for cost, value in found if value >= share - 1e-12)
+    else:
+        room = int(share * 2 * 17 + 1e-9) * shape.bytes_per_entry
+        best = max(value for cost, value in found if cost <= room)
+    problem = formulate(scores, request)
+    assert brute_force(problem).objective == pytest.approx(best)  # type: ignore[union-attr]
+    for name in ("dp", "ilp", "auto"):
+        answer = solve_problem(problem, get_solver(name))
+        assert answer.objective == pytest.approx(best), name
+    for name in ("lagrangian", "hull"):
+        answer = solve_problem(problem, get_solver(name))
+        worse = answer.objective - best if dear else best - answer.objective
+        assert worse >= -1e-9, name
+
+
+def test_anneal_chooses_tokens_and_bits() -> None:
+    problem = formulate(_tiny_scores(1), Request(budget=0.4, bits=BITS))
+    best = brute_force(problem)
+    assert best is not None
+    answer = solve_problem(problem, get_solver("anneal"))
+    assert 0.98 * best.objective <= answer.objective <= best.objective + 1e-12
+
+
+def test_solvers_that_count_tokens_refuse() -> None:
+    problem = formulate(make_bits(), Request(budget=0.3, level="head", bits=BITS))
+    able = {name: get_solver(name).can_solve(problem) for name in solver_names()}
+    for name in ("uniform", "pyramid", "adaptive_head", "proportional", "head_classes"):
+        assert "use dp, lagrangian or ilp" in str(able[name]), name
+        with pytest.raises(SolverError, match="no bits"):
+            solve(make_bits(), budget=0.3, bits=BITS, level="head", solver=name)
+    for name in ("dp", "lagrangian", "hull", "ilp", "anneal", "auto"):
+        assert able[name] is True, name
+
+
+def test_a_decision_with_bits_is_saved_loaded_and_verified(tmp_path: Path) -> None:
+    scores = make_bits(3, shape=shape_of(n_layers=3, n_kv_heads=2, head_dim=32))
+    decided = solve(scores, budget="25%", level="head", bits=BITS)
+    assert decided.bits is not None
+    assert set(np.unique(decided.bits).tolist()) <= set(BITS)
+    assert int(decided.bits.min()) < 16
+    stored = stored_bytes(decided.budgets, decided.bits, scores.shape)
+    assert decided.retained_bytes == int(stored.sum())
+    assert decided.retained_bytes <= 0.25 * decided.full_bytes
+    plain = solve(scores, budget="25%", level="head")
+    assert plain.bits is None
+    assert decided.objective >= plain.objective
+    expected = mean_retention(scores, decided.budgets, 40, bits=decided.bits)
+    assert decided.retention == pytest.approx(expected)
+    decided.save(tmp_path / "p.json")
+    again = BudgetProfile.load(tmp_path / "p.json")
+    np.testing.assert_array_equal(again.bits, decided.bits)  # type: ignore[arg-type]
+    assert again.requested["bits"] == [16, 8, 4]
+    assert not [check for check in verify(again, scores) if not check.passed]
+    widths = decided.bits.copy()
+    widths[0, 0] = 16 if widths[0, 0] != 16 else 8
+    changed = dataclasses.replace(again, bits=widths)
+    assert [check for check in verify(changed, scores) if not check.passed]
+    assert "bits" in compare_profiles(plain, decided).fields
+
+
+def test_pages_and_batches_are_counted_with_bits() -> None:
+    scores = make_bits()
+    decided = solve(scores, memory=3000, bits=BITS, page=8, batch=2)
+    assert decided.bits is not None
+    pages = -(-decided.budgets // 8) * 8
+    stored = 2 * int(stored_bytes(pages, decided.bits, scores.shape).sum())
+    assert decided.retained_bytes == stored
+    assert stored <= 3000
+    assert all(check.passed for check in verify(decided, scores))
+    longer = decided.budgets_for(80)
+    padded = -(-longer // 8) * 8
+    assert decided.retained_bytes_at(80) == int(
+        stored_bytes(padded, decided.bits, scores.shape).sum()
+    )
+
+
+def test_sliding_layers_stay_at_16_bits() -> None:
+    shape = shape_of(layer_types=("full", "sliding", "full"), sliding_window=9)
+    decided = solve(make_bits(shape=shape), budget="20%", bits=(8, 4))
+    assert decided.bits is not None
+    assert decided.bits[1].tolist() == [16, 16]
+    assert int(decided.bits[[0, 2]].max()) < 16
+    with pytest.raises(InputError, match="16 there"):
+        dataclasses.replace(decided, bits=np.full((3, 2), 8))
+
+
+def test_weights_and_the_worst_unit_go_with_bits() -> None:
+    scores = make_bits(4)
+    for options in ({"weights": [0.2, 1, 3]}, {"objective": "worst"}):
+        decided = solve(scores, budget="30%", bits=BITS, **options)  # type: ignore[arg-type]
+        assert all(check.passed for check in verify(decided, scores)), options
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "other widths": ({"bits": (16, 2)}, "expected some of 16, 8, 4"),
+    "no width": ({"bits": ()}, "expected some of"),
+    "loss": ({"bits": BITS, "objective": "loss"}, "loss curves.*know no bits"),
+    "few budgets": ({"bits": BITS, "max_distinct": 2}, "max_distinct and equal_heads"),
+    "equal heads": (
+        {"bits": BITS, "equal_heads": True, "level": "head"},
+        "max_distinct and equal_heads",
+    ),
+    "means of allocations": ({"bits": BITS, "average": "allocations"}, "average='curves'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_with_bits(name: str) -> None:
+    options, message = REFUSED[name]
+    with pytest.raises(InputError, match=message):
+        solve(make_bits(), budget=0.5, **options)
+
+
+def test_bits_that_were_not_measured() -> None:
+    with pytest.raises(InputError, match="8 bits do was not measured.*none was"):
+        solve(make_scores(), budget=0.5, bits=(16, 8))
+    scores = make_bits()
+    assert scores.bit_fidelity is not None
+    only_8 = dataclasses.replace(
+        scores, bit_widths=np.array([8]), bit_fidelity=scores.bit_fidelity[..., 1:2]
+    )
+    assert solve(only_8, budget=0.5, bits=(16, 8)).bits is not None
+    with pytest.raises(InputError, match="those of 8 bits were"):
+        solve(only_8, budget=0.5, bits=(16, 4))
+
+
+def test_constraints_that_compare_budgets_are_refused_with_bits() -> None:
+    values, costs = [[0.1, 0.5]] * 2, [[2, 3]] * 2
+    bits = np.array([[8, 16]] * 2)
+    tokens = np.array([[4, 3]] * 2)  # fewer tokens at more bits: dearer all the same
+    problem = make_problem(values, costs=costs, tokens=tokens, bits=bits, capacity=5)
+    assert problem.chosen_bits(np.array([0, 1])).tolist() == [8, 16]  # type: ignore[union-attr]
+    for side in (SameBudget(groups=((0, 1),)), MaxDistinct(most=1)):
+        with pytest.raises(InputError, match="compares budgets in tokens"):
+            dataclasses.replace(problem, constraints=(side,))
+    with pytest.raises(InputError, match="tokens must be >= 0 and rise"):
+        make_problem(values, costs=costs, tokens=tokens, capacity=5)
+    with pytest.raises(InputError, match="bits are int64 shaped"):
+        make_problem(values, costs=costs, tokens=tokens, bits=bits[:1], capacity=5)
+
+
+def _scores_with(**changes: Any) -> ScoreProfile:
+    return dataclasses.replace(make_bits(), **changes)
+
+
+def test_bad_fidelities_are_refused() -> None:
+    fidelity = make_bits().bit_fidelity
+    assert fidelity is not None
+    for changed, message in (
+        (fidelity * np.nan, "not finite"),
+        (fidelity * 2, "within 0..1"),
+        (fidelity - 0.5, "within 0..1|not 1 at 16"),
+        (fidelity * 0.5, "not 1 at 16 bits"),
+        (fidelity[..., :2], "bit_fidelity is float64 shaped"),
+        (fidelity.astype(np.float32), "float32"),
+        (None, "one without the other"),
+    ):
+        with pytest.raises(InputError, match=message):
+            _scores_with(bit_fidelity=changed)
+    for widths in ([16, 8, 8], [16, 8, 3], [[16, 8, 4]]):
+        with pytest.raises(InputError, match="bit_widths"):
+            _scores_with(bit_widths=np.array(widths))
+
+
+def test_fidelities_are_saved_loaded_and_part_of_the_digest(tmp_path: Path) -> None:
+    scores = make_bits()
+    scores.save(tmp_path / "s.safetensors")
+    again = ScoreProfile.load(tmp_path / "s.safetensors")
+    np.testing.assert_array_equal(again.bit_fidelity, scores.bit_fidelity)  # type: ignore[arg-type]
+    assert again.digest() == scores.digest() != make_scores().digest()
+
+
+def test_loss_is_not_predicted_for_fewer_bits() -> None:
+    losses, bits = make_losses(), make_bits()
+    both = dataclasses.replace(losses, bit_widths=bits.bit_widths, bit_fidelity=bits.bit_fidelity)
+    assert solve(both, budget="30%").predicted_loss is not None
+    assert solve(both, budget="30%", bits=(4,)).predicted_loss is None
+
+
+def test_bad_bits_in_a_budget_profile(tmp_path: Path) -> None:
+    budgets = np.full((3, 2), 20)
+    for bits, message in (
+        (np.full((3, 2), 2), "one of 16, 8, 4"),
+        (np.full((3, 1), 8), "shaped"),
+        (np.full((3, 2), 8.0), "float64"),
+    ):
+        with pytest.raises(InputError, match=message):
+            make_budget_profile(budgets, bits=bits)
+    uneven = np.array([[8, 4], [8, 8], [8, 8]])
+    with pytest.raises(InputError, match="one width for all KV heads"):
+        make_budget_profile(budgets, bits=uneven, level="layer")
+    path = tmp_path / "p.json"
+    make_budget_profile(budgets, bits=uneven).save(path)
+    path.write_text(path.read_text().replace('"retained_bytes": ', '"retained_bytes": 1'))
+    with pytest.raises(ProfileFileError, match="retained_bytes.*follows from the budgets"):
+        BudgetProfile.load(path)

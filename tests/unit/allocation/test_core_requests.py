@@ -1,0 +1,303 @@
+"""What a user may ask for, and what a request becomes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import make_scores, make_shape
+
+from kvalloc.allocation.capacity import fixed_bytes
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.request import Request
+from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.problem.arrays import Aggregate, Sense
+from kvalloc.units import parse_bytes, parse_share
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("20%", 0.2), (" 20 % ", 0.2), ("100%", 1), ("0.2", 0.2), (0.5, 0.5), (1, 1), ("1e-3", 1e-3)],
+)
+def test_shares(text: str | float, share: float) -> None:
+    assert parse_share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0", "0%", "-1%", "101%", "20", 1.0001, "", "%", "a fifth", "nan", "inf", "nan%", "1,5%"],
+)
+def test_what_is_no_share(text: str | float) -> None:
+    with pytest.raises(InputError, match="write 20% or 0.2"):
+        parse_share(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512MiB", 512 * 1024**2),
+        ("1.5GB", 1_500_000_000),
+        ("1.5 gib", 1_610_612_736),
+        (" 7 ", 7),
+        (4096, 4096),
+        ("3b", 3),
+        ("1kB", 1000),
+        ("2TiB", 2 * 1024**4),
+        (".5KiB", 512),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0", "-5", "0.2", "MiB", "", "ten", "5XB", "1e3", "1.5.5MB", "1 2", "9" * 400, "nan", True],
+)
+def test_what_is_no_size(text: str | int) -> None:
+    with pytest.raises(InputError):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "no target.*target_retention"),
+        ({"budget": "20%", "memory": "1MiB"}, "budget and memory are two targets at once"),
+        ({"budget": "20%", "target_retention": 0.9}, "two targets"),
+        ({"target_retention": 0.0}, "target retention of 0"),
+        ({"target_retention": 1.1}, "target retention of 1.1"),
+        ({"target_retention": 90}, "such as 0.9"),
+        ({"target_retention": float("nan")}, "target retention of nan"),
+        ({"budget": "200%"}, "not a share"),
+        ({"budget_tokens": 0}, "keeps nothing"),
+        ({"memory": "lots"}, "not a size"),
+        ({"budget": 0.5, "level": "row"}, "expected 'layer' or 'head'"),
+        ({"budget": 0.5, "objective": "median"}, "expected one of 'mean', 'worst', 'loss'"),
+        ({"budget": 0.5, "batch": 0}, "batch and page must be at least 1"),
+        ({"budget": 0.5, "page_tokens": 0}, "batch and page must be at least 1"),
+        ({"budget": 0.5, "min_tokens": -1}, "least budget is -1"),
+    ],
+)
+def test_requests_that_say_too_little_or_too_much(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        Request(**fields)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"context": 0}, "a context of 0 tokens leaves nothing to decide"),
+        ({"context": 5}, "leaves nothing to decide"),
+        ({"context": -3}, "leaves nothing to decide"),
+        ({"context": 101}, "beyond the 100 tokens of tests/tiny"),
+        ({"min_tokens": 41}, "above the context of 40"),
+        ({"average": "median"}, "expected 'curves' or 'allocations'"),
+        ({"time_limit": 0.0}, "leaves no time"),
+        ({"solver": "best"}, "there is no solver 'best'; choose from adaptive_head, .*greedy"),
+        ({"solver_options": {"gamma": 1}}, "has no option 'gamma'"),
+    ],
+)
+def test_arguments_of_solve_that_cannot_be(arguments: dict[str, Any], words: str) -> None:
+    scores = make_scores(shape=make_shape(max_context_tokens=100))
+    with pytest.raises(InputError, match=words):
+        solve(scores, budget=0.5, **arguments)
+
+
+def test_the_problem_of_a_hand_computed_profile() -> None:
+    """Two layers, two heads, six evictable entries: every number by hand."""
+    shape = make_shape(n_layers=2, n_kv_heads=2, head_dim=4, dtype_bytes=2)  # 16 bytes an entry
+    curve = np.array([0.0, 0.5, 0.75, 0.875, 1.0, 1.0, 1.0])
+    flat = np.linspace(0, 1, 7)
+    scores = make_scores(
+        shape=shape,
+        context_tokens=8,
+        sinks=1,
+        window=1,
+        curves=np.stack([np.stack([curve, flat]), np.stack([flat, flat])])[None],
+        masses=np.array([[[3.0, 1.0], [1.0, 1.0]]]),
+    )
+    problem = formulate(scores, Request(budget="50%", batch=3))
+    assert problem.n_units == 2
+    assert problem.tokens[0].tolist() == [2, 3, 4, 5, 6, 7, 8]
+    assert problem.values[0].tolist() == pytest.approx((0.75 * curve + 0.25 * flat).tolist())
+    assert problem.values[1].tolist() == pytest.approx(flat.tolist())
+    assert problem.costs[0].tolist() == [t * 2 * 16 * 3 for t in range(2, 9)]
+    assert problem.weights.tolist() == [0.5, 0.5]
+    assert problem.capacity_bytes == 8 // 2 * 2 * 2 * 16 * 3
+    assert problem.layers.tolist() == [0, 1]
+    assert problem.heads.tolist() == [-1, -1]
+    assert problem.protected_tokens == 2
+    heads = formulate(scores, Request(target_retention=0.5, level="head"))
+    assert heads.sense is Sense.MIN_COST
+    assert heads.target == 0.5
+    # Each layer counts half, each head its share of the layer's mass: what an option is worth.
+    worth = heads.weights * heads.values[:, 3]
+    assert worth.tolist() == pytest.approx([0.75 * 0.875 / 2, 0.125 / 2, 0.25 / 2, 0.25 / 2])
+    assert heads.costs[0, 0] == 2 * 16
+    assert heads.layers.tolist() == [0, 0, 1, 1]
+    assert heads.heads.tolist() == [0, 1, 0, 1]
+
+
+def test_pages_are_whole_but_for_the_last_of_the_context() -> None:
+    scores = make_scores(context_tokens=40)  # sinks 2, window 3
+    problem = formulate(scores, Request(budget=0.5, page_tokens=16))
+    assert problem.tokens[0].tolist() == [16, 32, 40]
+    entry = scores.shape.bytes_per_entry * scores.shape.n_kv_heads
+    assert problem.costs[0].tolist() == [16 * entry, 32 * entry, 48 * entry]
+    assert problem.is_concave
+    even = formulate(scores, Request(budget=0.5, page_tokens=8, min_tokens=9))
+    assert even.tokens[0].tolist() == [16, 24, 32, 40]
+    whole = formulate(scores, Request(budget=1.0, page_tokens=64))
+    assert whole.tokens[0].tolist() == [40]
+
+
+def test_another_context_stretches_the_curve() -> None:
+    scores = make_scores(context_tokens=40)
+    for context in (20, 40, 75, 400):
+        problem = formulate(scores, Request(target_retention=0.5, context_tokens=context))
+        assert problem.context_tokens == context
+        assert problem.tokens[0, 0] == 5
+        assert problem.tokens[0, -1] == context
+        assert problem.is_concave
+        assert problem.values[:, 0] == pytest.approx(0.0, abs=1e-15)
+        assert problem.values[:, -1] == pytest.approx(1.0)
+    longer = formulate(scores, Request(target_retention=0.5, context_tokens=75))  # twice 35, plus 5
+    same = formulate(scores, Request(target_retention=0.5))
+    assert longer.values[:, ::2] == pytest.approx(same.values)
+
+
+def test_min_tokens_is_a_floor() -> None:
+    scores = make_scores()
+    profile = solve(scores, target_retention=0.5, min_tokens=17)
+    assert profile.budgets.min() >= 17
+    assert solve(scores, target_retention=0.5, min_tokens=2).budgets.min() >= 5
+    assert solve(scores, budget=1.0, min_tokens=40).budgets.min() == 40
+
+
+def test_the_worst_unit_is_judged_by_its_own_curve() -> None:
+    scores = make_scores(3)
+    problem = formulate(scores, Request(budget=0.5, level="head", objective="worst"))
+    assert problem.aggregate is Aggregate.WORST
+    assert problem.values[:, -1] == pytest.approx(1.0)
+    assert problem.weights.tolist() == [1.0] * 6
+
+
+SLIDING = make_shape(
+    n_layers=4, layer_types=("full", "sliding", "sliding", "full"), sliding_window=20
+)
+
+
+def test_sliding_layers_are_paid_for_but_not_decided() -> None:
+    scores = make_scores(1, shape=SLIDING, context_tokens=100)
+    problem = formulate(scores, Request(memory=SLIDING.full_bytes(100)))
+    assert problem.layers.tolist() == [0, 3]
+    assert problem.weights.tolist() == [0.5, 0.5]
+    constant = 2 * 2 * 19 * SLIDING.bytes_per_entry
+    assert fixed_bytes(scores, 100, 1) == constant
+    assert fixed_bytes(scores, 10, 5) == 2 * 2 * 10 * SLIDING.bytes_per_entry * 5
+    assert problem.capacity_bytes == SLIDING.full_bytes(100) - constant
+    profile = solve(scores, memory=SLIDING.full_bytes(100))
+    assert profile.budgets.tolist() == [[100, 100], [19, 19], [19, 19], [100, 100]]
+    assert profile.retained_bytes == profile.full_bytes == SLIDING.full_bytes(100)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_memory_is_never_exceeded_sliding_layers_and_pages_included(page: int, batch: int) -> None:
+    scores = make_scores(1, shape=SLIDING, context_tokens=100)
+    full = SLIDING.full_bytes(100, batch)
+    for share in (0.5, 0.55, 0.61, 0.77, 0.93):
+        asked = int(share * full)
+        profile = solve(scores, memory=asked, page=page, batch=batch)
+        assert profile.retained_bytes <= asked
+
+
+@pytest.mark.parametrize("asked", [1, 100, 1216, 1217, 1535])
+def test_too_little_memory_names_what_would_do(asked: int) -> None:
+    scores = make_scores(1, shape=SLIDING, context_tokens=100)
+    with pytest.raises(InfeasibleError, match=re.escape("ask for at least memory=1536")) as caught:
+        solve(scores, memory=asked)
+    assert caught.value.nearest == 1536
+    assert solve(scores, memory=int(caught.value.nearest)).retained_bytes == 1536
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        ({"budget_tokens": 4}, 5),
+        ({"budget": 0.1}, 0.125),
+        ({"budget_tokens": 15, "min_tokens": 16}, 16),
+        ({"budget_tokens": 15, "page": 16}, 16),
+    ],
+)
+def test_less_than_the_floors_is_infeasible_and_names_what_is_not(
+    arguments: dict[str, Any], nearest: float
+) -> None:
+    scores = make_scores()
+    with pytest.raises(InfeasibleError) as caught:
+        solve(scores, **arguments)
+    assert caught.value.nearest == nearest
+    target = next(iter(arguments))
+    solve(scores, **{**arguments, target: nearest})  # what it names can be had
+
+
+def test_everything_is_kept_at_100_percent_with_pages_that_do_not_divide_the_context() -> None:
+    profile = solve(make_scores(), budget="100%", page=16)
+    assert profile.budgets.min() == profile.context_tokens
+
+
+def test_batch_shares_the_memory() -> None:
+    scores = make_scores()
+    one = solve(scores, memory=2000)
+    three = solve(scores, memory=6000, batch=3)
+    assert one.budgets.tolist() == three.budgets.tolist()
+    assert three.retained_bytes == 3 * one.retained_bytes
+
+
+@pytest.mark.parametrize(
+    ("target", "rule"),
+    [
+        ({"target_retention": 0.9}, "proportional"),
+        ({"budget": "20%"}, "proportional"),
+        ({"budget_tokens": 20}, "fixed"),
+        ({"memory": 3000}, "fixed"),
+    ],
+)
+def test_relative_targets_scale_and_absolute_ones_do_not(target: dict[str, Any], rule: str) -> None:
+    assert solve(make_scores(), **target).length_rule == rule
+
+
+def test_one_sample_of_heads_is_not_copied() -> None:
+    """The curves of a long context are gigabytes: the problem looks at the measured ones."""
+    scores = make_scores(n_samples=1)
+    for request in (
+        Request(budget=0.5, level="head"),
+        Request(target_retention=0.9, level="head"),
+        Request(budget=0.5, level="head", objective="worst"),
+    ):
+        assert np.shares_memory(formulate(scores, request).values, scores.curves)
+
+
+def test_one_sample_and_the_mean_of_equal_ones_pose_the_same_problem() -> None:
+    shape = make_shape(n_layers=3, layer_types=("full", "sliding", "full"), sliding_window=8)
+    one = make_scores(shape=shape, n_samples=1)
+    three = make_scores(
+        shape=shape, curves=np.repeat(one.curves, 3, axis=0), masses=np.repeat(one.masses, 3, 0)
+    )
+    for request in (
+        Request(budget=0.5, level="head"),
+        Request(budget=0.5, level="head", page_tokens=16),
+        Request(budget=0.5, level="head", context_tokens=60),
+        Request(budget=0.5, level="layer"),
+        Request(budget=0.5, level="head", objective="worst"),
+    ):
+        single, mean = formulate(one, request), formulate(three, request)
+        expected = mean.weights[:, None] * mean.values
+        assert single.weights[:, None] * single.values == pytest.approx(expected, abs=1e-14)
+        sample = formulate(three, request, sample=1)
+        assert sample.weights[:, None] * sample.values == pytest.approx(expected, abs=1e-14)

@@ -1,0 +1,82 @@
+"""The frontier: each point is what solving at that size gives, and prices are true."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvalloc
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.frontier import frontier, trace_frontier
+from kvalloc.allocation.request import Request
+from kvalloc.errors import InputError, SolverError
+from kvalloc.problem.registry import get_solver
+from tests.factories import make_scores
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("page", [1, 4])
+def test_points_are_optimal_and_rise(level: str, page: int) -> None:
+    points = frontier(make_scores(1), points=12, level=level, page=page)  # type: ignore[arg-type]
+    values = [point.value for point in points]
+    costs = [point.cost_bytes for point in points]
+    assert costs == sorted(set(costs))
+    assert values == sorted(values)
+    assert values[-1] == pytest.approx(1.0, abs=1e-12)
+    assert all(abs(point.bound - point.value) <= 1e-12 for point in points)
+    assert points[-1].share == 1.0
+
+
+def test_points_agree_with_solving_alone() -> None:
+    scores = make_scores(2)
+    for point, share in zip(frontier(scores, shares=[0.3, 0.6]), [0.3, 0.6], strict=True):
+        alone = kvalloc.solve(scores, budget=share)
+        assert point.value == alone.objective
+        assert point.cost_bytes == alone.retained_bytes
+
+
+def test_the_price_is_what_the_next_step_buys() -> None:
+    scores = make_scores(4)
+    problem = formulate(scores, Request(budget=0.5))
+    assert problem.step_bytes is not None
+    capacity = problem.spendable_bytes
+    now, more = trace_frontier(
+        problem, get_solver("greedy"), [capacity, capacity + problem.step_bytes]
+    )
+    price = now.value_per_mib / 2**20 * problem.step_bytes
+    assert more.value - now.value == pytest.approx(price, rel=1e-9)
+
+
+def test_a_rule_stays_below_its_bound() -> None:
+    points = frontier(make_scores(5), points=8, solver="pyramid")
+    assert all(point.value <= point.bound for point in points)
+    assert any(point.value < point.bound - 1e-6 for point in points)
+
+
+def test_changing_the_goal_shares_the_arrays_and_nothing_else() -> None:
+    problem = formulate(make_scores(6), Request(budget=0.5))
+    other = problem.with_target(0.9)
+    assert other.values is problem.values
+    assert (problem.target, other.capacity_bytes) == (None, None)
+    assert other.dual_bound().bound == kvalloc.solve(make_scores(6), target_retention=0.9).objective
+    again = other.with_capacity(problem.spendable_bytes)
+    assert (again.capacity_bytes, again.target) == (problem.spendable_bytes, None)
+    assert again.dual_bound().bound == problem.dual_bound().bound
+    with pytest.raises(InputError, match="finite"):
+        problem.with_target(float("nan"))
+
+
+def test_bad_requests() -> None:
+    with pytest.raises(InputError, match="at least 2"):
+        frontier(make_scores(0), points=1)
+    with pytest.raises(InputError, match="shares of the frontier"):
+        frontier(make_scores(0), shares=[0.5, 1.5])
+    with pytest.raises(SolverError, match="level='head'"):
+        frontier(make_scores(0), solver="adaptive_head")
+
+
+def test_choices_belong_to_the_units() -> None:
+    problem = formulate(make_scores(7), Request(budget=0.5, level="head"))
+    (point,) = trace_frontier(problem, get_solver("greedy"), [problem.spendable_bytes])
+    assert point.choice.shape == (problem.n_units,)
+    assert np.all(point.choice < problem.option_counts)

@@ -1,0 +1,258 @@
+"""Caps, ranks, few budgets and equal heads: from a user's words to constraints that hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import make_problem, make_scores, make_shape
+
+from kvalloc.allocation.audit import verify
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.limits import RANK_TOLERANCE, LayerCap, Limits
+from kvalloc.allocation.request import Request
+from kvalloc.errors import InputError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.units import parse_indices
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("0", (0,)), ("0-2", (0, 1, 2)), (" 1 - 2 , 5", (1, 2, 5)), ("3,1", (3, 1)), ("4-4", (4,))],
+)
+def test_lists_of_layers(text: str, layers: tuple[int, ...]) -> None:
+    assert parse_indices(text) == layers
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no list of layers"),
+        ("all", "no list of layers"),
+        ("-1", "no list of layers"),
+        ("1,,2", "no list of layers"),
+        ("3-1", "write 1-3"),
+        ("0-3,2", "twice"),
+        ("9" * 7, "no list of layers"),
+    ],
+)
+def test_what_is_no_list_of_layers(text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        parse_indices(text)
+
+
+def test_a_cap_is_layers_and_a_size() -> None:
+    cap = LayerCap.parse(" 0-1, 5 = 2 KiB ")
+    assert (cap.layers, cap.capacity_bytes) == ((0, 1, 5), 2048)
+    assert (cap.name, cap.text) == ("layers 0-1,5", "0-1,5=2KiB")
+    assert LayerCap.parse("3=1B").name == "layer 3"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"cap": ("0-15",)}, "not LAYERS=SIZE"),
+        ({"cap": ("=1MiB",)}, "not LAYERS=SIZE"),
+        ({"cap": ("0=",)}, "not LAYERS=SIZE"),
+        ({"cap": ("0=lots",)}, "cap '0=lots'.*not a size"),
+        ({"cap": ("x=1MiB",)}, "cap 'x=1MiB'.*no list of layers"),
+        ({"max_distinct": 0}, "max_distinct=1"),
+        ({"ranks": 0}, "ranks=1"),
+        ({"rank_tolerance": 0.1}, "without ranks"),
+        ({"ranks": 2, "rank_tolerance": -0.1}, "rank tolerance of -0.1"),
+        ({"ranks": 2, "rank_tolerance": float("nan")}, "rank tolerance of nan"),
+        ({"ranks": 2, "rank_tolerance": float("inf")}, "rank tolerance of inf"),
+    ],
+)
+def test_limits_that_cannot_be(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        Limits(**fields)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("fields", [{"ranks": 2}, {"equal_heads": True}])
+def test_what_is_about_single_heads_needs_single_heads(fields: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="level='head'"):
+        Request(budget=0.5, limits=Limits(**fields))
+    Request(budget=0.5, level="head", limits=Limits(**fields))
+
+
+def test_everything_becomes_its_constraint() -> None:
+    limits = Limits(
+        cap=("0-1=1KiB", "1=300B"), equal_heads=True, max_distinct=3, ranks=2, rank_tolerance=0.1
+    )
+    problem = formulate(make_scores(), Request(budget=0.5, level="head", limits=limits))
+    assert problem.constraints == (
+        GroupCap(name="layers 0-1", units=(0, 1, 2, 3), capacity_bytes=1024),
+        GroupCap(name="layer 1", units=(2, 3), capacity_bytes=300),
+        SameBudget(groups=((0, 1), (2, 3), (4, 5))),
+        MaxDistinct(most=3),
+        RankBalance(n_ranks=2, tolerance=0.1),
+    )
+    assert formulate(make_scores(), Request(budget=0.5)).constraints == ()
+
+
+def test_what_was_asked_can_be_written_down_and_read_again() -> None:
+    limits = Limits(cap=("0-1=1KiB",), equal_heads=True, max_distinct=3, ranks=2)
+    assert Limits.of({**limits.describe(), "target": "budget"}) == dataclasses.replace(
+        limits, rank_tolerance=RANK_TOLERANCE
+    )
+    assert Limits().describe() == {}
+    assert Limits.of({"target": "budget"}) == Limits()
+    with pytest.raises(InputError, match="not what 'kvalloc solve' writes"):
+        Limits.of({"cap": 3})
+    with pytest.raises(InputError, match="not what 'kvalloc solve' writes"):
+        Limits.of({"max_distinct": "many"})
+
+
+SLIDING = make_shape(
+    n_layers=4, layer_types=("full", "sliding", "sliding", "full"), sliding_window=9
+)
+
+
+def test_sliding_layers_count_towards_their_cap() -> None:
+    scores = make_scores(1, shape=SLIDING)
+    per_layer = 2 * 8 * SLIDING.bytes_per_entry
+    problem = formulate(scores, Request(budget=0.5, limits=Limits(cap=("0-2=1500B",))))
+    assert problem.constraints == (
+        GroupCap(name="layers 0-2", units=(0,), capacity_bytes=1500 - 2 * per_layer),
+    )
+    profile = solve(scores, budget=1.0, cap="0-2=1500B")
+    stored = profile.budgets[:3].sum() * SLIDING.bytes_per_entry
+    assert 1500 - 2 * SLIDING.bytes_per_entry < stored <= 1500
+    paged = formulate(scores, Request(budget=0.5, page_tokens=5, limits=Limits(cap=("0-1=2000B",))))
+    (cap,) = paged.constraints
+    assert isinstance(cap, GroupCap)
+    assert cap.capacity_bytes == 2000 - 2 * 10 * SLIDING.bytes_per_entry
+
+
+@pytest.mark.parametrize(
+    ("cap", "words"),
+    [("0-4=1MiB", "names layer 4, and tests/tiny has layers 0-3"), ("1-2=1MiB", "only sliding")],
+)
+def test_caps_on_layers_that_get_no_budget(cap: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        solve(make_scores(1, shape=SLIDING), budget=0.5, cap=cap)
+
+
+ASKED: list[dict[str, Any]] = [
+    {"cap": ["0=300B", "0-1=900B"]},
+    {"cap": "1-2=700B", "max_distinct": 2},
+    {"max_distinct": 1, "level": "head"},
+    {"level": "head", "ranks": 2, "rank_tolerance": 0.1},
+    {"level": "head", "ranks": 2, "equal_heads": True, "max_distinct": 2, "page": 4},
+    {"max_tokens": 15},
+    {"max_tokens": 15, "min_tokens": 9, "page": 3, "level": "head"},
+]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("target", [{"budget": "40%"}, {"target_retention": 0.5}], ids=str)
+def test_what_is_asked_holds_and_is_verified(asked: dict[str, Any], target: dict[str, Any]) -> None:
+    scores = make_scores(0)
+    profile = solve(scores, **target, **asked)
+    assert profile.solver == "auto"
+    assert profile.decided_by in ("greedy", "flow", "dp", "ilp")
+    assert profile.detail.startswith(f"{profile.decided_by}: ")
+    assert all(check.passed for check in verify(profile, scores))
+    entry = scores.shape.bytes_per_entry
+    for text in [asked["cap"]] if isinstance(asked.get("cap"), str) else asked.get("cap", []):
+        cap = LayerCap.parse(text)
+        assert profile.budgets[list(cap.layers)].sum() * entry <= cap.capacity_bytes
+    if "max_distinct" in asked:
+        assert np.unique(profile.budgets).size <= asked["max_distinct"]
+    if asked.get("equal_heads"):
+        assert np.all(profile.budgets == profile.budgets[:, :1])
+    assert profile.budgets.max() <= asked.get("max_tokens", 40)
+    assert profile.budgets.min() >= asked.get("min_tokens", 5)
+    if "ranks" in asked:
+        assert profile.ranks is not None
+        assert np.all(np.sort(profile.ranks, axis=1) == [0, 1])  # two heads a layer, two ranks
+        loads = np.bincount(profile.ranks.ravel(), weights=profile.budgets.ravel())
+        assert loads.max() <= loads.mean() * (1 + asked.get("rank_tolerance", 0.02)) + 1e-9
+    else:
+        assert profile.ranks is None
+
+
+def test_a_profile_with_ranks_survives_its_file(tmp_path: Any) -> None:
+    profile = solve(make_scores(1, shape=SLIDING), budget=0.5, level="head", ranks=2)
+    profile.save(tmp_path / "p.json")
+    again = BudgetProfile.load(tmp_path / "p.json")
+    assert profile.ranks is not None
+    assert again.ranks is not None
+    assert again.ranks.tolist() == profile.ranks.tolist()
+    assert again.ranks[1:3].tolist() == [[-1, -1], [-1, -1]]
+    assert (again.detail, again.decided_by) == (profile.detail, profile.decided_by)
+    with pytest.raises(ValueError, match="read-only"):
+        again.ranks[0, 0] = 1
+
+
+def test_false_placements_are_found() -> None:
+    scores = make_scores(0)
+    profile = solve(
+        scores, budget="40%", level="head", ranks=2, rank_tolerance=0.05, max_distinct=9
+    )
+    assert profile.ranks is not None
+
+    def failed(**changes: Any) -> set[str]:
+        found = verify(dataclasses.replace(profile, **changes), scores)
+        return {check.name for check in found if not check.passed}
+
+    assert failed() == set()
+    swapped = profile.ranks.copy()
+    swapped[0] = 0
+    assert failed(ranks=swapped) == {"balance of ranks"}
+    assert failed(ranks=None) == {"balance of ranks"}
+    asked = {**profile.requested, "max_distinct": 1}
+    assert failed(requested=asked) == {"different budgets", "problem digest"}
+    asked = {**profile.requested, "cap": ["0=200B"]}
+    assert failed(requested=asked) == {"cap of layer 0", "problem digest"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (np.zeros((2, 2)), "float64"),
+        (np.zeros((2, 3), dtype=np.int64), "shaped"),
+        (np.full((2, 2), -1), "ranks >= 0"),
+    ],
+)
+def test_ranks_that_cannot_be(ranks: Any, words: str) -> None:
+    from factories import make_budget_profile
+
+    with pytest.raises(InputError, match=words):
+        make_budget_profile([[10, 10], [10, 10]], ranks=ranks)
+    with pytest.raises(InputError, match="at head level"):
+        make_budget_profile(
+            [[10, 10], [9, 9]], level="layer", ranks=np.zeros((2, 2), dtype=np.int64)
+        )
+
+
+def test_the_worst_unit_is_measured_against_the_whole_context() -> None:
+    """With a largest budget no unit reaches 1: it must not be taken for the whole."""
+    problem = formulate(make_scores(3), Request(budget=0.5, max_tokens=20, objective="worst"))
+    whole = formulate(make_scores(3), Request(budget=0.5, objective="worst"))
+    assert problem.values.shape[1] == 16
+    assert np.array_equal(problem.values, whole.values[:, :16])
+
+
+def test_averaged_allocations_promise_no_constraint() -> None:
+    with pytest.raises(InputError, match="average='curves'"):
+        solve(make_scores(), budget=0.5, max_distinct=2, average="allocations")
+
+
+def test_caps_on_no_unit_and_on_units_that_are_not_there() -> None:
+    empty = GroupCap(name="nothing", units=(), capacity_bytes=5)
+    problem = make_problem([[0.0, 1.0]] * 2, capacity=2, constraints=(empty,))
+    choice = np.array([1, 1])
+    assert empty.fault(problem, choice, None) is None
+    assert empty.floor_fault(problem) is None
+    with pytest.raises(InputError, match="a unit twice"):
+        GroupCap(name="device 0", units=(0, 0), capacity_bytes=5)
+    beyond = GroupCap(name="device 0", units=(0, 2), capacity_bytes=5)
+    with pytest.raises(InputError, match=r"cap of device 0 names units 0\.\.2 of 0\.\.1"):
+        make_problem([[0.0, 1.0]] * 2, capacity=2, constraints=(beyond,))

@@ -1,0 +1,152 @@
+"""Messages name options as whoever reads them writes them: keywords in Python, flags typed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import threading
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvalloc
+from kvalloc.errors import KVAllocError, by_interface, command, naming_flags, option, several
+from kvalloc.formats.score_profile import ScoreProfile
+from tests.cli_tools import run
+from tests.factories import make_scores
+
+PACKAGE = Path(kvalloc.__file__).parent
+FLAG = re.compile(r"(?<![\w-])--[a-z]")
+COMMAND = re.compile(r"(kvalloc|pip) [^';)]*")
+"""A whole command line is what to type, whoever reads it."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    make_scores(0).save(tmp_path / "s.safetensors")
+    return tmp_path / "s.safetensors"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"budget": "20%", "memory": "1MiB"},
+        {"budget": "0.1%"},
+        {"memory": "64B"},
+        {"budget": "40%", "max_distinct": 0},
+        {"budget": "40%", "ranks": 2},
+        {"budget": "40%", "bits": (16, 3)},
+        {"budget": "40%", "max_distinct": 1, "solver": "greedy"},
+        {"target_loss": 0.1},
+        {"budget_tokens": 1},
+        {"budget": "40%", "cap": "0-99=1MiB"},
+        {"budget": "40%", "min_tokens": 20, "max_tokens": 10},
+    ],
+)
+def test_one_message_speaks_to_both(file: Path, asked: dict[str, Any]) -> None:
+    with pytest.raises(KVAllocError) as caught:
+        kvalloc.solve(ScoreProfile.load(file), **asked)
+    said = str(caught.value)
+    assert not FLAG.search(said)
+    typed = [word for name, value in asked.items() for word in _words(name, value)]
+    refused = run("solve", file, *typed, "-o", file.parent / "p.json")
+    assert (refused.code, refused.out) == (2, "")
+    line = refused.err.removeprefix("error: ").rstrip()
+    assert FLAG.search(line)
+    assert not re.search(r"\b[a-z_]+=['\d(]|\b[a-z]+_[a-z]+\b", line.replace("head_dim", ""))
+    # apart from how options are written it is the same sentence
+    assert _without_options(line) == _without_options(said)
+
+
+def _words(name: str, value: object) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    return [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+
+
+def _without_options(text: str) -> str:
+    """Flags as keywords, and no punctuation between names and values."""
+    text = re.sub(r"'kvalloc (\w+) (.*?)'", r"kvalloc.\1(\2)", text)
+    text = FLAG.sub(lambda flag: flag[0][2:], text).replace("=True", "")
+    return re.sub(r"[-_=' ,()]+", " ", text).strip()
+
+
+def test_options_are_written_in_both_ways() -> None:
+    def written() -> list[str]:
+        return [
+            option("target_loss", 0.25),
+            option("resume", True),
+            option("text", keyword="texts"),
+            several(ranks=2, rank_tolerance=0.5),
+            command("profile", bits=(16, 8), loss_policies=None),
+            by_interface(python="cache.save()", flags="--save-cache"),
+        ]
+
+    python = [
+        "target_loss=0.25",
+        "resume=True",
+        "texts",
+        "ranks=2, rank_tolerance=0.5",
+        "kvalloc.profile(bits=(16, 8), loss_policies)",
+        "cache.save()",
+    ]
+    assert written() == python
+    with naming_flags():
+        assert written() == [
+            "--target-loss 0.25",
+            "--resume",
+            "--text",
+            "--ranks 2 --rank-tolerance 0.5",
+            "'kvalloc profile --bits 16,8 --loss-policies'",
+            "--save-cache",
+        ]
+    assert written() == python
+
+
+def test_a_command_in_one_thread_leaves_the_messages_of_another() -> None:
+    found: list[str] = []
+    with naming_flags():
+        inside, other = (
+            copy_context(),
+            threading.Thread(target=lambda: found.append(option("page"))),
+        )
+        other.start()
+        other.join()
+        with pytest.raises(ZeroDivisionError), naming_flags():
+            raise ZeroDivisionError
+        assert option("page") == "--page"
+    assert found == ["page"]
+    assert inside.run(option, "page") == "--page"  # what a solver with a time limit runs in
+    assert option("page") == "page"
+
+
+def _texts(tree: ast.Module) -> list[str]:
+    """All strings of a module but its docstrings; the pieces of an f-string joined."""
+    skipped: set[int] = set()
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            skipped.add(id(node.value))
+        if isinstance(node, ast.JoinedStr):
+            pieces = [one for one in node.values if isinstance(one, ast.Constant)]
+            skipped.update(map(id, pieces))
+            found.append("{}".join(str(one.value) for one in pieces))
+    constants = [one for one in ast.walk(tree) if isinstance(one, ast.Constant)]
+    return found + [
+        one.value for one in constants if isinstance(one.value, str) and id(one) not in skipped
+    ]
+
+
+def test_no_message_outside_the_command_line_spells_a_flag() -> None:
+    # of the rest, the demo's report is what `kvalloc demo` prints
+    apart = ("cli", "report")
+    named = {}
+    for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.joinpath("solvers").glob("*.py")]):
+        if path.relative_to(PACKAGE).parts[0] in apart or path.name == "errors.py":
+            continue
+        texts = [COMMAND.sub("", text) for text in _texts(ast.parse(path.read_text("utf-8")))]
+        wrong = [text for text in texts if FLAG.search(text)]
+        if wrong:
+            named[str(path.relative_to(PACKAGE))] = wrong
+    assert named == {}

@@ -1,0 +1,138 @@
+"""Shadow prices say what solving with a little more really gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import make_problem, make_scores
+
+from kvalloc.allocation.decision import solve, solve_problem
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.limits import Limits
+from kvalloc.allocation.request import Request
+from kvalloc.allocation.sensitivity import AGAIN_SECONDS, MORE, bound_at_choice, price_at, price_of
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem.constraints import GroupCap
+from kvalloc.problem.registry import get_solver
+from kvalloc.testing import tiny_problem
+
+AUTO = get_solver("auto")
+
+
+def value_with(problem: AllocationProblem, capacity_bytes: int) -> float:
+    return solve_problem(problem.with_capacity(capacity_bytes), AUTO).value
+
+
+@pytest.mark.parametrize("cap", [(), ("0=300B",), ("0-1=600B", "0=300B")], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_one_step_more_buys_what_the_price_says(seed: int, cap: tuple[str, ...]) -> None:
+    request = Request(budget=0.5, level="head", limits=Limits(cap=cap))
+    problem = formulate(make_scores(seed), request)
+    step = problem.step_bytes
+    assert step is not None
+    spent = problem.spendable_bytes
+    answer = solve_problem(problem.with_capacity(spent), AUTO)
+    price = price_at(problem, answer.choice)
+    assert price is not None
+    gained = value_with(problem, spent + step) - answer.value
+    assert price.value_per_byte * step == pytest.approx(gained, rel=1e-9, abs=1e-15)
+    assert price.source == "the next entry"
+
+
+def test_a_full_cap_makes_its_units_worth_nothing() -> None:
+    values = [[0.0, 0.5, 0.9], [0.0, 0.1, 0.15]]
+    cap = GroupCap(name="device 0", units=(0,), capacity_bytes=1)
+    problem = make_problem(values, capacity=2, constraints=(cap,))
+    choice = np.array([1, 0])
+    price = price_at(problem, choice)
+    assert price is not None
+    assert price.value_per_byte == pytest.approx(0.1)
+    free = price_at(dataclasses.replace(problem, constraints=()), choice)
+    assert free is not None
+    assert free.value_per_byte == pytest.approx(0.4)
+
+
+def test_a_target_is_priced_by_what_it_costs() -> None:
+    scores = make_scores(2, context_tokens=600)
+    profile = solve(scores, target_retention=0.6)
+    assert profile.value_per_mib is not None
+    more = solve(scores, target_retention=0.62)
+    cost = (more.retained_bytes - profile.retained_bytes) / 2**20
+    assert 0.02 / profile.value_per_mib == pytest.approx(
+        cost, rel=0.1
+    )  # in whole entries, and each gains less
+
+
+def test_what_is_not_concave_is_priced_by_its_dual() -> None:
+    for sense in Sense:
+        problem = tiny_problem("losses", seed=3, sense=sense)
+        price = price_at(problem, solve_problem(problem, AUTO).choice)
+        assert price is not None
+        assert price.source == "dual"
+        assert price.value_per_byte == problem.dual_bound().multiplier
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_worst_unit_is_priced_by_a_hundredth_more(seed: int) -> None:
+    problem = formulate(make_scores(seed), Request(target_retention=0.6, objective="worst"))
+    answer = solve_problem(problem, AUTO)
+    price = price_at(problem, answer.choice)
+    assert price is not None
+    more = solve_problem(problem.with_target(answer.value + 0.01), AUTO)
+    gained = more.value - answer.value
+    assert price.value_per_byte == pytest.approx(gained / (more.cost_bytes - answer.cost_bytes))
+
+
+@pytest.mark.parametrize("target", [{"budget": 0.5}, {"target_retention": 0.6}], ids=str)
+def test_without_a_formula_it_is_solved_again(target: dict[str, Any]) -> None:
+    request = Request(**target, level="head", limits=Limits(max_distinct=2))
+    problem = formulate(make_scores(1), request)
+    answer = solve_problem(problem, AUTO)
+    price = price_of(problem, AUTO, answer)
+    assert price is not None
+    assert price.source.startswith("solved again with")
+    if problem.capacity_bytes is not None:
+        step = max(problem.lattice_bytes, int(MORE * problem.capacity_bytes))
+        gained = value_with(problem, problem.capacity_bytes + step) - answer.value
+        assert price.value_per_byte == pytest.approx(gained / step)
+    else:
+        assert price.value_per_byte > 0
+    late = dataclasses.replace(answer, seconds=2 * AGAIN_SECONDS)
+    assert price_of(problem, AUTO, late) is None
+
+
+def test_a_rule_is_priced_by_the_dual_or_not_at_all() -> None:
+    scores = make_scores(1)
+    rule = solve(scores, budget=0.5, solver="pyramid")
+    best = solve(scores, budget=0.5)
+    assert rule.price_source == "dual"
+    assert rule.value_per_mib == pytest.approx(best.value_per_mib, rel=0.2)
+    found = solve(scores, budget=0.5, max_distinct=2, solver="anneal")
+    assert (found.value_per_mib, found.price_source) == (None, "")
+
+
+def test_everything_kept_leaves_nothing_to_buy(tmp_path: Any) -> None:
+    profile = solve(make_scores(0), budget=1.0)
+    assert profile.value_per_mib == 0.0
+    profile.save(tmp_path / "p.json")
+    again = BudgetProfile.load(tmp_path / "p.json")
+    assert (again.value_per_mib, again.price_source) == (0.0, "the next entry")
+    only = make_problem([[0.5]] * 2, capacity=0)
+    price = price_at(only, np.zeros(2, dtype=np.int64))
+    assert price is not None
+    assert price.value_per_byte == 0.0
+
+
+@pytest.mark.parametrize(
+    "kind", ["concave", "tied", "losses", "concave+nested_caps", "worst:concave"]
+)
+def test_the_bound_at_a_choice_is_one(kind: str) -> None:
+    for seed in range(6):
+        problem = tiny_problem(kind, seed=seed)
+        best = solve_problem(problem, AUTO)
+        for choice in (best.choice, np.zeros(problem.n_units, dtype=np.int64)):
+            assert bound_at_choice(problem, choice) >= best.value - 1e-12

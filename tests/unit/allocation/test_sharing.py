@@ -1,0 +1,292 @@
+"""Layers that keep the same entries: fixed groups, chosen ones, and all there are."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+from factories import make_scores, make_shape, make_shared_scores
+
+import kvalloc.allocation.decision
+from kvalloc.allocation.audit import verify
+from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.frontier import frontier
+from kvalloc.allocation.grouping import choose_groups, settle
+from kvalloc.allocation.prediction import mean_retention
+from kvalloc.allocation.request import Request
+from kvalloc.cli.main import main
+from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.problem.arrays import Sense
+from kvalloc.problem.registry import get_solver
+
+GOALS = [{"budget": "50%"}, {"target_retention": 0.7}, {"budget_tokens": 9}, {"budget": "100%"}]
+
+
+def solve(scores, **asked):
+    return kvalloc.allocation.decision.solve(scores, **asked)
+
+
+def all_groupings(n_layers, longest, most):
+    """Every way to cut the layers into runs, the first two alone."""
+    found = []
+    for cuts in itertools.product([False, True], repeat=n_layers - 1):
+        runs, run = [], [0]
+        for layer, cut in enumerate(cuts, start=1):
+            if cut:
+                runs.append(tuple(run))
+                run = []
+            run.append(layer)
+        runs.append(tuple(run))
+        shared = tuple(r for r in runs if len(r) > 1)
+        if len(runs) <= most and all(r[0] >= 2 and len(r) <= longest for r in shared):
+            found.append(shared)
+    return found
+
+
+def best_of(scores, goal, level, groupings):
+    """The optimum over all groupings, each solved exactly."""
+    values = {}
+    for groups in groupings:
+        request = Request(**goal, level=level, share_groups=groups or None)
+        problem = formulate(scores, request)
+        try:
+            values[groups] = solve_problem(problem, get_solver("ilp")).objective
+        except InfeasibleError:
+            continue
+    return values
+
+
+def test_a_group_is_one_unit():
+    scores = make_shared_scores(1)
+    plain = formulate(scores, Request(budget="40%", level="head"))
+    shared = formulate(scores, Request(budget="40%", level="head", share_groups="2-4"))
+    assert shared.n_units == plain.n_units - 2 * 2
+    group = shared.layers == 2
+    assert np.array_equal(shared.costs[group], 3 * plain.costs[plain.layers == 2])
+    joint = scores.shared_contributions((2, 3, 4))
+    assert np.allclose(shared.values[group], joint)
+    separate = sum(plain.values[plain.layers == layer] for layer in (2, 3, 4))
+    assert np.all(shared.values[group] <= separate + 1e-12)
+    assert np.any(shared.values[group] < separate - 1e-6)
+    assert shared.capacity_bytes == plain.capacity_bytes
+    assert shared.min_cost_bytes == plain.min_cost_bytes
+    assert shared.max_cost_bytes == plain.max_cost_bytes
+    assert shared.max_value == pytest.approx(plain.max_value)
+
+
+@pytest.mark.parametrize("goal", GOALS)
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_the_bound_holds_for_every_grouping_and_the_choice_is_near_the_best(goal, level):
+    longest, near = 3, 0
+    for seed in range(3):
+        scores = make_shared_scores(
+            seed, longest=longest, n_kv_heads=1 if level == "head" else 2, context_tokens=16
+        )
+        for most in (4, 5):
+            groupings = all_groupings(6, longest, most)
+            values = best_of(scores, goal, level, groupings)
+            assert len(values) > 2
+            request = Request(**goal, level=level)
+            found = choose_groups(scores, request, most)
+            assert found.groups in groupings
+            sense = formulate(scores, request).sense
+            sign = 1.0 if sense is Sense.MAX_VALUE else -1.0
+            best = max(sign * value for value in values.values())
+            assert sign * found.bound >= best - 1e-9
+            spread = best - min(sign * value for value in values.values())
+            lost = best - sign * values[found.groups]
+            assert lost <= 0.5 * spread + 1e-9
+            near += lost <= 1e-9
+    assert near >= 4  # of six: one price per byte may sit between two groupings
+
+
+def test_at_a_price_the_path_is_the_best_of_all_groupings():
+    scores = make_shared_scores(7, longest=4, n_layers=7)
+    from kvalloc.allocation.grouping import _Search
+
+    problem = formulate(scores, Request(budget="40%"))
+    for most in (4, 5, 6):
+        search = _Search(scores, problem, most)
+        rng = np.random.default_rng(most)
+        for _ in range(5):
+            worth = rng.normal(size=len(search.segments))
+            path = search._best_path(worth)
+            value = {segment: worth[n] for n, segment in enumerate(search.segments)}
+            totals = []
+            for groups in all_groupings(7, 4, most):
+                inside = {layer for group in groups for layer in group}
+                alone = [(layer,) for layer in range(7) if layer not in inside]
+                totals.append(sum(value[segment] for segment in (*groups, *alone)))
+            assert worth[path].sum() == pytest.approx(max(totals))
+            covered = sorted(layer for n in path for layer in search.segments[n])
+            assert covered == list(range(7))
+            assert len(path) <= most
+
+
+def test_layers_that_rank_alike_are_grouped_first():
+    # Layers 4 and 5 rank entries alike, 2 and 3 do not.
+    rng = np.random.default_rng(3)
+    raw = rng.random((1, 6, 1, 25)) ** 3
+    raw[:, 5] = raw[:, 4] * 2
+    from factories import curves_of, joint_curves
+
+    from kvalloc.formats.sharing_groups import runs_of
+
+    runs = runs_of(range(6), 2)
+    scores = make_scores(
+        shape=make_shape(n_layers=6, n_kv_heads=1),
+        context_tokens=30,
+        curves=curves_of(raw),
+        masses=raw.sum(axis=-1),
+        shared_runs=runs,
+        shared_curves=joint_curves(raw, runs),
+    )
+    assert choose_groups(scores, Request(budget="30%"), 5).groups == ((4, 5),)
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("goal", [{"budget": "35%"}, {"target_retention": 0.8}])
+def test_solved_saved_and_verified(goal, level, tmp_path):
+    scores = make_shared_scores(2)
+    free = solve(scores, **goal, level=level)
+    fixed = solve(scores, **goal, level=level, share_groups="2-3,4-5")
+    chosen = solve(scores, **goal, level=level, share_groups=4)
+    for profile in (fixed, chosen):
+        for group in profile.share_groups:
+            assert np.all(profile.budgets[list(group)] == profile.budgets[group[0]])
+        profile.save(tmp_path / "p.json")
+        again = BudgetProfile.load(tmp_path / "p.json")
+        assert again.share_groups == profile.share_groups
+        assert again.grouping_bound == profile.grouping_bound
+        checks = verify(again, scores)
+        assert all(check.passed for check in checks), [c for c in checks if not c.passed]
+    assert fixed.share_groups == ((2, 3), (4, 5))
+    assert fixed.grouping_bound is None
+    assert fixed.requested["share_groups"] == [[2, 3], [4, 5]]
+    assert chosen.requested["share_groups"] == 4
+    assert 6 - sum(len(g) - 1 for g in chosen.share_groups) <= 4
+    sign = 1.0 if "budget" in goal else -1.0
+    assert sign * chosen.grouping_bound >= sign * chosen.objective - 1e-9
+    # Sharing gives something up; the bound over groupings says how little more there is.
+    assert sign * free.objective >= sign * chosen.objective - 1e-9
+    assert chosen.retained_bytes <= chosen.full_bytes
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_the_frontier_of_fixed_groups_agrees_with_solve(level):
+    scores = make_shared_scores(2)
+    points = frontier(scores, points=5, level=level, share_groups="2-3,4-5")
+    assert len(points) >= 3
+    for point in points:
+        decided = solve(scores, budget=point.share, level=level, share_groups="2-3,4-5")
+        assert point.cost_bytes <= decided.full_bytes
+        assert point.retention == pytest.approx(decided.retention, abs=1e-9)
+
+
+def test_a_frontier_needs_the_groups_by_name():
+    with pytest.raises(InputError, match="best groups of layers differ from size to size"):
+        frontier(make_shared_scores(2), share_groups=4)
+
+
+@pytest.mark.parametrize("groups", ["2-3,4-5", "4"])
+def test_compare_shows_solvers_on_shared_layers(groups, tmp_path, capsys):
+    make_shared_scores(2).save(tmp_path / "s.safetensors")
+    asked = ["compare", str(tmp_path / "s.safetensors"), "--budget", "35%", "--json", "-q"]
+    picked = ["--solver", "ilp", "--solver", "dp", "--share-groups", groups]
+    assert main([*asked, *picked]) == 0
+    rows = {row["solver"]: row for row in json.loads(capsys.readouterr().out)}
+    share_groups = int(groups) if groups.isdigit() else groups
+    alone = solve(make_shared_scores(2), budget="35%", solver="ilp", share_groups=share_groups)
+    assert rows["ilp"]["objective"] == pytest.approx(alone.objective, abs=1e-12)
+    assert rows["dp"]["objective"] == pytest.approx(rows["ilp"]["objective"], abs=1e-9)
+
+
+def test_verify_notices_forged_groups():
+    scores = make_shared_scores(2)
+    chosen = solve(scores, budget="35%", share_groups=4)
+    forged = dataclasses.replace(chosen, grouping_bound=chosen.objective + 0.01)
+    assert "bound over groupings" in {c.name for c in verify(forged, scores) if not c.passed}
+    other = dataclasses.replace(chosen, share_groups=())
+    assert {"groups"} <= {c.name for c in verify(other, scores) if not c.passed}
+
+
+def test_several_workloads_share_too():
+    scores = make_shared_scores(4, n_samples=3)
+    worst = solve(scores, budget="35%", share_groups="2-3,4-5", workloads="worst", solver="cvar")
+    mean = solve(scores, budget="35%", share_groups="2-3,4-5")
+    assert worst.worst_sample_retention >= worst.objective - 1e-9
+    assert worst.retention <= mean.retention + 1e-9
+    assert all(check.passed for check in verify(worst, scores))
+    chosen = solve(scores, budget="35%", share_groups=4, workloads="worst", solver="cvar")
+    assert chosen.grouping_bound >= chosen.objective - 1e-9
+
+
+def test_enough_groups_leave_every_layer_alone():
+    scores = make_shared_scores(2)
+    request, grouping = settle(scores, Request(budget="35%", share_groups=6))
+    assert request.share_groups is None
+    assert grouping is None
+    profile = solve(scores, budget="35%", share_groups=6)
+    assert profile.share_groups == ()
+    assert all(check.passed for check in verify(profile, scores))
+
+
+def test_budgets_of_other_lengths_stay_equal_in_a_group():
+    profile = solve(make_shared_scores(2), budget="35%", share_groups="2-4", level="head")
+    for context in (7, 19, 31, 100, 1001):
+        budgets = profile.budgets_for(context)
+        assert np.all(budgets[2:5] == budgets[2])
+        assert np.all(budgets <= context)
+
+
+@pytest.mark.parametrize("groups", ["2-3,4-5", 4])
+def test_heads_of_one_sample_weigh_by_their_mass(groups):
+    """With one sample and all ranks a head's weight is its own share of its layer's mass."""
+    scores = make_shared_scores(2, n_samples=1)
+    profile = solve(scores, budget="35%", share_groups=groups, level="head")
+    assert all(check.passed for check in verify(profile, scores))
+    kept = mean_retention(
+        scores, profile.budgets, scores.context_tokens, share_groups=profile.share_groups
+    )
+    assert profile.retention == pytest.approx(kept, abs=1e-12)
+    again = solve(scores, budget="35%", share_groups=groups, level="head", solver="dp")
+    assert again.objective == pytest.approx(profile.objective, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"share_groups": "1-2"}, "first two layers"),
+        ({"share_groups": "2-3,3-4"}, "not after"),
+        ({"share_groups": "4-6"}, "no full attention"),
+        ({"share_groups": "2-5"}, "share_length=4"),
+        ({"share_groups": "x"}, "cannot be read"),
+        ({"share_groups": 4, "objective": "worst"}, "leave out the objective"),
+        ({"share_groups": 4, "max_distinct": 2}, "leave out one of them"),
+        ({"share_groups": "2-3", "ranks": 2, "level": "head"}, "leave out one of them"),
+        ({"share_groups": "2-3", "average": "allocations"}, "leave out average"),
+    ],
+)
+def test_what_cannot_be_asked(asked, message):
+    with pytest.raises(InputError, match=message):
+        solve(make_shared_scores(2), budget="35%", **asked)
+
+
+def test_too_few_groups_say_how_many_are_needed():
+    with pytest.raises(InfeasibleError, match=r"share_groups=4") as error:
+        solve(make_shared_scores(2, longest=2), budget="35%", share_groups=3)
+    assert error.value.nearest == 4
+
+
+def test_without_joint_curves():
+    for asked in (4, "2-3"):
+        with pytest.raises(InputError, match="share_length=2"):
+            solve(make_scores(shape=make_shape(n_layers=6)), budget="35%", share_groups=asked)
+
+
+def test_formulating_needs_groups_that_are_chosen():
+    with pytest.raises(InputError, match=r"settle"):
+        formulate(make_shared_scores(2), Request(budget="35%", share_groups=4))

@@ -1,0 +1,135 @@
+"""Weights of layers and heads in the objective."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import make_losses, make_scores, make_shape
+
+from kvalloc.allocation.audit import verify
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.prediction import mean_retention
+from kvalloc.allocation.request import Request
+from kvalloc.allocation.weights import checked_weights, head_weights, read_weights
+from kvalloc.errors import InputError
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("weights", [[1.0, 3.0, 0.5], [[1.0, 2.0], [0.0, 4.0], [0.5, 0.5]]])
+def test_the_value_is_the_weighted_mean(level: Any, weights: Any) -> None:
+    scores = make_scores(3)
+    problem = formulate(scores, Request(budget=0.5, level=level, weights=weights))
+    each = np.asarray(weights) if np.ndim(weights) == 2 else np.array(weights)[:, None]
+    added = scores.contributions()
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        choice = rng.integers(0, problem.n_options, problem.n_units)
+        tokens = problem.chosen_tokens(choice).reshape(3, -1) * np.ones((1, 2), dtype=int)
+        kept = np.take_along_axis(added, tokens[..., None] - 5, axis=2)[..., 0]
+        expected = (each * kept).sum() / (each * added[..., -1]).sum()
+        assert problem.objective_value(choice) == pytest.approx(expected, abs=1e-12)
+    assert problem.objective_value(problem.last_options) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_equal_weights_change_no_budget() -> None:
+    scores = make_scores(1)
+    plain = solve(scores, budget="40%", level="head", solver="greedy")
+    for weights in ([2.0] * 3, np.full((3, 2), 0.1)):
+        same = solve(scores, budget="40%", level="head", solver="greedy", weights=weights)
+        np.testing.assert_array_equal(same.budgets, plain.budgets)
+        assert same.objective == pytest.approx(plain.objective)
+
+
+def test_a_layer_without_weight_gets_its_floor_and_is_still_reported() -> None:
+    scores = make_scores(1)
+    decided = solve(scores, budget="40%", solver="greedy", weights=[0.0, 1.0, 1.0])
+    assert decided.budgets[0].tolist() == [5, 5]
+    assert decided.retention == pytest.approx(mean_retention(scores, decided.budgets, 40))
+    assert decided.retention is not None
+    assert decided.objective > decided.retention  # the weighted mean knows nothing of layer 0
+    assert decided.requested["weights"] == [0.0, 1.0, 1.0]
+    assert all(check.passed for check in verify(decided, scores))
+
+
+def test_a_target_holds_for_the_weighted_mean() -> None:
+    scores = make_scores(2)
+    decided = solve(
+        scores, target_retention=0.9, level="head", weights=[[0, 1], [2, 1], [1, 1]], solver="ilp"
+    )
+    assert all(check.passed for check in verify(decided, scores))
+    assert decided.budgets[0, 0] == 5
+
+
+def test_losses_are_weighted_too() -> None:
+    scores = make_losses(1)
+    plain = formulate(scores, Request(budget=0.5, objective="loss"))
+    heavy = formulate(scores, Request(budget=0.5, objective="loss", weights=[1, 0, 2]))
+    np.testing.assert_allclose(heavy.values, plain.values * [[1.0], [0.0], [2.0]], atol=1e-15)
+    whole = make_losses(1, per="layer")
+    with pytest.raises(InputError, match="one weight a layer"):
+        formulate(whole, Request(budget=0.5, objective="loss", weights=[[1, 0], [1, 1], [1, 1]]))
+    decided = solve(whole, budget="50%", objective="loss", weights=[1, 0, 2], solver="dp")
+    assert all(check.passed for check in verify(decided, whole))
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "nan": ([1.0, math.nan, 1.0], "the weight of layer 1 is nan"),
+    "infinite": ([[1, 1], [1, math.inf], [1, 1]], "layer 1, head 1 is inf"),
+    "negative": ([1.0, -0.5, 1.0], "layer 1 is -0.5"),
+    "all zero": ([0.0, 0.0, 0.0], "all weights are 0"),
+    "empty": ([], r"shaped \(0,\)"),
+    "ragged": ([[1.0], [1.0, 2.0], [3.0]], "no table of numbers"),
+    "words": (["a", "b", "c"], "no table of numbers"),
+    "too deep": ([[[1.0]]], r"shaped \(1, 1, 1\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_weights_are_refused(name: str) -> None:
+    weights, message = BAD[name]
+    with pytest.raises(InputError, match=message):
+        Request(budget=0.5, weights=weights)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [[1.0] * 3] * 3, [[1.0, 1.0]] * 2])
+def test_weights_of_another_model_are_refused(weights: Any) -> None:
+    with pytest.raises(InputError, match="tests/tiny has 3 layers of 2 KV heads"):
+        formulate(make_scores(), Request(budget=0.5, weights=weights))
+
+
+def test_weights_of_sliding_layers_do_not_count() -> None:
+    shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=9)
+    np.testing.assert_allclose(head_weights(shape, [1, 100, 3]), [[0.5, 0.5], [1.5, 1.5]])
+    with pytest.raises(InputError, match="full-attention layers are 0"):
+        head_weights(shape, [0, 1, 0])
+
+
+def test_what_weights_do_not_go_with() -> None:
+    with pytest.raises(InputError, match="worst whatever it weighs"):
+        Request(budget=0.5, objective="worst", weights=[1, 2])
+    with pytest.raises(InputError, match="nats per token"):
+        Request(target_loss=0.1, weights=[1, 2])
+
+
+def test_files_of_weights(tmp_path: Path) -> None:
+    path = tmp_path / "w.json"
+    path.write_text("[1, 2.5, 0]")
+    assert read_weights(path) == (1.0, 2.5, 0.0)
+    assert checked_weights(np.ones((2, 2))) == ((1.0, 1.0), (1.0, 1.0))
+    for text, message in (
+        ("{}", "holds no list"),
+        ("[1, NaN]", "layer 1 is nan"),
+        ("[1,", "no JSON"),
+        ('["a"]', "no table"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError, match=message) as caught:
+            read_weights(path)
+        assert str(path) in str(caught.value)
+    with pytest.raises(InputError, match="cannot read the weights"):
+        read_weights(tmp_path / "none.json")

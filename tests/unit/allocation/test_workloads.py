@@ -1,0 +1,295 @@
+"""Several workloads at once: the tail's value, its bound, and what is refused."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from factories import make_problem, make_scores
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.optimize import linprog
+
+import kvalloc.allocation.decision
+from kvalloc.allocation.audit import verify
+from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.request import Request
+from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.problem.arrays import Aggregate, AllocationProblem, Sense
+from kvalloc.problem.workloads import tail_places, tail_value
+from kvalloc.testing import brute_force, tiny_problems
+
+TAILS = [
+    *("tail:concave", "tail:tied", "tail:weighted", "tail:non_concave", "tail:losses"),
+    *("tail:unequal_costs", "tail:unequal_options", "tail:concave+nested_caps"),
+]
+VALUES = np.array([[[0.0, 1.0, 1.0], [0.0, 0.1, 0.2]], [[0.0, 0.1, 0.2], [0.0, 1.0, 1.0]]])
+
+
+def tail_problem(scenarios=VALUES, tail_share=0.5, **changes) -> AllocationProblem:
+    goal = {} if "target" in changes else {"capacity": 2}
+    return make_problem(
+        scenarios.mean(axis=0),
+        aggregate=Aggregate.TAIL,
+        scenarios=scenarios.copy(),
+        tail_share=tail_share,
+        **{**goal, **changes},
+    )
+
+
+@settings(max_examples=60)
+@given(
+    hnp.arrays(np.float64, st.integers(1, 6), elements=st.floats(-1, 1)),
+    st.floats(0.01, 1.0),
+)
+def test_the_tail_is_rockafellar_and_uryasevs_program(values, share):
+    """max t - sum of shortfalls / (a S), solved as a linear program."""
+    count = values.size
+    weight = 1.0 / max(1.0, share * count)
+    answer = linprog(
+        np.append(-1.0, np.full(count, weight)),
+        A_ub=np.hstack([np.ones((count, 1)), -np.eye(count)]),
+        b_ub=values,
+        bounds=[(None, None)] + [(0, None)] * count,
+    )
+    assert tail_value(values, share) == pytest.approx(-answer.fun, abs=1e-7)
+
+
+def test_the_tail_by_hand():
+    values = np.array([0.4, 0.1, 0.3, 0.2])
+    assert tail_value(values, 1.0) == pytest.approx(0.25)
+    assert tail_value(values, 0.5) == pytest.approx(0.15)
+    assert tail_value(values, 0.25) == tail_value(values, 0.01) == 0.1
+    # One and a half scenarios: the worst one whole, half of the next.
+    assert tail_value(values, 0.375) == pytest.approx((0.1 + 0.5 * 0.2) / 1.5)
+    assert tail_places(3, 0.5).tolist() == pytest.approx([2 / 3, 1 / 3, 0.0])
+
+
+def test_the_value_of_a_choice():
+    problem = tail_problem()
+    assert problem.scenario_values(np.array([1, 1])).tolist() == [1.1, 1.1]
+    assert problem.objective_value(np.array([2, 0])) == pytest.approx(0.2)
+    mean = dataclasses.replace(problem, tail_share=1.0)
+    assert mean.objective_value(np.array([2, 0])) == pytest.approx(0.6)
+    assert problem.max_value == pytest.approx(1.2)
+
+
+def test_the_bound_is_tight_where_both_workloads_pull():
+    problem = tail_problem()
+    bound = problem.tail_bound()
+    assert bound.bound == pytest.approx(1.1, abs=1e-9)
+    assert bound.weights.tolist() == pytest.approx([0.5, 0.5], abs=1e-6)
+    best = brute_force(problem)
+    assert best is not None
+    assert best.objective == pytest.approx(1.1)
+    cheapest = tail_problem(target=1.1)
+    assert cheapest.dual_bound().bound == 2.0
+    assert tail_problem(target=0.0).dual_bound().bound == 0.0
+
+
+def test_no_choice_beats_the_bound():
+    tight = 0
+    cases = list(tiny_problems(160, kinds=TAILS, seed=300))
+    for name, problem in cases:
+        optimum = brute_force(dataclasses.replace(problem, constraints=()))
+        try:
+            bound = problem.dual_bound()
+        except InfeasibleError:
+            assert optimum is None, name
+            continue
+        if optimum is None:
+            continue
+        sign = 1.0 if problem.sense is Sense.MAX_VALUE else -1.0
+        slack = 1e-9 * max(1.0, abs(optimum.objective))
+        assert sign * (bound.bound - optimum.objective) >= -slack, name
+        tight += abs(bound.bound - optimum.objective) <= slack
+    assert tight > len(cases) // 8  # a bound that is never met says little
+
+
+def test_any_weights_bound_the_tail_and_the_best_ones_most():
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        scenarios = np.cumsum(-np.sort(-rng.random((3, 4, 12)), axis=2), axis=2)
+        problem = tail_problem(scenarios, tail_share=1 / 3, capacity=17)
+        best = problem.tail_bound()
+        assert best.weights.sum() == pytest.approx(1.0, abs=1e-12)
+        others = [
+            problem.reweighted(weights).dual_bound().bound
+            for weights in rng.dirichlet(np.ones(3), 20)
+        ]
+        assert best.bound <= min(others) + 1e-9
+        assert problem.objective_value(best.choice) <= best.bound + 1e-12
+
+
+def test_the_bound_is_that_of_the_whole_linear_program():
+    """Against the relaxation written down in full: shares of options, one row a scenario."""
+    for seed in range(6):
+        rng = np.random.default_rng(100 + seed)
+        scenarios = rng.random((4, 5, 9))
+        problem = tail_problem(scenarios, tail_share=0.5, capacity=int(rng.integers(5, 30)))
+        n = 5 * 9
+        flat = scenarios.reshape(4, n)
+        weights = np.concatenate([np.zeros(n), [-1.0], np.full(4, 1 / 2)])
+        above = np.hstack([-flat, np.ones((4, 1)), -np.eye(4)])
+        cost = np.concatenate([problem.costs.ravel(), np.zeros(5)])[None, :]
+        one = np.hstack([np.kron(np.eye(5), np.ones(9)), np.zeros((5, 5))])
+        answer = linprog(
+            weights,
+            A_ub=np.vstack([above, cost]),
+            b_ub=np.append(np.zeros(4), problem.spendable_bytes),
+            A_eq=one,
+            b_eq=np.ones(5),
+            bounds=[(0, 1)] * n + [(None, None)] + [(0, None)] * 4,
+        )
+        assert problem.tail_bound().bound == pytest.approx(-answer.fun, abs=1e-7)
+
+
+def test_a_weighted_mean_keeps_the_rest():
+    problem = tail_problem()
+    mean = problem.reweighted(np.array([0.25, 0.75]))
+    assert mean.aggregate is Aggregate.SUM
+    assert mean.scenarios is None
+    assert np.allclose(mean.values, 0.25 * VALUES[0] + 0.75 * VALUES[1], atol=1e-15)
+    assert mean.tokens is problem.tokens
+    assert mean.capacity_bytes == problem.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"aggregate": Aggregate.SUM}, "scenarios go with Aggregate.TAIL"),
+        ({"scenarios": None}, "scenarios go with Aggregate.TAIL"),
+        ({"tail_share": 0.0}, "the tail share is 0"),
+        ({"tail_share": 1.5}, "the tail share is 1.5"),
+        ({"scenarios": VALUES[:, :1].copy()}, "scenarios are shaped"),
+        ({"scenarios": np.full_like(VALUES, np.nan)}, "not all finite"),
+        ({"scenarios": VALUES + 0.1}, "values must be the mean"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(tail_problem(), **changes)
+
+
+def test_scenarios_and_tail_are_part_of_the_problems_identity():
+    problem = tail_problem()
+    others = [
+        dataclasses.replace(problem, tail_share=0.75),
+        tail_problem(VALUES[::-1]),
+        make_problem(VALUES.mean(axis=0), capacity=2),
+    ]
+    digests = {p.digest() for p in (problem, *others)}
+    assert len(digests) == 4
+    with pytest.raises(ValueError, match="read-only"):
+        problem.scenarios[0, 0, 0] = 1.0
+
+
+def test_a_target_beyond_all_is_refused_with_the_most():
+    with pytest.raises(InfeasibleError, match="cannot be met") as error:
+        tail_problem(target=1.3).dual_bound()
+    assert error.value.nearest == pytest.approx(1.2)
+
+
+# From a score profile.
+
+
+def test_every_sample_is_a_workload():
+    scores = make_scores(3, n_samples=4)
+    worst = formulate(scores, Request(budget="40%", workloads="worst", level="head"))
+    mean = formulate(scores, Request(budget="40%", level="head"))
+    assert worst.scenarios is not None
+    assert worst.tail_share == 0.25
+    assert np.allclose(worst.values, mean.weights[:, None] * mean.values, atol=1e-12)
+    for sample in range(4):
+        alone = formulate(scores, Request(budget="40%", level="head"), sample=sample)
+        assert np.array_equal(worst.scenarios[sample], alone.weights[:, None] * alone.values)
+    for request in (
+        Request(budget="40%", workloads="cvar", tail=1.0, level="head"),
+        Request(budget="40%", workloads="mean", level="head"),
+    ):
+        assert formulate(scores, request).digest() == mean.digest()
+    single = make_scores(3, n_samples=1)
+    plain = formulate(single, Request(budget="40%"))
+    assert formulate(single, Request(budget="40%", workloads="worst")).digest() == plain.digest()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"workloads": "best"},
+        {"workloads": "cvar"},
+        {"workloads": "worst", "tail": 0.5},
+        {"tail": 0.5},
+        {"workloads": "cvar", "tail": 0.0},
+        {"workloads": "cvar", "tail": 1.1},
+        {"workloads": "worst", "objective": "worst"},
+    ],
+)
+def test_requests_that_contradict_are_refused(wrong):
+    with pytest.raises(InputError):
+        Request(budget="40%", **wrong)
+
+
+@pytest.mark.parametrize("goal", [{"budget": "35%"}, {"target_retention": 0.8}])
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_solved_recorded_and_verified(goal, level, tmp_path):
+    scores = make_scores(5, n_samples=3)
+    asked = {**goal, "level": level}
+    mean = kvalloc.allocation.decision.solve(scores, **asked)
+    worst = kvalloc.allocation.decision.solve(scores, **asked, workloads="worst", solver="cvar")
+    tail = kvalloc.allocation.decision.solve(
+        scores, **asked, workloads="cvar", tail=0.5, solver="cvar"
+    )
+    assert mean.worst_sample_retention is None
+    assert "workloads" not in mean.requested
+    assert worst.requested["workloads"] == "worst"
+    assert tail.requested["tail"] == 0.5
+    assert worst.worst_sample_retention <= worst.retention
+    if "budget" in goal:
+        assert worst.retention <= mean.retention + 1e-12
+        assert worst.objective == pytest.approx(worst.worst_sample_retention)
+        assert worst.objective <= tail.objective <= mean.objective
+    else:
+        assert worst.worst_sample_retention >= 0.8 - 1e-12
+        assert worst.objective >= tail.objective >= mean.objective
+    worst.save(tmp_path / "p.json")
+    again = kvalloc.formats.budget_profile.BudgetProfile.load(tmp_path / "p.json")
+    assert again.worst_sample_retention == worst.worst_sample_retention
+    for profile in (worst, tail):
+        assert all(check.passed for check in verify(profile, scores))
+    names = [check.name for check in verify(worst, scores)]
+    assert "worst sample" in names
+    forged = dataclasses.replace(worst, worst_sample_retention=0.99)
+    failed = [check.name for check in verify(forged, scores) if not check.passed]
+    assert failed == ["worst sample"]
+
+
+def test_averaged_budgets_know_no_worst_sample():
+    with pytest.raises(InputError, match="averaged over samples"):
+        kvalloc.allocation.decision.solve(
+            make_scores(), budget="40%", workloads="worst", average="allocations", solver="cvar"
+        )
+
+
+def test_brute_force_by_the_definition():
+    """The oracle itself, against the tail written down once more."""
+    for _, problem in tiny_problems(16, kinds=["tail:non_concave"], seed=40):
+        if problem.sense is Sense.MIN_COST:
+            continue
+        units = range(problem.n_units)
+        best = -np.inf
+        for choice in itertools.product(*(range(int(n)) for n in problem.option_counts)):
+            if sum(int(problem.costs[u, choice[u]]) for u in units) > problem.capacity_bytes:
+                continue
+            sums = sorted(
+                sum(problem.weights[u] * rows[u, choice[u]] for u in units)
+                for rows in problem.scenarios
+            )
+            wanted, total = max(1.0, problem.tail_share * len(sums)), 0.0
+            for place, value in enumerate(sums):
+                total += max(0.0, min(1.0, wanted - place)) * value
+            best = max(best, total / wanted)
+        optimum = brute_force(problem)
+        assert optimum is not None
+        assert optimum.objective == pytest.approx(best, abs=1e-12)

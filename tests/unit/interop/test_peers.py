@@ -1,0 +1,302 @@
+"""Presses of another package, by stand-ins with kvpress's interface, on random models."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCABULARY, tiny_model
+from transformers import DynamicCache
+
+from kvalloc.cli.main import main
+from kvalloc.cli.peers import read_peers
+from kvalloc.errors import InputError, MissingDependencyError
+from kvalloc.evaluate.methods import CacheMethod
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.interop.kvpress import (
+    KvpressMethod,
+    PromptReader,
+    make_press,
+    read_peer_name,
+)
+from kvalloc.models.loading import shape_of
+
+N_PROMPT, N_LAYERS, N_HEADS, HEAD_DIM = 30, 3, 2, 8
+ANSWER = (5, 9, 17, 33)
+
+
+class BasePress:
+    """The interface that kvpress's presses have: a context manager that hooks the layers."""
+
+    def __init__(self, compression_ratio: float = 0.0) -> None:
+        self.compression_ratio = compression_ratio
+
+    def forward_hook(self, module, args, kwargs, output):
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        assert kwargs["hidden_states"].shape[1] == layer.keys.shape[2]
+        layer.keys, layer.values = self.compress(module, layer.keys, layer.values)
+        return output
+
+    @contextmanager
+    def __call__(self, model):
+        hooks = [
+            layer.self_attn.register_forward_hook(self.forward_hook, with_kwargs=True)
+            for layer in model.model.layers
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def n_kept(self, keys):
+        return int(keys.shape[2] * (1 - self.compression_ratio))
+
+
+class RecentPress(BasePress):
+    """Evicts all but the last entries; in layer 0 one more than elsewhere."""
+
+    def compress(self, module, keys, values):
+        kept = self.n_kept(keys) + (module.layer_idx == 0)
+        return keys[:, :, -kept:].contiguous(), values[:, :, -kept:].contiguous()
+
+
+class HidingPress(BasePress):
+    """Hides the first entries of head 0 and frees nothing, as head-wise presses do."""
+
+    def compress(self, module, keys, values):
+        hidden = torch.arange(N_HEADS * (keys.shape[2] - self.n_kept(keys)))
+        nought = torch.zeros_like(hidden)
+        module.masked_key_indices = (nought, nought, hidden)
+        return keys, values
+
+
+class WrappedPress(RecentPress):
+    def __init__(self, press):
+        self.press = press
+        super().__init__()
+
+
+class RereadPress(BasePress):
+    """Reads the prompt itself and decides afterwards, as KVzip does."""
+
+    reads = 0
+
+    @contextmanager
+    def __call__(self, model):
+        yield
+        type(self).reads += 1
+        self.score_val = torch.arange(N_PROMPT).float()
+        self.compress_post(model)
+
+    def compress_post(self, model):
+        hidden = self.score_val.topk(round(N_PROMPT * self.compression_ratio), largest=False)
+        for layer in model.model.layers:
+            nought = torch.zeros_like(hidden.indices)
+            layer.self_attn.masked_key_indices = (nought, nought + 1, hidden.indices)
+
+
+class UnwillingPress(BasePress):
+    def compress(self, module, keys, values):
+        raise AssertionError("Query length 30 should be greater than the window size 64")
+
+
+class RatiolessPress:
+    """Takes no share."""
+
+
+@pytest.fixture(autouse=True)
+def kvpress(monkeypatch):
+    module = ModuleType("kvpress")
+    module.__spec__ = ModuleSpec("kvpress", None)
+    for cls in (BasePress, RecentPress, HidingPress, WrappedPress, RereadPress, UnwillingPress):
+        setattr(module, cls.__name__, cls)
+    module.RatiolessPress = RatiolessPress
+    monkeypatch.setitem(sys.modules, "kvpress", module)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def ids(seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(2, VOCABULARY, (N_PROMPT,), generator=generator).tolist())
+
+
+def method(text, **options):
+    return KvpressMethod(name=read_peer_name(text), **options)
+
+
+def oracle(model, prompt, hidden):
+    """Logits of the answer with a mask of minus infinity on what is hidden.
+
+    ``hidden`` is (n_layers, n_heads, n_prompt); the mask goes in through the modules, since
+    layers differ.
+    """
+    n_total = N_PROMPT + len(ANSWER)
+    base = torch.ones(n_total, n_total, dtype=torch.bool).tril()
+    hooks = []
+    for layer, own in zip(model.model.layers, hidden, strict=True):
+        mask = base.expand(N_HEADS, n_total, n_total).clone()
+        mask[:, N_PROMPT:, :N_PROMPT] &= ~own[:, None]
+        mask = mask.repeat_interleave(3, dim=0)[None]
+
+        def put(module, args, kwargs, mask=mask):
+            return args, {**kwargs, "attention_mask": mask}
+
+        hooks.append(layer.self_attn.register_forward_pre_hook(put, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            out = model(input_ids=torch.tensor([[*prompt, *ANSWER]]), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return out.logits[0, N_PROMPT:]
+
+
+def hides(press, kept):
+    hidden = torch.zeros(N_LAYERS, N_HEADS, N_PROMPT, dtype=torch.bool)
+    if press == "Recent":
+        hidden[:, :, : N_PROMPT - kept] = True
+        hidden[0, :, N_PROMPT - kept - 1] = False
+    elif press == "Hiding":
+        hidden[:, 0, : 2 * (N_PROMPT - kept)] = True
+    else:
+        hidden[:, 1, : N_PROMPT - kept] = True
+    return hidden
+
+
+@pytest.mark.parametrize(("press", "share", "kept"), [
+    ("Recent", "40", 12), ("Hiding", "60", 18), ("Reread", "50", 15),
+])  # fmt: skip
+def test_what_a_press_leaves_is_what_is_attended_to(model, press, share, kept):
+    hidden = hides(press, kept)
+    expected = oracle(model, ids(), hidden)
+    reduced = method(f"kvpress:{press}@{share}%").compress(model, ids())
+    at_once = reduced.fork().feed(ANSWER, last=len(ANSWER))
+    torch.testing.assert_close(at_once, expected, rtol=1e-4, atol=1e-4)
+    one_by_one = torch.cat([reduced.feed([token], last=1) for token in ANSWER])
+    torch.testing.assert_close(one_by_one, expected, rtol=1e-4, atol=1e-4)
+    entry_bytes = 2 * HEAD_DIM * 4
+    assert reduced.kept_bytes == int((~hidden).sum()) * entry_bytes
+    stored = hidden.numel() if press != "Recent" else int((~hidden).sum())
+    assert reduced.stored_bytes == stored * entry_bytes
+
+
+def test_the_replayed_hooks_leave_what_they_leave_in_a_forward(model):
+    press = make_press(read_peer_name("kvpress:Recent"))
+    press.compression_ratio = 0.5
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), press(model):
+        output = model(input_ids=torch.tensor([ids()]), past_key_values=cache, use_cache=True)
+    reduced = method("kvpress:Recent@50%").compress(model, ids())
+    torch.testing.assert_close(reduced.logits, output.logits[0, -1])
+    for mine, theirs in zip(reduced.cache.layers, cache.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys)
+        torch.testing.assert_close(mine.values, theirs.values)
+
+
+def test_masks_stay_with_their_prompt(model):
+    reader = PromptReader()
+    first = method("kvpress:Hiding@60%", reader=reader).compress(model, ids())
+    alone = first.fork().feed(ANSWER, last=1)
+    full = CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
+    before = full.compress(model, ids(7)).feed(ANSWER, last=1)
+    method("kvpress:Hiding@80%", reader=reader).compress(model, ids(7)).feed(ANSWER, last=1)
+    assert torch.equal(first.feed(ANSWER, last=1), alone)
+    assert torch.equal(full.compress(model, ids(7)).feed(ANSWER, last=1), before)
+    masks = [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers]
+    assert masks == [None] * N_LAYERS
+
+
+def test_a_prompt_is_read_once_and_rereading_presses_score_it_once(model):
+    reader = PromptReader()
+    methods = [method(f"kvpress:Reread@{share}%", reader=reader) for share in (20, 50)]
+    RereadPress.reads = 0
+    shared = [one.compress(model, ids()) for one in methods]
+    assert RereadPress.reads == 1
+    assert reader.read(model, ids()) is reader.read(model, ids())
+    for one, together in zip(("20", "50"), shared, strict=True):
+        alone = method(f"kvpress:Reread@{one}%").compress(model, ids())
+        assert torch.equal(alone.hidden[0], together.hidden[0])
+    other = methods[0].compress(model, ids(8))
+    assert RereadPress.reads == 4  # twice alone, and once for the other prompt
+    assert other.n_prompt == N_PROMPT
+
+
+def test_nothing_is_lost_at_all_entries(model):
+    full = CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
+    expected = full.compress(model, ids()).feed(ANSWER, last=len(ANSWER))
+    reduced = method("kvpress:Reread@100%").compress(model, ids())
+    torch.testing.assert_close(reduced.feed(ANSWER, last=len(ANSWER)), expected)
+
+
+def test_names_are_read_and_written_alike():
+    for text in ("kvpress:SnapKV", "kvpress:AdaKV(SnapKV)", "kvpress:TOVA@12.5%"):
+        assert str(read_peer_name(text)) == text
+    name = read_peer_name(" kvpress:AdaKV(SnapKV)@20% ")
+    assert (name.press, name.inner, name.share) == ("AdaKV", "SnapKV", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("SnapKV", "write kvpress:NAME"),
+        ("kvpress:SnapKV(", "write kvpress:NAME"),
+        ("kvpress:Recent@0%", "more than 0"),
+        ("kvpress:Recent@120%", "at most 100"),
+        ("kvpress:Nothing@20%", "has no NothingPress"),
+        ("kvpress:Recent(Hiding)@20%", "cannot be made"),
+        ("kvpress:Ratioless@20%", "takes no share"),
+        ("kvpress:Recent", "needs a share"),
+    ],
+)
+def test_what_is_no_peer_is_refused(text, said):
+    with pytest.raises(InputError, match=said):
+        method(text)
+
+
+def test_a_press_that_refuses_a_prompt_is_one_line(model):
+    with pytest.raises(InputError, match="Unwilling@20%.*30 tokens.*window size"):
+        method("kvpress:Unwilling@20%").compress(model, ids())
+
+
+def test_peers_keep_what_the_profiles_keep(model):
+    shape = shape_of(model)
+
+    def budgets(kept):
+        return BudgetProfile(
+            shape=shape,
+            level="layer",
+            context_tokens=40,
+            budgets=np.full((shape.n_layers, shape.n_kv_heads), kept, dtype=np.int64),
+            policy=Policy(scorer="xkv", sinks=2, window=4),
+        )
+
+    profiles = [budgets(8), budgets(8), budgets(20)]
+    names = read_peers(["kvpress:Recent", "kvpress:Wrapped(Recent)@5%"], profiles)
+    assert [str(name) for name in names] == [
+        "kvpress:Recent@50%", "kvpress:Recent@20%", "kvpress:Wrapped(Recent)@5%"
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="give a --profile"):
+        read_peers(["kvpress:Recent"], [])
+
+
+def test_without_kvpress_one_line_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "kvpress")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="make peers"):
+        make_press(read_peer_name("kvpress:SnapKV"))
+    monkeypatch.undo()
+    if "kvpress" not in sys.modules:
+        assert main(["eval", "demo", "--peer", "kvpress:SnapKV@20%"]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert "make peers" in said

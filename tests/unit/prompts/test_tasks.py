@@ -1,0 +1,255 @@
+"""Tasks made by rule: the answers are there, the lengths are met, the same seed gives the same."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from letters import Letters, read
+
+from kvalloc.errors import InputError
+from kvalloc.prompts.metrics import contained
+from kvalloc.prompts.splits import KEYS, SPLITS, belongs, check_split, split_texts
+from kvalloc.prompts.tasks import TASKS, find_tasks
+from kvalloc.prompts.tasks.extraction import ASKED, plain_words
+from kvalloc.prompts.tasks.labels import FORMS, LABELS
+from kvalloc.prompts.tasks.pairs import SHOWN
+from kvalloc.prompts.tasks.tracking import CHAINS, HOPS
+
+TEXT_TASKS = ("kl", "perplexity")
+IN_CONTEXT = ("needle", "needle-keys", "pairs", "tracking", "common-words", "frequent-words",
+              "qa", "quote")  # fmt: skip
+N_CHARACTERS = 5000
+
+
+def make(name, seed=0, n_cases=3, n_tokens=N_CHARACTERS, *, chat=True, **options):
+    return TASKS[name].make(Letters(chat=chat), n_cases, n_tokens, seed, **options)
+
+
+@pytest.mark.parametrize("name", TASKS)
+@settings(max_examples=3, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n_tokens=st.integers(4000, 8000),
+    split=st.sampled_from(SPLITS),
+    after=st.booleans(),
+    chat=st.booleans(),
+)
+def test_lengths_are_met_and_the_same_seed_gives_the_same(name, seed, n_tokens, split, after, chat):
+    asked = {"split": split, "after": after, "chat": chat}
+    cases = make(name, seed, 2, n_tokens, **asked)
+    assert cases == make(name, seed, 2, n_tokens, **asked)
+    assert cases != make(name, seed + 1, 2, n_tokens, **asked)
+    for case in cases:
+        assert 0.9 * n_tokens <= case.n_tokens <= n_tokens
+        assert bool(case.turns[0].question_ids) is after
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in TEXT_TASKS])
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 10**6), chat=st.booleans())
+def test_the_question_after_is_the_rest_of_the_prompt(name, seed, chat):
+    inside, after = (make(name, seed, chat=chat, after=after) for after in (False, True))
+    for one, other in zip(inside, after, strict=True):
+        assert one.input_ids == other.input_ids + other.turns[0].question_ids
+        assert one.turns[0].answers == other.turns[0].answers
+
+
+@pytest.mark.parametrize("name", IN_CONTEXT)
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 10**6), split=st.sampled_from(SPLITS))
+def test_every_answer_is_in_what_is_compressed(name, seed, split):
+    turns = min(3, TASKS[name].most_turns)
+    for case in make(name, seed, split=split, after=True, turns=turns):
+        context = read(case.input_ids)
+        assert len(case.turns) == turns
+        for turn in case.turns:
+            assert turn.answers
+            assert all(answer in context for answer in turn.answers)
+            assert turn.is_found(f"it is {', '.join(turn.answers)}.")
+            assert turn.score(f"{', '.join(turn.answers)}") == pytest.approx(1.0)
+            assert turn.score("zzz") == 0.0
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_needles_belong_to_the_key_that_is_asked_for(seed):
+    for name, hidden in (("needle", 1), ("needle-keys", 8)):
+        for case in make(name, seed, after=True):
+            told = dict(
+                re.findall(r"The secret number of the (\w+) is (\d{7})\.", read(case.input_ids))
+            )
+            assert len(told) == hidden
+            key = re.search(r"number of the (\w+)\?", read(case.turns[0].question_ids))[1]
+            assert case.turns[0].answers == (told[key],)
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6), split=st.sampled_from(SPLITS))
+def test_pairs_belong_to_the_key_that_is_asked_for(seed, split):
+    for case in make("pairs", seed, split=split, after=True, turns=4):
+        pairs = re.findall(r"^([a-z ]+): (\d{5})$", read(case.input_ids), re.MULTILINE)
+        held = dict(pairs)
+        assert len(held) == len(pairs) == len(set(held.values())) > 100
+        asked = [read(turn.question_ids).rpartition("\n")[2].rstrip(":") for turn in case.turns]
+        assert [turn.answers for turn in case.turns] == [(held[key],) for key in asked]
+        assert len(set(asked)) == 4
+        shown = re.findall(r"^([a-z ]+): (\d{5})$", read(case.turns[0].question_ids), re.MULTILINE)
+        assert len(dict(shown)) == SHOWN
+        assert set(shown) <= set(pairs)
+        assert not set(asked) & set(dict(shown))
+
+
+def test_keys_of_pairs_are_in_one_split_only():
+    keys = {
+        split: {
+            key
+            for case in make("pairs", split=split)
+            for key in re.findall(r"^([a-z]+): \d{5}$", read(case.input_ids), re.MULTILINE)
+        }
+        for split in SPLITS
+    }
+    assert all(keys.values())
+    assert sum(map(len, keys.values())) == len(set.union(*keys.values()))
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_tracked_variables_hold_the_value_when_the_assignments_are_followed(seed):
+    for case in make("tracking", seed, after=True):
+        held = {}
+        for name, right in re.findall(r"VAR (\w{3}) = (\d{5}|VAR \w{3})\.", read(case.input_ids)):
+            held[name] = held[right[4:]] if right.startswith("VAR ") else right
+        value = re.search(r"the value (\d{5})\?", read(case.turns[0].question_ids))[1]
+        assert len(held) == CHAINS * (HOPS + 1)
+        assert {n for n, v in held.items() if v == value} == set(case.turns[0].answers)
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6), n_tokens=st.integers(2000, 9000))
+def test_the_words_asked_for_are_the_most_common(seed, n_tokens):
+    listed = {"common-words": r"\d+\. (\w+)", "frequent-words": r"\b([a-z]{6})\b"}
+    for name, pattern in listed.items():
+        for case in make(name, seed, n_tokens=n_tokens, after=True):
+            words = re.findall(pattern, read(case.input_ids).partition("\n\n")[2])
+            ranks = Counter(words).most_common(ASKED + 1)
+            assert {word for word, _ in ranks[:ASKED]} == set(case.turns[0].answers)
+            assert ranks[ASKED - 1][1] > ranks[ASKED][1]
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_labels_fit_their_questions(seed):
+    forms = {
+        re.escape(form).replace(r"\{0\}", ".+").replace(r"\{1\}", ".+"): label
+        for label, some in FORMS.items()
+        for form in some
+    }
+
+    def right(question):
+        return {label for form, label in forms.items() if re.fullmatch(form, question)}
+
+    for case in make("labels", seed, after=True, turns=2):
+        shots = re.findall(r"Question: (.+)\nType: (\w+)", read(case.input_ids))
+        assert {label for _, label in shots} == set(LABELS)
+        assert all(right(question) == {label} for question, label in shots)
+        for turn in case.turns:
+            question = re.search(r"Question: (.+)\nType:$", read(turn.question_ids))[1]
+            assert right(question) == set(turn.answers)
+            assert question not in dict(shots)
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_facts_are_those_of_the_person_asked_for(seed):
+    for case in make("qa", seed, after=True, turns=3):
+        context = read(case.input_ids)
+        for turn in case.turns:
+            asked = read(turn.question_ids)
+            name = re.search(r"[A-Z]\w+ [A-Z]\w+(?=\?| born| own)", asked)[0]
+            told = [s for s in re.findall(rf"{name} [^.]*\.", context) if turn.answers[0] in s]
+            assert len(told) == 1
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_code_goes_on_as_the_file_does(seed):
+    for case in make("code", seed):
+        whole = Path(sysconfig.get_paths()["stdlib"], case.source).read_text("utf-8")
+        whole = whole.expandtabs(4)
+        piece = read(case.input_ids)[1:]  # after the tokenizer's own first token
+        at = whole.index(piece) + len(piece)
+        assert whole[at:].lstrip("\n").split("\n")[0].strip() == case.turns[0].answers[0]
+        assert case.turns[0].score(f"\n    {case.turns[0].answers[0]}\nand more") == 1.0
+
+
+def test_quotes_are_of_a_place_of_their_own():
+    for case in make("quote", 5, turns=3):
+        context = read(case.input_ids)
+        assert len({turn.answers for turn in case.turns}) == 3
+        for turn in case.turns:
+            assert contained(context, turn.answers[0])
+
+
+@pytest.mark.parametrize("name", TEXT_TASKS)
+def test_texts_are_cut_where_they_go_on(name):
+    texts = split_texts("held-out")
+    for case in make(name, 1, 5, 3000, split="held-out", after=True):
+        [turn] = case.turns
+        joined = read(case.input_ids + turn.question_ids + turn.continuation_ids)
+        assert joined in texts[case.source]
+        assert len(case.input_ids + turn.question_ids) == 3000
+    with pytest.raises(InputError, match="no text for development has"):
+        make(name, n_tokens=10**6)
+    with pytest.raises(InputError, match="leaves nothing to compress"):
+        make(name, n_tokens=20, after=True)
+
+
+def test_later_turns_stand_between_the_answer_before_and_their_own():
+    [case] = make("needle", n_cases=1, turns=2)
+    first, second = case.turns
+    assert first.question_ids == ()
+    asked = read(second.question_ids)
+    assert asked.startswith("</><user>What is the secret number of the")
+    assert re.search(r"<assistant>The secret number of the \w+ is$", asked)
+    [plain] = make("needle", n_cases=1, turns=2, chat=False)
+    assert read(plain.turns[1].question_ids).startswith("\n\nWhat is the secret number")
+
+
+def test_no_split_shares_texts_keys_words_or_prompts():
+    texts = {split: split_texts(split) for split in SPLITS}
+    speakers = {split: {name.rsplit("_", 1)[0] for name in texts[split]} for split in SPLITS}
+    for one, other in (("profiling", "development"), ("profiling", "held-out"),
+                       ("development", "held-out")):  # fmt: skip
+        assert not speakers[one] & speakers[other]
+        assert not set(KEYS[one]) & set(KEYS[other])
+        assert not set(plain_words(one)) & set(plain_words(other))
+        for name in TASKS:
+            mine, theirs = (make(name, split=split) for split in (one, other))
+            assert not {c.input_ids for c in mine} & {c.input_ids for c in theirs}
+    assert all(sum(belongs(f"w{n}", split) for split in SPLITS) == 1 for n in range(50))
+    assert len(texts["held-out"]) >= 4
+
+
+def test_what_cannot_be_made_is_refused():
+    with pytest.raises(InputError, match="needle fits into 50 tokens"):
+        make("needle", n_tokens=50)
+    with pytest.raises(InputError, match="needle cannot be made 90000 tokens long"):
+        make("needle", n_tokens=90000)
+    with pytest.raises(InputError, match="asks 1 question a prompt, not 2"):
+        make("code", turns=2)
+    with pytest.raises(InputError, match="0 samples evaluate nothing"):
+        make("kl", n_cases=0)
+    with pytest.raises(InputError, match="no split 'test'"):
+        check_split("test")
+
+
+def test_tasks_are_found_once_and_others_refused():
+    assert [task.name for task in find_tasks(["kl", "needle", "kl"])] == ["kl", "needle"]
+    with pytest.raises(InputError, match=f"choose from: {', '.join(TASKS)}"):
+        find_tasks(["ruler"])

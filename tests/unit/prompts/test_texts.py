@@ -1,0 +1,97 @@
+"""Reading text and prompts, and what is said about the unreadable."""
+
+import json
+
+import pytest
+
+from kvalloc.errors import InputError
+from kvalloc.prompts.texts import Document, Prompt, default_texts, read_prompts, read_texts
+
+
+def test_files_and_folders(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.md").write_text("second")
+    (tmp_path / "b" / "empty.py").write_text("  \n")
+    (tmp_path / "b" / "image.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "three.txt").write_text("hidden")
+    (tmp_path / "a.txt").write_bytes("\ufefffirst".encode())
+    odd = tmp_path / "odd.log"
+    odd.write_text("third")
+    assert read_texts([tmp_path, odd]) == [
+        Document(text="first", name="a.txt"),
+        Document(text="second", name="two.md"),
+        Document(text="third", name="odd.log"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("gone.txt", None, "there is no file or folder .*gone.txt"),
+        ("void.txt", b" \n", "void.txt is empty"),
+        ("zero.txt", b"abc\0def", "zero.txt is not text"),
+        ("latin.txt", "d\u00e9j\u00e0".encode("latin-1"), "latin.txt is not UTF-8 text .byte 1"),
+        ("list.jsonl", b"{}", "read_prompts"),
+    ],
+)
+def test_unreadable_files(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=said) as caught:
+        read_texts([tmp_path / name])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_text(tmp_path):
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0")
+    with pytest.raises(InputError, match="holds no text files"):
+        read_texts([tmp_path])
+
+
+def test_prompts_of_all_forms(tmp_path):
+    chat = [{"role": "user", "content": "hi"}]
+    lines = [
+        json.dumps({"prompt": "one", "answer": "x"}),
+        "",
+        json.dumps({"text": "two\u2028still two"}, ensure_ascii=False),
+        json.dumps({"context": "long", "input": "question", "answers": ["one", "two"]}),
+        json.dumps({"messages": chat}),
+    ]
+    file = tmp_path / "p.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    assert read_prompts(file) == [
+        Prompt(text="one", answer="x", name="p.jsonl", line=1),
+        Prompt(text="two\u2028still two", name="p.jsonl", line=3),
+        Prompt(text="long\n\nquestion", answer="one", name="p.jsonl", line=4),
+        Prompt(messages=tuple(chat), name="p.jsonl", line=5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("\n \n", "p.jsonl is empty"),
+        ('{"prompt": "a"}\n{"prompt": ', "p.jsonl, line 2 is not JSON"),
+        ('{"prompt": "a"}\n[1]', "p.jsonl, line 2 is not an object"),
+        ('{"question": "a"}', "p.jsonl, line 1 has no text"),
+        ('{"prompt": 3}', "p.jsonl, line 1 has no text"),
+        ('{"prompt": "  "}', "p.jsonl, line 1 has no text"),
+        ('{"input": "Who?"}', "p.jsonl, line 1 has no field 'context'"),
+        ('{"input": "Who?", "context": " "}', "line 1: the field 'context' is empty"),
+        ('{"input": "Who?", "context": 3}', "line 1: the field 'context' is not a string"),
+        ('{"prompt": "a", "answers": [3]}', "line 1: the field 'answers' holds an answer that is"),
+        ('{"prompt": "a", "answer": 3}', "line 1: the field 'answer' holds an answer that is"),
+    ],
+)
+def test_broken_prompts_name_file_and_line(tmp_path, content, said):
+    file = tmp_path / "p.jsonl"
+    file.write_text(content)
+    with pytest.raises(InputError, match=said):
+        read_prompts(file)
+
+
+def test_the_shipped_texts():
+    documents = default_texts()
+    assert sum(len(document.text) for document in documents) > 100_000
+    assert all(document.name.startswith("profile_") for document in documents)
