@@ -277,7 +277,7 @@ def test_peers_keep_what_the_profiles_keep(model):
             level="layer",
             context_tokens=40,
             budgets=np.full((shape.n_layers, shape.n_kv_heads), kept, dtype=np.int64),
-            policy=Policy(scorer="xkv", sinks=2, window=4),
+            policy=Policy(scorer="xkv", scorer_parameters={}, sinks=2, window=4),
         )
 
     profiles = [budgets(8), budgets(8), budgets(20)]
