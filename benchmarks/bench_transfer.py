@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from quality.transfer import (
     CELLS_FILE,
     EQUAL,
@@ -42,8 +41,6 @@ from quality.transfer import (
 from kvalloc.evaluate.scoring import bootstrap_interval
 from kvalloc.models.loading import load_model
 from kvalloc.prompts.calibration import KINDS
-
-FloatArray = npt.NDArray[np.float64]
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "transfer.md"
 MARKS = ("<!-- bench_transfer.py: begin -->\n", "<!-- bench_transfer.py: end -->\n")

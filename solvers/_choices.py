@@ -8,20 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import (
-    Aggregate,
-    AllocationProblem,
-    FloatArray,
-    GroupCap,
-    IntArray,
-    SameBudget,
-    Sense,
-)
-
-BoolArray = npt.NDArray[np.bool_]
+from kvalloc.problem.arrays import Aggregate, AllocationProblem, GroupCap, SameBudget, Sense
 
 CLOSED = 1e-11
 """Objective and bound this close, relative to the larger of 1 and the objective, are equal."""

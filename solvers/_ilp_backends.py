@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import SolverError
-from kvalloc.problem.arrays import FloatArray, IntArray
 from kvalloc.solvers._ilp_program import Answer, Limits, Program
 
 FLOAT_RANGE = 1e6

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvalloc.problem.arrays import IntArray
+from kvalloc.accounting import IntArray
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import Answer, Limits, Program
 from kvalloc.solvers._prices import Prices

@@ -9,8 +9,9 @@ from fractions import Fraction
 
 import numpy as np
 
-from kvalloc.problem.arrays import AllocationProblem, IntArray, RankBalance
-from kvalloc.solvers._choices import BoolArray, Choices
+from kvalloc.accounting import BoolArray, IntArray
+from kvalloc.problem.arrays import AllocationProblem, RankBalance
+from kvalloc.solvers._choices import Choices
 
 VALUE_RANGE = 2**50
 """The spread of all values is mapped to so many whole steps; sums stay far within int64."""

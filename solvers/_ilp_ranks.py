@@ -6,7 +6,8 @@ import time
 
 import numpy as np
 
-from kvalloc.problem.arrays import AllocationProblem, IntArray, RankBalance
+from kvalloc.accounting import IntArray
+from kvalloc.problem.arrays import AllocationProblem, RankBalance
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import Limits, Program, Row
 

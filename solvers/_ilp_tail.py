@@ -15,9 +15,10 @@ from fractions import Fraction
 
 import numpy as np
 
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import AllocationProblem, FloatArray, IntArray, Sense, TailBound
-from kvalloc.solvers._choices import BoolArray, Choices
+from kvalloc.problem.arrays import AllocationProblem, Sense, TailBound
+from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_found import Found, Options
 from kvalloc.solvers._ilp_program import Encoding, Limits, Placement, Row, encode
 from kvalloc.solvers._ilp_search import REPAIR_SECONDS, Search

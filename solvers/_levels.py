@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvalloc.problem.arrays import FloatArray, IntArray
-from kvalloc.solvers._choices import BoolArray, Choices
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import NOISE, Prices, prices_at
 
 MOST_LEVELS = 512

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
-from kvalloc.problem.arrays import FloatArray
 
 
 def numbers(given: Sequence[float] | str, *, what: str) -> FloatArray:

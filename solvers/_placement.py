@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvalloc.problem.arrays import AllocationProblem, IntArray
+from kvalloc.accounting import IntArray
+from kvalloc.problem.arrays import AllocationProblem
 
 EXCHANGES = 200
 """Exchanges tried after the first placing; a few are enough."""

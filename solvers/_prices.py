@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem.arrays import FloatArray, IntArray
-from kvalloc.solvers._choices import BoolArray, Choices
+from kvalloc.solvers._choices import Choices
 
 ROUNDS = 100
 """Secant steps; about ten are needed for 640 rows of 64 options, and any price gives a bound."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import FloatArray, IntArray
-from kvalloc.solvers._choices import BoolArray, Choices
+from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import Prices, best_prices
 
 ROUNDS = 1000

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import AllocationProblem, IntArray, Sense
+from kvalloc.problem.arrays import AllocationProblem, Sense
 from kvalloc.problem.solver import Solution, Termination
 
 Rule = Callable[[int], IntArray]

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem.arrays import AllocationProblem as Problem
-from kvalloc.problem.arrays import FloatArray, IntArray, Sense, TailBound, tail_places
+from kvalloc.problem.arrays import Sense, TailBound, tail_places
 
 ROUNDS = 2000
 """Most improvements of one choice; a safety net, dozens are common."""

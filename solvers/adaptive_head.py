@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, option
-from kvalloc.problem.arrays import AllocationProblem, IntArray, apportion
+from kvalloc.problem.arrays import AllocationProblem, apportion
 from kvalloc.problem.solver import Solution, Solver
 from kvalloc.solvers._rules import needs_one_step, share_out
 

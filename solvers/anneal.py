@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, SolverError
 from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
     GroupCap,
-    IntArray,
     MaxDistinct,
     RankBalance,
     SameBudget,

@@ -9,15 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, option
-from kvalloc.problem.arrays import (
-    AllocationProblem,
-    FloatArray,
-    IntArray,
-    SameBudget,
-    Sense,
-    SideConstraint,
-)
+from kvalloc.problem.arrays import AllocationProblem, SameBudget, Sense, SideConstraint
 from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import NOISE, Prices, best_prices

@@ -8,15 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem.arrays import (
-    AllocationProblem,
-    FloatArray,
-    GroupCap,
-    IntArray,
-    Sense,
-    SideConstraint,
-)
+from kvalloc.problem.arrays import AllocationProblem, GroupCap, Sense, SideConstraint
 from kvalloc.problem.solver import Solution, Solver, Termination
 
 VALUE_RANGE = 2**40

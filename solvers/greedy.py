@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvalloc.problem.arrays import AllocationProblem, IntArray, Sense, concave_response
+from kvalloc.accounting import IntArray
+from kvalloc.problem.arrays import AllocationProblem, Sense, concave_response
 from kvalloc.problem.solver import Solution, Solver, Termination
 
 SORTED_CANDIDATES = 4096

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, InputError, option
-from kvalloc.problem.arrays import AllocationProblem, FloatArray, IntArray, Sense
+from kvalloc.problem.arrays import AllocationProblem, Sense
 from kvalloc.problem.solver import Solution, Solver
 from kvalloc.solvers._options import numbers
 from kvalloc.solvers._rules import as_solution

@@ -8,13 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
-    FloatArray,
     GroupCap,
-    IntArray,
     SameBudget,
     Sense,
     SideConstraint,

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
-from kvalloc.problem.arrays import AllocationProblem, FloatArray, IntArray, Sense, apportion
+from kvalloc.problem.arrays import AllocationProblem, Sense, apportion
 from kvalloc.problem.solver import Solution, Solver
 from kvalloc.solvers._rules import (
     as_solution,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
+from kvalloc.accounting import FloatArray
+
 Row = Mapping[str, Any]
 
 CELLS_FILE = Path(__file__).resolve().parent / "cells.jsonl"

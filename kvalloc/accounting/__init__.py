@@ -1,1 +1,10 @@
-"""Bytes of entries at any width, what they cost, and the one rounding rule."""
+"""Bytes of entries at any width, what they cost, the one rounding rule, and the types of arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]

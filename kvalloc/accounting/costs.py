@@ -8,11 +8,11 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import IntArray
 from kvalloc.accounting.stored_bytes import stored_bytes
 from kvalloc.errors import InputError
 from kvalloc.shape import ModelShape
 
-IntArray = npt.NDArray[np.int64]
 Cost = Literal["bytes", "decode-bytes", "communication"]
 
 COSTS: dict[Cost, str] = {

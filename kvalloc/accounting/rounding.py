@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
 
 
@@ -14,7 +15,7 @@ def apportion(
     *,
     minimum: npt.ArrayLike = 0,
     maximum: npt.ArrayLike | None = None,
-) -> npt.NDArray[np.int64]:
+) -> IntArray:
     """Whole numbers near the wanted real ones that add up to the total exactly.
 
     The wanted numbers are first moved up or down together (clipped at their limits) until they
@@ -69,11 +70,11 @@ def apportion(
 
 
 def _shift_to_total(
-    shares: npt.NDArray[np.float64],
+    shares: FloatArray,
     total: float,
-    low: npt.NDArray[np.int64],
-    high: npt.NDArray[np.int64],
-) -> npt.NDArray[np.float64]:
+    low: IntArray,
+    high: IntArray,
+) -> FloatArray:
     """``clip(shares + t, low, high)`` with the t that makes it sum to the total."""
     clipped = np.clip(shares, low, high)
     if abs(float(clipped.sum()) - total) <= 1e-9 * max(1.0, total):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import IntArray
 from kvalloc.shape import ModelShape
-
-IntArray = npt.NDArray[np.int64]
 
 BIT_WIDTHS = (16, 8, 4)
 """Bits of a stored number: 16 stands for the model's own dtype, whatever its size."""

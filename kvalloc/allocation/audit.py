@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.grouping import settle
 from kvalloc.allocation.head_arrays import policy_table
@@ -17,7 +18,7 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import groups_text, parse_groups
-from kvalloc.problem.arrays import AllocationProblem, IntArray, Sense
+from kvalloc.problem.arrays import AllocationProblem, Sense
 from kvalloc.shape import ModelShape
 
 TOLERANCE = 1e-9

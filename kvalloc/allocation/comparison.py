@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 
@@ -29,7 +30,7 @@ class ProfileDifference:
         Other things that differ: solver, level, scorer, policies, target, bits.
     """
 
-    difference: npt.NDArray[np.int64]
+    difference: IntArray
     moved_entries: int
     retained_bytes: tuple[int, int]
     retention: tuple[float | None, float | None]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import Cost
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.grouping import settle
@@ -22,7 +23,7 @@ from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Level
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import Groups, groups_record
-from kvalloc.problem.arrays import AllocationProblem, IntArray, apportion
+from kvalloc.problem.arrays import AllocationProblem, apportion
 from kvalloc.problem.registry import get_solver, options_of
 from kvalloc.problem.solver import Solver, Termination
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray
 from kvalloc.accounting.costs import check_size, head_cost
 from kvalloc.allocation.capacity import capacity_of, sliding_layer_bytes
 from kvalloc.allocation.prediction import even_options, least_loss_tokens, loss_curves
@@ -14,7 +15,7 @@ from kvalloc.allocation.sharing import grouped
 from kvalloc.allocation.values import least_loss_policies, unit_values, workload_values
 from kvalloc.errors import InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, FloatArray, Sense
+from kvalloc.problem.arrays import Aggregate, AllocationProblem, Sense
 from kvalloc.problem.dominance import Undominated, undominated
 
 MOST_OPTIONS = 2**22

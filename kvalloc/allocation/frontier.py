@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import Cost
 from kvalloc.allocation.capacity import full_cost
 from kvalloc.allocation.formulation import formulate
@@ -23,7 +24,7 @@ from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.budget_profile import Level
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import Groups
-from kvalloc.problem.arrays import AllocationProblem, IntArray
+from kvalloc.problem.arrays import AllocationProblem
 from kvalloc.problem.registry import get_solver
 from kvalloc.problem.solver import Solution, Solver
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sharing import group_values, grouped
@@ -22,9 +22,6 @@ from kvalloc.errors import InfeasibleError, InputError, command, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.problem.arrays import AllocationProblem, Sense
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 ROUNDS = 100
 """Halvings of the price interval."""

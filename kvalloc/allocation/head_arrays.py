@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import IntArray
 from kvalloc.formats.policy import Policy
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem.arrays import AllocationProblem
-
-IntArray = npt.NDArray[np.int64]
 
 
 def budget_table(scores: ScoreProfile, problem: AllocationProblem, choice: IntArray) -> IntArray:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, option
 from kvalloc.problem.constraints import (
     GroupCap,
@@ -23,8 +23,6 @@ from kvalloc.problem.constraints import (
 )
 from kvalloc.shape import ModelShape
 from kvalloc.units import parse_bytes, parse_indices
-
-IntArray = npt.NDArray[np.int64]
 
 RANK_TOLERANCE = 0.02
 """The largest rank stores at most this share more than the mean one, unless told otherwise."""

@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, command
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.formats.sharing_groups import Groups
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 EVEN_OPTIONS = 256
 """Most budgets on offer to a unit whose values are not concave (a loss, or several bit widths),

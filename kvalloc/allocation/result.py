@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.allocation.capacity import fixed_bytes, full_cost
 from kvalloc.allocation.head_arrays import bit_table, budget_table, policies_in_use, policy_table
 from kvalloc.allocation.prediction import mean_retention, predicted_loss, worst_sample_retention
@@ -17,7 +18,7 @@ from kvalloc.allocation.sharing import members_alike
 from kvalloc.allocation.verification import CheckedSolution
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem.arrays import AllocationProblem, IntArray
+from kvalloc.problem.arrays import AllocationProblem
 
 
 def to_budget_profile(

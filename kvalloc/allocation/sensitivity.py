@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, GroupCap, IntArray
+from kvalloc.problem.arrays import Aggregate, AllocationProblem, GroupCap
 from kvalloc.problem.dual import bound_at
 from kvalloc.problem.solver import Solver, Termination
 

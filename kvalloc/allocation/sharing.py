@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.allocation.prediction import evictable_rank
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.formats.sharing_groups import Groups, groups_fault, segments_of
 from kvalloc.problem.arrays import AllocationProblem
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 def group_values(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.allocation.prediction import evictable_rank, loss_at, policy_loss_curves
 from kvalloc.allocation.weights import head_weights
 from kvalloc.errors import InputError, option
@@ -15,9 +15,6 @@ from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 
 if TYPE_CHECKING:
     from kvalloc.allocation.request import Request
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 def unit_values(

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.allocation.watchdog import NoAnswerError, call_in_time
 from kvalloc.errors import InputError, KVAllocError, SolverError
 from kvalloc.formats.budget_profile import relative_gap
-from kvalloc.problem.arrays import AllocationProblem, IntArray, Sense
+from kvalloc.problem.arrays import AllocationProblem, Sense
 from kvalloc.problem.solver import Solution, Solver, Termination
 
 PROOF_TOLERANCE = 1e-10

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
 from kvalloc.shape import ModelShape
 
-FloatArray = npt.NDArray[np.float64]
 Weights = Sequence[float] | Sequence[Sequence[float]] | FloatArray
 
 SHAPES = "one number a layer, or one a KV head as a list of lists"

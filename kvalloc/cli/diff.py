@@ -10,8 +10,7 @@ from kvalloc.cli.options import Json, Quiet
 from kvalloc.cli.output import print_fields, print_json, size
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from kvalloc.accounting import IntArray
 
 EXAMPLES = """\
   kvalloc diff uniform.json greedy.json
@@ -59,7 +58,7 @@ def _retention(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.6f}"
 
 
-def _print_picture(layers: npt.NDArray[np.int64]) -> None:
+def _print_picture(layers: IntArray) -> None:
     """One line a layer: entries gained or lost over its heads, as a bar to one side or other."""
     from kvalloc.cli.picture import bar, can_print_bars, terminal_width
 

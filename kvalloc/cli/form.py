@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
-
-IntArray = npt.NDArray[np.int64]
 
 _DOCUMENT, _QUESTION, _ANSWER, _NEXT = (
     f"kvalloc{name}marks" for name in ("doc", "ask", "say", "go")

@@ -6,16 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
+from kvalloc.accounting import IntArray
 from kvalloc.cli.output import duration, model_text, print_fields, print_json, size
 from kvalloc.formats.saved_cache import opened
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
-
-IntArray = npt.NDArray[np.int64]
 
 
 def show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:

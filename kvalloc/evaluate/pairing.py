@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
 from kvalloc.evaluate.scoring import FULL, RESAMPLES, Outcome, Score
 
-FloatArray = npt.NDArray[np.float64]
 ALL_TASKS = "all tasks"
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import end_tokens
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from kvalloc.prompts.cases import Case
     from kvalloc.prompts.tasks import Task
 
-FloatArray = npt.NDArray[np.float64]
 FULL = "full"
 RESAMPLES = 2000
 

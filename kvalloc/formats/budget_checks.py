@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.stored_bytes import BIT_WIDTHS
 from kvalloc.formats.policy import others_fault
 from kvalloc.formats.sharing_groups import groups_fault
@@ -20,8 +20,6 @@ __all__ = ["BY_SCORE", "budget_fault"]
 BY_SCORE = ("score", "attention_matching")
 """Policies that keep the best by score, whatever they do with the rest."""
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 #: Field, what was found, what is expected.
 Fault: TypeAlias = tuple[str, object, str]
 

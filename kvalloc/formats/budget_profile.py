@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.accounting.stored_bytes import stored_bytes
 from kvalloc.errors import InputError, ProfileFileError, option
@@ -27,8 +27,6 @@ __all__ = ["SCHEMA_VERSION", "BudgetProfile", "LengthRule", "Level", "Policy", "
 
 SCHEMA_VERSION = 1
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 Level = Literal["layer", "head"]
 LengthRule = Literal["proportional", "fixed"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.formats.budget_profile import SCHEMA_VERSION, BudgetProfile
 from kvalloc.formats.policy import Policy
@@ -333,11 +333,11 @@ def _build(path: str | Path, model: BudgetProfileModel) -> BudgetProfile:
         ) from error
 
 
-def _weights(rows: list[list[list[float]]] | None) -> npt.NDArray[np.float64] | None:
+def _weights(rows: list[list[list[float]]] | None) -> FloatArray | None:
     return None if rows is None else np.asarray(rows, dtype=np.float64)
 
 
-def _table(rows: list[list[int]] | None) -> npt.NDArray[np.int64] | None:
+def _table(rows: list[list[int]] | None) -> IntArray | None:
     return None if rows is None else np.asarray(rows, dtype=np.int64)
 
 

@@ -6,8 +6,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.stored_bytes import BIT_WIDTHS
 from kvalloc.formats.policy import others_fault
 from kvalloc.formats.sharing_groups import shared_fault
@@ -21,8 +21,6 @@ CURVE_TOLERANCE = 1e-9
 LOSS_NOISE_NATS = 1e-3
 """A measured loss may be this far below 0 whatever the others are; see `_loss_fault`."""
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 Fault = tuple[str, object, str]
 
 

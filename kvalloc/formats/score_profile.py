@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, ProfileFileError, command, option
 from kvalloc.files import atomic_write
 from kvalloc.formats.policy import Policy
@@ -25,8 +26,6 @@ SCHEMA_VERSION = 1
 EXACT_CONTEXT_TOKENS = 4096
 """Up to this context the curves hold every rank; above it, a grid."""
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 _ARRAYS = ("ranks", "curves", "masses", "sample_tokens")
 _OPTIONAL_ARRAYS = (

@@ -11,15 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, command
 
 if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
 
 FIRST_SHARED_LAYER = 2

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError, option
 from kvalloc.files import atomic_write
-
-FloatArray = npt.NDArray[np.float64]
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"

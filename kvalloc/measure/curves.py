@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.formats.score_profile import interpolate_curves
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.accounting.stored_bytes import BIT_WIDTHS
 from kvalloc.errors import InputError, option
 
@@ -40,7 +40,7 @@ def checked_widths(bits: Sequence[int] | None) -> tuple[int, ...]:
 
 def layer_fidelity(
     states: AttentionStates, bits: tuple[int, ...], *, window: int, model_id: str
-) -> npt.NDArray[np.float64]:
+) -> FloatArray:
     """Fidelity of each bit width in one layer.
 
     Parameters

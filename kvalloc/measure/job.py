@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import IntArray
 from kvalloc.formats.policy import Policy
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import MeasuredSample
@@ -23,7 +23,6 @@ from kvalloc.shape import ModelShape
 if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates
 
-IntArray = npt.NDArray[np.int64]
 
 MEASURED_LAYERS = 20
 """About what measuring a layer's losses takes, in layers of a mini-prefill; for the time left."""

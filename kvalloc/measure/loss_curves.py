@@ -7,18 +7,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import select_entries
 
 if TYPE_CHECKING:
     from kvalloc.measure.loss_probe import LossProbe
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 LossLevel = Literal["layer", "head"]
 
 
@@ -85,7 +83,7 @@ def measure_losses(
     job: LossJob,
     *,
     batch: int = 8,
-    only: npt.NDArray[np.bool_] | None = None,
+    only: BoolArray | None = None,
     layer_done: Callable[[], None] = lambda: None,
 ) -> MeasuredLosses:
     """Reduce every unit alone to every level, and measure.

@@ -6,15 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import BoolArray, FloatArray
 from kvalloc.errors import InputError
 from kvalloc.measure.checkpoint import Checkpoint, MeasuredSample
 from kvalloc.measure.job import Job
 from kvalloc.measure.probing import choose_probes, scaled_to_probes
-
-FloatArray = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 def probed_samples(

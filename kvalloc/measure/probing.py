@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from math import erfc, exp, pi, sqrt
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
 
 OPERATING_SHARES = (0.1, 0.2, 0.5)
 """Shares of all entries around whose solutions figures are measured."""

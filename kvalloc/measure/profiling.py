@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
 from kvalloc.files import check_writable
 from kvalloc.formats.score_profile import ScoreProfile, rank_grid
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from kvalloc.measure.loss_curves import LossLevel
     from kvalloc.models.attention import AttentionStates
 
-IntArray = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
 
@@ -446,7 +446,7 @@ def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
     )
 
 
-def _stacked(results: list[MeasuredSample], name: str) -> npt.NDArray[np.float64]:
+def _stacked(results: list[MeasuredSample], name: str) -> FloatArray:
     return np.stack([getattr(result, name) for result in results])
 
 

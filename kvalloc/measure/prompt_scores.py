@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, option
 from kvalloc.formats.score_profile import ScoreProfile, rank_grid
 from kvalloc.measure.job import Job
@@ -41,7 +39,7 @@ def check_measured_tokens(measured_tokens: object, protected_tokens: int) -> Non
 
 def prompt_scores(
     model: Any,
-    token_ids: npt.NDArray[np.int64],
+    token_ids: IntArray,
     *,
     scorer: Scorer,
     sinks: int,

@@ -10,14 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, option
 from kvalloc.models.quiet import one_line
 from kvalloc.prompts.held_out import refuse_held_out
 from kvalloc.prompts.texts import Document, Prompt
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

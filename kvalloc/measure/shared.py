@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
 from kvalloc.formats.sharing_groups import FIRST_SHARED_LAYER, LONGEST_RUN, runs_of
 from kvalloc.measure.curves import retention_curves
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 def check_share_length(share_length: int, full_layers: Sequence[int]) -> None:

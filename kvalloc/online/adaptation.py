@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.limits import LayerCap
@@ -22,8 +22,6 @@ from kvalloc.problem.constraints import GroupCap
 from kvalloc.problem.registry import get_solver
 
 __all__ = ["adapt_budgets", "check_adapt", "may_move"]
-
-IntArray = npt.NDArray[np.int64]
 
 
 def check_adapt(profile: BudgetProfile, limit: object) -> None:

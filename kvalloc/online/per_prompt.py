@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import nn
 
+from kvalloc.accounting import IntArray
 from kvalloc.allocation.decision import decide
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, option
@@ -33,8 +33,6 @@ from kvalloc.scorers.later_pass import check_prompt_only
 from kvalloc.shape import ModelShape
 
 __all__ = ["PromptTarget", "apply", "make_adapting_cache", "make_prompt_cache"]
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

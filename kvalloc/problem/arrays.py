@@ -10,8 +10,8 @@ from enum import Enum
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem.checks import check_arrays, is_broadcast, valid_options
@@ -39,9 +39,7 @@ __all__ = [
     "Aggregate",
     "AllocationProblem",
     "DualBound",
-    "FloatArray",
     "GroupCap",
-    "IntArray",
     "MaxDistinct",
     "RankBalance",
     "SameBudget",
@@ -53,8 +51,6 @@ __all__ = [
     "tail_places",
 ]
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 _ARRAYS = ("tokens", "values", "costs", "option_counts", "weights", "layers", "heads")
 

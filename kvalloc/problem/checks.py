@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import BoolArray
 from kvalloc.accounting.costs import MOST_BYTES
 from kvalloc.errors import InputError
 
@@ -20,7 +21,7 @@ def is_broadcast(array: npt.NDArray[np.generic]) -> bool:
     return array.ndim == 2 and (array.shape[0] == 1 or array.strides[0] == 0)
 
 
-def valid_options(problem: AllocationProblem) -> npt.NDArray[np.bool_]:
+def valid_options(problem: AllocationProblem) -> BoolArray:
     """Which options a unit really has, ``(n_units, n_options)``; the rest is padding."""
     return np.arange(problem.n_options)[None, :] < problem.option_counts[:, None]
 

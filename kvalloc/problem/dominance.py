@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from kvalloc.accounting import FloatArray, IntArray
 
 
 @dataclass(frozen=True, kw_only=True)

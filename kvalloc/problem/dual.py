@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
+
+from kvalloc.accounting import IntArray
 
 if TYPE_CHECKING:
     from kvalloc.problem.arrays import AllocationProblem
 
-IntArray = npt.NDArray[np.int64]
 
 ROUNDS = 200
 """Halvings of the price interval; float64 runs out of digits long before."""

@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
+from kvalloc.accounting import IntArray
 from kvalloc.errors import SolverError, option
 from kvalloc.problem.arrays import Aggregate, AllocationProblem, SideConstraint
-
-IntArray = npt.NDArray[np.int64]
 
 
 class Termination(Enum):

@@ -19,16 +19,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, SolverError
 from kvalloc.problem.dual import DualBound, dual_bound
 
 if TYPE_CHECKING:
     from kvalloc.problem.arrays import AllocationProblem
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 ROUNDS = 60
 """Linear programs solved for the best weights; any weights give a bound, these a tight one."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import IntArray
 from kvalloc.problem.dual import DualBound
 
 if TYPE_CHECKING:
     from kvalloc.problem.arrays import AllocationProblem
-
-IntArray = npt.NDArray[np.int64]
 
 
 def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | None:

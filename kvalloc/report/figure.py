@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.files import atomic_write
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -135,9 +135,9 @@ def _near_groups(profiles: Mapping[str, BudgetProfile]) -> list[list[str]]:
     return groups
 
 
-def _layer_shares(profile: BudgetProfile) -> npt.NDArray[np.float64]:
+def _layer_shares(profile: BudgetProfile) -> FloatArray:
     """Kept share of the context in each layer, mean over heads, ``(n_layers,)``."""
-    shares: npt.NDArray[np.float64] = profile.budgets.mean(axis=1) / profile.context_tokens
+    shares: FloatArray = profile.budgets.mean(axis=1) / profile.context_tokens
     return shares
 
 

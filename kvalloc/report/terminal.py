@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 
@@ -149,7 +149,7 @@ def merged_names(profiles: Mapping[str, BudgetProfile]) -> dict[str, BudgetProfi
     return {" = ".join(names): profile for names, profile in groups}
 
 
-def _merged(profiles: Mapping[str, BudgetProfile]) -> dict[str, npt.NDArray[np.float64]]:
+def _merged(profiles: Mapping[str, BudgetProfile]) -> dict[str, FloatArray]:
     """Kept share of each layer, ``(n_layers,)``, by heading."""
     if not profiles:
         raise InputError("there is no budget profile to draw; give at least one")
@@ -166,7 +166,7 @@ def _merged(profiles: Mapping[str, BudgetProfile]) -> dict[str, npt.NDArray[np.f
 
 
 def _block(
-    columns: Mapping[str, npt.NDArray[np.float64]],
+    columns: Mapping[str, FloatArray],
     label_width: int,
     width: int,
     unicode: bool,

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime import plain
@@ -51,13 +51,13 @@ class Account:
         return plain.plain_bytes(shape, tokens) + plain.slid_out_bytes(self.layers)
 
     @property
-    def kept_tokens(self) -> npt.NDArray[np.int64]:
+    def kept_tokens(self) -> IntArray:
         """Entries stored now, ``(n_layers, n_kv_heads)``; where rows differ, those of the most."""
-        found: npt.NDArray[np.int64] = self.kept_tokens_by_row.max(axis=0, initial=0)
+        found: IntArray = self.kept_tokens_by_row.max(axis=0, initial=0)
         return found
 
     @property
-    def kept_tokens_by_row(self) -> npt.NDArray[np.int64]:
+    def kept_tokens_by_row(self) -> IntArray:
         """Entries stored now, ``(batch, n_layers, n_kv_heads)``."""
         heads = self.profile.shape.n_kv_heads
         found = np.zeros((self.batch, len(self.layers), heads), dtype=np.int64)

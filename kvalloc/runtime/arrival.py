@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime.ragged import IntArray
 
 __all__ = ["Arrival", "Step"]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import (
     ModelMismatchError,
     UnsupportedModelError,
@@ -34,7 +35,6 @@ from kvalloc.runtime.packed import packed_layers
 from kvalloc.runtime.packed_attention import entries_attention
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
-from kvalloc.runtime.ragged import IntArray
 from kvalloc.runtime.refusals import RefusedCalls
 from kvalloc.runtime.sizes import decoder_of
 

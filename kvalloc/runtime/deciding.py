@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor, nn
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.arrival import Arrival
@@ -28,8 +28,6 @@ __all__ = [
     "prompt_rows",
     "row_decisions",
 ]
-
-IntArray = npt.NDArray[np.int64]
 
 
 class Decide(Protocol):

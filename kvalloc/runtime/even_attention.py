@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.biased_attention import masked_attention
 from kvalloc.runtime.kernels import KERNEL_TYPES, Kernel, has_triton, kernel_for
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.masks import biased_mask
-from kvalloc.runtime.ragged import IntArray
 
 __all__ = [
     "SCRATCH_NUMBERS",

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import EvictionPolicy
-from kvalloc.runtime.ragged import IntArray
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.storing import Choice, store_choices
 from kvalloc.runtime.unfinished import Part, Unfinished, part_of, parts

@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.eviction import Eviction
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import RankedPolicy
-from kvalloc.runtime.ragged import IntArray
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.storing import Choice, store_choices
 from kvalloc.runtime.unfinished import Part, Unfinished, parts
@@ -138,7 +137,7 @@ class GroupEviction(Eviction):
 
     def _rows_that_evict(
         self, layer: BudgetLayer, states: AttentionStates, targets: IntArray
-    ) -> npt.NDArray[np.bool_]:
+    ) -> BoolArray:
         """Whether any head of a row gives up an entry that is no padding, (batch,)."""
         columns = np.full(targets.shape[0], int(states.keys.shape[2]), dtype=np.int64)
         if self.visible is not None:

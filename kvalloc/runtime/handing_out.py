@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["handed_out"]
+from kvalloc.accounting import IntArray
 
-IntArray = npt.NDArray[np.int64]
+__all__ = ["handed_out"]
 
 
 def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntArray:

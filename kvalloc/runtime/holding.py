@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates
@@ -29,7 +30,6 @@ from kvalloc.runtime.later_passes import (
 )
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import EvictionPolicy
-from kvalloc.runtime.ragged import IntArray
 from kvalloc.runtime.refusals import HALF_WAY, check_read
 from kvalloc.runtime.sizes import context_limit
 from kvalloc.scorers import Scorer

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvalloc.runtime.ragged import IntArray
+from kvalloc.accounting import IntArray
 
 __all__ = ["KERNEL_TYPES", "Kernel", "Packing", "SpannedEntries", "has_triton", "kernel_for"]
 

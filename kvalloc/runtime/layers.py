@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime.packed import PackedEntries
-from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
+from kvalloc.runtime.ragged import Piece, RaggedEntries
 from kvalloc.runtime.unfinished import Unfinished
 
 __all__ = [

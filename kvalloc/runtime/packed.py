@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.quantization import from_codes
-from kvalloc.runtime.ragged import BLOCK_TOKENS, IntArray, Piece, RaggedEntries
+from kvalloc.runtime.ragged import BLOCK_TOKENS, Piece, RaggedEntries
 from kvalloc.runtime.segments import Segment, unpacked_codes
 
 __all__ = ["PackedEntries", "PackedHeads", "packed_layers"]

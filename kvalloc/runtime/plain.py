@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.layers import BudgetLayer
-from kvalloc.runtime.ragged import IntArray
 from kvalloc.shape import ModelShape
 
 __all__ = [

@@ -8,16 +8,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from kvalloc.accounting import IntArray
 
 __all__ = ["BLOCK_TOKENS", "Piece", "RaggedEntries"]
 
 BLOCK_TOKENS = 128
 """Entries of a block: attention reads whole blocks of all heads in one operation."""
 
-IntArray = npt.NDArray[np.int64]
 
 if TYPE_CHECKING:
     #: Keys and values (n, head_dim), positions (n,), logit bias (n,) or None, and which of the n

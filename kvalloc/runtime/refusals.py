@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
@@ -17,7 +18,6 @@ from kvalloc.models.attention import base_implementation
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.masks import MaskKind, mask_kind
 from kvalloc.runtime.policies import ByHead, EvictionPolicy, RankedPolicy, Weighted, policy_class
-from kvalloc.runtime.ragged import IntArray
 
 if TYPE_CHECKING:
     from kvalloc.runtime.cache import BudgetCache

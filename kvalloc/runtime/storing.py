@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.packed import PackedEntries
-from kvalloc.runtime.ragged import IntArray, Piece, RaggedEntries
+from kvalloc.runtime.ragged import Piece, RaggedEntries
 from kvalloc.runtime.unfinished import Part
 
 __all__ = ["Choice", "store_choices"]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
-from kvalloc.problem.arrays import AllocationProblem, IntArray, RankBalance, Sense
+from kvalloc.problem.arrays import AllocationProblem, RankBalance, Sense
 
 MOST_CHOICES = 200_000
 """Choices that are looked at before a problem counts as too large."""

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
 from kvalloc.problem.arrays import (
     Aggregate,
     AllocationProblem,
-    FloatArray,
     GroupCap,
-    IntArray,
     MaxDistinct,
     RankBalance,
     SameBudget,

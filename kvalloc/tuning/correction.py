@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.problem.arrays import AllocationProblem
 from kvalloc.tuning.neighbours import Figures, kinds_of
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.formats.policy import Policy
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from kvalloc.measure.sampling import SampleSet
     from kvalloc.shape import ModelShape
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 _LEAST_PART = 1e-6
 _SCALE_FLOOR = 0.02

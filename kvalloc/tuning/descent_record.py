@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.measure.fingerprint import fingerprint
 from kvalloc.measure.job import versions
 from kvalloc.tuning.descent_settings import DescentSettings
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvalloc.measure.sampling import SampleSet
     from kvalloc.shape import ModelShape
 
-FloatArray = npt.NDArray[np.float64]
 
 RESAMPLES = 2000
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
@@ -30,7 +30,6 @@ from kvalloc.units import parse_share
 if TYPE_CHECKING:
     from kvalloc.prompts.texts import Document, Prompt
 
-FloatArray = npt.NDArray[np.float64]
 
 DEFAULT_POLICIES = (
     *("xkv:window=4:pool=1", "criticalkv:window=8", "tova", "keydiff", "streaming"),

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
 from kvalloc.files import atomic_write
 from kvalloc.formats.score_profile import ScoreProfile
@@ -25,9 +25,6 @@ from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers import get_scorer
 from kvalloc.tuning.neighbours import Figures, kinds_of, policies_at
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 HELD_BYTES = 4 * 2**30
 """Prompts whose keys and values fit in so much are kept; others are read again when needed."""

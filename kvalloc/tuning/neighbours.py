@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.problem.arrays import AllocationProblem
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 FACTOR = 1.6
 """A neighbour keeps so many times the evictable entries, or as many times fewer."""
@@ -126,6 +123,6 @@ def policies_at(problem: AllocationProblem) -> IntArray:
     return np.zeros_like(problem.tokens) if problem.policies is None else problem.policies
 
 
-def _nearest(kept: FloatArray, allowed: npt.NDArray[np.bool_], where: float) -> int:
+def _nearest(kept: FloatArray, allowed: BoolArray, where: float) -> int:
     distance = np.where(allowed, np.abs(kept - where), np.inf)
     return int(np.argmin(distance))

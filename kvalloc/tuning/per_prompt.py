@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_checks import BY_SCORE
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_COMBINE", "DEFAULT_OTHERS", "DEFAULT_SCORER", "tune_by_prompt"]
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 _DRAFT = "lookahead:tokens=16:row_reduce=max:group_reduce=max:votes=0"
 DEFAULT_SCORER = f"{_DRAFT}:pool=1"

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem.arrays import AllocationProblem
@@ -19,8 +19,6 @@ from kvalloc.tuning.neighbours import Figures, most_undecided, neighbours
 from kvalloc.tuning.shrinking import Shrunk, shrink_by_folds
 from kvalloc.tuning.tasks import comparable_scales, interval, prompt_weights, split_prompts
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]
 
 TIGHTENED, LEAST_STEP, MOST_STEP = 6, 0.1, 0.7

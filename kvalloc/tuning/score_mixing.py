@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.runtime.handing_out import handed_out
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WeighedPrompt", "Weighing", "WeighingJob", "WeighingStage", "weigh_scores"]
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 _LEAST_PART = 1e-6
 _LEAST_SCORE = 1e-9

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.tuning.tasks import folds, prompt_weights
-
-FloatArray = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
 
 SPREADS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, float("inf"))
 """How far units may differ from the pooled curve, relative to their expected change; 0 keeps the

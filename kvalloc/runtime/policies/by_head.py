@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import EvictionPolicy
@@ -43,7 +43,7 @@ class ByHead(EvictionPolicy):
     summary: ClassVar[str] = "each KV head by its own policy"
     reference: ClassVar[str] = "ours"
 
-    def __init__(self, policies: Sequence[EvictionPolicy], table: npt.NDArray[np.int64]) -> None:
+    def __init__(self, policies: Sequence[EvictionPolicy], table: IntArray) -> None:
         super().__init__(scorer=policies[0].scorer)
         for policy in policies:
             check_chooses_only(policy)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from kvalloc.accounting import FloatArray
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Combined, EvictionPolicy
 from kvalloc.runtime.selection import keep_best
@@ -42,7 +42,7 @@ class Weighted(EvictionPolicy):
     def __init__(
         self,
         scorers: Sequence[Scorer],
-        weights: npt.NDArray[np.float64],
+        weights: FloatArray,
         *,
         combining: EvictionPolicy | None = None,
     ) -> None:

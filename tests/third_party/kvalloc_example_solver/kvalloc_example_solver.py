@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem.arrays import AllocationProblem, IntArray, Sense, apportion
+from kvalloc.problem.arrays import AllocationProblem, Sense, apportion
 from kvalloc.problem.solver import Solution, Solver, Termination
 
 
