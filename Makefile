@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo test test-matrix test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
+.PHONY: help demo check test coverage test-matrix test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -74,8 +74,21 @@ demo: $(READY) ## profile, solve and run a real language model, all solvers side
 # Two workers with a thread each take half as long as one with two: most tests compute little.
 WORKERS ?= 2
 
+# The rooms that need no model, and what is quick of the others.
+CHECKED := $(addprefix tests/unit/,accounting allocation cli evaluate formats interop models \
+	problem prompts report scorers solvers test_import_time.py test_packaging.py) tests/golden
+
+check: lint types imports ## for every few edits: lint, types, imports, and the tests without a model
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
+		-m 'not model and not slow and not gpu' $(CHECKED)
+
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
 test: $(READY) ## all tests, those with the real model included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=15
+	$(TESTS) --durations=15
+
+coverage: $(READY) ## the same, and which lines of the package no test runs
+	$(TESTS) --cov --cov-report=term:skip-covered --cov-report=html
 
 # Every policy in every arrival on every model, each with every setting of all else: minutes, about
 # five cells a second and worker. WHOLE=1 takes all combinations (hours), CELLS=1000 SEED=7 so many
@@ -156,5 +169,5 @@ bench-quality: $(READY) $(PEERS_READY) ## shipped profiles against kvpress on he
 	$(BIN)/python benchmarks/record.py quality
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv .venv-kvpress .venv-gemma .venv-oldest build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-kvpress .venv-gemma .venv-oldest build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

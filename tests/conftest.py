@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import os
 from typing import Any
@@ -37,9 +38,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The closing lines: the runtime's matrix, and how many tests were skipped for which reason."""
+    _matrix_summary(terminalreporter, config)
+    reasons = collections.Counter(
+        " ".join(str(report.longrepr[2]).removeprefix("Skipped: ").split())
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    if reasons:
+        terminalreporter.section("skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:5d}  {reason}")
+
+
+def _matrix_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Of a matrix that was asked for: how many cells there are, and which are refused and why.
 
-    Of any cells that ran: how many with a kernel. The workers' tests tell it by a property.
+    Of any cells that ran: how many with a kernel. The workers' tests report it as a property.
     """
     asked = any(map(config.getoption, ("--matrix-product", "--whole-matrix", "--matrix-cells")))
     properties = [
