@@ -20,7 +20,7 @@ FOLLOWED = ("pool", "pooling", "group_reduce")
 
 USUAL = ("critical", "tova", "snapkv:window=1:pool=1")
 """What the word ``usual`` stands for: rankings that differ, and are each the best of many heads
-(docs/loss.md says how they were found)."""
+(docs/loss_studies.md has the figures)."""
 
 
 def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
