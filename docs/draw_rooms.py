@@ -9,6 +9,7 @@ left out (transitive reduction). The tools that every room may use (``errors``, 
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import grimp
 import matplotlib as mpl
@@ -40,8 +41,8 @@ def room_imports() -> nx.DiGraph:
 def routes(graph: nx.DiGraph) -> tuple[list[list[str]], dict[tuple[str, str], list[str]]]:
     """Rooms in rows, users above what they use, and the stops of every arrow, one in each row.
 
-    A stop that is not a room keeps a place in its row, so that no arrow runs through a box. Each row
-    is ordered by the mean place of the neighbours, from above and from below in turns.
+    A stop that is not a room keeps a place in its row, so that no arrow runs through a box. Rows
+    are ordered by the mean place of the neighbours, from above and from below in turns.
     """
     rows = [sorted(row) for row in nx.topological_generations(graph.reverse())][::-1]
     depth = {room: place for place, row in enumerate(rows) for room in row}
@@ -60,7 +61,7 @@ def routes(graph: nx.DiGraph) -> tuple[list[list[str]], dict[tuple[str, str], li
             where = {stop: (number + 0.5) / len(beside) for number, stop in enumerate(beside)}
             own = {stop: (number + 0.5) / len(row) for number, stop in enumerate(row)}
             near = {stop: [where[one] for one in stops[stop] if one in where] for stop in row}
-            row.sort(key=lambda stop: sum(near[stop]) / len(near[stop]) if near[stop] else own[stop])
+            row.sort(key=lambda stop: fmean(near[stop] or [own[stop]]))
     return rows, arrows
 
 
