@@ -1,11 +1,13 @@
-"""Writing a file so that nobody ever sees half of it."""
+"""Writing a file so that nobody ever sees half of it, and what every file says of its making."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from kvalloc.errors import InputError
@@ -70,3 +72,35 @@ def check_writable(path: str | Path) -> None:
         )
     if not os.access(target.parent, os.W_OK):
         raise InputError(f"cannot write {target}: no permission in the folder {target.parent}")
+
+
+def utc_date() -> str:
+    """Today as every file holds it: ISO 8601, in UTC, so that one day's files compare equal."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of kvalloc and of installed packages, by name; "source" for what is not installed.
+
+    Parameters
+    ----------
+    *packages : str
+        Names of distributions, such as ``"torch"``.
+    """
+    found = {}
+    for name in ("kvalloc", *packages):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "source"
+    return found
+
+
+def cache_folder() -> Path:
+    """Where kvalloc keeps what it made once: ``$KVALLOC_CACHE``, else the platform's folder."""
+    from platformdirs import user_cache_path  # only models in GGUF and the CPU kernel need it
+
+    chosen = os.environ.get("KVALLOC_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return user_cache_path("kvalloc", appauthor=False, opinion=False)

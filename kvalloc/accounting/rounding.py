@@ -1,6 +1,8 @@
-"""The one rounding rule: largest remainder within limits, conserving the total exactly."""
+"""The rounding rules: largest remainder within limits, and up to the grain of the costs."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +69,32 @@ def apportion(
         order = movable[np.argsort(-step * (real - result)[movable], kind="stable")]
         result[order[: abs(missing)]] += step
     return result
+
+
+def round_up_to_grain(above: float, grain: int) -> int:
+    """The smallest whole number of grains, 0 or more, that is not below a real-valued cost.
+
+    Every cost of a problem is its smallest cost plus a whole number of grains. A millionth of a
+    grain is taken for a rounding error of ``above``.
+
+    Parameters
+    ----------
+    above : float
+        Bytes above the smallest cost, such as the bound of a relaxation.
+    grain : int
+        Bytes.
+
+    Returns
+    -------
+    int
+        Bytes.
+
+    Examples
+    --------
+    >>> round_up_to_grain(1.0, 16), round_up_to_grain(16.000001, 16), round_up_to_grain(-5.0, 16)
+    (16, 16, 0)
+    """
+    return max(0, math.ceil(above / grain - 1e-6)) * grain
 
 
 def _shift_to_total(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import platform
 from typing import Any
 
@@ -16,6 +14,7 @@ from kvalloc.allocation.prediction import mean_retention, predicted_loss, worst_
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sharing import members_alike
 from kvalloc.allocation.verification import CheckedSolution
+from kvalloc.files import utc_date, versions
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem.arrays import AllocationProblem
@@ -98,8 +97,8 @@ def to_budget_profile(
         batch=request.batch,
         score_digest=scores.digest(),
         problem_digest=problem.digest(),
-        versions=_versions(),
-        created=datetime.date.today().isoformat(),
+        versions={"python": platform.python_version(), **versions("numpy")},
+        created=utc_date(),
     )
 
 
@@ -138,12 +137,3 @@ def _rank_table(
     table = np.full((scores.shape.n_layers, scores.shape.n_kv_heads), -1, dtype=np.int64)
     table[problem.layers, problem.heads] = checked.ranks
     return table
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "numpy": np.__version__}
-    try:
-        versions["kvalloc"] = importlib.metadata.version("kvalloc")
-    except importlib.metadata.PackageNotFoundError:
-        versions["kvalloc"] = "source"
-    return versions

@@ -216,7 +216,7 @@ def _demo_model() -> Finding:
 
 
 def _cache() -> Finding:
-    from kvalloc.models.user_cache import cache_folder
+    from kvalloc.files import cache_folder
 
     folder = cache_folder()
     existing = folder

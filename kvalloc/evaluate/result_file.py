@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from kvalloc.evaluate.scoring import Score
-from kvalloc.files import atomic_write
+from kvalloc.files import atomic_write, utc_date, versions
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.schema import budget_profile_dict
 from kvalloc.prompts.cases import Case
@@ -49,13 +48,11 @@ def evaluation_record(
     dict
         Of plain values; unknown is None.
     """
-    from kvalloc import __version__
-
     return {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"kvalloc": __version__},
+        "created": utc_date(),
+        "versions": versions(),
         "model": model_id,
         "settings": dict(settings),
         # Without an evaluation from before: the digest is that of what was evaluated.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvalloc.accounting import IntArray
+from kvalloc.files import versions
 from kvalloc.formats.policy import Policy
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import MeasuredSample
@@ -23,6 +23,9 @@ from kvalloc.shape import ModelShape
 if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates
 
+
+MEASURED_WITH = ("numpy", "torch", "transformers")
+"""Whose versions a measurement names."""
 
 MEASURED_LAYERS = 20
 """About what measuring a layer's losses takes, in layers of a mini-prefill; for the time left."""
@@ -158,18 +161,5 @@ class Job:
             **({} if self.losses is None else {"losses": self.losses.record()}),
             **({} if self.losses is None else {"answers": self.samples.answers_digest()}),
             **({"share_length": self.share_length} if self.share_length > 1 else {}),
-            "versions": versions(),
+            "versions": versions(*MEASURED_WITH),
         }
-
-
-def versions() -> dict[str, str]:
-    """Versions of the libraries that measure."""
-    import torch
-    import transformers
-
-    return {
-        "kvalloc": importlib.metadata.version("kvalloc"),
-        "numpy": np.__version__,
-        "torch": str(torch.__version__),
-        "transformers": str(transformers.__version__),
-    }

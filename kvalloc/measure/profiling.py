@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,12 @@ import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
-from kvalloc.files import check_writable
+from kvalloc.files import check_writable, utc_date, versions
 from kvalloc.formats.score_profile import ScoreProfile, rank_grid
 from kvalloc.measure.checkpoint import Checkpoint, MeasuredSample, checkpoint_folder
 from kvalloc.measure.curves import on_grid, retention_curves
 from kvalloc.measure.fidelity import checked_widths, layer_fidelity
-from kvalloc.measure.job import Job, versions
+from kvalloc.measure.job import MEASURED_WITH, Job
 from kvalloc.measure.loss_plan import LossMethod, LossPlan
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.probed import probed_samples
@@ -441,8 +440,8 @@ def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
         interpolation_error=max(result.interpolation_error for result in results),
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
-        versions=versions(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(*MEASURED_WITH),
+        created=utc_date(),
     )
 
 

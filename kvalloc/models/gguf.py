@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
+from kvalloc.files import cache_folder
 from kvalloc.models.quiet import one_line, quiet_transformers
-from kvalloc.models.user_cache import cache_folder
 
 _FORMAT = "1"
 _OLDEST_READER = (5, 23)

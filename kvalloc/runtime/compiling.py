@@ -1,6 +1,6 @@
 """Compiles a C file of kvalloc's on first use, where there is a compiler, and keeps the result.
 
-The result is kept in the user's cache folder (`kvalloc.models.user_cache`), else in a folder for
+The result is kept in the user's cache folder (`kvalloc.files.cache_folder`), else in a folder for
 temporary
 files, under a name made of all that it depends on. What is loaded runs with the user's rights, so
 it is taken only from where nobody else can put it. Threads are those of the OpenMP library that
@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from kvalloc.models.user_cache import cache_folder
+from kvalloc.files import cache_folder
 
 __all__ = ["SWITCH", "Compiled", "compiled", "openmp_libraries"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray
+from kvalloc.files import utc_date, versions
 from kvalloc.measure.fingerprint import fingerprint
-from kvalloc.measure.job import versions
+from kvalloc.measure.job import MEASURED_WITH
 from kvalloc.tuning.descent_settings import DescentSettings
 from kvalloc.tuning.descent_state import StateFile
 
@@ -47,7 +46,7 @@ def descent_record(
         "seed": seed,
         "text_digest": found.digest(),
         "answers": found.answers_digest(),
-        "versions": versions(),
+        "versions": versions(*MEASURED_WITH),
     }
 
 
@@ -130,10 +129,8 @@ def provenance(
             "predicted_interval": _interval(held_out_losses, seed),
             "predicted_with_equal_budgets": float(uniform_losses.mean()),
         },
-        "versions": {
-            name: importlib.metadata.version(name) for name in ("numpy", "torch", "transformers")
-        },
-        "created": datetime.date.today().isoformat(),
+        "versions": versions(*MEASURED_WITH),
+        "created": utc_date(),
     }
 
 

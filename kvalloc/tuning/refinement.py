@@ -11,6 +11,7 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import REQUEST_OPTIONS, Request
 from kvalloc.allocation.result import to_budget_profile
 from kvalloc.errors import InputError
+from kvalloc.files import versions
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.sampling import SampleSet
@@ -201,7 +202,7 @@ def _record(
 ) -> dict[str, Any]:
     """Everything that decides a measurement, for the checkpoint; rounds may be added later."""
     from kvalloc.measure.fingerprint import fingerprint
-    from kvalloc.measure.job import versions
+    from kvalloc.measure.job import MEASURED_WITH
 
     return {
         "refining": request.describe(),
@@ -213,5 +214,5 @@ def _record(
         "answers": samples.answers_digest(),
         "continuation_tokens": continuation_tokens,
         "probes": probes,
-        "versions": versions(),
+        "versions": versions(*MEASURED_WITH),
     }
