@@ -35,16 +35,17 @@ from kvalloc.allocation.decision import CheckedSolution, solve_problem
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, KVAllocError
-from kvalloc.problem.arrays import (
+from kvalloc.problem import (
     AllocationProblem,
     GroupCap,
     MaxDistinct,
     RankBalance,
     SameBudget,
     Sense,
+    Solver,
+    Termination,
 )
 from kvalloc.problem.registry import get_solver, solver_names
-from kvalloc.problem.solver import Solver, Termination
 from kvalloc.solvers.auto import Auto
 from kvalloc.testing import KINDS, larger_problem
 from kvalloc.testing.oracle import better

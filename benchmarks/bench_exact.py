@@ -42,9 +42,8 @@ from _real import described, real_scores
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
-from kvalloc.problem.arrays import AllocationProblem, GroupCap, MaxDistinct, RankBalance, Sense
+from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct, RankBalance, Sense, Solution
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Solution
 
 PAGE_TOKENS = 16
 BYTES_PER_TOKEN = 256

@@ -25,9 +25,8 @@ from _common import describe_where, where_it_ran
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solver, Termination
 from kvalloc.problem.registry import get_solver, solver_names
-from kvalloc.problem.solver import Solver, Termination
 from kvalloc.testing import brute_force, tiny_problem
 from kvalloc.testing.oracle import Optimum, better
 from kvalloc.testing.problems import CURVES, SIDES

@@ -42,7 +42,7 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import trace_frontier
 from kvalloc.allocation.request import Request
 from kvalloc.formats.score_profile import ScoreProfile, rank_grid
-from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.problem.registry import get_solver
 from kvalloc.shape import ModelShape
 

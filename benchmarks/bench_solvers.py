@@ -23,7 +23,7 @@ import numpy as np
 from _common import describe_where, ratios, summary, timed_in_turns, where_it_ran
 
 from kvalloc.allocation.decision import solve_problem
-from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.problem.registry import get_solver
 
 GREEDY_TARGET = 2.0

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
     from kvalloc.measure import profile
     from kvalloc.online.per_prompt import apply
-    from kvalloc.problem.arrays import AllocationProblem
-    from kvalloc.problem.solver import Solution, Solver, Termination
+    from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
     from kvalloc.runtime import load_cache
     from kvalloc.shape import ModelShape
     from kvalloc.tuning import refine
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _WHERE = {
-    "AllocationProblem": "kvalloc.problem.arrays",
+    "AllocationProblem": "kvalloc.problem",
     "BudgetProfile": "kvalloc.formats.budget_profile",
     "KVAllocError": "kvalloc.errors",
     "ModelShape": "kvalloc.shape",
     "Policy": "kvalloc.formats.budget_profile",
     "ScoreProfile": "kvalloc.formats.score_profile",
-    "Solution": "kvalloc.problem.solver",
-    "Solver": "kvalloc.problem.solver",
-    "Termination": "kvalloc.problem.solver",
+    "Solution": "kvalloc.problem",
+    "Solver": "kvalloc.problem",
+    "Termination": "kvalloc.problem",
     "apply": "kvalloc.online.per_prompt",
     "load_cache": "kvalloc.runtime",
     "load_profile": "kvalloc.formats.shipped_profiles",

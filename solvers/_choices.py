@@ -11,7 +11,7 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, GroupCap, SameBudget, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SameBudget, Sense
 
 CLOSED = 1e-11
 """Objective and bound this close, relative to the larger of 1 and the objective, are equal."""

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 
 from kvalloc.accounting import BoolArray, IntArray
-from kvalloc.problem.arrays import AllocationProblem, RankBalance
+from kvalloc.problem import AllocationProblem, RankBalance
 from kvalloc.solvers._choices import Choices
 
 VALUE_RANGE = 2**50

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem.arrays import AllocationProblem, RankBalance
+from kvalloc.problem import AllocationProblem, RankBalance
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import Limits, Program, Row
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, MaxDistinct, RankBalance, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, MaxDistinct, RankBalance, Sense
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_found import Found, Options, combined_bound, lossy_bound
 from kvalloc.solvers._ilp_program import Encoding, Limits, Placement, encode

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import AllocationProblem, Sense, TailBound
+from kvalloc.problem import AllocationProblem, Sense, TailBound, tail_bound
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_found import Found, Options
 from kvalloc.solvers._ilp_program import Encoding, Limits, Placement, Row, encode
@@ -52,7 +52,7 @@ class TailSearch(Search):
 
     def run(self) -> Found:
         """The optimum over what the bound leaves open."""
-        bound = self.problem.tail_bound()
+        bound = tail_bound(self.problem)
         mean = Choices.of(self.problem.reweighted(bound.weights))
         prices = best_prices(mean)
         known, ranks = self._known(bound, mean)

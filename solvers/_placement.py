@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem.arrays import AllocationProblem
+from kvalloc.problem import AllocationProblem
 
 EXCHANGES = 200
 """Exchanges tried after the first placing; a few are enough."""
@@ -26,7 +26,7 @@ def place(problem: AllocationProblem, choice: IntArray, n_ranks: int) -> IntArra
     -------
     ndarray of int64, (n_units,)
         Rank of each unit; no rank holds more than ``ceil(units of a layer / n_ranks)`` of a
-        layer. That is what `kvalloc.problem.arrays.RankBalance` asks for, apart from its tolerance.
+        layer. That is what `kvalloc.problem.RankBalance` asks for, apart from its tolerance.
     """
     costs = problem.costs[np.arange(problem.n_units), choice]
     ranks = np.zeros(problem.n_units, dtype=np.int64)

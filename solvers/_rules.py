@@ -8,8 +8,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import AllocationProblem, Sense
-from kvalloc.problem.solver import Solution, Termination
+from kvalloc.problem import AllocationProblem, Sense, Solution, Termination
 
 Rule = Callable[[int], IntArray]
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import AllocationProblem as Problem
-from kvalloc.problem.arrays import Sense, TailBound, tail_places
+from kvalloc.problem import AllocationProblem as Problem
+from kvalloc.problem import Sense, TailBound, dual_bound, tail_places
 
 ROUNDS = 2000
 """Most improvements of one choice; a safety net, dozens are common."""
@@ -92,7 +92,7 @@ class _Repair:
         problem, count = self.problem, self.scenarios.shape[0]
         even = np.full(count, 1.0 / count)
         if problem.sense is Sense.MAX_VALUE:
-            known = [self.bound.choice, problem.reweighted(even).dual_bound().choice]
+            known = [self.bound.choice, dual_bound(problem.reweighted(even)).choice]
             known.sort(key=problem.objective_value, reverse=True)
             yield from known
             return
@@ -113,7 +113,7 @@ class _Repair:
         for _ in range(RAISES):
             target = low + step if best is None else 0.5 * (low + high)
             try:
-                choice = mean.with_target(min(target, mean.max_value)).dual_bound().choice
+                choice = dual_bound(mean.with_target(min(target, mean.max_value))).choice
             except InfeasibleError:
                 break
             value = problem.objective_value(choice)

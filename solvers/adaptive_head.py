@@ -7,9 +7,9 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError, option
-from kvalloc.problem.arrays import AllocationProblem, apportion
-from kvalloc.problem.solver import Solution, Solver
+from kvalloc.problem import AllocationProblem, Solution, Solver
 from kvalloc.solvers._rules import needs_one_step, share_out
 
 SAFEGUARDS = ("reference", "floor")

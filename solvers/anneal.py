@@ -12,7 +12,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem.arrays import (
+from kvalloc.problem import (
     Aggregate,
     AllocationProblem,
     GroupCap,
@@ -21,8 +21,11 @@ from kvalloc.problem.arrays import (
     SameBudget,
     Sense,
     SideConstraint,
+    Solution,
+    Solver,
+    Termination,
+    dual_bound,
 )
-from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._placement import place
 
@@ -254,7 +257,7 @@ class _Search:
         rows = self.rows
         yield rows.floors
         yield np.argmax(rows.worth, axis=1).astype(np.int64)
-        dual = self.problem.dual_bound()
+        dual = dual_bound(self.problem)
         if self.problem.aggregate is Aggregate.WORST:
             reaches = rows.worth >= dual.bound
             yield np.where(reaches.any(axis=1), np.argmax(reaches, axis=1), self.columns - 1)

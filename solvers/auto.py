@@ -11,7 +11,7 @@ from functools import cache
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
-from kvalloc.problem.arrays import (
+from kvalloc.problem import (
     Aggregate,
     AllocationProblem,
     GroupCap,
@@ -19,8 +19,9 @@ from kvalloc.problem.arrays import (
     RankBalance,
     SameBudget,
     SideConstraint,
+    Solution,
+    Solver,
 )
-from kvalloc.problem.solver import Solution, Solver
 
 EXACT_TAIL_OPTIONS = 1500
 """With more options than this, the exact optimum over several workloads takes too long."""

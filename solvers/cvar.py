@@ -7,8 +7,7 @@ import time
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem
-from kvalloc.problem.solver import Solution, Solver, Termination
+from kvalloc.problem import Aggregate, AllocationProblem, Solution, Solver, Termination, tail_bound
 from kvalloc.solvers._tail_repair import best_known
 
 CLOSED = 1e-11
@@ -22,7 +21,7 @@ class CVaR(Solver):
     ``0 <= p_s <= 1 / (a S)``, ``sum p = 1``. With weights and a price on every byte each unit
     chooses on its own, ``argmax_k sum_s p_s v_suk - price * c_uk``, and the sum bounds the optimum.
     Weights and price are found by cutting planes: a linear program over them, with one row for
-    each option that was a best response so far (`AllocationProblem.tail_bound`). What the best
+    each option that was a best response so far (`kvalloc.problem.tail_bound`). What the best
     weights choose is then repaired: moves of one unit, then of two at once, each judged by what
     it does to the worst share itself, until none improves.
 
@@ -64,7 +63,7 @@ class CVaR(Solver):
         """
         limit = math.inf if time_limit_seconds is None else time_limit_seconds
         deadline = time.monotonic() + limit
-        bound = problem.tail_bound()
+        bound = tail_bound(problem)
         choice = best_known(problem, bound, deadline)
         if choice is None:
             raise SolverError(

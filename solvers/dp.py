@@ -11,8 +11,15 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, option
-from kvalloc.problem.arrays import AllocationProblem, SameBudget, Sense, SideConstraint
-from kvalloc.problem.solver import Solution, Solver, Termination
+from kvalloc.problem import (
+    AllocationProblem,
+    SameBudget,
+    Sense,
+    SideConstraint,
+    Solution,
+    Solver,
+    Termination,
+)
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import NOISE, Prices, best_prices
 from kvalloc.solvers._repair import best_known

@@ -10,8 +10,15 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem.arrays import AllocationProblem, GroupCap, Sense, SideConstraint
-from kvalloc.problem.solver import Solution, Solver, Termination
+from kvalloc.problem import (
+    AllocationProblem,
+    GroupCap,
+    Sense,
+    SideConstraint,
+    Solution,
+    Solver,
+    Termination,
+)
 
 VALUE_RANGE = 2**40
 """Gains are mapped to whole costs of arcs up to this size; flows of millions stay within int64."""

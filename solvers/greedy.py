@@ -8,8 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem.arrays import AllocationProblem, Sense, concave_response
-from kvalloc.problem.solver import Solution, Solver, Termination
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, Termination, steps_above
 
 SORTED_CANDIDATES = 4096
 """Once so few steps are left between two thresholds, they are sorted."""
@@ -131,7 +130,7 @@ def _bracket(
     # Gains that are exactly zero are common (entries without any score): look there first.
     middle = 0.0
     while cheap < middle < dear:
-        choice = concave_response(problem, middle, strict=True, at_least=inside, at_most=outside)
+        choice = steps_above(problem, middle, low=inside, high=outside)
         if accepted(choice):
             dear, inside = middle, choice
         else:

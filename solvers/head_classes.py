@@ -9,8 +9,7 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, InputError, option
-from kvalloc.problem.arrays import AllocationProblem, Sense
-from kvalloc.problem.solver import Solution, Solver
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 from kvalloc.solvers._options import numbers
 from kvalloc.solvers._rules import as_solution
 

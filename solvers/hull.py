@@ -9,8 +9,14 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.problem.arrays import AllocationProblem, SameBudget, SideConstraint
-from kvalloc.problem.solver import Solution, Solver, Termination
+from kvalloc.problem import (
+    AllocationProblem,
+    SameBudget,
+    SideConstraint,
+    Solution,
+    Solver,
+    Termination,
+)
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import upper_hull
 

@@ -7,7 +7,7 @@ import time
 from typing import ClassVar
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem.arrays import (
+from kvalloc.problem import (
     Aggregate,
     AllocationProblem,
     GroupCap,
@@ -15,8 +15,10 @@ from kvalloc.problem.arrays import (
     RankBalance,
     SameBudget,
     SideConstraint,
+    Solution,
+    Solver,
+    Termination,
 )
-from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.solvers._ilp_backends import BACKENDS
 from kvalloc.solvers._ilp_found import Options
 from kvalloc.solvers._ilp_search import Search

@@ -7,8 +7,15 @@ import time
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
-from kvalloc.problem.arrays import AllocationProblem, GroupCap, SameBudget, SideConstraint
-from kvalloc.problem.solver import Solution, Solver, Termination
+from kvalloc.problem import (
+    AllocationProblem,
+    GroupCap,
+    SameBudget,
+    SideConstraint,
+    Solution,
+    Solver,
+    Termination,
+)
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers._repair import best_known

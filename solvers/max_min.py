@@ -10,15 +10,17 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import (
+from kvalloc.problem import (
     Aggregate,
     AllocationProblem,
     GroupCap,
     SameBudget,
     Sense,
     SideConstraint,
+    Solution,
+    Solver,
+    Termination,
 )
-from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.solvers._choices import Choices
 
 MOST_LEVELS = 1_000_000

@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
-from kvalloc.problem.arrays import AllocationProblem, apportion
-from kvalloc.problem.solver import Solution, Solver
+from kvalloc.problem import AllocationProblem, Solution, Solver
 from kvalloc.solvers._options import numbers
 from kvalloc.solvers._rules import mean_budget_tokens, needs_one_step, share_out, tokens_per_step
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
-from kvalloc.problem.arrays import AllocationProblem, Sense, apportion
-from kvalloc.problem.solver import Solution, Solver
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 from kvalloc.solvers._rules import (
     as_solution,
     fewest_for_target,

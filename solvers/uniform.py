@@ -7,8 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem.arrays import AllocationProblem, Sense
-from kvalloc.problem.solver import Solution, Solver
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 from kvalloc.solvers._rules import as_solution, fewest_for_target, most_within_capacity
 
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import runs_of
-from kvalloc.problem.arrays import VALUE_TOLERANCE, Aggregate, AllocationProblem, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, Sense
+from kvalloc.problem.arrays import VALUE_TOLERANCE
 from kvalloc.shape import ModelShape
 
 Array = npt.NDArray[Any]

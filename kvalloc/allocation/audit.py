@@ -18,7 +18,7 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import groups_text, parse_groups
-from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem import AllocationProblem, Sense, dual_bound
 from kvalloc.shape import ModelShape
 
 TOLERANCE = 1e-9
@@ -343,7 +343,7 @@ def _close(name: str, stated: float | None, found: float) -> Check:
 
 def _bound_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
     """The stated bound must not be beaten, and must not claim more than duality allows."""
-    dual = problem.dual_bound().bound
+    dual = dual_bound(problem).bound
     objective, stated = problem.objective(choice), profile.bound
     slack = TOLERANCE * max(1.0, abs(objective))
     if stated is None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import Cost
+from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.grouping import settle
 from kvalloc.allocation.infeasibility import advise
@@ -23,9 +24,8 @@ from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Level
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import Groups, groups_record
-from kvalloc.problem.arrays import AllocationProblem, apportion
+from kvalloc.problem import AllocationProblem, Solver, Termination, dual_bound
 from kvalloc.problem.registry import get_solver, options_of
-from kvalloc.problem.solver import Solver, Termination
 
 __all__ = [
     "Average",
@@ -401,7 +401,7 @@ def _average_allocations(
                 low = middle + 1
         total = low
     choice = averaged(total)
-    dual = problem.dual_bound().bound
+    dual = dual_bound(problem).bound
     return CheckedSolution(
         choice=choice,
         objective=problem.objective(choice),

@@ -12,8 +12,15 @@ import numpy as np
 
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, Sense
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SideConstraint
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    MaxDistinct,
+    RankBalance,
+    Sense,
+    SideConstraint,
+)
 from kvalloc.problem.registry import get_solver
 
 PATIENCE_SECONDS = 10.0
@@ -183,7 +190,7 @@ class _Asker:
         def under(one: SideConstraint | None) -> CheckedSolution | bool | None:
             changed = problem.constraints[:index] + (one,) + problem.constraints[index + 1 :]
             kept = others if one is None else tuple(c for c in changed if c is not None)
-            return self.solve(dataclasses.replace(problem, constraints=kept))
+            return self.solve(problem.replace(constraints=kept))
 
         free = under(None)
         if not isinstance(free, CheckedSolution):

@@ -15,7 +15,7 @@ from kvalloc.allocation.sharing import grouped
 from kvalloc.allocation.values import least_loss_policies, unit_values, workload_values
 from kvalloc.errors import InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, Sense
 from kvalloc.problem.dominance import Undominated, undominated
 
 MOST_OPTIONS = 2**22

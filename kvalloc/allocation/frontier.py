@@ -24,9 +24,8 @@ from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.budget_profile import Level
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import Groups
-from kvalloc.problem.arrays import AllocationProblem
+from kvalloc.problem import AllocationProblem, Solution, Solver
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Solution, Solver
 
 
 @dataclass(frozen=True, kw_only=True)

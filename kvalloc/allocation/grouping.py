@@ -21,7 +21,7 @@ from kvalloc.allocation.sharing import group_values, grouped
 from kvalloc.errors import InfeasibleError, InputError, command, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import Groups, parse_groups
-from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem import AllocationProblem, Sense, dual_bound
 
 ROUNDS = 100
 """Halvings of the price interval."""
@@ -114,7 +114,7 @@ def choose_groups(scores: ScoreProfile, request: Request, most: int) -> Grouping
     search = _Search(scores, problem, most)
     bound = search.run()
     tried = search.groupings[-TRIED_GROUPINGS:]
-    bounds = [grouped(problem, scores, groups).dual_bound().bound for groups in tried]
+    bounds = [dual_bound(grouped(problem, scores, groups)).bound for groups in tried]
     best = max if problem.sense is Sense.MAX_VALUE else min
     return Grouping(groups=tried[bounds.index(best(bounds))], bound=bound)
 

@@ -7,7 +7,7 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.formats.policy import Policy
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem.arrays import AllocationProblem
+from kvalloc.problem import AllocationProblem
 
 
 def budget_table(scores: ScoreProfile, problem: AllocationProblem, choice: IntArray) -> IntArray:

@@ -21,8 +21,14 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, option, several
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem.arrays import AllocationProblem, Sense
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SideConstraint
+from kvalloc.problem import (
+    AllocationProblem,
+    GroupCap,
+    MaxDistinct,
+    RankBalance,
+    Sense,
+    SideConstraint,
+)
 from kvalloc.units import parse_bytes, parse_share
 
 

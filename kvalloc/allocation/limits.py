@@ -14,13 +14,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, option
-from kvalloc.problem.constraints import (
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SameBudget,
-    SideConstraint,
-)
+from kvalloc.problem import GroupCap, MaxDistinct, RankBalance, SameBudget, SideConstraint
 from kvalloc.shape import ModelShape
 from kvalloc.units import parse_bytes, parse_indices
 

@@ -17,7 +17,7 @@ from kvalloc.allocation.verification import CheckedSolution
 from kvalloc.files import utc_date, versions
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem.arrays import AllocationProblem
+from kvalloc.problem import AllocationProblem
 
 
 def to_budget_profile(

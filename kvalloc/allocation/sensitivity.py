@@ -9,9 +9,16 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, GroupCap
-from kvalloc.problem.dual import bound_at
-from kvalloc.problem.solver import Solver, Termination
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    Solver,
+    Termination,
+    bound_at,
+    cheapest_reaching,
+    dual_bound,
+)
 
 WORST_STEP = 0.01
 """How much more value is priced where single options would be a jagged measure."""
@@ -113,7 +120,7 @@ def price_at(
     if problem.constraints:
         return None
     if multiplier is None:
-        multiplier = problem.dual_bound().multiplier
+        multiplier = dual_bound(problem).multiplier
     return ShadowPrice(value_per_byte=multiplier, source="dual")
 
 
@@ -123,7 +130,7 @@ def bound_at_choice(problem: AllocationProblem, choice: IntArray) -> float:
     Tight for a concave problem at its optimum; valid for any.
     """
     if problem.aggregate is not Aggregate.SUM or not problem.is_concave:
-        return problem.dual_bound().bound
+        return dual_bound(problem).bound
     # Without the caps: the dual leaves side constraints out.
     return bound_at(problem, _next_gain(problem, choice, capped=False))
 
@@ -149,7 +156,7 @@ def _worst_price(problem: AllocationProblem, choice: IntArray) -> ShadowPrice:
     value = problem.objective_value(choice)
     source = f"{WORST_STEP:g} more"
     higher = min(value + WORST_STEP, problem.max_value)
-    now, then = problem.cheapest_reaching(value), problem.cheapest_reaching(higher)
+    now, then = cheapest_reaching(problem, value), cheapest_reaching(problem, higher)
     if now is None or then is None or higher <= value:
         return ShadowPrice(value_per_byte=0.0, source=source)
     more_bytes = problem.cost(then) - problem.cost(now)

@@ -11,7 +11,7 @@ from kvalloc.allocation.prediction import evictable_rank
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.formats.sharing_groups import Groups, groups_fault, segments_of
-from kvalloc.problem.arrays import AllocationProblem
+from kvalloc.problem import AllocationProblem
 
 
 def group_values(

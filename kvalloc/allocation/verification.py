@@ -14,8 +14,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.allocation.watchdog import NoAnswerError, call_in_time
 from kvalloc.errors import InputError, KVAllocError, SolverError
 from kvalloc.formats.budget_profile import relative_gap
-from kvalloc.problem.arrays import AllocationProblem, Sense
-from kvalloc.problem.solver import Solution, Solver, Termination
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, Termination, dual_bound
 
 PROOF_TOLERANCE = 1e-10
 """Objective and bound this close, relative to the larger of 1 and the objective, are equal."""
@@ -254,7 +253,7 @@ def _tightest_bound(
     cost = problem.cost(solution.choice)
     if problem.capacity_bytes is not None and cost > problem.capacity_bytes:
         problem = problem.with_capacity(cost)  # a rule that overspends: bound what it did spend
-    response = problem.dual_bound()
+    response = dual_bound(problem)
     dual = response.bound
     if solution.bound is None:
         return dual, "dual", response.multiplier

@@ -16,8 +16,8 @@ def solvers(json: Json = False, quiet: Quiet = False) -> None:
     Those of other packages are found too, through the entry-point group kvalloc.solvers.
     """
     from kvalloc.cli.plugins import describe_plugins, show_plugins
+    from kvalloc.problem import Solver
     from kvalloc.problem.registry import SOLVERS
-    from kvalloc.problem.solver import Solver
 
     hint = "" if quiet else "use one: kvalloc solve ... --solver NAME --solver-option KEY=VALUE"
     show_plugins(describe_plugins(SOLVERS, Solver), json=json, hint=hint)

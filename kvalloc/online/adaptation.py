@@ -17,8 +17,7 @@ from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Level
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem.arrays import AllocationProblem
-from kvalloc.problem.constraints import GroupCap
+from kvalloc.problem import AllocationProblem, GroupCap
 from kvalloc.problem.registry import get_solver
 
 __all__ = ["adapt_budgets", "check_adapt", "may_move"]

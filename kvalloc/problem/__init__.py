@@ -1,1 +1,52 @@
-"""What a solver sees: arrays, constraints, bounds, and the contract that it keeps."""
+"""What a solver sees: arrays, constraints, bounds, and the contract that it keeps.
+
+All that the author of a solver needs is here. Each module uses only those before it: `arrays`;
+`constraints`, `bounds` and `dominance`; `solver`; `registry`.
+"""
+
+from kvalloc.problem.arrays import (
+    Aggregate,
+    AllocationProblem,
+    Sense,
+    SideConstraint,
+    first_where,
+    tail_places,
+    tail_value,
+)
+from kvalloc.problem.bounds import (
+    DualBound,
+    TailBound,
+    best_response,
+    bound_at,
+    cheapest_reaching,
+    dual_bound,
+    steps_above,
+    tail_bound,
+)
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.solver import Solution, Solver, Termination
+
+__all__ = [
+    "Aggregate",
+    "AllocationProblem",
+    "DualBound",
+    "GroupCap",
+    "MaxDistinct",
+    "RankBalance",
+    "SameBudget",
+    "Sense",
+    "SideConstraint",
+    "Solution",
+    "Solver",
+    "TailBound",
+    "Termination",
+    "best_response",
+    "bound_at",
+    "cheapest_reaching",
+    "dual_bound",
+    "first_where",
+    "steps_above",
+    "tail_bound",
+    "tail_places",
+    "tail_value",
+]

@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import hashlib
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
-from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.rounding import apportion
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.accounting.costs import MOST_BYTES
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem.checks import check_arrays, is_broadcast, valid_options
-from kvalloc.problem.constraints import (
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SameBudget,
-    SideConstraint,
-)
-from kvalloc.problem.dual import DualBound, concave_response, dense_response, dual_bound
-from kvalloc.problem.workloads import (
-    TailBound,
-    check_scenarios,
-    most_tail_value,
-    reweighted,
-    scenario_values,
-    tail_bound,
-    tail_places,
-    tail_value,
-)
-from kvalloc.problem.worst_unit import cheapest_reaching, worst_unit_bound
-
-__all__ = [
-    "Aggregate",
-    "AllocationProblem",
-    "DualBound",
-    "GroupCap",
-    "MaxDistinct",
-    "RankBalance",
-    "SameBudget",
-    "Sense",
-    "SideConstraint",
-    "TailBound",
-    "apportion",
-    "concave_response",
-    "tail_places",
-]
-
-
-_ARRAYS = ("tokens", "values", "costs", "option_counts", "weights", "layers", "heads")
 
 VALUE_TOLERANCE = 1e-12
 """Values this close are equal: what summing a few thousand float64 terms may lose."""
@@ -69,6 +34,21 @@ CONCAVE_STRIDE = 64
 CONCAVE_BLOCK = 32_768
 """Values that are looked at together, 256 KiB."""
 
+MEAN_TOLERANCE = 1e-9
+"""How far the values may be from the mean of the scenarios, relative to the largest of them."""
+
+_PER_OPTION = ("tokens", "costs", "bits", "policies")
+_PER_UNIT = ("option_counts", "weights", "layers", "heads")
+_ARRAYS = ("tokens", "values", "costs", *_PER_UNIT, "bits", "policies", "scenarios")
+
+_OF_COSTS = frozenset({"costs", "option_counts"})
+_OF_VALUES = _OF_COSTS | {"values", "weights", "aggregate", "scenarios", "tail_share"}
+_DERIVED = {
+    **dict.fromkeys(("min_cost_bytes", "max_cost_bytes", "step_bytes", "lattice_bytes"), _OF_COSTS),
+    **dict.fromkeys(("max_value", "is_concave", "is_rising", "largest_gain"), _OF_VALUES),
+}
+"""Which fields each cached property is computed from: `replace` keeps it where none changed."""
+
 
 class Sense(Enum):
     """What is optimised: the value within a capacity, or the cost for a target value."""
@@ -84,6 +64,44 @@ class Aggregate(Enum):
     WORST = "worst"
     TAIL = "tail"
     """The sum, averaged over the worst share of several scenarios (CVaR)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideConstraint(ABC):
+    """Base of constraints beyond one capacity; a solver refuses kinds that it does not declare."""
+
+    keyword: ClassVar[str] = ""
+    """The keyword of `kvalloc.solve` that asks for it, if there is one."""
+
+    compares_tokens: ClassVar[bool] = False
+    """Whether it compares budgets in tokens, which says nothing where bits are chosen too."""
+
+    @abstractmethod
+    def fault(
+        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
+    ) -> str | None:
+        """What a choice violates, as half a sentence, or None.
+
+        Parameters
+        ----------
+        problem : AllocationProblem
+        choice : ndarray of int64, (n_units,)
+            Option of each unit.
+        ranks : ndarray of int64, (n_units,), or None
+            Tensor-parallel rank of each unit, where the solver placed them.
+        """
+
+    def floor_fault(self, problem: AllocationProblem) -> str | None:
+        """What no choice can satisfy, because even the smallest options violate it."""
+        return None
+
+    def stated(self) -> tuple[str, str]:
+        """What it is called and what it asks for, in a few words each."""
+        return type(self).__name__, str(self)
+
+    def members(self) -> tuple[int, ...]:
+        """The units that it names; none where it is about all of them."""
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +123,8 @@ class AllocationProblem:
         Bytes of each option; strictly rising along a row. ``tokens`` and ``costs`` may be
         broadcast views of one row.
     bits : ndarray of int64, (n_units, n_options), or None
-        Bit width of each option, where that is chosen too; a dearer option may then keep fewer
-        tokens, and a solver has to say that it takes such problems (`Solver.takes_bits`).
+        Bit width of each option, where that is chosen too; a more expensive option may then keep
+        fewer tokens, and a solver has to say that it takes such problems (`Solver.takes_bits`).
     policies : ndarray of int64, (n_units, n_options), or None
         Place of the policy behind each option's value, where units choose among several; solvers
         need not look at it.
@@ -163,15 +181,69 @@ class AllocationProblem:
     tail_share: float = 1.0
 
     def __post_init__(self) -> None:
-        check_arrays(self)
-        check_scenarios(self)
-        if self.sense is Sense.MAX_VALUE and (
-            self.capacity_bytes is None or self.target is not None
-        ):
+        self._check(changed=_OF_VALUES)
+
+    def replace(self, **changes: Any) -> AllocationProblem:
+        """A variant of the problem with other fields; what they touch is checked.
+
+        What was computed from unchanged fields is kept, so another capacity or target of a problem
+        with a hundred million options costs nothing.
+
+        Parameters
+        ----------
+        **changes
+            Fields by name.
+
+        Raises
+        ------
+        InputError
+            As for a new problem.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if unknown := changes.keys() - fields.keys():
+            raise TypeError(f"a problem has no field {', '.join(sorted(unknown))}")
+        known = (name for name, needs in _DERIVED.items() if needs.isdisjoint(changes))
+        kept = {name: self.__dict__[name] for name in known if name in self.__dict__}
+        other = object.__new__(AllocationProblem)
+        other.__dict__.update(fields | changes | kept)
+        other._check(changed=changes.keys())
+        return other
+
+    def with_capacity(self, capacity_bytes: int) -> AllocationProblem:
+        """The same units under another capacity, maximising value."""
+        return self.replace(sense=Sense.MAX_VALUE, capacity_bytes=capacity_bytes, target=None)
+
+    def with_target(self, target: float) -> AllocationProblem:
+        """The same units with a target to reach at least cost."""
+        return self.replace(sense=Sense.MIN_COST, capacity_bytes=None, target=target)
+
+    def reweighted(self, weights: FloatArray) -> AllocationProblem:
+        """The problem for one weighted mean of its scenarios, as a sum over units.
+
+        Parameters
+        ----------
+        weights : ndarray of float64, (n_scenarios,)
+            Not negative, summing to 1.
+        """
+        scenarios = self._required_scenarios
+        values = np.zeros(scenarios.shape[1:])
+        scaled = np.empty_like(values)
+        for scenario in np.flatnonzero(weights).tolist():
+            values += np.multiply(scenarios[scenario], weights[scenario], out=scaled)
+        return self.replace(values=values, aggregate=Aggregate.SUM, scenarios=None, tail_share=1.0)
+
+    def _check(self, changed: Set[str]) -> None:
+        """Refuse what no problem can be; arrays only where one of them changed."""
+        if not changed.isdisjoint((*_ARRAYS, "aggregate", "tail_share")):
+            self._check_arrays()
+            self._check_scenarios()
+            for name in _ARRAYS:  # a solver must not change what its answer is checked against
+                if (array := getattr(self, name)) is not None:
+                    array.flags.writeable = False
+        maximises, has_target = self.sense is Sense.MAX_VALUE, self.target is not None
+        if maximises and (self.capacity_bytes is None or has_target):
             raise InputError("a problem that maximises value needs a capacity and no target")
-        if self.sense is Sense.MIN_COST and (
-            self.target is None or self.capacity_bytes is not None
-        ):
+        if not maximises and (self.capacity_bytes is not None or not has_target):
             raise InputError("a problem that minimises cost needs a target and no capacity")
         if self.target is not None and not math.isfinite(self.target):
             raise InputError(f"the target is {self.target}, expected a finite number")
@@ -182,19 +254,78 @@ class AllocationProblem:
                     f"problem: {constraint.stated()[0]} names units {min(named)}..{max(named)} of "
                     f"0..{self.n_units - 1}"
                 )
-        if self.bits is not None:
-            self.bits.flags.writeable = False
-            compared = [c for c in self.constraints if isinstance(c, (SameBudget, MaxDistinct))]
-            if compared:
+            if self.bits is not None and constraint.compares_tokens:
                 raise InputError(
-                    f"{type(compared[0]).__name__} compares budgets in tokens, and with bits two "
+                    f"{type(constraint).__name__} compares budgets in tokens, and with bits two "
                     "budgets of the same tokens can differ; leave one of them out"
                 )
-        for name in _ARRAYS:  # a solver must not change what its answer is checked against
-            getattr(self, name).flags.writeable = False
-        for array in (self.scenarios, self.policies):
-            if array is not None:
-                array.flags.writeable = False
+
+    def _check_arrays(self) -> None:
+        shape = self.values.shape
+        if len(shape) != 2 or 0 in shape:
+            raise InputError(f"problem: values are shaped {shape}, expected (units, options)")
+        for name in _PER_OPTION:
+            array = getattr(self, name)
+            if array is not None and (array.shape != shape or array.dtype != np.int64):
+                raise InputError(
+                    f"problem: {name} are {array.dtype} shaped {array.shape}, expected int64 "
+                    f"shaped {shape}"
+                )
+        for name in _PER_UNIT:
+            if getattr(self, name).shape != shape[:1]:
+                raise InputError(f"problem: {name} must have one number for each unit")
+        counts = self.option_counts
+        if int(counts.min()) < 1 or int(counts.max()) > shape[1]:
+            unit = int(np.argmin(counts))
+            raise InputError(f"problem: unit {unit} has {int(counts[unit])} options, expected >= 1")
+        if not _all_finite(self.values):
+            raise InputError("problem: values are not all finite numbers")
+        if not _all_finite(self.weights) or float(self.weights.min()) < 0:
+            raise InputError("problem: weights must be finite and not negative")
+        for name, array in (("tokens", self.tokens), ("costs", self.costs)):
+            rows = _distinct_rows(array)
+            rising = np.diff(rows, axis=1) > 0
+            if rows.shape[0] > 1:
+                rising |= ~self.exists[:, 1:]
+            may_fall = name == "tokens" and self.bits is not None
+            if not (may_fall or np.all(rising)) or int(rows[:, 0].min()) < 0:
+                raise InputError(f"problem: {name} must be >= 0 and rise from option to option")
+        largest = self.costs[np.arange(self.n_units), self.last_options].tolist()
+        if sum(largest) > MOST_BYTES:  # of Python's numbers, which do not overflow
+            raise InputError(
+                f"problem: costs add up to more than the {MOST_BYTES:,} bytes that can be counted "
+                "with"
+            )
+
+    def _check_scenarios(self) -> None:
+        scenarios = self.scenarios
+        if (scenarios is not None) != (self.aggregate is Aggregate.TAIL):
+            raise InputError("problem: scenarios go with Aggregate.TAIL, and it with scenarios")
+        if scenarios is None:
+            return
+        if not 0 < self.tail_share <= 1:
+            raise InputError(
+                f"problem: the tail share is {self.tail_share:g}, expected a number above 0 and "
+                "up to 1"
+            )
+        if scenarios.ndim != 3 or not scenarios.size or scenarios.shape[1:] != self.values.shape:
+            raise InputError(
+                f"problem: scenarios are shaped {scenarios.shape}, expected (scenarios >= 1, "
+                f"{self.n_units}, {self.n_options})"
+            )
+        if not _all_finite(scenarios):
+            raise InputError("problem: scenarios are not all finite numbers")
+        off = np.abs(scenarios.mean(axis=0) - self.values).max()
+        if off > MEAN_TOLERANCE * max(1.0, float(np.abs(self.values).max())):
+            raise InputError(
+                f"problem: values must be the mean of the scenarios and are off by up to {off:.3g}"
+            )
+
+    @property
+    def _required_scenarios(self) -> FloatArray:
+        if self.scenarios is None:
+            raise InputError("this problem has no scenarios, only their mean")
+        return self.scenarios
 
     @property
     def n_units(self) -> int:
@@ -211,6 +342,17 @@ class AllocationProblem:
         """Index of each unit's most expensive option, ``(n_units,)``."""
         return self.option_counts - 1
 
+    @property
+    def exists(self) -> BoolArray:
+        """Which options a unit really has, ``(n_units, n_options)``; the rest is padding."""
+        there: BoolArray = np.arange(self.n_options) < self.option_counts[:, None]
+        return there
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some unit has fewer options than there are columns."""
+        return int(self.option_counts.min()) < self.n_options
+
     @cached_property
     def min_cost_bytes(self) -> int:
         """Cost of the cheapest choice: what floors alone take."""
@@ -224,23 +366,28 @@ class AllocationProblem:
     @cached_property
     def max_value(self) -> float:
         """No choice has a larger value; where curves rise, keeping everything has this one."""
-        if self.aggregate is Aggregate.TAIL:
-            return most_tail_value(self)
+        if self.aggregate is Aggregate.TAIL:  # the tail of each scenario's own best
+            bests = [self._best_of_rows(values) for values in self._required_scenarios]
+            return tail_value(np.array([math.fsum(best) for best in bests]), self.tail_share)
         if self.is_concave:  # rising rows end at their best option
             return self.objective_value(self.last_options)
-        rows = zip(self.values, self.option_counts.tolist(), strict=True)
-        bests = np.array([row[:count].max() for row, count in rows])
-        return self._aggregated(self.weights * bests)
+        return self._aggregated(self._best_of_rows(self.values))
+
+    def _best_of_rows(self, values: FloatArray) -> FloatArray:
+        """The largest weighted value of each unit."""
+        rows = zip(values, self.option_counts.tolist(), strict=True)
+        bests: FloatArray = np.array([row[:count].max() for row, count in rows])
+        return self.weights * bests
 
     @cached_property
     def step_bytes(self) -> int | None:
         """The one cost step between neighbouring options of all units, or None."""
         if self.n_options == 1:
             return None
-        rows = self.costs[:1] if is_broadcast(self.costs) else self.costs
-        steps = rows[:, 1:] - rows[:, :-1]
-        if rows.shape[0] > 1 and int(self.option_counts.min()) < self.n_options:
-            steps = steps[valid_options(self)[:, 1:]]
+        rows = _distinct_rows(self.costs)
+        steps = np.diff(rows, axis=1)
+        if rows.shape[0] > 1 and self.is_ragged:
+            steps = steps[self.exists[:, 1:]]
         first = int(steps.flat[0]) if steps.size else 0
         return first if first and bool(np.all(steps == first)) else None
 
@@ -249,7 +396,7 @@ class AllocationProblem:
         """Greatest common divisor of all cost differences: the grain of the total cost."""
         if self.step_bytes is not None:
             return self.step_bytes
-        rows = self.costs[:1] if is_broadcast(self.costs) else self.costs
+        rows = _distinct_rows(self.costs)
         differences = (rows - rows[:, :1])[:, 1:]
         return max(1, int(np.gcd.reduce(differences, axis=None))) if differences.size else 1
 
@@ -258,28 +405,15 @@ class AllocationProblem:
         """Whether every unit's value rises, by ever less for each step of equal cost."""
         if self.step_bytes is None:
             return self.n_options == 1
-        return self._rows_are_concave(self.values)
-
-    @cached_property
-    def scenarios_are_concave(self) -> bool:
-        """Whether that holds in every scenario, and so for every weighted mean of them."""
-        if self.scenarios is None or self.step_bytes is None:
-            return self.scenarios is not None and self.n_options == 1
-        return all(self._rows_are_concave(values) for values in self.scenarios)
-
-    def _rows_are_concave(self, values: FloatArray) -> bool:
         # Two buffers for all, as many rows as fit in the cache: all may be gigabytes.
         together = max(1, min(self.n_units, CONCAVE_BLOCK // self.n_options))
         buffers = (np.empty((together, self.n_options)), np.empty((together, self.n_options)))
-        if int(self.option_counts.min()) < self.n_options:
-            counts = self.option_counts.tolist()
-            return all(
-                _rows_are_concave(row[None, :count], *buffers)
-                for row, count in zip(values, counts, strict=True)
-            )
+        if self.is_ragged:
+            rows = zip(self.values, self.option_counts.tolist(), strict=True)
+            return all(_rows_are_concave(row[None, :count], *buffers) for row, count in rows)
         # The first alone: where curves are not concave, one is mostly enough to see it.
-        return _rows_are_concave(values[:1], *buffers) and all(
-            _rows_are_concave(values[first : first + together], *buffers)
+        return _rows_are_concave(self.values[:1], *buffers) and all(
+            _rows_are_concave(self.values[first : first + together], *buffers)
             for first in range(0, self.n_units, together)
         )
 
@@ -293,8 +427,7 @@ class AllocationProblem:
     def largest_gain(self) -> float:
         """No change of one unit's option adds more weighted value than this."""
         if self.is_concave:  # rising rows: from the first option to the last
-            units = np.arange(self.n_units)
-            rise = self.values[units, self.last_options] - self.values[:, 0]
+            rise = self.values[np.arange(self.n_units), self.last_options] - self.values[:, 0]
             return max(0.0, float((self.weights * rise).max()))
         return float(self.values.max() - self.values.min()) * float(self.weights.max())
 
@@ -306,24 +439,10 @@ class AllocationProblem:
         room = min(self.capacity_bytes, self.max_cost_bytes) - self.min_cost_bytes
         return self.min_cost_bytes + room // self.lattice_bytes * self.lattice_bytes
 
-    def with_capacity(self, capacity_bytes: int) -> AllocationProblem:
-        """The same units under another capacity, maximising value; arrays are not checked again."""
-        return self._with_goal(Sense.MAX_VALUE, capacity_bytes, None)
-
-    def with_target(self, target: float) -> AllocationProblem:
-        """The same units with a target to reach at least cost; arrays are not checked again."""
-        if not math.isfinite(target):
-            raise InputError(f"the target is {target}, expected a finite number")
-        return self._with_goal(Sense.MIN_COST, None, target)
-
-    def _with_goal(
-        self, sense: Sense, capacity_bytes: int | None, target: float | None
-    ) -> AllocationProblem:
-        other = copy.copy(self)  # shares arrays and everything already computed from them
-        for name, value in (("sense", sense), ("capacity_bytes", capacity_bytes)):
-            object.__setattr__(other, name, value)
-        object.__setattr__(other, "target", target)
-        return other
+    @property
+    def spendable_steps(self) -> int:
+        """Steps of one size above the smallest options that the capacity holds."""
+        return (self.spendable_bytes - self.min_cost_bytes) // (self.step_bytes or 1)
 
     def cost(self, choice: IntArray) -> int:
         """Bytes of a choice, ``choice`` being one option index per unit, ``(n_units,)``."""
@@ -335,7 +454,7 @@ class AllocationProblem:
         With scenarios, the mean of the sums in the worst share of them.
         """
         if self.aggregate is Aggregate.TAIL:
-            return tail_value(scenario_values(self, choice), self.tail_share)
+            return tail_value(self.scenario_values(choice), self.tail_share)
         return self._aggregated(self.weights * self.values[np.arange(self.n_units), choice])
 
     def _aggregated(self, worth: FloatArray) -> float:
@@ -349,13 +468,15 @@ class AllocationProblem:
             return self.objective_value(choice)
         return float(self.cost(choice))
 
-    def scenario_values(self, choice: IntArray) -> FloatArray:
-        """Value of a choice in each scenario, ``(n_scenarios,)``."""
-        return scenario_values(self, choice)
+    def is_better(self, first: float, second: float, slack: float = 0.0) -> bool:
+        """Whether the first objective beats the second by more than a relative slack."""
+        room = slack * max(1.0, abs(second))
+        return first > second + room if self.sense is Sense.MAX_VALUE else first < second - room
 
-    def reweighted(self, weights: FloatArray) -> AllocationProblem:
-        """The problem for one weighted mean of its scenarios, as a sum over units."""
-        return reweighted(self, weights)
+    def scenario_values(self, choice: IntArray) -> FloatArray:
+        """Value of a choice in each scenario, ``(n_scenarios,)``, each summed without loss."""
+        chosen = self._required_scenarios[:, np.arange(self.n_units), choice]
+        return np.array([math.fsum(row) for row in self.weights * chosen])
 
     def chosen_tokens(self, choice: IntArray) -> IntArray:
         """Budget of each unit in tokens per KV head, ``(n_units,)``."""
@@ -385,10 +506,11 @@ class AllocationProblem:
 
         A unit whose smallest option is larger gets that one.
         """
-        if is_broadcast(self.tokens):
-            found = np.searchsorted(self.tokens[0], tokens, side="right") - 1
+        rows = _distinct_rows(self.tokens)
+        if rows.shape[0] == 1:
+            found = np.searchsorted(rows[0], tokens, side="right") - 1
         else:
-            found = (self.tokens <= np.asarray(tokens)[:, None]).sum(axis=1) - 1
+            found = (rows <= np.asarray(tokens)[:, None]).sum(axis=1) - 1
         return np.clip(found, 0, self.last_options).astype(np.int64)
 
     def check_feasible(self) -> None:
@@ -429,56 +551,98 @@ class AllocationProblem:
         faults = (constraint.fault(self, choice, ranks) for constraint in self.constraints)
         return next((fault for fault in faults if fault is not None), None)
 
-    def best_response(self, multiplier: float) -> IntArray:
-        """Each unit's best option when a byte costs ``multiplier`` of value, ``(n_units,)``.
-
-        The smallest option among equals.
-        """
-        if self.is_concave and self.step_bytes is not None:
-            return concave_response(self, multiplier * self.step_bytes, strict=True)
-        return dense_response(self, multiplier)
-
-    def dual_bound(self) -> DualBound:
-        """A bound on the objective that owes nothing to a solver.
-
-        By Lagrangian duality, tightened to the grain of the costs; for a worst unit, the exact
-        optimum; for a tail of scenarios, by duality over their weights too. Side constraints are
-        left out, so it holds with and without them.
-        """
-        if self.aggregate is Aggregate.TAIL:
-            return self.tail_bound()
-        if self.aggregate is Aggregate.WORST:
-            return worst_unit_bound(self)
-        return dual_bound(self)
-
-    def tail_bound(self) -> TailBound:
-        """The same for a tail of scenarios, with the weights of the scenarios that prove it."""
-        return tail_bound(self)
-
-    def cheapest_reaching(self, level: float) -> IntArray | None:
-        """Each unit's cheapest option of at least a weighted value; None if one has none."""
-        return cheapest_reaching(self, level)
-
     def digest(self) -> str:
         """SHA-256 over everything that defines the problem."""
         hasher = hashlib.sha256()
         for name in _ARRAYS:
             array = getattr(self, name)
-            rows = array[:1] if is_broadcast(array) else array
-            hasher.update(f"{name}{array.shape}".encode())
-            hasher.update(np.ascontiguousarray(rows).data)
-        if self.bits is not None:
-            hasher.update(b"bits" + np.ascontiguousarray(self.bits).data)
-        if self.policies is not None:
-            hasher.update(b"policies" + np.ascontiguousarray(self.policies).data)
+            if array is not None:
+                hasher.update(f"{name}{array.shape}".encode())
+                for part in array if array.ndim == 3 else (_distinct_rows(array),):
+                    hasher.update(np.ascontiguousarray(part).data)
         goal = (self.sense.value, self.aggregate.value, self.capacity_bytes, self.target)
-        where = (self.context_tokens, self.protected_tokens, self.constraints)
+        where = (self.context_tokens, self.protected_tokens, self.constraints, self.tail_share)
         hasher.update(repr((*goal, *where)).encode())
-        if self.scenarios is not None:
-            hasher.update(f"scenarios{self.scenarios.shape}{self.tail_share!r}".encode())
-            for values in self.scenarios:
-                hasher.update(np.ascontiguousarray(values).data)
         return hasher.hexdigest()
+
+
+def tail_places(n_scenarios: int, tail_share: float) -> FloatArray:
+    """Weight of each place when scenarios are sorted from worst to best.
+
+    Parameters
+    ----------
+    n_scenarios : int
+    tail_share : float
+        Share of the scenarios that counts, above 0 and up to 1.
+
+    Returns
+    -------
+    ndarray of float64, (n_scenarios,)
+        Sums to 1.
+
+    Examples
+    --------
+    >>> tail_places(4, 0.5).tolist(), tail_places(4, 0.1).tolist()
+    ([0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0])
+    """
+    places = np.clip(tail_share * n_scenarios - np.arange(n_scenarios), 0.0, 1.0)
+    shares: FloatArray = places / places.sum()
+    return shares
+
+
+def tail_value(values: FloatArray, tail_share: float) -> float:
+    """Mean of the worst share of equally likely values, summed without loss.
+
+    Parameters
+    ----------
+    values : ndarray of float64, (n_scenarios,)
+    tail_share : float
+        Above 0 and up to 1.
+
+    References
+    ----------
+    Rockafellar and Uryasev: Optimization of conditional value-at-risk (2000).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> tail_value(np.array([0.9, 0.5, 0.7, 0.8]), 0.5)
+    0.6
+    """
+    return math.fsum(np.sort(values) * tail_places(values.size, tail_share))
+
+
+def first_where(holds: Callable[[IntArray], BoolArray], low: IntArray, high: IntArray) -> IntArray:
+    """The first place of each row at which a test holds, by bisection in all rows at once.
+
+    Parameters
+    ----------
+    holds : callable
+        ``holds(places)`` says for one place of each row, ``(n_rows,)``, whether the test holds
+        there; once it does, it holds to the end of the row.
+    low, high : ndarray of int64, (n_rows,)
+        First and last place of each row to look at.
+
+    Returns
+    -------
+    ndarray of int64, (n_rows,)
+        ``high`` where the test holds at no place before it.
+    """
+    for _ in range(int((high - low).max(initial=0)).bit_length()):
+        middle = (low + high) >> 1
+        found = holds(middle)
+        low = np.where(found, low, np.minimum(middle + 1, high))
+        high = np.where(found, middle, high)
+    return high
+
+
+def _all_finite(array: FloatArray) -> bool:
+    return math.isfinite(float(array.min())) and math.isfinite(float(array.max()))
+
+
+def _distinct_rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """One row where all rows are views of it, else the array."""
+    return array[:1] if array.ndim == 2 and array.strides[0] == 0 else array
 
 
 def _rows_are_concave(rows: FloatArray, first: FloatArray, second: FloatArray) -> bool:

@@ -3,52 +3,14 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
-
-if TYPE_CHECKING:
-    from kvalloc.problem.arrays import AllocationProblem
-
-
-@dataclass(frozen=True, kw_only=True)
-class SideConstraint(ABC):
-    """Base of constraints beyond one capacity; a solver refuses kinds that it does not declare."""
-
-    keyword: ClassVar[str] = ""
-    """The keyword of `kvalloc.solve` that asks for it, if there is one."""
-
-    @abstractmethod
-    def fault(
-        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
-    ) -> str | None:
-        """What a choice violates, as half a sentence, or None.
-
-        Parameters
-        ----------
-        problem : AllocationProblem
-        choice : ndarray of int64, (n_units,)
-            Option of each unit.
-        ranks : ndarray of int64, (n_units,), or None
-            Tensor-parallel rank of each unit, where the solver placed them.
-        """
-
-    def floor_fault(self, problem: AllocationProblem) -> str | None:
-        """What no choice can satisfy, because even the smallest options violate it."""
-        return None
-
-    def stated(self) -> tuple[str, str]:
-        """What it is called and what it asks for, in a few words each."""
-        return type(self).__name__, str(self)
-
-    def members(self) -> tuple[int, ...]:
-        """The units that it names; none where it is about all of them."""
-        return ()
+from kvalloc.problem.arrays import AllocationProblem, SideConstraint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +80,7 @@ class SameBudget(SideConstraint):
     """
 
     keyword: ClassVar[str] = "equal_heads"
+    compares_tokens: ClassVar[bool] = True
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -157,6 +120,7 @@ class MaxDistinct(SideConstraint):
     """
 
     keyword: ClassVar[str] = "max_distinct"
+    compares_tokens: ClassVar[bool] = True
 
     most: int
 

@@ -15,7 +15,7 @@ from kvalloc.errors import InputError, SolverError, nearest
 from kvalloc.problem.solver import Solver
 
 SOLVERS = "kvalloc.solvers"
-"""Entry-point group of solvers: each names a subclass of `kvalloc.problem.solver.Solver`."""
+"""Entry-point group of solvers: each names a subclass of `kvalloc.problem.Solver`."""
 
 SCORERS = "kvalloc.scorers"
 """Entry-point group of scorers: each names a subclass of `kvalloc.scorers.Scorer`."""
@@ -132,7 +132,7 @@ def get_solver(name: str, **options: Any) -> Solver:
     """
     loaded = load(SOLVERS, name)
     if not issubclass(loaded, Solver):
-        raise SolverError(f"the solver {name!r} is not a subclass of kvalloc.problem.solver.Solver")
+        raise SolverError(f"the solver {name!r} is not a subclass of kvalloc.problem.Solver")
     return build(loaded, options, what=f"solver {name}")
 
 

@@ -13,9 +13,8 @@ import pytest
 from kvalloc.allocation.decision import CheckedSolution, solve_problem
 from kvalloc.allocation.request import REQUEST_OPTIONS
 from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
-from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, Termination
 from kvalloc.problem.registry import solver_names
-from kvalloc.problem.solver import Solution, Solver, Termination
 from kvalloc.testing.oracle import Optimum, better, brute_force
 from kvalloc.testing.problems import KINDS, larger_problem, tiny_problem
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
-from kvalloc.problem.arrays import AllocationProblem, RankBalance, Sense
+from kvalloc.problem import AllocationProblem, RankBalance, Sense
 
 MOST_CHOICES = 200_000
 """Choices that are looked at before a problem counts as too large."""

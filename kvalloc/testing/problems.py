@@ -11,7 +11,7 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
-from kvalloc.problem.arrays import (
+from kvalloc.problem import (
     Aggregate,
     AllocationProblem,
     GroupCap,

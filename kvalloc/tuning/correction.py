@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.problem.arrays import AllocationProblem
+from kvalloc.problem import AllocationProblem
 from kvalloc.tuning.neighbours import Figures, kinds_of
 
 

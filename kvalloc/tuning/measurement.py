@@ -19,7 +19,7 @@ from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.loss_probe import LossProbe, Settled
 from kvalloc.measure.sampling import SampleSet
-from kvalloc.problem.arrays import AllocationProblem
+from kvalloc.problem import AllocationProblem
 from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.selection import keep_best

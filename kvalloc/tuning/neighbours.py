@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
-from kvalloc.problem.arrays import AllocationProblem
+from kvalloc.problem import AllocationProblem
 
 FACTOR = 1.6
 """A neighbour keeps so many times the evictable entries, or as many times fewer."""

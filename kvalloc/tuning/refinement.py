@@ -16,8 +16,8 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.sampling import SampleSet
 from kvalloc.models.loading import shape_of
+from kvalloc.problem import Solver
 from kvalloc.problem.registry import get_solver, options_of
-from kvalloc.problem.solver import Solver
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.tuning.measurement import JointProbes, Store
 from kvalloc.tuning.refine_prompts import chosen_prompts, refinement_prompts

@@ -11,8 +11,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import AllocationProblem
-from kvalloc.problem.solver import Solver
+from kvalloc.problem import AllocationProblem, Solver
 from kvalloc.tuning.correction import Region, corrected, moved, region
 from kvalloc.tuning.measurement import JointProbes
 from kvalloc.tuning.neighbours import Figures, most_undecided, neighbours

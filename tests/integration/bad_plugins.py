@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvalloc.problem.solver import Solution, Solver, Termination
+from kvalloc.problem import Solution, Solver, Termination
 
 
 class Honest(Solver):

@@ -11,8 +11,7 @@ from factories import make_scores
 
 from kvalloc.allocation import verification as checking
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.problem import registry
-from kvalloc.problem.solver import Solver
+from kvalloc.problem import Solver, registry
 
 BAD = {
     cls.name: cls

@@ -17,12 +17,13 @@ from kvalloc.allocation.diagnosis import (
     is_solvable,
     least_that_works,
 )
-from kvalloc.problem.arrays import AllocationProblem, Sense
-from kvalloc.problem.constraints import (
+from kvalloc.problem import (
+    AllocationProblem,
     GroupCap,
     MaxDistinct,
     RankBalance,
     SameBudget,
+    Sense,
     SideConstraint,
 )
 from kvalloc.testing import brute_force, tiny_problem

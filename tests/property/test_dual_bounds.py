@@ -15,14 +15,20 @@ from factories import (
 )
 
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, Sense
-from kvalloc.problem.dual import concave_response, dense_response
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    Sense,
+    best_response,
+    dual_bound,
+    steps_above,
+)
 
 SEEDS = range(2000, 2300)
 
 
 def assert_valid(problem: AllocationProblem) -> tuple[float, float]:
-    dual, best = problem.dual_bound(), brute_force(problem)
+    dual, best = dual_bound(problem), brute_force(problem)
     assert best is not None
     if problem.sense is Sense.MAX_VALUE:
         assert dual.bound >= best - 1e-12
@@ -58,7 +64,7 @@ def test_the_worst_unit_bound_is_the_optimum() -> None:
             problem = problem.with_target(0.7 * problem.max_value)
         best = brute_force(problem)
         assert best is not None
-        dual = problem.dual_bound()
+        dual = dual_bound(problem)
         assert dual.bound == pytest.approx(best, abs=1e-12)
         assert problem.objective(dual.choice) == pytest.approx(best, abs=1e-12)
 
@@ -74,7 +80,7 @@ def test_the_worst_unit_bound_knows_ties_weights_and_falling_values() -> None:
         problem = make_problem(values, capacity=int(rng.integers(0, 10)), weights=weights)
         problem = dataclasses.replace(problem, aggregate=Aggregate.WORST)
         assert problem.is_rising == bool(np.all(np.diff(values, axis=1) >= 0))
-        dual = problem.dual_bound()
+        dual = dual_bound(problem)
         assert dual.bound == brute_force(problem)
         assert problem.objective(dual.choice) == dual.bound
         assert problem.cost(dual.choice) <= problem.spendable_bytes
@@ -86,26 +92,25 @@ def test_bisection_and_looking_at_everything_agree() -> None:
         values = concave_values(rng, 5, 40, kind=0)
         problem = make_problem(values, capacity=60, weights=rng.random(5), step=3)
         for price in [0.0, *10.0 ** rng.uniform(-4, 0, 5)]:
-            dense = dense_response(problem, float(price))
-            assert problem.best_response(float(price)).tolist() == dense.tolist()
+            net = problem.weights[:, None] * problem.values - price * problem.costs
+            response = best_response(problem, float(price))
+            assert response.tolist() == np.argmax(net, axis=1).tolist()
 
 
-def test_strict_and_loose_thresholds_differ_by_the_ties() -> None:
+def test_steps_above_a_price_leave_out_those_that_gain_just_that() -> None:
     problem = make_problem([[0, 3, 5, 7, 8], [0, 2, 4, 4, 4]], capacity=3)
-    strict = concave_response(problem, 2.0, strict=True)
-    loose = concave_response(problem, 2.0, strict=False)
-    assert strict.tolist() == [1, 0]
-    assert loose.tolist() == [3, 2]
-    nothing = concave_response(problem, 100.0, strict=False)
-    assert nothing.tolist() == [0, 0]
+    assert steps_above(problem, 2.0).tolist() == [1, 0]
+    assert steps_above(problem, np.array([1.0, -1.0])).tolist() == [3, 4]
+    assert steps_above(problem, np.array([0.5]), units=np.array([1])).tolist() == [2]
+    assert steps_above(problem, 100.0).tolist() == [0, 0]
 
 
 def test_limits_that_are_known_do_not_change_the_response() -> None:
     rng = np.random.default_rng(7)
     problem = make_problem(concave_values(rng, 6, 50), capacity=100)
-    low, high = (concave_response(problem, t, strict=True) for t in (0.9, 0.1))
-    free = concave_response(problem, 0.5, strict=True)
-    held = concave_response(problem, 0.5, strict=True, at_least=low, at_most=high)
+    low, high = (steps_above(problem, t) for t in (0.9, 0.1))
+    free = steps_above(problem, 0.5)
+    held = steps_above(problem, 0.5, low=low, high=high)
     assert free.tolist() == held.tolist()
 
 
@@ -113,12 +118,12 @@ def test_limits_that_are_known_do_not_change_the_response() -> None:
 def test_an_infeasible_problem_has_no_bound(goal: dict[str, float]) -> None:
     problem = make_problem([[0, 1], [0, 1]], protected_tokens=2, **goal)  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError):
-        problem.dual_bound()
+        dual_bound(problem)
 
 
 def test_an_option_of_nothing_but_floors() -> None:
     """One option a unit: nothing to decide, and the bound says exactly that."""
     for goal in ({"capacity": 4}, {"capacity": 100}, {"target": 0.7}, {"target": 0.1}):
         problem = make_problem([[0.3], [0.4]], protected_tokens=2, **goal)  # type: ignore[arg-type]
-        assert problem.dual_bound().bound == (0.7 if "capacity" in goal else 4)
-        assert problem.dual_bound().choice.tolist() == [0, 0]
+        assert dual_bound(problem).bound == (0.7 if "capacity" in goal else 4)
+        assert dual_bound(problem).choice.tolist() == [0, 0]

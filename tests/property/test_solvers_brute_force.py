@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from kvalloc.allocation.decision import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.arrays import AllocationProblem, Sense
+from kvalloc.problem import AllocationProblem, Sense, Solver, Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Solver, Termination
 
 CONCAVE = 250
 HARD = 150

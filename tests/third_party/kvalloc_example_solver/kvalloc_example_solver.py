@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem.arrays import AllocationProblem, Sense, apportion
-from kvalloc.problem.solver import Solution, Solver, Termination
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, Termination
 
 
 class SquareRoot(Solver):

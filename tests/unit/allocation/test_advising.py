@@ -12,7 +12,7 @@ from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.limits import Limits
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem.solver import Solution, Solver
+from kvalloc.problem import Solution, Solver
 
 ENTRY = make_shape().bytes_per_entry
 

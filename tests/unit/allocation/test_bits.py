@@ -25,7 +25,7 @@ from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, ProfileFileError, SolverError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem.arrays import MaxDistinct, SameBudget
+from kvalloc.problem import MaxDistinct, SameBudget
 from kvalloc.problem.dominance import undominated
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.testing import brute_force

@@ -12,9 +12,8 @@ from factories import make_problem, make_scores
 
 from kvalloc.allocation.decision import solve, solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem.arrays import AllocationProblem, GroupCap
+from kvalloc.problem import AllocationProblem, GroupCap, Solution, Solver, Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Solution, Solver, Termination
 
 VALUES = [[0.0, 0.5, 0.75], [0.0, 0.25, 0.375]]
 PROBLEM = make_problem(VALUES, capacity=2)  # the optimum is (2, 0) or (1, 1), worth 0.75

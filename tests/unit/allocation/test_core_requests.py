@@ -14,7 +14,7 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem.arrays import Aggregate, Sense
+from kvalloc.problem import Aggregate, Sense
 from kvalloc.units import parse_bytes, parse_share
 
 

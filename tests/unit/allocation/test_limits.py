@@ -16,7 +16,7 @@ from kvalloc.allocation.limits import RANK_TOLERANCE, LayerCap, Limits
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem import GroupCap, MaxDistinct, RankBalance, SameBudget
 from kvalloc.units import parse_indices
 
 

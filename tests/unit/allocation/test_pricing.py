@@ -15,8 +15,7 @@ from kvalloc.allocation.limits import Limits
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sensitivity import AGAIN_SECONDS, MORE, bound_at_choice, price_at, price_of
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.problem.arrays import AllocationProblem, Sense
-from kvalloc.problem.constraints import GroupCap
+from kvalloc.problem import AllocationProblem, GroupCap, Sense, dual_bound
 from kvalloc.problem.registry import get_solver
 from kvalloc.testing import tiny_problem
 
@@ -73,7 +72,7 @@ def test_what_is_not_concave_is_priced_by_its_dual() -> None:
         price = price_at(problem, solve_problem(problem, AUTO).choice)
         assert price is not None
         assert price.source == "dual"
-        assert price.value_per_byte == problem.dual_bound().multiplier
+        assert price.value_per_byte == dual_bound(problem).multiplier
 
 
 @pytest.mark.parametrize("seed", range(3))

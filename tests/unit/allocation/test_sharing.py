@@ -19,7 +19,7 @@ from kvalloc.allocation.request import Request
 from kvalloc.cli.main import main
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.problem.arrays import Sense
+from kvalloc.problem import Sense
 from kvalloc.problem.registry import get_solver
 
 GOALS = [{"budget": "50%"}, {"target_retention": 0.7}, {"budget_tokens": 9}, {"budget": "100%"}]

@@ -16,8 +16,15 @@ from kvalloc.allocation.audit import verify
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, Sense
-from kvalloc.problem.workloads import tail_places, tail_value
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    Sense,
+    dual_bound,
+    tail_bound,
+    tail_places,
+    tail_value,
+)
 from kvalloc.testing import brute_force, tiny_problems
 
 TAILS = [
@@ -77,15 +84,15 @@ def test_the_value_of_a_choice():
 
 def test_the_bound_is_tight_where_both_workloads_pull():
     problem = tail_problem()
-    bound = problem.tail_bound()
+    bound = tail_bound(problem)
     assert bound.bound == pytest.approx(1.1, abs=1e-9)
     assert bound.weights.tolist() == pytest.approx([0.5, 0.5], abs=1e-6)
     best = brute_force(problem)
     assert best is not None
     assert best.objective == pytest.approx(1.1)
     cheapest = tail_problem(target=1.1)
-    assert cheapest.dual_bound().bound == 2.0
-    assert tail_problem(target=0.0).dual_bound().bound == 0.0
+    assert dual_bound(cheapest).bound == 2.0
+    assert dual_bound(tail_problem(target=0.0)).bound == 0.0
 
 
 def test_no_choice_beats_the_bound():
@@ -94,7 +101,7 @@ def test_no_choice_beats_the_bound():
     for name, problem in cases:
         optimum = brute_force(dataclasses.replace(problem, constraints=()))
         try:
-            bound = problem.dual_bound()
+            bound = dual_bound(problem)
         except InfeasibleError:
             assert optimum is None, name
             continue
@@ -112,10 +119,10 @@ def test_any_weights_bound_the_tail_and_the_best_ones_most():
         rng = np.random.default_rng(seed)
         scenarios = np.cumsum(-np.sort(-rng.random((3, 4, 12)), axis=2), axis=2)
         problem = tail_problem(scenarios, tail_share=1 / 3, capacity=17)
-        best = problem.tail_bound()
+        best = tail_bound(problem)
         assert best.weights.sum() == pytest.approx(1.0, abs=1e-12)
         others = [
-            problem.reweighted(weights).dual_bound().bound
+            dual_bound(problem.reweighted(weights)).bound
             for weights in rng.dirichlet(np.ones(3), 20)
         ]
         assert best.bound <= min(others) + 1e-9
@@ -142,7 +149,7 @@ def test_the_bound_is_that_of_the_whole_linear_program():
             b_eq=np.ones(5),
             bounds=[(0, 1)] * n + [(None, None)] + [(0, None)] * 4,
         )
-        assert problem.tail_bound().bound == pytest.approx(-answer.fun, abs=1e-7)
+        assert tail_bound(problem).bound == pytest.approx(-answer.fun, abs=1e-7)
 
 
 def test_a_weighted_mean_keeps_the_rest():
@@ -187,7 +194,7 @@ def test_scenarios_and_tail_are_part_of_the_problems_identity():
 
 def test_a_target_beyond_all_is_refused_with_the_most():
     with pytest.raises(InfeasibleError, match="cannot be met") as error:
-        tail_problem(target=1.3).dual_bound()
+        dual_bound(tail_problem(target=1.3))
     assert error.value.nearest == pytest.approx(1.2)
 
 
@@ -293,3 +300,19 @@ def test_brute_force_by_the_definition():
         optimum = brute_force(problem)
         assert optimum is not None
         assert optimum.objective == pytest.approx(best, abs=1e-12)
+
+
+def test_a_variant_computes_again_what_its_changes_touch() -> None:
+    """Values that rise on the whole may fall in one of the scenarios."""
+    scenarios = np.array([[[0.0, 3.0, 4.0]], [[0.0, 1.0, 0.5]]])
+    problem = make_problem(
+        scenarios.mean(axis=0), capacity=2, scenarios=scenarios, aggregate=Aggregate.TAIL
+    )
+    assert problem.is_rising
+    assert problem.with_capacity(1).__dict__["is_rising"]
+    one = problem.reweighted(np.array([0.0, 1.0]))
+    assert not one.is_rising
+    with pytest.raises(InputError, match="not all finite"):
+        problem.replace(values=np.full((1, 3), np.nan))
+    with pytest.raises(TypeError, match="no field capacity"):
+        problem.replace(capacity=3)

@@ -10,13 +10,14 @@ import pytest
 from factories import concave_values, make_problem, random_hard_problem
 
 from kvalloc.errors import InfeasibleError, InputError, ModelMismatchError
-from kvalloc.problem.arrays import (
+from kvalloc.problem import (
     AllocationProblem,
     GroupCap,
     MaxDistinct,
     RankBalance,
     SameBudget,
     Sense,
+    dual_bound,
 )
 from kvalloc.shape import ModelShape
 
@@ -172,7 +173,7 @@ def test_options_within() -> None:
 
 
 def test_with_capacity_and_with_target_share_the_arrays() -> None:
-    assert GOOD.with_target(0.6).dual_bound().bound == 2
+    assert dual_bound(GOOD.with_target(0.6)).bound == 2
     other = GOOD.with_target(0.6).with_capacity(1)
     assert (other.capacity_bytes, other.target, other.sense) == (1, None, Sense.MAX_VALUE)
     assert other.values is GOOD.values

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem import registry
-from kvalloc.problem.solver import Solver
+from kvalloc.problem import Solver, registry
 
 BUILT_IN = {"adaptive_head", "greedy", "ilp", "pyramid", "uniform"}
 
@@ -77,7 +76,7 @@ def test_options_that_cannot_be(name: str, options: dict[str, Any], words: str) 
         ("no.such.module:Solver", r"'broken' \(no.such.module:Solver\) cannot be loaded"),
         ("kvalloc.solvers.greedy:Nothing", "cannot be loaded"),
         ("kvalloc.solvers.pyramid:pyramid_line", "is not a class"),
-        ("pathlib:Path", "is not a subclass of kvalloc.problem.solver.Solver"),
+        ("pathlib:Path", "is not a subclass of kvalloc.problem.Solver"),
     ],
 )
 def test_a_broken_plug_in_is_named(plug_in: Any, value: str, words: str) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 
 from kvalloc.allocation.decision import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem.arrays import AllocationProblem, Sense, SideConstraint
-from kvalloc.problem.solver import Solver, Termination
+from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solver, Termination
 from kvalloc.testing import brute_force, tiny_problem
 from kvalloc.testing.problems import CURVES, SIDES
 

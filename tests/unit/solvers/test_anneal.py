@@ -8,10 +8,8 @@ from factories import concave_values, make_problem
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem.arrays import MaxDistinct, RankBalance
-from kvalloc.problem.constraints import SideConstraint
+from kvalloc.problem import MaxDistinct, RankBalance, SideConstraint, Termination, dual_bound
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Termination
 from kvalloc.solvers._placement import place
 from kvalloc.testing import brute_force, larger_problem, tiny_problem, tiny_problems
 
@@ -107,7 +105,7 @@ def test_the_seed_decides():
 
 def test_it_is_not_worse_than_where_it_starts():
     problem = larger_problem("unequal_costs", seed=3, n_layers=8, n_heads=4, n_options=30)
-    start = problem.objective(problem.dual_bound().choice)
+    start = problem.objective(dual_bound(problem).choice)
     assert solve_problem(problem, get_solver("anneal", steps=1500)).objective >= start
 
 

@@ -10,9 +10,7 @@ from test_anneal import OnlyEven
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import registry
-from kvalloc.problem.arrays import Sense
-from kvalloc.problem.solver import Termination
+from kvalloc.problem import Sense, Termination, registry
 from kvalloc.testing import larger_problem, tiny_problem, tiny_problems
 
 AUTO = registry.get_solver("auto")

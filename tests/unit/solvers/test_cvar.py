@@ -12,9 +12,8 @@ from factories import make_problem
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, MaxDistinct, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, MaxDistinct, Sense, Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Termination
 from kvalloc.solvers.cvar import CVaR
 from kvalloc.solvers.ilp import ILP
 from kvalloc.testing import brute_force

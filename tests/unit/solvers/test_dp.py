@@ -16,9 +16,8 @@ from exact_cases import (
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem.arrays import Aggregate, GroupCap, SameBudget
+from kvalloc.problem import Aggregate, GroupCap, SameBudget, Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Termination
 from kvalloc.solvers.dp import DP
 
 

@@ -17,9 +17,8 @@ from exact_cases import (
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem.arrays import AllocationProblem, GroupCap, MaxDistinct
+from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct, Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Termination
 from kvalloc.solvers.flow import Flow
 
 CONCAVE = ("concave", "paged", "tied", "weighted")

@@ -8,8 +8,8 @@ from factories import concave_values, make_problem, make_scores
 
 from kvalloc.allocation.decision import solve, solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
+from kvalloc.problem import Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Termination
 
 # Ten tokens; a streaming head keeps 4: 2 recent and 2 sinks.
 LOCAL = np.minimum(np.linspace(0.0, 2.0, 11), 0.8 + np.linspace(0, 0.2, 11))

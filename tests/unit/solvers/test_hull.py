@@ -9,9 +9,8 @@ from scipy.optimize import linprog
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import SolverError
-from kvalloc.problem.arrays import Aggregate, AllocationProblem, GroupCap, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, Sense, Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Termination
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import upper_hull
 from kvalloc.solvers.hull import Hull

@@ -24,7 +24,7 @@ from exact_cases import (
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem.arrays import (
+from kvalloc.problem import (
     Aggregate,
     AllocationProblem,
     GroupCap,
@@ -33,8 +33,9 @@ from kvalloc.problem.arrays import (
     SameBudget,
     Sense,
     SideConstraint,
+    Solver,
+    Termination,
 )
-from kvalloc.problem.solver import Solver, Termination
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_backends import stdout_kept_clean
 from kvalloc.solvers._levels import level_sets

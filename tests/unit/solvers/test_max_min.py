@@ -8,9 +8,8 @@ from factories import concave_values, make_problem
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem.arrays import Aggregate, GroupCap, MaxDistinct, SameBudget
+from kvalloc.problem import Aggregate, GroupCap, MaxDistinct, SameBudget, Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Termination
 from kvalloc.testing import brute_force, tiny_problems
 
 MAX_MIN = get_solver("max_min")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from factories import make_problem, make_scores
 
+from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.decision import solve, solve_problem
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem.arrays import apportion
+from kvalloc.problem import Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Termination
 
 EVEN = np.linspace(0.0, 1.0, 9)  # 8 entries that gain the same: entropy log 8
 HALF = np.minimum(np.linspace(0.0, 2.0, 9), 1.0)  # 4 that gain the same, 4 nothing: log 4

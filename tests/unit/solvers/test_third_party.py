@@ -18,8 +18,8 @@ from factories import make_problem, make_scores
 from kvalloc.allocation.verification import GRACE_SECONDS, solve_problem
 from kvalloc.allocation.watchdog import NoAnswerError, call_in_time
 from kvalloc.errors import SolverError
+from kvalloc.problem import Solution, Solver, Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.problem.solver import Solution, Solver, Termination
 
 SOURCE = Path(__file__).parents[2] / "third_party" / "kvalloc_example_solver"
 

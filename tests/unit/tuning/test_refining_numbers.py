@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError
-from kvalloc.problem.arrays import AllocationProblem
+from kvalloc.problem import AllocationProblem
 from kvalloc.tuning.correction import corrected, moved, region
 from kvalloc.tuning.neighbours import most_undecided, neighbours
 from kvalloc.tuning.shrinking import pooled, shrink, shrink_by_folds

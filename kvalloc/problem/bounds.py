@@ -1,0 +1,437 @@
+"""Bounds that need no trust in a solver: by duality, for the worst unit, and for a tail.
+
+*Sums.* For a price of one byte, each unit's best option is found on its own; the sum is a bound on
+the whole for every price, and the best price gives the tightest one (Fisher, 1981; for separable
+concave problems of equal steps it is exact on the grain of the costs).
+
+*The worst unit.* Exact by bisection of the level, because each unit can be judged on its own.
+
+*The tail of several scenarios.* With equally likely scenarios s of values f_s, the mean of the
+worst share a of them is
+
+    CVaR_a = max_t  t - sum_s max(0, t - f_s) / (a S)  =  min_p  sum_s p_s f_s
+
+over the risk envelope ``p >= 0, sum p = 1, p_s <= 1 / (a S)`` (Rockafellar and Uryasev, 2000;
+Rockafellar, Uryasev and Zabarankin, 2006, for the envelope). a = 1 is the mean; a <= 1 / S is the
+worst scenario. For fixed p the value is a sum over units again, so its dual bound holds for the
+tail too, whatever p is; the best p and the best price of a byte minimise a convex function, whose
+cutting planes are the units' best responses (Kelley, 1960).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.accounting.rounding import round_up_to_grain
+from kvalloc.errors import SolverError
+from kvalloc.problem.arrays import (
+    Aggregate,
+    AllocationProblem,
+    first_where,
+    tail_places,
+)
+
+PRICE_ROUNDS = 200
+"""Halvings of the price interval; float64 runs out of digits long before."""
+
+TAIL_ROUNDS = 60
+"""Linear programs solved for the best weights; any weights give a bound, these a tight one."""
+
+CLOSE = 1e-10
+"""Bounds this close, as a share of the range of the values (costs), are the same."""
+
+MOST_WEIGHT = 1e6
+"""Largest worth of a target, in ranges of the cost for a range of the values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualBound:
+    """A bound and the price that proves it.
+
+    Attributes
+    ----------
+    bound : float
+        No choice is better: an upper bound on the value, or a lower bound on the cost in bytes.
+    multiplier : float
+        Price of one byte in units of value: the shadow price of the capacity. 0 for the worst
+        unit, which has no price that is the same for all.
+    choice : ndarray of int64, (n_units,)
+        The cheapest best response at that price that stays on the feasible side of the capacity
+        (MAX_VALUE), or that meets the target (MIN_COST).
+    """
+
+    bound: float
+    multiplier: float
+    choice: IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailBound(DualBound):
+    """A bound on the mean of the worst scenarios, and the weights and price that prove it.
+
+    Attributes
+    ----------
+    weights : ndarray of float64, (n_scenarios,)
+        Weights of the scenarios within the risk envelope; those whose sum problem bounds this one.
+    """
+
+    weights: FloatArray
+
+
+def dual_bound(problem: AllocationProblem) -> DualBound:
+    """A bound on the objective that owes nothing to a solver.
+
+    By Lagrangian duality, tightened to the grain of the costs; for a worst unit, the exact
+    optimum; for a tail of scenarios, by duality over their weights too.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+        Side constraints are left out: the bound holds with and without them.
+
+    Returns
+    -------
+    DualBound
+
+    Raises
+    ------
+    InfeasibleError
+        If no choice meets the capacity or the target.
+    """
+    if problem.aggregate is Aggregate.TAIL:
+        return tail_bound(problem)
+    problem.check_feasible()
+    return (_worst_bound if problem.aggregate is Aggregate.WORST else _sum_bound)(problem)
+
+
+def bound_at(problem: AllocationProblem, price: float) -> float:
+    """The dual function at a price: a valid bound for any price, tight for the right one.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    price : float
+        Weighted value per byte, at least 0.
+
+    Returns
+    -------
+    float
+        An upper bound on the value, or a lower bound on the cost, rounded up to its grain.
+    """
+    response = best_response(problem, price)
+    value, cost = problem.objective_value(response), problem.cost(response)
+    if problem.target is None:
+        return value + price * (problem.spendable_bytes - cost)
+    if price <= 0.0:
+        return float(problem.min_cost_bytes)
+    relaxed = cost + (problem.lowest_accepted_value - value) / price
+    floors = problem.min_cost_bytes
+    return float(floors + round_up_to_grain(relaxed - floors, problem.lattice_bytes))
+
+
+def best_response(problem: AllocationProblem, price: float) -> IntArray:
+    """Each unit's best option when a byte costs ``price`` of value, ``(n_units,)``.
+
+    The smallest option among equals.
+    """
+    if problem.is_concave and problem.step_bytes is not None:
+        return steps_above(problem, price * problem.step_bytes)
+    net = problem.weights[:, None] * problem.values - price * problem.costs
+    if problem.is_ragged:
+        net[~problem.exists] = -np.inf
+    best: IntArray = np.argmax(net, axis=1).astype(np.int64)
+    return best
+
+
+def steps_above(
+    problem: AllocationProblem,
+    price: float | FloatArray,
+    *,
+    units: IntArray | None = None,
+    low: IntArray | None = None,
+    high: IntArray | None = None,
+) -> IntArray:
+    """Steps of each unit that gain more than their price.
+
+    Gains of a concave unit fall along its row, so the count is found by bisection in every row at
+    once, without ever forming the gains: O(n_units log n_options).
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+        Concave, with one cost step.
+    price : float, or ndarray of float64, (n,)
+        Weighted gain per step, of all units or of each.
+    units : ndarray of int64, (n,), optional
+        Units to look at; all by default.
+    low, high : ndarray of int64, (n,), optional
+        Limits: the search starts between them.
+
+    Returns
+    -------
+    ndarray of int64, (n,)
+        Option indices.
+    """
+    units = np.arange(problem.n_units) if units is None else units
+    last, weights = problem.last_options[units], problem.weights[units]
+    values = problem.values
+
+    def too_little(steps: IntArray) -> BoolArray:
+        gains = weights * (values[units, np.minimum(steps + 1, last)] - values[units, steps])
+        return gains <= price
+
+    return first_where(
+        too_little, np.zeros_like(last) if low is None else low, last if high is None else high
+    )
+
+
+def _sum_bound(problem: AllocationProblem) -> DualBound:
+    """The tightest Lagrangian bound, found by bisecting the price of a byte."""
+    low = 0.0
+    # At this price every unit takes its cheapest option.
+    high = 2.0 * (problem.largest_gain + 1e-300) / problem.lattice_bytes
+    free = best_response(problem, 0.0)
+    if problem.target is None and problem.cost(free) <= problem.spendable_bytes:
+        return DualBound(bound=bound_at(problem, 0.0), multiplier=0.0, choice=free)
+    for _ in range(PRICE_ROUNDS):
+        middle = 0.5 * (low + high)
+        if middle in (low, high):
+            break
+        if _spends_enough(problem, best_response(problem, middle)):
+            low = middle
+        else:
+            high = middle
+    ends = {price: bound_at(problem, price) for price in (low, high)}
+    tightest, feasible = (min, high) if problem.target is None else (max, low)
+    price = tightest(ends, key=lambda p: ends[p])
+    choice = best_response(problem, feasible)
+    return DualBound(bound=ends[price], multiplier=price, choice=choice)
+
+
+def _spends_enough(problem: AllocationProblem, choice: IntArray) -> bool:
+    if problem.target is None:
+        return problem.cost(choice) > problem.spendable_bytes
+    return problem.meets_target(problem.objective_value(choice))
+
+
+def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | None:
+    """Each unit's cheapest option whose weighted value reaches a level.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    level : float
+        Weighted value that every unit must reach.
+
+    Returns
+    -------
+    ndarray of int64, (n_units,), or None
+        None when some unit reaches it with no option.
+    """
+    units, last = np.arange(problem.n_units), problem.last_options
+    if problem.is_rising:
+        if np.any(problem.weights * problem.values[units, last] < level):
+            return None
+        return first_where(
+            lambda options: problem.weights * problem.values[units, options] >= level,
+            np.zeros_like(last),
+            last,
+        )
+    first = np.zeros(problem.n_units, dtype=np.int64)
+    # One unit at a time: problems can have a hundred million options.
+    for unit, count in enumerate(problem.option_counts.tolist()):
+        reaches = problem.weights[unit] * problem.values[unit, :count] >= level
+        first[unit] = np.argmax(reaches)
+        if not reaches[first[unit]]:
+            return None
+    return first
+
+
+def _worst_bound(problem: AllocationProblem) -> DualBound:
+    """The exact optimum of the worst unit.
+
+    What a level costs changes only where it is the value of some option, so halving the interval
+    between a level that is affordable and one that is not, down to neighbouring numbers, ends at
+    the largest such value. A choice is worth at least the level that it was asked for: what it is
+    worth is the next level known to be affordable.
+    """
+    if problem.target is not None:
+        choice = cheapest_reaching(problem, problem.lowest_accepted_value)
+        assert choice is not None  # check_feasible has seen that the target can be reached
+        return DualBound(bound=float(problem.cost(choice)), multiplier=0.0, choice=choice)
+    best = np.zeros(problem.n_units, dtype=np.int64)
+    low, high = problem.objective_value(best), problem.max_value
+    level = high
+    while True:
+        within = cheapest_reaching(problem, level)
+        if within is not None and problem.cost(within) <= problem.spendable_bytes:
+            best, low = within, problem.objective_value(within)
+        else:
+            high = level
+        level = low + 0.5 * (high - low)
+        if not low < level < high:
+            return DualBound(bound=problem.objective_value(best), multiplier=0.0, choice=best)
+
+
+def tail_bound(problem: AllocationProblem) -> TailBound:
+    """The tightest Lagrangian bound on the mean of the worst scenarios.
+
+    Weights of the scenarios and the price of a byte are found together: a linear program over
+    them holds one row for each option that was some unit's best response so far, and its solution
+    asks for the next ones. What is returned is the dual bound of the problem for the best weights
+    found, so it holds however far the linear programs got.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+        With `Aggregate.TAIL`. Side constraints are left out: the bound holds with and without
+        them.
+
+    Returns
+    -------
+    TailBound
+        Its choice keeps the capacity; it meets the target where keeping everything does.
+
+    Raises
+    ------
+    InfeasibleError
+        If no choice meets the capacity or the target.
+
+    References
+    ----------
+    Kelley: The cutting-plane method for solving convex programs (1960).
+    """
+    problem.check_feasible()
+    floors = np.zeros(problem.n_units, dtype=np.int64)
+    if problem.target is not None and problem.meets_target(problem.objective_value(floors)):
+        count = problem.scenario_values(floors).size
+        even = np.full(count, 1.0 / count)
+        bound = float(problem.min_cost_bytes)
+        return TailBound(bound=bound, multiplier=0.0, choice=floors, weights=even)
+    weights = _best_weights(problem)
+    proven = dual_bound(problem.reweighted(weights))
+    choice = proven.choice
+    if not problem.meets_target(problem.objective_value(choice)):
+        choice = problem.last_options.copy()
+    return TailBound(
+        bound=proven.bound, multiplier=proven.multiplier, choice=choice, weights=weights
+    )
+
+
+class _Master:
+    """The linear program over scenario weights g, the price y of a byte, and the units' worths t.
+
+    Minimise ``sum_u t_u + y C - T sum_s g_s`` with ``t_u >= sum_s g_s v_s[u, k] - y c[u, k]`` for
+    the options k seen so far and g in the risk envelope. For most value, ``sum g = 1`` and T = 0;
+    for least cost, y = 1 and C = 0, and g is as large as the target is worth. Values and costs
+    are counted from each unit's first option, in shares of their ranges.
+    """
+
+    def __init__(self, problem: AllocationProblem, scenarios: FloatArray) -> None:
+        self.problem, self.scenarios = problem, scenarios
+        self.units = np.arange(problem.n_units)
+        first, last = scenarios[:, :, 0], scenarios[:, self.units, problem.last_options]
+        self.floors = np.array([math.fsum(row) for row in problem.weights * first])
+        rise = np.abs(problem.weights * (last - first)).sum(axis=1).max()
+        self.value_range = float(rise) or 1.0
+        self.cost_range = float(problem.max_cost_bytes - problem.min_cost_bytes) or 1.0
+        if problem.target is not None:
+            goal = (self.floors - problem.lowest_accepted_value) / self.value_range, 0.0
+        else:
+            room = (problem.spendable_bytes - problem.min_cost_bytes) / self.cost_range
+            goal = self.floors / self.value_range, room
+        self.goal = np.append(*goal)  # the objective of g and y
+        self.seen: set[tuple[int, int]] = set()
+        self.of_unit: list[IntArray] = []
+        self.rows: list[FloatArray] = []
+        self.add(problem.last_options)
+
+    def add(self, choice: IntArray) -> bool:
+        """Rows for the options of a choice; False where all are there already."""
+        fresh = [u for u, k in enumerate(choice.tolist()) if k > 0 and (u, k) not in self.seen]
+        self.seen.update((u, int(choice[u])) for u in fresh)
+        if fresh:
+            self.of_unit.append(np.asarray(fresh, dtype=np.int64))
+            self.rows.append(self._relative(choice)[fresh])
+        return bool(fresh)
+
+    def _relative(self, choice: IntArray) -> FloatArray:
+        """Value in each scenario and minus the cost of chosen options, ``(n_units, S + 1)``."""
+        problem, units = self.problem, self.units
+        values = self.scenarios[:, units, choice] - self.scenarios[:, :, 0]
+        costs = problem.costs[units, choice] - problem.costs[:, 0]
+        scaled = problem.weights * values / self.value_range
+        return np.vstack([scaled, -costs[None, :] / self.cost_range]).T
+
+    def worth(self, at: FloatArray, choice: IntArray) -> float:
+        """The function itself at g and y, given the best response to them."""
+        return float(self.goal @ at) + math.fsum(self._relative(choice) @ at)
+
+    def solve(self) -> tuple[FloatArray, float]:
+        """The best g and y for the rows there are, and the value: a bound on the best there is."""
+        from scipy import sparse
+        from scipy.optimize import linprog
+
+        count, n_units = self.floors.size, self.problem.n_units
+        of_unit = np.concatenate(self.of_unit)
+        n_rows = of_unit.size
+        picks = sparse.csr_matrix(
+            (-np.ones(n_rows), (np.arange(n_rows), of_unit)), shape=(n_rows, n_units)
+        )
+        effective = max(1.0, self.problem.tail_share * count)
+        envelope = np.hstack([effective * np.eye(count) - 1.0, np.zeros((count, 1))])
+        rows = [[sparse.csr_matrix(np.vstack(self.rows)), picks], [envelope, None]]
+        total = np.concatenate([np.ones(count), np.zeros(1 + n_units)])[None, :]
+        least_cost = self.problem.target is not None
+        weight = (0.0, MOST_WEIGHT if least_cost else 1.0)
+        price = (1.0, 1.0) if least_cost else (0.0, None)
+        answer = linprog(
+            np.concatenate([self.goal, np.ones(n_units)]),
+            A_ub=sparse.bmat(rows, format="csr"),
+            b_ub=np.zeros(n_rows + count),
+            A_eq=None if least_cost else total,
+            b_eq=None if least_cost else np.ones(1),
+            bounds=[weight] * count + [price] + [(0.0, None)] * n_units,
+            method="highs",
+            options={"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9},
+        )
+        if answer.status != 0:
+            raise SolverError(f"the best scenario weights cannot be found: {answer.message}")
+        return np.maximum(answer.x[: count + 1], 0.0), float(answer.fun)
+
+
+def _best_weights(problem: AllocationProblem) -> FloatArray:
+    """Weights of the scenarios whose problem bounds the tail best."""
+    assert problem.scenarios is not None  # check_feasible has valued them
+    master = _Master(problem, problem.scenarios)
+    count = master.floors.size
+    if not master.rows:  # one option for each unit: the weights that its own tail has
+        weights = np.zeros(count)
+        weights[np.argsort(master.floors, kind="stable")] = tail_places(count, problem.tail_share)
+        return weights
+    even = np.full(count, 1.0 / count)
+    best, lowest = even, math.inf
+    for _ in range(TAIL_ROUNDS):
+        at, reached = master.solve()
+        total = float(at[:count].sum())
+        weights, response = even, np.zeros(problem.n_units, dtype=np.int64)
+        if total > 0:  # without any weight on the target, the first options are best
+            weights = at[:count] / total
+            price = float(at[count]) / total * (master.value_range / master.cost_range)
+            response = best_response(problem.reweighted(weights), price)
+        worth = master.worth(at, response)
+        if worth < lowest:
+            best, lowest = weights, worth
+        if lowest - reached <= CLOSE or not master.add(response):
+            break
+    # A linear program's tolerance may leave the weights a little outside the envelope.
+    most = 1.0 / max(1.0, problem.tail_share * count)
+    inside: FloatArray = np.minimum(best / best.sum(), most)
+    missing, slack = 1.0 - float(inside.sum()), most - inside
+    if missing > 0 and float(slack.sum()) > 0:
+        inside += slack * (missing / slack.sum())
+    return inside
