@@ -1,1 +1,19 @@
 """Data that ships with kvalloc, read through :mod:`importlib.resources`."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+def words(name: str) -> Any:
+    """The word list of a name in ``words.json``: a list, or several by name."""
+    return _word_lists()[name]
+
+
+@cache
+def _word_lists() -> dict[str, Any]:
+    lists: dict[str, Any] = json.loads((resources.files(__name__) / "words.json").read_text())
+    return lists

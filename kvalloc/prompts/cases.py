@@ -12,38 +12,28 @@ ANSWER_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
-    """One question to a compressed prompt, or the text that follows it.
+class Expected:
+    """Which answers are right, and how what the model writes is held against them.
 
     Attributes
     ----------
-    question_ids : tuple of int, (n_question,)
-        What is read after the compression, before the answer; empty where the prompt itself ends
-        with the question.
     answers : tuple of str
         Right answers, any of them will do; empty where nothing is asked.
     metric : str
-        How what the model writes is held against them; see `kvalloc.prompts.metrics.METRICS`.
+        See `kvalloc.prompts.metrics.METRICS`.
     classes : tuple of str
         All labels there are, for the metric of classification.
     first_line : bool
         Whether only the first line of what the model writes counts.
-    continuation_ids : tuple of int, (n_continuation,)
-        What really follows; empty where the full cache's own answer is the yardstick.
     max_new_tokens : int
         Longest answer, tokens.
-    begun_tokens : int
-        Last tokens of what is read first that begin the answer, such as "The number is".
     """
 
-    question_ids: tuple[int, ...] = ()
     answers: tuple[str, ...] = ()
     metric: str = "contains"
     classes: tuple[str, ...] = ()
     first_line: bool = False
-    continuation_ids: tuple[int, ...] = ()
     max_new_tokens: int = ANSWER_TOKENS
-    begun_tokens: int = 0
 
     def score(self, answer: str) -> float | None:
         """How good an answer is by the metric, 0..1; None where nothing is asked."""
@@ -61,6 +51,26 @@ class Turn:
 
     def _counts(self, answer: str) -> str:
         return answer.strip().split("\n")[0].strip() if self.first_line else answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn(Expected):
+    """One question to a compressed prompt, or the text that follows it.
+
+    Attributes
+    ----------
+    question_ids : tuple of int, (n_question,)
+        What is read after the compression, before the answer; empty where the prompt itself ends
+        with the question.
+    continuation_ids : tuple of int, (n_continuation,)
+        What really follows; empty where the full cache's own answer is the yardstick.
+    begun_tokens : int
+        Last tokens of what is read first that begin the answer, such as "The number is".
+    """
+
+    question_ids: tuple[int, ...] = ()
+    continuation_ids: tuple[int, ...] = ()
+    begun_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, option
-from kvalloc.prompts.cases import ANSWER_TOKENS, Case, Turn
+from kvalloc.prompts.cases import Case, Expected, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ _ANSWER_MARK = "(the answer before)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Question(Expected):
     """One question about a context.
 
     Attributes
@@ -28,25 +29,15 @@ class Question:
         The question.
     prefix : str
         Start of the answer, given to the model.
-    answers : tuple of str
-        Right answers.
-    metric : str
-        See `kvalloc.prompts.metrics.METRICS`.
-    classes : tuple of str
-        All labels there are, for classification.
-    first_line : bool
-        Whether only the first line of what the model writes counts.
-    max_new_tokens : int
-        Longest answer, tokens.
     """
 
     text: str
     prefix: str = ""
-    answers: tuple[str, ...]
-    metric: str = "contains"
-    classes: tuple[str, ...] = ()
-    first_line: bool = False
-    max_new_tokens: int = ANSWER_TOKENS
+
+    def turn(self, question_ids: tuple[int, ...], begun_tokens: int = 0) -> Turn:
+        """The question as a model is asked it."""
+        expected = {field.name: getattr(self, field.name) for field in fields(Expected)}
+        return Turn(question_ids=question_ids, begun_tokens=begun_tokens, **expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,31 +87,17 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Example, *, after: bool 
     InputError
         If the chat template changes what it is given.
     """
-    before, after_text = _first(tokenizer, example)
+    context, rest = _first(tokenizer, example)
     # A chat template writes its special tokens itself.
     special = not _chats(tokenizer, example)
-    if after:
-        prompt, asked = encode(tokenizer, before, special=special), encode(tokenizer, after_text)
-    else:
-        prompt, asked = encode(tokenizer, before + after_text, special=special), ()
-    prefix = example.questions[0].prefix
-    bare = encode(tokenizer, (before + after_text).removesuffix(prefix), special=special)
-    begun = len(encode(tokenizer, before + after_text, special=special)) - len(bare)
-    pieces = [asked]
-    pieces += [encode(tokenizer, _later(tokenizer, example, q)) for q in example.questions[1:]]
-    turns = tuple(
-        Turn(
-            question_ids=ids,
-            answers=question.answers,
-            metric=question.metric,
-            classes=question.classes,
-            first_line=question.first_line,
-            max_new_tokens=question.max_new_tokens,
-            begun_tokens=begun if question is example.questions[0] else 0,
-        )
-        for ids, question in zip(pieces, example.questions, strict=True)
-    )
-    return Case(input_ids=prompt, turns=turns, source=example.source)
+    whole = encode(tokenizer, context + rest, special=special)
+    first, *later = example.questions
+    bare = encode(tokenizer, (context + rest).removesuffix(first.prefix), special=special)
+    asked = encode(tokenizer, rest) if after else ()
+    turns = [first.turn(asked, len(whole) - len(bare))]
+    turns += [one.turn(encode(tokenizer, _later(tokenizer, example, one))) for one in later]
+    prompt = encode(tokenizer, context, special=special) if after else whole
+    return Case(input_ids=prompt, turns=tuple(turns), source=example.source)
 
 
 def fitted(
@@ -161,24 +138,19 @@ def fitted(
         special = not _chats(tokenizer, example)
         return len(encode(tokenizer, "".join(_first(tokenizer, example)), special=special))
 
-    low, high = sizes
-    if length(low) > n_tokens:
+    least, most = sizes
+    size = least - 1 + bisect_right(range(least, most + 1), n_tokens, key=length)
+    if size < least:
         raise InputError(
             f"no prompt of the task {task} fits into {n_tokens} tokens; ask for a longer "
             f"{option('context')}"
         )
-    while low < high:
-        middle = (low + high + 1) // 2
-        if length(middle) <= n_tokens:
-            low = middle
-        else:
-            high = middle - 1
-    if length(low) < LEAST_SHARE * n_tokens:
+    if length(size) < LEAST_SHARE * n_tokens:
         raise InputError(
-            f"the task {task} cannot be made {n_tokens} tokens long from {make(low).source}; "
+            f"the task {task} cannot be made {n_tokens} tokens long from {make(size).source}; "
             f"ask for another {option('context')}"
         )
-    return make(low)
+    return make(size)
 
 
 def encode(tokenizer: Any, text: str, *, special: bool = False) -> tuple[int, ...]:

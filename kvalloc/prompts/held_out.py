@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from importlib import resources
 
 from kvalloc.errors import InputError
-from kvalloc.prompts.texts import Document, Prompt
+from kvalloc.prompts.texts import Document, Prompt, shipped_texts
 
 HELD_OUT_PREFIX = "heldout_"
 """How the names of these texts begin, in ``kvalloc/data/texts``."""
@@ -35,11 +35,8 @@ def refuse_held_out(texts: Iterable[Document | Prompt]) -> None:
         Names the text and the held-out one that it holds a piece of.
     """
     for text in texts:
-        found: dict[str, int] = {}
-        for run in _runs(_whole(text)):
-            source = _held_out_runs().get(run)
-            if source is not None:
-                found[source] = found.get(source, 0) + 1
+        held_out = _held_out_runs()
+        found = Counter(held_out[run] for run in _runs(_whole(text)) if run in held_out)
         for source, count in found.items():
             if count > MOST_RUNS:
                 where = text.where if isinstance(text, Prompt) else text.name or "a text"
@@ -60,10 +57,7 @@ def _whole(text: Document | Prompt) -> str:
 def _held_out_runs() -> dict[int, str]:
     """Which held-out text each run of words is of, by the run's hash."""
     return {
-        run: entry.name
-        for entry in resources.files("kvalloc.data.texts").iterdir()
-        if entry.name.startswith(HELD_OUT_PREFIX)
-        for run in _runs(entry.read_text("utf-8"))
+        run: name for name, text in shipped_texts(HELD_OUT_PREFIX).items() for run in _runs(text)
     }
 
 

@@ -1,4 +1,9 @@
-"""How an answer is held against the right ones: LongBench's metrics, and two of our own."""
+"""How an answer is held against the right ones: LongBench's metrics, and two of our own.
+
+The formulas stand here and are not taken from lm-evaluation-harness: its LongBench metrics need
+packages of their own (jieba, fuzzywuzzy, rouge), and are loaded with the harness, which takes
+seconds and is an extra.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +30,12 @@ class Metric:
 
     Attributes
     ----------
-    name : str
-        What ``--metric`` takes.
-    summary : str
-        One line.
     of : callable
         ``of(said, right, classes)`` gives 0..1.
     every : bool
         Whether all right answers are wanted, not any of them.
     """
 
-    name: str
-    summary: str
     of: Callable[[str, str, Sequence[str]], float]
     every: bool = False
 
@@ -52,11 +51,11 @@ class Metric:
         classes : sequence of str
             All labels there are; only classification reads them.
         """
-        scores = [self.of(said, right, classes) for right in answers]
+        scores = [float(self.of(said, right, classes)) for right in answers]
         return sum(scores) / len(scores) if self.every else max(scores)
 
 
-def contained(said: str, right: str) -> bool:
+def contained(said: str, right: str, _: Sequence[str] = ()) -> bool:
     """Whether the right answer stands in what was said, letter case aside.
 
     A right answer of digits is a number of its own: commas and spaces within a number do not
@@ -73,7 +72,7 @@ def contained(said: str, right: str) -> bool:
     return right.casefold() in said.casefold()
 
 
-def f1(said: str, right: str) -> float:
+def f1(said: str, right: str, _: Sequence[str] = ()) -> float:
     """Harmonic mean of precision and recall of words, 0..1.
 
     Words are compared in lower case, without punctuation and English articles, each as often as it
@@ -88,10 +87,11 @@ def f1(said: str, right: str) -> float:
     >>> f1("The big cat sat.", "a cat")  # 1 of 3 words right, 1 of 1 found
     0.5
     """
-    return _f1(_words(said), _words(right))
+    mine, theirs = _words(said), _words(right)
+    return _harmonic((Counter(mine) & Counter(theirs)).total(), len(mine), len(theirs))
 
 
-def rouge_l(said: str, right: str) -> float:
+def rouge_l(said: str, right: str, _: Sequence[str] = ()) -> float:
     """F1 of the longest common subsequence of words, 0..1.
 
     References
@@ -106,8 +106,6 @@ def rouge_l(said: str, right: str) -> float:
     0.5714
     """
     mine, theirs = said.split(), right.split()
-    if not mine or not theirs:
-        return 0.0
     row = [0] * (len(theirs) + 1)
     for word in mine:
         diagonal = 0
@@ -115,7 +113,7 @@ def rouge_l(said: str, right: str) -> float:
             above = row[place]
             row[place] = diagonal + 1 if word == other else max(above, row[place - 1])
             diagonal = above
-    return _harmonic(row[-1] / len(mine), row[-1] / len(theirs))
+    return _harmonic(row[-1], len(mine), len(theirs))
 
 
 def classification(said: str, right: str, classes: Sequence[str]) -> float:
@@ -137,7 +135,7 @@ def classification(said: str, right: str, classes: Sequence[str]) -> float:
     return 1.0 / len(kept) if right in kept else 0.0
 
 
-def edit_similarity(said: str, right: str) -> float:
+def edit_similarity(said: str, right: str, _: Sequence[str] = ()) -> float:
     r"""Similarity of the first line that is code to the right one, 0..1.
 
     The first line without a back-tick, ``#`` or ``//`` is what counts, as in LongBench's
@@ -154,7 +152,7 @@ def edit_similarity(said: str, right: str) -> float:
     return difflib.SequenceMatcher(None, line, right, autojunk=False).ratio()
 
 
-def retrieval(said: str, right: str) -> float:
+def retrieval(said: str, right: str, _: Sequence[str] = ()) -> float:
     """Share of the numbers said that are the right paragraph's, 0..1.
 
     References
@@ -175,7 +173,7 @@ def retrieval(said: str, right: str) -> float:
     return _share_of_numbers(said, found.group(1))
 
 
-def count(said: str, right: str) -> float:
+def count(said: str, right: str, _: Sequence[str] = ()) -> float:
     """Share of the numbers said that are the right one, 0..1.
 
     References
@@ -185,52 +183,21 @@ def count(said: str, right: str) -> float:
     return _share_of_numbers(said, right.strip())
 
 
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        Metric(
-            name="contains",
-            summary="1 where a right answer stands in what was said",
-            of=lambda said, right, _: float(contained(said, right)),
-        ),
-        Metric(
-            name="all",
-            summary="share of the right answers that stand in what was said",
-            of=lambda said, right, _: float(contained(said, right)),
-            every=True,
-        ),
-        Metric(
-            name="exact",
-            summary="1 where it is a right answer, but for case, punctuation and articles",
-            of=lambda said, right, _: float(_words(said) == _words(right)),
-        ),
-        Metric(name="f1", summary="F1 of words", of=lambda said, right, _: f1(said, right)),
-        Metric(
-            name="rouge-l",
-            summary="F1 of the longest common subsequence of words",
-            of=lambda said, right, _: rouge_l(said, right),
-        ),
-        Metric(
-            name="classification",
-            summary="share of the right label among the labels said",
-            of=classification,
-        ),
-        Metric(
-            name="edit",
-            summary="similarity of the first line of code",
-            of=lambda said, right, _: edit_similarity(said, right),
-        ),
-        Metric(
-            name="retrieval",
-            summary="share of the right paragraph among the numbers said",
-            of=lambda said, right, _: retrieval(said, right),
-        ),
-        Metric(
-            name="count",
-            summary="share of the right number among the numbers said",
-            of=lambda said, right, _: count(said, right),
-        ),
-    )
+def exact(said: str, right: str, _: Sequence[str] = ()) -> float:
+    """1 where it is the right answer, but for case, punctuation and articles; else 0."""
+    return float(_words(said) == _words(right))
+
+
+METRICS = {
+    "contains": Metric(of=contained),
+    "all": Metric(of=contained, every=True),
+    "exact": Metric(of=exact),
+    "f1": Metric(of=f1),
+    "rouge-l": Metric(of=rouge_l),
+    "classification": Metric(of=classification),
+    "edit": Metric(of=edit_similarity),
+    "retrieval": Metric(of=retrieval),
+    "count": Metric(of=count),
 }
 """What ``--metric`` offers."""
 
@@ -252,15 +219,9 @@ def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
-def _f1(said: Sequence[str], right: Sequence[str]) -> float:
-    common = sum((Counter(said) & Counter(right)).values())
-    if not common:
-        return 0.0
-    return _harmonic(common / len(said), common / len(right))
-
-
-def _harmonic(precision: float, recall: float) -> float:
-    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+def _harmonic(common: int, said: int, right: int) -> float:
+    """F1 of so many common items among those said and the right ones."""
+    return 2 * common / (said + right) if common else 0.0
 
 
 def _share_of_numbers(said: str, right: str) -> float:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
+from kvalloc.prompts.examples import Example, fitted, render
+from kvalloc.prompts.metrics import contained
 from kvalloc.prompts.splits import KEYS as KEYS_OF_SPLIT
 from kvalloc.prompts.splits import split_texts
+from kvalloc.prompts.tasks.needles import LEAD, hidden_number
+from kvalloc.prompts.tasks.task import scatter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEYS = KEYS_OF_SPLIT["development"]
 """One that stands in the chosen text is passed over."""
-
-NEEDLE = "The secret number of the {key} is {number}."
-QUESTION = "What is the secret number of the {key}? Answer with the number only."
-ANSWER_PREFIX = "The secret number of the {key} is"
-FRAME = "Read the text and remember what it says.\n\n{text}\n\n{question}"
-
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-_BETWEEN_DIGITS = re.compile(r"(?<=\d)[, ](?=\d)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +64,7 @@ class NeedleCase:
         bool
             Commas and spaces inside a number do not count; a longer number is not a match.
         """
-        plain = _BETWEEN_DIGITS.sub("", answer)
-        return re.search(rf"(?<!\d){self.number}(?!\d)", plain) is not None
+        return contained(answer, self.number)
 
 
 def haystack_texts() -> dict[str, str]:
@@ -146,63 +140,25 @@ def _make_case(
     n_tokens: int,
     draw: random.Random,
 ) -> NeedleCase:
-    words = sources[source].split()
+    text = sources[source]
+    words = text.split()
     number = str(draw.randrange(1_000_000, 10_000_000))
-    lowered = sources[source].casefold()
+    lowered = text.casefold()
     free = [key for key in KEYS if key not in lowered]
     if not free or number in lowered:
         raise InputError(f"the text {source} holds every key; use another one")
     key = draw.choice(free)
+    sentence, question = hidden_number(key, number)
     # Any word that leaves the whole prompt's worth of words behind it: a token is rarely longer
     # than a word, so n_tokens words are always enough.
     begin = draw.randrange(max(1, len(words) - n_tokens))
 
-    def prompt(count: int) -> tuple[list[int], float]:
-        hidden, real_depth = _hide(" ".join(words[begin : begin + count]), key, number, depth)
-        question = QUESTION.format(key=key)
-        content = FRAME.format(text=hidden, question=question)
-        return _tokenise(tokenizer, content, ANSWER_PREFIX.format(key=key)), real_depth
+    def make(size: int) -> Example:
+        hidden = scatter(" ".join(words[begin : begin + size]), [sentence], [depth])
+        return Example(context=f"{LEAD}{hidden}", questions=(question,), source=source)
 
-    available = len(words) - begin
-    count = _largest(lambda n: len(prompt(n)[0]) <= n_tokens, available)
-    if count < 1 or (count == available and len(prompt(count)[0]) < 0.9 * n_tokens):
-        raise InputError(
-            f"a needle prompt of {n_tokens} tokens cannot be made from {source} with "
-            f"{available} words: ask for another length"
-        )
-    ids, real_depth = prompt(count)
-    return NeedleCase(input_ids=tuple(ids), key=key, number=number, depth=real_depth, source=source)
-
-
-def _hide(text: str, key: str, number: str, depth: float) -> tuple[str, float]:
-    """Put the needle at the sentence boundary nearest to the depth, and say where that is."""
-    boundaries = [0, *(found.end() for found in _SENTENCE_END.finditer(text)), len(text)]
-    at = min(boundaries, key=lambda place: abs(place - depth * len(text)))
-    needle = NEEDLE.format(key=key, number=number)
-    parts = (text[:at].strip(), needle, text[at:].strip())
-    return " ".join(part for part in parts if part), at / max(1, len(text))
-
-
-def _tokenise(tokenizer: PreTrainedTokenizerBase, content: str, answer_prefix: str) -> list[int]:
-    if getattr(tokenizer, "chat_template", None):
-        chat = [{"role": "user", "content": content}]
-        rendered = str(
-            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        )
-        # The template writes the special tokens itself.
-        ids = tokenizer(rendered + answer_prefix, add_special_tokens=False)["input_ids"]
-    else:
-        ids = tokenizer(f"{content}\n{answer_prefix}")["input_ids"]
-    return [int(token) for token in ids]
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Find the largest number up to ``most`` that fits, 0 if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    sizes = (1, len(words) - begin)
+    example = fitted(tokenizer, make, sizes, n_tokens, task="needle")
+    real_depth = (example.context.index(sentence) - len(LEAD)) / len(example.context)
+    ids = render(tokenizer, example).input_ids
+    return NeedleCase(input_ids=ids, key=key, number=number, depth=real_depth, source=source)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import zlib
-from importlib import resources
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
+from kvalloc.data import words
 from kvalloc.errors import InputError
 from kvalloc.prompts.held_out import HELD_OUT_PREFIX
+from kvalloc.prompts.texts import shipped_texts
 
 Split = Literal["profiling", "development", "held-out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-TEXTS = "kvalloc.data.texts"
 PREFIXES: dict[Split, str] = {
     "profiling": "profile_",
     "development": "haystack_",
@@ -21,23 +21,7 @@ PREFIXES: dict[Split, str] = {
 }
 """How the names of a split's shipped texts begin."""
 
-KEYS: dict[Split, tuple[str, ...]] = {
-    "profiling": (
-        "telescope", "cactus", "sleigh", "trumpet", "kettle", "canoe", "sparrow", "almond",
-        "fountain", "zipper", "marble", "thimble", "hammock", "radish", "puppet", "volcano",
-        "mitten", "oyster", "banjo", "tulip", "scarecrow", "waffle", "raft", "pebble",
-    ),
-    "development": (
-        "lighthouse", "orchard", "glacier", "violin", "teapot", "meadow", "compass", "pelican",
-        "chimney", "walnut", "anchor", "lantern", "saddle", "beehive", "windmill", "acorn",
-        "harpsichord", "pumpkin", "igloo", "sandbox", "bakery", "ladder", "parrot", "cinnamon",
-    ),
-    "held-out": (
-        "carousel", "dolphin", "umbrella", "candle", "waterfall", "penguin", "mushroom", "cello",
-        "blanket", "cherry", "snowman", "tractor", "feather", "pillow", "squirrel", "jigsaw",
-        "cupboard", "hedgehog", "drum", "lemon", "castle", "bicycle", "spoon", "dragon",
-    ),
-}  # fmt: skip
+KEYS: dict[Split, list[str]] = words("keys")
 """Things that seldom stand in prose, none of them in two splits."""
 
 
@@ -49,10 +33,9 @@ def check_split(name: str) -> Split:
     InputError
         If there is none; lists them.
     """
-    for split in SPLITS:
-        if split == name:
-            return split
-    raise InputError(f"there is no split {name!r}; choose from: {', '.join(SPLITS)}")
+    if name not in SPLITS:
+        raise InputError(f"there is no split {name!r}; choose from: {', '.join(SPLITS)}")
+    return cast(Split, name)
 
 
 def split_texts(split: Split) -> dict[str, str]:
@@ -65,9 +48,8 @@ def split_texts(split: Split) -> dict[str, str]:
     """
     prefix = PREFIXES[split]
     return {
-        entry.name.removeprefix(prefix).removesuffix(".txt"): entry.read_text("utf-8")
-        for entry in sorted(resources.files(TEXTS).iterdir(), key=lambda item: item.name)
-        if entry.name.startswith(prefix) and entry.name.endswith(".txt")
+        name.removeprefix(prefix).removesuffix(".txt"): text
+        for name, text in shipped_texts(prefix).items()
     }
 
 

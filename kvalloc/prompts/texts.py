@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -19,6 +20,12 @@ TEXT_SUFFIXES = (
 """What counts as text when a folder is read; a file that is named itself may end in anything."""
 
 PROMPT_FIELDS = "'prompt', 'text', 'messages', or 'context' with 'input'"
+READ_FIELDS = (
+    *("prompt", "text", "messages", "context", "input", "question_after", "answer", "answers"),
+    *("task", "dataset", "language", "all_classes"),
+)
+LONGEST_INTEGER = 4300
+"""Digits; Python reads no longer ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +139,83 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     Raises
     ------
     InputError
-        If the file does not exist, is empty or not UTF-8 text, or a line is not such an object;
-        names file and line.
+        As `read_objects`, and if an object holds no prompt; names file, line and field.
     """
-    file = Path(path)
-    prompts = [
-        _parse_prompt(line, file.name, number)
-        for number, line in enumerate(_read_utf8(file).split("\n"), start=1)
-        if line.strip()
-    ]
-    if not prompts:
+    return [prompt_of(fields, Path(path).name, line) for line, fields in read_objects(path)]
+
+
+def read_objects(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read the objects of a JSONL file, empty lines skipped.
+
+    Yields
+    ------
+    line : int
+        Counted from 1.
+    fields : dict
+        The object. What is in `READ_FIELDS` can be written as UTF-8 and holds finite numbers.
+
+    Raises
+    ------
+    InputError
+        If the file does not exist, is empty or not UTF-8 text, or a line is not such an object;
+        names file, line and field.
+    """
+    file, empty = Path(path), True
+    for number, line in enumerate(_read_utf8(file).split("\n"), start=1):
+        if line.strip():
+            empty = False
+            yield number, _parse_object(line, f"{file.name}, line {number}")
+    if empty:
         raise InputError(f"{path} is empty; give a JSONL file with one prompt a line")
-    return prompts
+
+
+def prompt_of(fields: dict[str, Any], name: str, line: int) -> Prompt:
+    """The prompt of one object; see `read_prompts`."""
+    where = f"{name}, line {line}"
+    texts = {key: _text(fields.get(key)) for key in ("prompt", "text", "question_after")}
+    joined = "\n\n".join(filter(None, (_text(fields.get(key)) for key in ("context", "input"))))
+    messages = fields.get("messages")
+    if not (isinstance(messages, list) and all(isinstance(one, dict) for one in messages)):
+        messages = []
+    text = "" if messages else texts["prompt"] or texts["text"] or joined
+    answer = _answer(fields, where)
+    if not messages and not text:
+        raise InputError(
+            f"{where} has no text to measure; each line holds one with {PROMPT_FIELDS}"
+        )
+    if text and not texts["prompt"] and not texts["text"]:
+        check_context(fields, where, "give it the text, or call 'input' 'prompt'")
+    return Prompt(
+        text=text,
+        messages=tuple(messages),
+        answer=answer,
+        question=texts["question_after"],
+        task=(_text(fields.get("task")) or _text(fields.get("dataset"))).strip(),
+        name=name,
+        line=line,
+    )
+
+
+def check_context(fields: dict[str, Any], where: str, way_out: str) -> None:
+    """Refuse a question that stands alone: its text was meant to come with it."""
+    context = fields.get("context")
+    if "context" not in fields:
+        raise InputError(f"{where} has no field 'context'; {way_out}")
+    if not isinstance(context, str):
+        raise InputError(f"{where}: the field 'context' is not a string; {way_out}")
+    if not context.strip():
+        raise InputError(f"{where}: the field 'context' is empty; {way_out}")
+
+
+def shipped_texts(prefix: str) -> dict[str, str]:
+    """The public-domain texts that ship with kvalloc and whose names begin so, by file name."""
+    folder = resources.files("kvalloc") / "data" / "texts"
+    files = sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else []
+    return {
+        entry.name: entry.read_text("utf-8")
+        for entry in files
+        if entry.name.startswith(prefix) and entry.name.endswith(".txt")
+    }
 
 
 def default_texts() -> list[Document]:
@@ -157,25 +229,13 @@ def default_texts() -> list[Document]:
     InputError
         If the installation lacks them.
     """
-    folder = resources.files("kvalloc") / "data" / "texts"
-    found = (
-        sorted(
-            (entry for entry in folder.iterdir() if _is_for_profiling(entry.name)),
-            key=lambda entry: entry.name,
-        )
-        if folder.is_dir()
-        else []
-    )
+    found = shipped_texts("profile_")
     if not found:
         raise InputError(
             "the texts that ship with kvalloc are missing from this installation; reinstall "
             f"kvalloc, or name a text with {option('text', keyword='texts')}"
         )
-    return [Document(text=entry.read_text(encoding="utf-8"), name=entry.name) for entry in found]
-
-
-def _is_for_profiling(name: str) -> bool:
-    return name.startswith("profile_") and name.endswith(".txt")
+    return [Document(text=text, name=name) for name, text in found.items()]
 
 
 def _read_folder(folder: Path) -> list[Document]:
@@ -213,66 +273,54 @@ def _read_utf8(path: Path) -> str:
         ) from error
 
 
-def _parse_prompt(line: str, name: str, number: int) -> Prompt:
-    where = f"{name}, line {number}"
+def _parse_object(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        fields = json.loads(line, parse_int=_integer)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{where} is not JSON ({error.msg}); each line holds one object with {PROMPT_FIELDS}"
         ) from error
-    if not isinstance(record, dict):
+    except RecursionError as error:
+        raise InputError(f"{where} is nested too deeply; write its text as strings") from error
+    if not isinstance(fields, dict):
         raise InputError(f"{where} is not an object; each line holds one with {PROMPT_FIELDS}")
-    told: dict[str, Any] = {"answer": _answer(record, where), "task": _task(record)}
-    told |= {"name": name, "line": number, "question": _question(record)}
-    messages = record.get("messages")
-    if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
-        return Prompt(messages=tuple(messages), **told)
-    parts = [record.get(key) for key in ("context", "input")]
-    joined = "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
-    for text in (record.get("prompt"), record.get("text"), joined):
-        if isinstance(text, str) and text.strip():
-            if text is joined:
-                _check_context(record, where)
-            return Prompt(text=text, **told)
-    raise InputError(f"{where} has no text to measure; each line holds one with {PROMPT_FIELDS}")
+    for name in filter(fields.__contains__, READ_FIELDS):
+        try:
+            json.dumps(fields[name], ensure_ascii=False, allow_nan=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{where}: the field {name!r} holds half of a surrogate pair "
+                f"({error.object[error.start]!a}), which is no character; write the whole character"
+            ) from error
+        except ValueError as error:
+            raise InputError(
+                f"{where}: the field {name!r} holds a number that is too long or not finite; write "
+                "it as a string"
+            ) from error
+        except RecursionError as error:
+            raise InputError(f"{where}: the field {name!r} is nested too deeply") from error
+    return fields
 
 
-def _check_context(record: dict[str, Any], where: str) -> None:
-    """Refuse a question that stands alone: its text was meant to come with it."""
-    context = record.get("context")
-    if isinstance(context, str) and context.strip():
-        return
-    if "context" not in record:
-        said = f"{where} has no field 'context'"
-    elif isinstance(context, str):
-        said = f"{where}: the field 'context' is empty"
-    else:
-        said = f"{where}: the field 'context' is not a string"
-    raise InputError(f"{said}; give it the text, or call 'input' 'prompt'")
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= LONGEST_INTEGER else math.inf
 
 
-def _task(record: dict[str, Any]) -> str:
-    named = (record.get(key) for key in ("task", "dataset"))
-    return next((task.strip() for task in named if isinstance(task, str) and task.strip()), "")
+def _text(value: object) -> str:
+    """A string with more than blanks in it; empty for anything else."""
+    return value if isinstance(value, str) and value.strip() else ""
 
 
-def _question(record: dict[str, Any]) -> str:
-    asked = record.get("question_after")
-    return asked if isinstance(asked, str) and asked.strip() else ""
-
-
-def _answer(record: dict[str, Any], where: str) -> str:
+def _answer(fields: dict[str, Any], where: str) -> str:
     """The first one that is given; empty where there is none."""
     for name in ("answer", "answers"):
-        given = record.get(name)
+        given = fields.get(name)
         answers = given if isinstance(given, list) else [given]
         if not all(one is None or isinstance(one, str) for one in answers):
             raise InputError(
                 f"{where}: the field {name!r} holds an answer that is not a string; write it as "
                 "one, or leave it out"
             )
-        for answer in answers:
-            if answer and answer.strip():
-                return str(answer).strip()
+        for answer in filter(_text, answers):
+            return str(answer).strip()
     return ""

@@ -12,10 +12,10 @@ from kvalloc.prompts.tasks.needles import NEEDLE_KEYS_TASK, NEEDLE_TASK
 from kvalloc.prompts.tasks.pairs import PAIRS_TASK
 from kvalloc.prompts.tasks.reading import FACTS_TASK, QUOTE_TASK
 from kvalloc.prompts.tasks.running import KL_TASK, PERPLEXITY_TASK
-from kvalloc.prompts.tasks.task import Request, Task
+from kvalloc.prompts.tasks.task import Task
 from kvalloc.prompts.tasks.tracking import TRACKING_TASK
 
-__all__ = ["TASKS", "Request", "Task", "find_tasks"]
+__all__ = ["TASKS", "Task", "find_tasks"]
 
 TASKS: dict[str, Task] = {
     task.name: task

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvalloc.errors import InputError, option
 from kvalloc.prompts.examples import Example, Question
 from kvalloc.prompts.splits import Split, belongs
-from kvalloc.prompts.tasks.task import Draft, Room, Task, by_rule
+from kvalloc.prompts.tasks.task import Brief, Draft, by_rule
 
 LEAST_CHARACTERS = 12
 """A shorter next line, such as ``else:``, says little."""
@@ -34,9 +34,9 @@ def _modules(split: Split) -> list[Path]:
     ]
 
 
-def _lines(file: Path, room: Room) -> list[str]:
+def _lines(file: Path, n_tokens: int) -> list[str]:
     lines = file.read_text("utf-8").expandtabs(4).rstrip().split("\n")
-    return lines if sum(map(len, lines)) > 6 * room.n_tokens else []
+    return lines if sum(map(len, lines)) > 6 * n_tokens else []
 
 
 def _is_worth_asking(line: str) -> bool:
@@ -46,27 +46,30 @@ def _is_worth_asking(line: str) -> bool:
     )
 
 
-def _completion(room: Room) -> Draft:
+def _completion(brief: Brief) -> Draft:
+    n_tokens = brief.request.n_tokens
     long_enough = [
-        (file.stem, lines) for file in _modules(room.split) if (lines := _lines(file, room))
+        (file.stem, lines)
+        for file in _modules(brief.request.split)
+        if (lines := _lines(file, n_tokens))
     ]
     if not long_enough:
         raise InputError(
-            f"no module of Python's standard library has {room.n_tokens} tokens; ask for a "
+            f"no module of Python's standard library has {n_tokens} tokens; ask for a "
             f"shorter {option('context')}"
         )
-    name, lines = room.draw.choice(long_enough)
+    name, lines = brief.draw.choice(long_enough)
     # Lines before the answer are taken from it backwards, so it must leave enough behind it.
     behind, least = 0, len(lines)
     for place, line in enumerate(lines):
         behind += len(line) + 1
-        if behind > 5 * room.n_tokens:
+        if behind > 5 * n_tokens:
             least = place
             break
     places = [n for n in range(least, len(lines)) if _is_worth_asking(lines[n])]
     if not places:
         places = [n for n in range(LEAST_LINES, len(lines)) if _is_worth_asking(lines[n])]
-    at = room.draw.choice(places)
+    at = brief.draw.choice(places)
 
     def make(size: int) -> Example:
         some = lines[max(0, at - size) : at]
@@ -89,8 +92,4 @@ def _completion(room: Room) -> Draft:
     return Draft(make=make, least=LEAST_LINES // 2, most=at)
 
 
-COMPLETION_TASK = Task(
-    name="code",
-    summary="the next line of a Python standard library module (code completion)",
-    build=by_rule("code", _completion),
-)
+COMPLETION_TASK = by_rule("code", _completion)

@@ -14,7 +14,7 @@ import string
 
 from kvalloc.prompts.examples import Example, Question
 from kvalloc.prompts.splits import Split, belongs, split_texts
-from kvalloc.prompts.tasks.task import Draft, Room, Task, by_rule
+from kvalloc.prompts.tasks.task import Brief, Draft, by_rule
 
 ASKED = 3
 COMMON_SHARE = 6
@@ -38,13 +38,13 @@ def plain_words(split: Split) -> list[str]:
     return sorted(word for word in found if belongs(word, split))
 
 
-def _common(room: Room) -> Draft:
-    words = plain_words(room.split)
-    room.draw.shuffle(words)
+def _common(brief: Brief) -> Draft:
+    words = plain_words(brief.request.split)
+    brief.draw.shuffle(words)
     common, rare = words[:ASKED], words[ASKED:]
-    most = min(room.n_tokens // 3, len(rare))
+    most = min(brief.request.n_tokens // 3, len(rare))
     order = list(range(most))
-    room.draw.shuffle(order)
+    brief.draw.shuffle(order)
 
     def listed(place: int) -> str:
         kind = order[place] % COMMON_SHARE
@@ -58,14 +58,17 @@ def _common(room: Room) -> Draft:
     return Draft(make=make, least=12 * COMMON_SHARE, most=most)
 
 
-def _frequent(room: Room) -> Draft:
+def _frequent(brief: Brief) -> Draft:
     coded: list[str] = []
     while len(coded) < CODED_WORDS:
-        word = "".join(room.draw.choices(string.ascii_lowercase, k=6))
+        word = "".join(brief.draw.choices(string.ascii_lowercase, k=6))
         if word not in coded:
             coded.append(word)
     # Where each occurrence stands, drawn once: a larger text is not shorter.
-    place = [[room.draw.random() for _ in range(count)] for count in _zeta_counts(room.n_tokens)]
+    place = [
+        [brief.draw.random() for _ in range(count)]
+        for count in _zeta_counts(brief.request.n_tokens)
+    ]
     top = coded[:ASKED]
 
     def make(size: int) -> Example:
@@ -77,7 +80,7 @@ def _frequent(room: Room) -> Draft:
         context = f"{FREQUENT_LEAD}{' '.join(coded[rank] for _, rank in standing)}"
         return _example(context, FREQUENT_QUESTION, FREQUENT_PREFIX, top, "coded words")
 
-    return Draft(make=make, least=60, most=room.n_tokens)
+    return Draft(make=make, least=60, most=brief.request.n_tokens)
 
 
 def _example(context: str, question: str, prefix: str, right: list[str], source: str) -> Example:
@@ -92,13 +95,5 @@ def _zeta_counts(total: int) -> list[int]:
     return [max(1, round(total * weight / sum(weights))) for weight in weights]
 
 
-COMMON_TASK = Task(
-    name="common-words",
-    summary=f"the {ASKED} most common words of a list (RULER)",
-    build=by_rule("common-words", _common),
-)
-FREQUENT_TASK = Task(
-    name="frequent-words",
-    summary=f"the {ASKED} most frequent coded words (RULER)",
-    build=by_rule("frequent-words", _frequent),
-)
+COMMON_TASK = by_rule("common-words", _common)
+FREQUENT_TASK = by_rule("frequent-words", _frequent)

@@ -8,41 +8,33 @@ long the answers may be and of which datasets only the first line counts.
 
 from __future__ import annotations
 
-import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvalloc.errors import InputError, option
-from kvalloc.prompts.cases import Case, Turn
+from kvalloc.prompts.cases import Case, Expected
 from kvalloc.prompts.examples import Example, Question, encode, render
 from kvalloc.prompts.metrics import find_metric
-from kvalloc.prompts.tasks.task import Request, Task
-from kvalloc.prompts.texts import Prompt, read_prompts
+from kvalloc.prompts.tasks.task import PromptRequest, Task
+from kvalloc.prompts.texts import Prompt, check_context, prompt_of, read_objects
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class Kind(Expected):
     """How a dataset's records are asked and scored.
 
     Attributes
     ----------
-    metric : str
-    max_new_tokens : int
-        Longest answer, tokens.
     request : str
         What is asked for; ``{input}`` is the record's own.
-    first_line : bool
-        Whether only the first line of the answer counts.
     chat : bool
         Whether a model with a chat template is given a chat.
     """
 
-    metric: str
-    max_new_tokens: int
     request: str = "{input}"
-    first_line: bool = False
     chat: bool = True
 
 
@@ -75,6 +67,8 @@ KINDS: dict[str, Kind] = {
 
 OTHER = Kind(metric="f1", max_new_tokens=64)
 """A dataset of another name, or none."""
+PLAIN = Kind()
+"""A prompt without LongBench's fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,22 +79,18 @@ class Record:
     ----------
     prompt : Prompt
         File, line, and the text of a plain prompt.
-    context, input : str
-        LongBench's fields; both empty in a plain prompt.
-    answers : tuple of str
-        Right answers.
-    classes : tuple of str
-        ``all_classes``.
-    kind : Kind
-        How it is asked and scored.
+    context : str
+        LongBench's field; empty in a plain prompt.
+    question : Question
+        What is asked about the context, and the right answers.
+    chat : bool
+        See `Kind`.
     """
 
     prompt: Prompt
     context: str
-    input: str
-    answers: tuple[str, ...]
-    classes: tuple[str, ...]
-    kind: Kind
+    question: Question
+    chat: bool
 
 
 def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]:
@@ -110,8 +100,8 @@ def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]
     ----------
     path : str or Path
         Lines with LongBench's ``context``, ``input``, ``answers``, ``dataset``, ``all_classes``
-        (``length``, ``language`` and ``_id`` are not read), or with ``prompt``, ``text`` or
-        ``messages`` and ``answer`` or ``answers``.
+        (``length`` and ``_id`` are not read), or with ``prompt``, ``text`` or ``messages`` and
+        ``answer`` or ``answers``.
     metric : str, optional
         Instead of the dataset's own.
 
@@ -126,10 +116,9 @@ def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]
     """
     if metric is not None:
         find_metric(metric)
-    prompts = read_prompts(path)
-    lines = Path(path).read_text("utf-8-sig").split("\n")
     return [
-        _record(prompt, json.loads(lines[(prompt.line or 1) - 1]), metric) for prompt in prompts
+        _record(prompt_of(fields, Path(path).name, line), fields, metric)
+        for line, fields in read_objects(path)
     ]
 
 
@@ -151,57 +140,50 @@ def file_task(path: Path, records: Sequence[Record], *, cut: bool) -> Task:
     Task
     """
 
-    def build(request: Request) -> list[Case]:
+    def build(request: PromptRequest) -> list[Case]:
         return [
             _case(request, record, request.n_tokens if cut else None)
             for record in records[: request.n_cases]
         ]
 
-    return Task(name=path.name, summary="your prompts", build=build)
+    return Task(name=path.name, build=build)
 
 
 def _record(prompt: Prompt, fields: dict[str, Any], metric: str | None) -> Record:
     where = prompt.where
     answers = _answers(fields, where)
-    is_longbench = isinstance(fields.get("context"), str)
-    if "input" in fields and "context" not in fields:
-        raise InputError(f"{where} has no field 'context'; give it the text, or call it 'prompt'")
-    if not is_longbench and "context" in fields:
-        raise InputError(f"{where}: the field 'context' is not a string; give it the text")
-    dataset = fields.get("dataset", "")
-    kind = (
-        _kind(dataset, fields, where)
-        if is_longbench
-        else Kind(metric="contains", max_new_tokens=16)
-    )
-    if metric is not None:
-        kind = Kind(**{**kind.__dict__, "metric": metric})
+    is_longbench = "context" in fields or "input" in fields
+    if is_longbench:
+        check_context(fields, where, "give it the text, or call 'input' 'prompt'")
+    kind = _kind(fields, where) if is_longbench else PLAIN
+    metric = metric or kind.metric
     classes = fields.get("all_classes") or []
     if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
         raise InputError(f"{where}: the field 'all_classes' is not a list of labels")
-    if kind.metric == "classification" and not classes:
+    if metric == "classification" and not classes:
         raise InputError(
             f"{where} has no field 'all_classes', which the metric classification needs; give "
             f"the list of labels, or choose another {option('metric')}"
         )
-    context, asked = fields.get("context", ""), fields.get("input", "")
-    if is_longbench and not isinstance(asked, str):
-        raise InputError(f"{where}: the field 'input' is not a string; give it the question")
-    if is_longbench and not context.strip():
-        raise InputError(f"{where}: the field 'context' is empty; give it the text")
+    asked = fields.get("input", "")
     if is_longbench and "input" not in fields:
         raise InputError(f"{where} has no field 'input'; give it the question, or an empty string")
-    return Record(
-        prompt=prompt,
-        context=context.strip() if is_longbench else "",
-        input=asked.strip() if is_longbench else "",
+    if is_longbench and not isinstance(asked, str):
+        raise InputError(f"{where}: the field 'input' is not a string; give it the question")
+    question = Question(
+        text=kind.request.format(input=asked.strip()).strip() if is_longbench else "",
         answers=answers,
+        metric=metric,
         classes=tuple(classes),
-        kind=kind,
+        first_line=kind.first_line,
+        max_new_tokens=kind.max_new_tokens,
     )
+    context = fields["context"].strip() if is_longbench else ""
+    return Record(prompt=prompt, context=context, question=question, chat=kind.chat)
 
 
-def _kind(dataset: object, fields: dict[str, Any], where: str) -> Kind:
+def _kind(fields: dict[str, Any], where: str) -> Kind:
+    dataset = fields.get("dataset", "")
     if not isinstance(dataset, str):
         raise InputError(f"{where}: the field 'dataset' is not a string")
     if fields.get("language") == "zh":
@@ -217,35 +199,26 @@ def _answers(fields: dict[str, Any], where: str) -> tuple[str, ...]:
     given = fields.get(name)
     if given is None:
         raise InputError(f"{where} has no 'answer' or 'answers'; give it one")
-    answers = [given] if isinstance(given, str) else given
-    right = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
-    if not right or not any(one.strip() for one in answers):
+    answers = [one.strip() for one in ([given] if isinstance(given, str) else given)]
+    if not any(answers):
         raise InputError(
             f"{where}: the field {name!r} holds no answer; give a right answer as a string, or a "
             "list of such"
         )
-    return tuple(one.strip() for one in answers if one.strip())
+    return tuple(filter(None, answers))
 
 
-def _case(request: Request, record: Record, longest: int | None) -> Case:
+def _case(request: PromptRequest, record: Record, longest: int | None) -> Case:
     if not record.context:
         return _plain_case(request, record)
-    question = Question(
-        text=record.kind.request.format(input=record.input).strip(),
-        answers=record.answers,
-        metric=record.kind.metric,
-        classes=record.classes,
-        first_line=record.kind.first_line,
-        max_new_tokens=record.kind.max_new_tokens,
-    )
 
     def made(context: str) -> Case:
         example = Example(
             context=context,
-            questions=(question,),
+            questions=(record.question,),
             source=record.prompt.where,
-            joint="\n\n" if record.kind.chat else "\n",
-            chat=record.kind.chat,
+            joint="\n\n" if record.chat else "\n",
+            chat=record.chat,
         )
         return render(request.tokenizer, example, after=request.after)
 
@@ -253,27 +226,23 @@ def _case(request: Request, record: Record, longest: int | None) -> Case:
     if longest is None or case.n_tokens <= longest:
         return case
     words = record.context.split(" ")
-    low, high = 0, len(words) // 2
-    while low < high:
-        middle = (low + high + 1) // 2
-        if made(_without_middle(words, middle)).n_tokens <= longest:
-            low = middle
-        else:
-            high = middle - 1
-    if low < 1:
+
+    def without_middle(kept: int) -> Case:
+        """With so many first and last words, as LongBench cuts what is too long."""
+        return made(" ".join([*words[:kept], *words[-kept:]]).strip())
+
+    kept = bisect_right(
+        range(1, len(words) // 2 + 1), longest, key=lambda kept: without_middle(kept).n_tokens
+    )
+    if kept < 1:
         raise InputError(
             f"{record.prompt.where}: the question alone has more than {longest} tokens; ask for a "
             f"longer {option('context')}"
         )
-    return made(_without_middle(words, low))
+    return without_middle(kept)
 
 
-def _without_middle(words: Sequence[str], kept: int) -> str:
-    """The first and the last words, as LongBench cuts what is too long."""
-    return " ".join([*words[:kept], *words[-kept:]]).strip() if kept else "."
-
-
-def _plain_case(request: Request, record: Record) -> Case:
+def _plain_case(request: PromptRequest, record: Record) -> Case:
     prompt, tokenizer = record.prompt, request.tokenizer
     if request.after:
         raise InputError(
@@ -286,10 +255,4 @@ def _plain_case(request: Request, record: Record) -> Case:
         ids = encode(tokenizer, str(text))
     else:
         ids = encode(tokenizer, prompt.text, special=True)
-    turn = Turn(
-        answers=record.answers,
-        metric=record.kind.metric,
-        classes=record.classes,
-        max_new_tokens=record.kind.max_new_tokens,
-    )
-    return Case(input_ids=ids, turns=(turn,), source=prompt.where)
+    return Case(input_ids=ids, turns=(record.question.turn(()),), source=prompt.where)

@@ -5,56 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvalloc.errors import InputError
-from kvalloc.prompts.examples import Example, Question
-from kvalloc.prompts.needle import ANSWER_PREFIX, NEEDLE, QUESTION
+from kvalloc.prompts.examples import Question
 from kvalloc.prompts.splits import KEYS
-from kvalloc.prompts.tasks.task import MOST_TURNS, Draft, Room, Task, by_rule, scatter
+from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, Draft, by_rule
 
 LEAD = "Read the text and remember what it says.\n\n"
+NEEDLE = "The secret number of the {key} is {number}."
+QUESTION = "What is the secret number of the {key}? Answer with the number only."
+ANSWER_PREFIX = "The secret number of the {key} is"
 MANY = 8
 """Needles of the task with many keys: all alike but for key and number."""
 
 
-def _needles(least_hidden: int) -> Callable[[Room], Draft]:
-    def recipe(room: Room) -> Draft:
-        n_hidden = max(least_hidden, room.turns)
-        lowered = room.text.casefold()
-        free = [key for key in KEYS[room.split] if key not in lowered]
+def hidden_number(key: str, number: str) -> tuple[str, Question]:
+    """The sentence that is hidden, and the question that it answers."""
+    question = Question(
+        text=QUESTION.format(key=key), prefix=ANSWER_PREFIX.format(key=key), answers=(number,)
+    )
+    return NEEDLE.format(key=key, number=number), question
+
+
+def _needles(least_hidden: int) -> Callable[[Brief], Draft]:
+    def recipe(brief: Brief) -> Draft:
+        n_hidden = max(least_hidden, brief.request.turns)
+        lowered = brief.text.casefold()
+        free = [key for key in KEYS[brief.request.split] if key not in lowered]
         if len(free) < n_hidden:
-            raise InputError(f"the text {room.source} holds too many keys; use another one")
-        keys = room.draw.sample(free, n_hidden)
-        numbers = [str(room.draw.randrange(1_000_000, 10_000_000)) for _ in keys]
+            raise InputError(f"the text {brief.source} holds too many keys; use another one")
+        hidden = [
+            hidden_number(key, str(brief.draw.randrange(1_000_000, 10_000_000)))
+            for key in brief.draw.sample(free, n_hidden)
+        ]
         # The asked ones first, spread over the text from the depth of the first one on.
-        depths = [(room.depth + place / n_hidden) % 1.0 for place in range(n_hidden)]
-        hidden = [NEEDLE.format(key=k, number=n) for k, n in zip(keys, numbers, strict=True)]
-        words = room.excerpt_words()
-        questions = tuple(
-            Question(
-                text=QUESTION.format(key=key),
-                prefix=ANSWER_PREFIX.format(key=key),
-                answers=(number,),
-            )
-            for key, number in zip(keys[: room.turns], numbers, strict=False)
-        )
-
-        def make(size: int) -> Example:
-            text = scatter(" ".join(words[:size]), hidden, depths)
-            return Example(context=f"{LEAD}{text}", questions=questions, source=room.source)
-
-        return Draft(make=make, least=20, most=len(words))
+        depths = [(brief.depth + place / n_hidden) % 1.0 for place in range(n_hidden)]
+        sentences, questions = zip(*hidden, strict=True)
+        return brief.scattered(LEAD, sentences, depths, questions[: brief.request.turns])
 
     return recipe
 
 
-NEEDLE_TASK = Task(
-    name="needle",
-    summary="a number hidden in real text",
-    build=by_rule("needle", _needles(1)),
-    most_turns=MOST_TURNS,
-)
-NEEDLE_KEYS_TASK = Task(
-    name="needle-keys",
-    summary=f"one of {MANY} numbers hidden in real text under different keys",
-    build=by_rule("needle-keys", _needles(MANY)),
-    most_turns=MOST_TURNS,
-)
+NEEDLE_TASK = by_rule("needle", _needles(1), most_turns=MOST_TURNS)
+NEEDLE_KEYS_TASK = by_rule("needle-keys", _needles(MANY), most_turns=MOST_TURNS)

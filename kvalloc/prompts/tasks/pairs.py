@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from kvalloc.prompts.examples import Example, Question
 from kvalloc.prompts.tasks.extraction import plain_words
-from kvalloc.prompts.tasks.task import MOST_TURNS, Draft, Room, Task, by_rule
+from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, Draft, by_rule
 
 LEAD = "Here are keys and their values.\n\n"
 AGAIN = "Some of the keys again, each with its value:\n\n"
@@ -22,13 +22,14 @@ TOKENS_PER_PAIR = 2
 VALUES = range(10_000, 100_000)
 
 
-def _pairs(room: Room) -> Draft:
-    most = min(room.n_tokens // TOKENS_PER_PAIR + room.turns + SHOWN, len(VALUES))
-    values = room.draw.sample(VALUES, most)
-    listed = [f"{key}: {value}" for key, value in zip(_keys(room, most), values, strict=True)]
+def _pairs(brief: Brief) -> Draft:
+    turns = brief.request.turns
+    most = min(brief.request.n_tokens // TOKENS_PER_PAIR + turns + SHOWN, len(VALUES))
+    values = brief.draw.sample(VALUES, most)
+    listed = [f"{key}: {value}" for key, value in zip(_keys(brief, most), values, strict=True)]
 
     def make(size: int) -> Example:
-        asked = [int((room.depth + turn / room.turns) % 1.0 * size) for turn in range(room.turns)]
+        asked = [int((brief.depth + turn / turns) % 1.0 * size) for turn in range(turns)]
         others = [place for place in range(size) if place not in asked]
         shown = [others[(2 * n + 1) * len(others) // (2 * SHOWN)] for n in range(SHOWN)]
         again = AGAIN + "\n".join(listed[place] for place in shown)
@@ -45,21 +46,16 @@ def _pairs(room: Room) -> Draft:
         context = LEAD + "\n".join(listed[:size])
         return Example(context=context, questions=questions, source="random pairs", chat=False)
 
-    return Draft(make=make, least=room.turns + SHOWN, most=most)
+    return Draft(make=make, least=turns + SHOWN, most=most)
 
 
-def _keys(room: Room, count: int) -> list[str]:
+def _keys(brief: Brief, count: int) -> list[str]:
     """Words of the split, and two words where there are no more of one."""
-    words = plain_words(room.split)
-    keys = dict.fromkeys(room.draw.sample(words, min(count, len(words))))
+    words = plain_words(brief.request.split)
+    keys = dict.fromkeys(brief.draw.sample(words, min(count, len(words))))
     while len(keys) < count:
-        keys[" ".join(room.draw.sample(words, 2))] = None
+        keys[" ".join(brief.draw.sample(words, 2))] = None
     return list(keys)
 
 
-PAIRS_TASK = Task(
-    name="pairs",
-    summary="the value of one key among as many as fit (key-value retrieval)",
-    build=by_rule("pairs", _pairs),
-    most_turns=MOST_TURNS,
-)
+PAIRS_TASK = by_rule("pairs", _pairs, most_turns=MOST_TURNS)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvalloc.errors import InputError, option
 from kvalloc.prompts.cases import Case, Turn
 from kvalloc.prompts.examples import encode
 from kvalloc.prompts.splits import split_texts, stream
-from kvalloc.prompts.tasks.task import Request, Task
+from kvalloc.prompts.tasks.task import PromptRequest, Task
 
 KL_TOKENS = 24
 PERPLEXITY_TOKENS = 64
@@ -18,8 +16,8 @@ QUESTION_TOKENS = 32
 """Last tokens of a piece: what comes after the compression, where the question does."""
 
 
-def text_cases(name: str, continuation_tokens: int) -> Callable[[Request], list[Case]]:
-    """A task's `Task.build` for pieces of running text with what follows them.
+def continuation_task(name: str, continuation_tokens: int) -> Task:
+    """A task of pieces of running text with what follows them.
 
     Parameters
     ----------
@@ -30,11 +28,11 @@ def text_cases(name: str, continuation_tokens: int) -> Callable[[Request], list[
 
     Returns
     -------
-    callable
+    Task
         Raises `InputError` if every text of the split is too short.
     """
 
-    def build(request: Request) -> list[Case]:
+    def build(request: PromptRequest) -> list[Case]:
         draw = stream(request.split, name, request.seed)
         whole = [
             (source, encode(request.tokenizer, text))
@@ -67,16 +65,8 @@ def text_cases(name: str, continuation_tokens: int) -> Callable[[Request], list[
             cases.append(Case(input_ids=ids[begin : end - held_back], turns=(turn,), source=source))
         return cases
 
-    return build
+    return Task(name=name, build=build)
 
 
-KL_TASK = Task(
-    name="kl",
-    summary=f"the next {KL_TOKENS} tokens of running text",
-    build=text_cases("kl", KL_TOKENS),
-)
-PERPLEXITY_TASK = Task(
-    name="perplexity",
-    summary=f"the next {PERPLEXITY_TOKENS} tokens of running text",
-    build=text_cases("perplexity", PERPLEXITY_TOKENS),
-)
+KL_TASK = continuation_task("kl", KL_TOKENS)
+PERPLEXITY_TASK = continuation_task("perplexity", PERPLEXITY_TOKENS)

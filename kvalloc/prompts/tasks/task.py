@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, option
 from kvalloc.prompts.cases import Case
-from kvalloc.prompts.examples import Example, encode, fitted, render
+from kvalloc.prompts.examples import Example, Question, encode, fitted, render
 from kvalloc.prompts.splits import Split, split_texts, stream
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PromptRequest:
     """What is asked of a task.
 
     Attributes
@@ -61,17 +61,14 @@ class Task:
     ----------
     name : str
         What ``--tasks`` takes.
-    summary : str
-        One line.
     build : callable
-        Gives the cases of a `Request`.
+        Gives the cases of a `PromptRequest`.
     most_turns : int
         Questions that it can ask about one prompt.
     """
 
     name: str
-    summary: str
-    build: Callable[[Request], list[Case]]
+    build: Callable[[PromptRequest], list[Case]]
     most_turns: int = 1
 
     def make(
@@ -83,9 +80,9 @@ class Task:
         ----------
         tokenizer : PreTrainedTokenizerBase
         n_cases, n_tokens, seed : int
-            See `Request`.
+            See `PromptRequest`.
         **options
-            ``split``, ``after`` and ``turns`` of `Request`.
+            ``split``, ``after`` and ``turns`` of `PromptRequest`.
 
         Returns
         -------
@@ -97,7 +94,7 @@ class Task:
         InputError
             If such prompts cannot be made.
         """
-        request = Request(
+        request = PromptRequest(
             tokenizer=tokenizer, n_cases=n_cases, n_tokens=n_tokens, seed=seed, **options
         )
         if n_cases < 1:
@@ -112,14 +109,14 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class Brief:
     """What the maker of one example is given.
 
     Attributes
     ----------
+    request : PromptRequest
     draw : random.Random
         Its random numbers.
-    split : str
     source : str
         Name of a text of the split, another one from example to example.
     text : str
@@ -127,29 +124,48 @@ class Room:
     depth : float
         Where in the prompt the answer of the first question should stand, 0..1, evenly spread
         over the examples.
-    n_tokens : int
-        Longest prompt, tokens.
-    turns : int
-        Questions.
     words_per_token : float
         Of the text.
     """
 
+    request: PromptRequest
     draw: random.Random
-    split: Split
     source: str
     text: str
     depth: float
-    n_tokens: int
-    turns: int
     words_per_token: float
 
     def excerpt_words(self) -> list[str]:
         """Words of the text from a random place on, somewhat more than will fit."""
         words = self.text.split()
-        enough = math.ceil(SPARE * self.words_per_token * self.n_tokens)
+        enough = math.ceil(SPARE * self.words_per_token * self.request.n_tokens)
         begin = self.draw.randrange(max(1, len(words) - enough))
         return words[begin : begin + enough]
+
+    def scattered(
+        self,
+        lead: str,
+        sentences: Sequence[str],
+        depths: Sequence[float],
+        questions: Sequence[Question],
+    ) -> Draft:
+        """Questions about sentences that are scattered over an excerpt of the text.
+
+        Parameters
+        ----------
+        lead : str
+            What stands before the text.
+        sentences, depths
+            See `scatter`.
+        questions : sequence of Question
+        """
+        words = self.excerpt_words()
+
+        def make(size: int) -> Example:
+            text = scatter(" ".join(words[:size]), sentences, depths)
+            return Example(context=f"{lead}{text}", questions=tuple(questions), source=self.source)
+
+        return Draft(make=make, least=20, most=len(words))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,25 +185,24 @@ class Draft:
     most: int
 
 
-Recipe = Callable[[Room], Draft]
-
-
-def by_rule(name: str, recipe: Recipe) -> Callable[[Request], list[Case]]:
-    """A task's `Task.build` from the recipe of one example.
+def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1) -> Task:
+    """A task whose prompts are made by rule.
 
     Parameters
     ----------
     name : str
-        The task, for random numbers and messages.
+        See `Task`; random numbers depend on it.
     recipe : callable
-        Gives the `Draft` of an example from its `Room`.
+        Gives the `Draft` of an example from its `Brief`.
+    most_turns : int
+        See `Task`.
 
     Returns
     -------
-    callable
+    Task
     """
 
-    def build(request: Request) -> list[Case]:
+    def build(request: PromptRequest) -> list[Case]:
         draw = stream(request.split, name, request.seed)
         texts = list(split_texts(request.split).items())
         ratios = {
@@ -197,23 +212,21 @@ def by_rule(name: str, recipe: Recipe) -> Callable[[Request], list[Case]]:
         cases = []
         for index in range(request.n_cases):
             source, text = texts[index % len(texts)]
-            room = Room(
+            brief = Brief(
+                request=request,
                 draw=draw,
-                split=request.split,
                 source=source,
                 text=text,
                 depth=(index + 0.5) / request.n_cases,
-                n_tokens=request.n_tokens,
-                turns=request.turns,
                 words_per_token=ratios[source],
             )
-            draft = recipe(room)
+            draft = recipe(brief)
             sizes = (draft.least, max(draft.least, draft.most))
             example = fitted(request.tokenizer, draft.make, sizes, request.n_tokens, task=name)
             cases.append(render(request.tokenizer, example, after=request.after))
         return cases
 
-    return build
+    return Task(name=name, build=build, most_turns=most_turns)
 
 
 def scatter(text: str, sentences: Sequence[str], depths: Sequence[float]) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import string
 
-from kvalloc.prompts.examples import Example, Question
-from kvalloc.prompts.tasks.task import Draft, Room, Task, by_rule, scatter
+from kvalloc.prompts.examples import Question
+from kvalloc.prompts.tasks.task import Brief, Draft, by_rule
 
 LEAD = "The text below assigns values to variables. Keep track of them.\n\n"
 QUESTION = "Which variables are assigned the value {value}? Name all of them."
@@ -20,20 +20,19 @@ HOPS = 2
 """Assignments of a variable to the next one; a small model gets nowhere with RULER's four."""
 
 
-def _tracking(room: Room) -> Draft:
+def _tracking(brief: Brief) -> Draft:
     names: list[str] = []
     while len(names) < CHAINS * (HOPS + 1):
-        name = "".join(room.draw.choices(string.ascii_uppercase, k=3))
-        if name not in names and name.casefold() not in room.text.casefold():
+        name = "".join(brief.draw.choices(string.ascii_uppercase, k=3))
+        if name not in names and name.casefold() not in brief.text.casefold():
             names.append(name)
-    values = room.draw.sample(range(10_000, 100_000), CHAINS)
+    values = brief.draw.sample(range(10_000, 100_000), CHAINS)
     chains = [names[chain::CHAINS][: HOPS + 1] for chain in range(CHAINS)]
     sentences, depths = [], []
     for chain, value in zip(chains, values, strict=True):
         shown = [str(value), *(f"VAR {name}" for name in chain[:-1])]
         sentences += [f"VAR {n} = {held}." for n, held in zip(chain, shown, strict=True)]
-        depths += sorted(room.draw.random() for _ in chain)
-    words = room.excerpt_words()
+        depths += sorted(brief.draw.random() for _ in chain)
     question = Question(
         text=QUESTION.format(value=values[0]),
         prefix=PREFIX.format(value=values[0]),
@@ -41,16 +40,7 @@ def _tracking(room: Room) -> Draft:
         metric="all",
         max_new_tokens=24,
     )
-
-    def make(size: int) -> Example:
-        text = scatter(" ".join(words[:size]), sentences, depths)
-        return Example(context=f"{LEAD}{text}", questions=(question,), source=room.source)
-
-    return Draft(make=make, least=20, most=len(words))
+    return brief.scattered(LEAD, sentences, depths, [question])
 
 
-TRACKING_TASK = Task(
-    name="tracking",
-    summary=f"the variables that hold a value, {CHAINS} chains of {HOPS} hops (RULER)",
-    build=by_rule("tracking", _tracking),
-)
+TRACKING_TASK = by_rule("tracking", _tracking)

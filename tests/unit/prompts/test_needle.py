@@ -7,8 +7,8 @@ from tiny_models import WordTokenizer
 
 from kvalloc.errors import InputError
 from kvalloc.measure import default_texts
-from kvalloc.prompts import needle
-from kvalloc.prompts.needle import NeedleCase, haystack_texts, make_needle_cases
+from kvalloc.prompts.needle import KEYS, NeedleCase, haystack_texts, make_needle_cases
+from kvalloc.prompts.tasks.needles import ANSWER_PREFIX, NEEDLE
 
 
 class SpyTokenizer(WordTokenizer):
@@ -59,12 +59,12 @@ def test_depths_and_texts_are_spread_evenly(tokenizer):
 def test_key_and_number_stand_in_needle_and_question_only(tokenizer):
     for case in make_needle_cases(tokenizer, 6, 600):
         prompt = tokenizer.seen[case.input_ids]
-        needle_text = needle.NEEDLE.format(key=case.key, number=case.number)
+        needle_text = NEEDLE.format(key=case.key, number=case.number)
         assert prompt.count(case.number) == 1
         assert prompt.count(needle_text) == 1
         # needle, question, start of the answer
         assert prompt.casefold().count(case.key) == 3
-        assert prompt.endswith(needle.ANSWER_PREFIX.format(key=case.key))
+        assert prompt.endswith(ANSWER_PREFIX.format(key=case.key))
         assert len(case.number) == 7
         assert case.number.isdigit()
         before = prompt.split(needle_text)[0].rstrip()
@@ -116,12 +116,12 @@ def test_no_questions_and_no_texts_are_refused(tokenizer):
 
 
 def test_lengths_that_cannot_be_met_are_refused(tokenizer):
-    with pytest.raises(InputError, match="10 tokens cannot be made"):
+    with pytest.raises(InputError, match="needle fits into 10 tokens"):
         make_needle_cases(tokenizer, 1, 10)
-    with pytest.raises(InputError, match="short with 5 words"):
+    with pytest.raises(InputError, match="cannot be made 400 tokens long from short"):
         make_needle_cases(tokenizer, 1, 400, texts={"short": "One two three four five."})
 
 
 def test_a_text_that_holds_every_key_is_refused(tokenizer):
     with pytest.raises(InputError, match="holds every key"):
-        make_needle_cases(tokenizer, 1, 100, texts={"all": " ".join(needle.KEYS) * 20})
+        make_needle_cases(tokenizer, 1, 100, texts={"all": " ".join(KEYS) * 20})

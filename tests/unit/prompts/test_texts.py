@@ -82,13 +82,25 @@ def test_prompts_of_all_forms(tmp_path):
         ('{"input": "Who?", "context": 3}', "line 1: the field 'context' is not a string"),
         ('{"prompt": "a", "answers": [3]}', "line 1: the field 'answers' holds an answer that is"),
         ('{"prompt": "a", "answer": 3}', "line 1: the field 'answer' holds an answer that is"),
+        ('{"prompt": %s}' % ("9" * 5000), "line 1: the field 'prompt' holds a number that is too"),
+        ('{"prompt": "a", "answer": 1e999}', "line 1: the field 'answer' holds a number that is"),
+        ('{"prompt": "a \\ud83d b"}', r"line 1: the field 'prompt' holds half of a .*\\ud83d"),
+        ('{"messages": [{"content": "\\udc00"}]}', "line 1: the field 'messages' holds half of"),
+        ('{"prompt": %s}' % ("[" * 100_000), "p.jsonl, line 1 is nested too deeply"),
     ],
 )
 def test_broken_prompts_name_file_and_line(tmp_path, content, said):
     file = tmp_path / "p.jsonl"
     file.write_text(content)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=said) as caught:
         read_prompts(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_read_may_hold_anything(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "n": %s, "note": "\\ud83d", "x": NaN}' % ("9" * 5000))
+    assert read_prompts(file) == [Prompt(text="a", name="p.jsonl", line=1)]
 
 
 def test_the_shipped_texts():
