@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 from kvalloc.data import words
 from kvalloc.errors import InputError
@@ -35,7 +35,7 @@ def check_split(name: str) -> Split:
     """
     if name not in SPLITS:
         raise InputError(f"there is no split {name!r}; choose from: {', '.join(SPLITS)}")
-    return cast(Split, name)
+    return name
 
 
 def split_texts(split: Split) -> dict[str, str]:

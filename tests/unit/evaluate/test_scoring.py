@@ -29,8 +29,8 @@ class Tokenizer(WordTokenizer):
 
 
 TOKENIZER = Tokenizer()
-TEXT_TASK = Task(name="text", summary="", build=lambda _: [])
-ASKING_TASK = Task(name="asking", summary="", build=lambda _: [])
+TEXT_TASK = Task(name="text", build=lambda _: [])
+ASKING_TASK = Task(name="asking", build=lambda _: [])
 
 
 @pytest.fixture(scope="module")
