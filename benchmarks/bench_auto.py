@@ -113,13 +113,13 @@ def real_problems(path: str | None) -> Iterator[tuple[str, AllocationProblem]]:
     goals: tuple[dict[str, Any], ...] = ({"budget": 0.2}, {"target_retention": 0.9})
     for goal in goals:
         word = "20%" if "budget" in goal else "retention 0.9"
-        yield f"real layers, {word}", formulate(scores, Request(level="layer", **goal))
-        heads = formulate(scores, Request(level="head", **goal))
+        yield f"real layers, {word}", formulate(scores, Request.parse(level="layer", **goal))
+        heads = formulate(scores, Request.parse(level="head", **goal))
         yield f"real heads, {word}", heads
-        worst = formulate(scores, Request(level="head", objective="worst", **goal))
+        worst = formulate(scores, Request.parse(level="head", objective="worst", **goal))
         yield f"real heads, worst unit, {word}", worst
         yield f"real heads, dents, {word}", dented(heads)
-        pages = formulate(scores, Request(level="head", page_tokens=16, **goal))
+        pages = formulate(scores, Request.parse(level="head", page=16, **goal))
         yield f"real heads, pages, {word}", pages
         for side, constraints in sides(pages).items():
             yield (

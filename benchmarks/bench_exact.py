@@ -265,7 +265,7 @@ def few_budgets(path: str | None) -> Iterator[dict[str, Any]]:
     sides = (MaxDistinct(most=LEVELS), RankBalance(n_ranks=RANKS, tolerance=TOLERANCE))
     scores = real_scores(path)
     for share in ("10%", "20%", "40%"):
-        request = Request(budget=share, level="head", page_tokens=PAGE_TOKENS)
+        request = Request.parse(budget=share, level="head", page=PAGE_TOKENS)
         problem = dataclasses.replace(formulate(scores, request), constraints=sides)
         yield rounding_beaten(f"few budgets, {described(scores)}, {share} kept", problem)
 

@@ -198,7 +198,7 @@ def measure_memory(case: str, size: tuple[int, int, int]) -> dict[str, Any]:
     scores = score_profile(layers, heads, n_ranks, grid=where == "grid")
     before = peak_bytes()
     if what == "frontier":
-        problem = formulate(scores, Request(budget=1.0, level="head"))
+        problem = formulate(scores, Request.parse(budget=1.0, level="head"))
         sizes = np.geomspace(problem.min_cost_bytes, problem.max_cost_bytes, POINTS)
         points = trace_frontier(problem, get_solver("greedy"), sizes.astype(np.int64).tolist())
         answer = f"{len(points)} points"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 
 _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -27,12 +28,32 @@ def parse_share(value: str | float) -> float:
     """
     text = str(value).strip()
     try:
-        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
+        share = parse_fraction(text)
+    except InputError:
         raise InputError(f"{text!r} is not a share of entries; write 20% or 0.2") from None
     if not 0 < share <= 1:
         raise InputError(f"a budget of {text} is not a share of entries; write 20% or 0.2")
     return share
+
+
+def parse_fraction(value: str | float) -> float:
+    """A number from ``0.9`` or ``"90%"``; whoever uses it says which are in range.
+
+    Raises
+    ------
+    InputError
+        If it is no number.
+
+    Examples
+    --------
+    >>> parse_fraction("0.9"), parse_fraction("90%")
+    (0.9, 0.9)
+    """
+    text = str(value).strip()
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise InputError(f"{text!r} is not a share; write 0.9 or 90%") from None
 
 
 def parse_bytes(value: str | int) -> int:
@@ -56,6 +77,41 @@ def parse_bytes(value: str | int) -> int:
     if not 1 <= size < 2**63:
         raise InputError(f"a memory of {value} is no size a cache can have; write 512MiB or 1.5GB")
     return int(size)
+
+
+def bytes_text(size: int) -> str:
+    """A size that `parse_bytes` reads back exactly, in the largest unit that goes.
+
+    Examples
+    --------
+    >>> bytes_text(512 * 2**20), bytes_text(1100)
+    ('512MiB', '1100')
+    """
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size and size % unit == 0:
+            return f"{size // unit}{name}"
+    return str(size)
+
+
+def parse_bits(value: str | Sequence[int]) -> tuple[int, ...]:
+    """Bit widths from ``"16,8,4"`` or a sequence; whoever uses them says which there are.
+
+    Raises
+    ------
+    InputError
+        If they are no whole numbers.
+
+    Examples
+    --------
+    >>> parse_bits("16,8"), parse_bits([4])
+    ((16, 8), (4,))
+    """
+    try:
+        return tuple(int(one) for one in (value.split(",") if isinstance(value, str) else value))
+    except (TypeError, ValueError):
+        raise InputError(
+            f"{option('bits')} is {value!r}, expected numbers such as 16,8,4"
+        ) from None
 
 
 def parse_indices(text: str) -> tuple[int, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,18 +34,6 @@ GATHER_CONSTANT_BYTES = 192
 
 MOST_BYTES = 2**60
 """Sums of costs are int64, and solvers scale them: above this they could overflow."""
-
-
-def check_cost(cost: str) -> None:
-    """Refuse what is no cost model.
-
-    Raises
-    ------
-    InputError
-    """
-    if cost not in get_args(Cost):
-        known = ", ".join(get_args(Cost))
-        raise InputError(f"the cost is {cost!r}, expected one of {known}")
 
 
 def head_cost(
@@ -139,3 +129,70 @@ def check_size(
             f"a cache of {whole:,} bytes is more than can be counted; ask for a smaller batch, a "
             "shorter context or smaller pages"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCosts:
+    """What a whole cache costs, for targets that are a size.
+
+    Attributes
+    ----------
+    shape : ModelShape
+    cost : {"bytes", "decode-bytes", "communication"}
+    context_tokens : int
+        Length of each prompt.
+    batch : int
+        Prompts.
+    page_tokens : int
+    """
+
+    shape: ModelShape
+    cost: Cost
+    context_tokens: int
+    batch: int
+    page_tokens: int
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return {
+            "bytes": "bytes",
+            "decode-bytes": "bytes read per token",
+            "communication": "bytes communicated per token",
+        }[self.cost]
+
+    @cached_property
+    def full(self) -> int:
+        """Cost of keeping everything in full-attention layers, at the model's own precision."""
+        return self.of_budget(self.context_tokens, self.page_tokens)
+
+    @property
+    def grain(self) -> int:
+        """Cost of one entry of all rows; 1 where the cost is no multiple of it."""
+        entry = self.shape.bytes_per_entry * self.batch
+        return entry if self.full % entry == 0 else 1
+
+    @property
+    def sliding_layer_bytes(self) -> int:
+        """Bytes of one sliding layer in whole pages, which no budget changes."""
+        pages = -(-self.shape.sliding_entries(self.context_tokens) // self.page_tokens)
+        entries = pages * self.page_tokens
+        return self.shape.n_kv_heads * entries * self.shape.bytes_per_entry * self.batch
+
+    @property
+    def sliding_bytes(self) -> int:
+        """Bytes of all sliding layers."""
+        return (self.shape.n_layers - len(self.shape.full_layers)) * self.sliding_layer_bytes
+
+    def of_budget(self, tokens: int, page_tokens: int = 1) -> int:
+        """Cost of the same budget in every KV head of the full-attention layers."""
+        return self._heads * int(head_cost(self.cost, tokens, 16, self.shape, page_tokens))
+
+    def fewest_tokens(self, cost: int) -> int:
+        """Smallest budget that, given to every KV head, makes up a cost."""
+        every = head_cost(self.cost, np.arange(self.context_tokens + 1), 16, self.shape)
+        return int(np.searchsorted(every * self._heads, cost))
+
+    @property
+    def _heads(self) -> int:
+        return len(self.shape.full_layers) * self.shape.n_kv_heads * self.batch

@@ -11,7 +11,6 @@ from kvalloc.accounting import IntArray
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.grouping import settle
 from kvalloc.allocation.head_arrays import policy_table
-from kvalloc.allocation.limits import Limits
 from kvalloc.allocation.prediction import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError
@@ -258,43 +257,13 @@ def _group_checks(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
 
 
 def _request_of(profile: BudgetProfile) -> Request:
-    asked = profile.requested
     if profile.solver == "descent":
         raise InputError(
             "the budget profile was decided by 'kvalloc tune' on the loss of the whole reduced "
             "cache, which no score profile holds, so it cannot be verified; measure it with "
             "'kvalloc eval'"
         )
-    fields = {
-        "retention": "target_retention",
-        "loss": "target_loss",
-        "budget": "budget",
-        "budget_tokens": "budget_tokens",
-        "memory": "memory",
-    }
-    if asked.get("target") not in fields:
-        raise InputError(
-            "the budget profile does not say what was requested, so it cannot be verified; make "
-            "it again with 'kvalloc solve'"
-        )
-    return Request(
-        **{fields[asked["target"]]: asked["value"]},
-        level=profile.level,
-        context_tokens=profile.context_tokens,
-        batch=profile.batch,
-        min_tokens=asked.get("min_tokens"),
-        max_tokens=asked.get("max_tokens"),
-        page_tokens=profile.page_tokens,
-        objective=asked.get("objective", "mean"),
-        limits=Limits.of(asked),
-        weights=asked.get("weights"),
-        bits=asked.get("bits"),
-        cost=asked.get("cost", "bytes"),
-        workloads=asked.get("workloads", "mean"),
-        tail=asked.get("tail"),
-        share_groups=profile.share_groups or None,
-        loss_policies=asked.get("loss_policies"),
-    )
+    return Request.read(profile)
 
 
 def _choice_of(

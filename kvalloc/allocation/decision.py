@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import Cost
 from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.grouping import settle
 from kvalloc.allocation.infeasibility import advise
-from kvalloc.allocation.request import Objective, Request, Workloads, request_options
+from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.allocation.result import to_budget_profile
 from kvalloc.allocation.sensitivity import price_of
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
-from kvalloc.allocation.weights import Weights
 from kvalloc.errors import InfeasibleError, InputError, option
-from kvalloc.formats.budget_profile import BudgetProfile, Level
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.sharing_groups import Groups, groups_record
+from kvalloc.formats.sharing_groups import groups_record
 from kvalloc.problem import AllocationProblem, Solver, Termination, dual_bound
 from kvalloc.problem.registry import get_solver, options_of
 
@@ -42,34 +39,11 @@ Average = Literal["curves", "allocations"]
 def solve(
     scores: ScoreProfile,
     *,
-    target_retention: float | None = None,
-    target_loss: float | None = None,
-    budget: str | float | None = None,
-    budget_tokens: int | None = None,
-    memory: str | int | None = None,
-    context: int | None = None,
-    batch: int = 1,
-    level: Level = "layer",
-    min_tokens: int | None = None,
-    max_tokens: int | None = None,
-    page: int = 1,
-    cap: str | Sequence[str] = (),
-    max_distinct: int | None = None,
-    ranks: int | None = None,
-    rank_tolerance: float | None = None,
-    equal_heads: bool = False,
     solver: str | Solver = "auto",
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
     average: Average = "curves",
-    objective: Objective | None = None,
-    weights: Weights | None = None,
-    bits: Sequence[int] | None = None,
-    cost: Cost = "bytes",
-    workloads: Workloads = "mean",
-    tail: float | None = None,
-    share_groups: Groups | int | str | None = None,
-    loss_policies: Sequence[str] | str | None = None,
+    **asked: Unpack[RequestOptions],
 ) -> BudgetProfile:
     """Decide how many entries each layer and KV head keeps.
 
@@ -77,39 +51,6 @@ def solve(
     ----------
     scores : ScoreProfile
         Measured retention curves.
-    target_retention : float, optional
-        Fewest bytes whose mean retention over layers reaches this (XKV, Eq. 18).
-    target_loss : float, optional
-        Fewest bytes whose predicted loss is at most this, nats per token. The prediction is the
-        sum of losses measured with each unit reduced alone; the score profile must hold them.
-    budget : str or float, optional
-        Most retention within this share of all entries, ``"20%"`` or ``0.2`` (XKV, Eq. 17).
-    budget_tokens : int, optional
-        The same with a mean budget per KV head, entries.
-    memory : str or int, optional
-        The same with bytes for the whole cache, such as ``"512MiB"``.
-    context : int, optional
-        Prompt length that the target holds for, tokens; the score profile's own by default.
-    batch : int
-        Rows that share the memory.
-    level : {"layer", "head"}
-        What gets a budget.
-    min_tokens : int, optional
-        Least budget; sinks and window by default.
-    max_tokens : int, optional
-        Largest budget.
-    page : int
-        Budgets are whole pages of so many tokens.
-    cap : str or sequence of str
-        Bytes for some of the layers, such as ``"0-15=256MiB"``: a device, a pipeline stage.
-    max_distinct : int, optional
-        At most so many different budgets.
-    ranks : int, optional
-        Place the KV heads on so many tensor-parallel ranks, in balance (``level="head"``).
-    rank_tolerance : float, optional
-        How far the largest rank may be above the mean one; 0.02 by default.
-    equal_heads : bool
-        One budget for all heads of a layer, in a problem of single heads.
     solver : str or Solver
         Registered name, or a solver object. ``"auto"`` takes the cheapest one that is exact.
     solver_options : dict, optional
@@ -119,34 +60,9 @@ def solve(
     average : {"curves", "allocations"}
         Solve once on the mean curves (the sample-average problem), or solve each sample and
         average the budgets (XKV, Sec. IV-C).
-    objective : {"mean", "worst", "loss"}, optional
-        Retention as the mean over layers, or that of the worst unit (PrefixKV); or the least
-        predicted loss, which ``target_loss`` implies. By default the loss where a size is the
-        target and the score profile holds loss curves that fit (`default_objective`), else the
-        mean.
-    weights : sequence of float or of sequences of float, optional
-        How much each layer, or each KV head of each layer, counts in what is optimised. The
-        retention that the profile states is the plain mean all the same.
-    bits : sequence of int, optional
-        Bit widths to choose from beside the budgets, such as ``(16, 8, 4)``; the score profile
-        must hold what was measured at each. 16 stands for the model's own dtype.
-    cost : {"bytes", "decode-bytes", "communication"}
-        What is bounded or minimised: bytes stored, bytes read for each generated token, or bytes
-        communicated for each in private inference (MPCache, Table 2); see
-        `kvalloc.accounting.costs`.
-    workloads : {"mean", "worst", "cvar"}
-        What counts of the samples, each a workload: their mean, the worst one, or the mean of the
-        worst share `tail` of them (CVaR).
-    tail : float, optional
-        That share, above 0 and up to 1: 1 is the mean.
-    share_groups : int, str or tuple of tuple of int, optional
-        Groups of adjacent layers that keep the same entries, such as ``"2-3,4-5"`` (MPCache); or
-        how many groups of layers there may be in all, a layer alone counting as one: which layers
-        share is then chosen. Needs a score profile made with a share length.
-    loss_policies : sequence of str, optional
-        The policies that each unit chooses from together with its budget, by loss, which the
-        objective then is; by the names that ``kvalloc.profile(loss_policies=...)`` gave them. All
-        that the score profile holds by default.
+    **asked
+        One target, where it holds and what must hold beside it: see
+        `kvalloc.allocation.request.RequestOptions`.
 
     Returns
     -------
@@ -166,11 +82,8 @@ def solve(
     >>> profile = solve(scores, target_retention=0.9, solver="greedy")  # doctest: +SKIP
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
-    asked = request_options(locals())
-    if objective is None:
-        del asked["objective"]
-    request = Request.of(**asked)
-    if objective is None:
+    request = Request.parse(**asked)
+    if request.objective is None:
         request, _ = default_objective(scores, request, solver, solver_options)
     return solve_request(
         scores,
@@ -208,7 +121,7 @@ def default_objective(
     said : str
         One line on what was taken and why; empty where there were no curves to choose from.
     """
-    sized = request.target_retention is None and request.target_loss is None
+    sized = request.target.needed_value is None
     if not scores.has_losses or not sized or request.objective == "loss":
         return request, ""
     try:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from kvalloc.accounting import FloatArray
-from kvalloc.accounting.costs import check_size, head_cost
-from kvalloc.allocation.capacity import capacity_of, sliding_layer_bytes
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting.costs import CacheCosts, check_size, head_cost
 from kvalloc.allocation.prediction import even_options, least_loss_tokens, loss_curves
-from kvalloc.allocation.request import Request
+from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.sharing import grouped
 from kvalloc.allocation.values import least_loss_policies, unit_values, workload_values
 from kvalloc.errors import InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem import Aggregate, AllocationProblem, Sense
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    GroupCap,
+    MaxDistinct,
+    RankBalance,
+    SameBudget,
+    Sense,
+    SideConstraint,
+)
 from kvalloc.problem.dominance import Undominated, undominated
+from kvalloc.shape import ModelShape
 
 MOST_OPTIONS = 2**22
 """Most options of a unit: thirty times a context of 131,072 tokens, one by one."""
@@ -65,21 +72,20 @@ def formulate(
     InfeasibleError
         If memory is below what floors and sliding layers alone store.
     """
-    asked = request.context_tokens
-    context = scores.context_tokens if asked is None else asked
+    shape, context = scores.shape, request.context
+    if context is None:
+        context = scores.context_tokens
     _check_context(scores, context, request)
-    shape = scores.shape
-    check_size(shape, request.cost, context, request.page_tokens, request.batch)
+    check_size(shape, request.cost, context, request.page, request.batch)
+    costs = cache_costs(scores, request)
     tokens = _option_tokens(scores, request, context)
     options, weights = _options(scores, request, context, tokens, sample)
     heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
     full_layers = np.asarray(shape.full_layers, dtype=np.int64)
     layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
     heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
-    target = request.target_value
-    capacity = None
-    if target is None:
-        capacity = capacity_of(scores, request, context, floor_cost=int(options.costs[:, 0].sum()))
+    target = request.target.needed_value
+    capacity = request.target.capacity(costs, floor_cost=int(options.costs[:, 0].sum()))
     values, scenarios = options.values, None
     tail = _tail_share(scores, request) if sample is None else 1.0
     if tail < 1.0:
@@ -103,11 +109,7 @@ def formulate(
         target=target,
         context_tokens=context,
         protected_tokens=scores.protected_tokens,
-        constraints=request.limits.constraints(
-            shape=shape,
-            layers=layers,
-            sliding_layer_bytes=sliding_layer_bytes(shape, context, request),
-        ),
+        constraints=_constraints(request, shape, layers, costs.sliding_layer_bytes),
     )
     if request.share_groups is None:
         return problem
@@ -117,6 +119,66 @@ def formulate(
             "kvalloc.allocation.grouping.settle"
         )
     return grouped(problem, scores, request.share_groups, sample=sample)
+
+
+def cache_costs(scores: ScoreProfile, request: Request) -> CacheCosts:
+    """What the whole cache of a request costs."""
+    return CacheCosts(
+        shape=scores.shape,
+        cost=request.cost,
+        context_tokens=scores.context_tokens if request.context is None else request.context,
+        batch=request.batch,
+        page_tokens=request.page,
+    )
+
+
+def _constraints(
+    request: Request, shape: ModelShape, layers: IntArray, sliding_layer_bytes: int
+) -> tuple[SideConstraint, ...]:
+    """Caps in the order given, then equal heads, distinct budgets, ranks.
+
+    Parameters
+    ----------
+    request : Request
+    shape : ModelShape
+    layers : ndarray of int64, (n_units,)
+        Layer of each unit.
+    sliding_layer_bytes : int
+        What one sliding layer stores whatever is decided; it counts towards its caps.
+    """
+    found: list[SideConstraint] = [
+        _group_cap(cap, shape, layers, sliding_layer_bytes) for cap in request.cap
+    ]
+    if request.equal_heads:
+        groups = (np.flatnonzero(layers == layer).tolist() for layer in np.unique(layers))
+        found.append(SameBudget(groups=tuple(tuple(group) for group in groups)))
+    if request.max_distinct is not None:
+        found.append(MaxDistinct(most=request.max_distinct))
+    if request.ranks is not None:
+        found.append(RankBalance(n_ranks=request.ranks, tolerance=request.tolerance))
+    return tuple(found)
+
+
+def _group_cap(
+    cap: LayerCap, shape: ModelShape, layers: IntArray, sliding_layer_bytes: int
+) -> GroupCap:
+    beyond = [layer for layer in cap.layers if layer >= shape.n_layers]
+    if beyond:
+        raise InputError(
+            f"{option('cap', cap.text)} names layer {beyond[0]}, and {shape.model_id} has layers "
+            f"0-{shape.n_layers - 1}; name some of those"
+        )
+    sliding = sum(shape.layer_types[layer] == "sliding" for layer in cap.layers)
+    if sliding == len(cap.layers):
+        raise InputError(
+            f"{option('cap', cap.text)} names only sliding-window layers, which store "
+            f"{sliding * sliding_layer_bytes:,} bytes whatever is decided; leave it out"
+        )
+    return GroupCap(
+        name=cap.name,
+        units=tuple(np.flatnonzero(np.isin(layers, cap.layers)).tolist()),
+        capacity_bytes=cap.capacity_bytes - sliding * sliding_layer_bytes,
+    )
 
 
 def _aggregate(request: Request, tail: float) -> Aggregate:
@@ -136,7 +198,7 @@ def _options(
     scores: ScoreProfile,
     request: Request,
     context: int,
-    tokens: np.ndarray[Any, np.dtype[np.int64]],
+    tokens: IntArray,
     sample: int | None,
 ) -> tuple[Undominated, FloatArray]:
     """Options of all units, and the units' weights."""
@@ -144,7 +206,7 @@ def _options(
     valued = [unit_values(scores, request, context, tokens, sample, bits) for bits in widths]
     heads = (shape.n_kv_heads if request.level == "layer" else 1) * request.batch
     costs = heads * np.concatenate(
-        [head_cost(request.cost, tokens, bits, shape, request.page_tokens) for bits in widths]
+        [head_cost(request.cost, tokens, bits, shape, request.page) for bits in widths]
     )
     values, weights = valued[0]
     every = (np.tile(tokens, len(widths)), np.repeat(np.asarray(widths), tokens.size))
@@ -166,10 +228,10 @@ def _policies(
     scores: ScoreProfile,
     request: Request,
     context: int,
-    tokens: np.ndarray[Any, np.dtype[np.int64]],
+    tokens: IntArray,
     sample: int | None,
     options: Undominated,
-) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+) -> IntArray | None:
     """The policy behind each option, where there are several."""
     best = least_loss_policies(scores, request, context, tokens, sample)
     if best is None:
@@ -201,12 +263,10 @@ def _check_context(scores: ScoreProfile, context: int, request: Request) -> None
         )
 
 
-def _option_tokens(
-    scores: ScoreProfile, request: Request, context: int
-) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _option_tokens(scores: ScoreProfile, request: Request, context: int) -> IntArray:
     floor = max(scores.protected_tokens, request.min_tokens or 0)
     most = context if request.max_tokens is None else min(context, request.max_tokens)
-    page = request.page_tokens
+    page = request.page
     if request.objective == "loss":
         loss_curves(scores)  # refuses where there are none
         return even_options(max(floor, least_loss_tokens(scores, context)), most, context, page)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import Cost
-from kvalloc.allocation.capacity import full_cost
-from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.formulation import cache_costs, formulate
 from kvalloc.allocation.head_arrays import bit_table, budget_table, policy_table
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.prediction import mean_retention, predicted_loss
-from kvalloc.allocation.request import Objective, Request, Workloads, request_options
+from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.allocation.sensitivity import bound_at_choice, price_at
 from kvalloc.allocation.sharing import members_alike
 from kvalloc.allocation.verification import solve_unbounded
-from kvalloc.allocation.weights import Weights
 from kvalloc.errors import InfeasibleError, InputError, option
-from kvalloc.formats.budget_profile import Level
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.problem import AllocationProblem, Solution, Solver
@@ -69,29 +65,11 @@ def frontier(
     *,
     points: int = 50,
     shares: Sequence[float] | None = None,
-    context: int | None = None,
-    batch: int = 1,
-    level: Level = "layer",
-    min_tokens: int | None = None,
-    max_tokens: int | None = None,
-    page: int = 1,
-    cap: str | Sequence[str] = (),
-    max_distinct: int | None = None,
-    ranks: int | None = None,
-    rank_tolerance: float | None = None,
-    equal_heads: bool = False,
-    objective: Objective = "mean",
-    weights: Weights | None = None,
-    bits: Sequence[int] | None = None,
-    cost: Cost = "bytes",
-    workloads: Workloads = "mean",
-    tail: float | None = None,
-    share_groups: Groups | str | None = None,
-    loss_policies: Sequence[str] | str | None = None,
     solver: str = "auto",
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
     notify: Callable[[int, int], None] | None = None,
+    **asked: Unpack[RequestOptions],
 ) -> list[FrontierPoint]:
     """Best retention, or least predicted loss, against bytes, from the floors to everything.
 
@@ -104,16 +82,6 @@ def frontier(
         ``shares``.
     shares : sequence of float, optional
         Sizes as shares of all entries instead.
-    context, batch, level, min_tokens, max_tokens, page, objective, weights, bits, cost,
-    workloads, tail
-        As in `kvalloc.solve`.
-    cap, max_distinct, ranks, rank_tolerance, equal_heads
-        As in `kvalloc.solve`.
-    loss_policies : sequence of str, optional
-        As in `kvalloc.solve`.
-    share_groups : str or tuple of tuple of int, optional
-        Groups of layers that keep the same entries, as in `kvalloc.solve`; not their number, since
-        other groups would be best at every size.
     solver : str
         Registered name.
     solver_options : dict, optional
@@ -122,6 +90,9 @@ def frontier(
         Seconds for each point.
     notify : callable, optional
         Called with the points done and the points in all after each one.
+    **asked
+        See `kvalloc.allocation.request.RequestOptions`, without a target. Groups of layers are
+        named, not counted: other groups would be best at every size.
 
     Returns
     -------
@@ -137,7 +108,8 @@ def frontier(
     SolverError
         If the solver cannot solve this problem.
     """
-    request = Request.of(budget=1.0, **request_options(locals()))
+    asked["budget"] = 1.0
+    request = Request.parse(**asked)
     return trace_request(
         scores,
         request,
@@ -187,7 +159,7 @@ def trace_request(
         )
     problem = formulate(scores, request)
     chosen = get_solver(solver, **(solver_options or {}))
-    whole_bytes = full_cost(scores, request, problem.context_tokens)
+    whole_bytes = cache_costs(scores, request).full
     capacities = _capacities(problem, points, shares, whole_bytes)
     try:
         traced = trace_frontier(
@@ -203,7 +175,11 @@ def trace_request(
         if advice is error:
             raise
         raise advice from error
-    plain = request.objective == "mean" and request.weights is None and request.workloads == "mean"
+    plain = (
+        request.objective in (None, "mean")
+        and request.weights is None
+        and request.workloads == "mean"
+    )
     groups = request.share_groups if isinstance(request.share_groups, tuple) else ()
     return [_told(point, scores, problem, groups, plain=plain) for point in traced]
 

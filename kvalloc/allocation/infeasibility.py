@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 
-from kvalloc.allocation.capacity import fewest_tokens, fixed_bytes, full_cost
 from kvalloc.allocation.diagnosis import (
     PATIENCE_SECONDS,
     Diagnosis,
@@ -17,19 +16,12 @@ from kvalloc.allocation.diagnosis import (
     is_solvable,
     least_that_works,
 )
-from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.formulation import cache_costs, formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, option, several
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem import (
-    AllocationProblem,
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    Sense,
-    SideConstraint,
-)
-from kvalloc.units import parse_bytes, parse_share
+from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct, RankBalance, SideConstraint
+from kvalloc.units import parse_bytes
 
 
 def advise(
@@ -79,7 +71,7 @@ def advise(
     if lower := _lower_floor(scores, request, deadline):
         ways.append(lower)
         blamed.append(option("min_tokens", request.min_tokens))
-    text = f"{_asked(request)} is not possible"
+    text = f"{request.target} is not possible"
     if blamed:
         text += f" with {' and '.join(blamed)}"
     else:
@@ -89,8 +81,7 @@ def advise(
         text += f" with {' and '.join(every)}" if every else ""
         text += " together; to change one of them is not enough" if len(every) > 1 else ""
     if nearest_flag is not None:
-        reach = "the most is" if request.target_retention is not None else "the least is"
-        text += f"; {reach} {nearest_flag}"
+        text += f"; {request.target.limit} {nearest_flag}"
         text += "" if found.exact else f" as far as {limit:g} s of search can tell"
     elif found.hopeless:
         text += ", and neither is any other target"
@@ -99,44 +90,20 @@ def advise(
     return InfeasibleError(text, nearest=nearest)
 
 
-def _asked(request: Request) -> str:
-    """The target as a flag."""
-    for name in ("target_retention", "target_loss", "budget_tokens", "memory"):
-        value = getattr(request, name)
-        if value is not None:
-            return option(name, value)
-    assert request.budget is not None  # a request has exactly one target
-    return option("budget", f"{100 * parse_share(request.budget):g}%")
-
-
 def _nearest(
     scores: ScoreProfile, request: Request, problem: AllocationProblem, found: Diagnosis
 ) -> tuple[float | int | None, str | None]:
     """The nearest goal in the unit of the one asked, and its flag, rounded to the safe side."""
     if found.nearest is None:
         return None, None
-    if problem.sense is Sense.MIN_COST:
-        value = float(found.nearest)
-        if request.target_loss is not None:
-            return -value, option("target_loss", math.ceil(-value * 1e6) / 1e6)
-        rounded = math.floor(value * 1e4) / 1e4
-        return value, option("target_retention", rounded if rounded > 0 else value)
-    needed = int(found.nearest)
-    if request.memory is not None:
-        constant = fixed_bytes(scores, problem.context_tokens, request.batch, request.page_tokens)
-        return needed + constant, option("memory", needed + constant)
-    context = problem.context_tokens
-    if request.budget_tokens is not None:
-        tokens = fewest_tokens(scores, request, context, needed)
-        return tokens, option("budget_tokens", tokens)
-    share = math.ceil(1e4 * needed / full_cost(scores, request, context)) / 1e4
-    return share, option("budget", f"{100 * share:g}%")
+    number, target = request.target.nearest(found.nearest, cache_costs(scores, request))
+    return number, str(target)
 
 
 def _flag(request: Request, index: int, constraint: SideConstraint) -> str:
     """The flag that a constraint came from."""
     if isinstance(constraint, GroupCap):
-        return option("cap", request.limits.caps[index].text)
+        return option("cap", request.cap[index].text)
     if isinstance(constraint, MaxDistinct):
         return option("max_distinct", constraint.most)
     if isinstance(constraint, RankBalance):
@@ -149,7 +116,7 @@ def _way_out(request: Request, problem: AllocationProblem, one: Relaxation) -> s
     if isinstance(one.relaxed, GroupCap):
         original = problem.constraints[one.index]
         assert isinstance(original, GroupCap)  # a constraint is relaxed to one of its kind
-        cap = request.limits.caps[one.index]
+        cap = request.cap[one.index]
         sliding = cap.capacity_bytes - original.capacity_bytes
         which = cap.text.partition("=")[0]
         way = option("cap", f"{which}={_size(one.relaxed.capacity_bytes + sliding)}")

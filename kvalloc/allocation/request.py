@@ -1,113 +1,587 @@
-"""What a user asks for: one target, where it holds, and what must hold beside it."""
+"""What a user asks for: one target, where it holds, and what must hold beside it.
+
+`RequestOptions` names, types and documents every keyword once: the library's functions take it
+with ``Unpack``, and the command line derives its flags from it. `Request` is what they mean.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypedDict,
+    Unpack,
+    get_args,
+)
 
-from kvalloc.accounting.costs import Cost, check_cost
+from kvalloc.accounting.costs import Cost
 from kvalloc.accounting.stored_bytes import BIT_WIDTHS
-from kvalloc.allocation.limits import Limits
-from kvalloc.allocation.weights import Weights, checked_weights
-from kvalloc.errors import InputError, option
-from kvalloc.formats.budget_profile import LengthRule, Level
+from kvalloc.allocation.weights import Weights, checked_weights, read_weights
+from kvalloc.errors import InfeasibleError, InputError, nearest, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
-from kvalloc.units import parse_bytes, parse_share
+from kvalloc.units import (
+    bytes_text,
+    parse_bits,
+    parse_bytes,
+    parse_fraction,
+    parse_indices,
+    parse_share,
+)
 
+if TYPE_CHECKING:
+    from kvalloc.accounting.costs import CacheCosts
+    from kvalloc.formats.budget_profile import BudgetProfile
+
+Level = Literal["layer", "head"]
 Objective = Literal["mean", "worst", "loss"]
 Workloads = Literal["mean", "worst", "cvar"]
 
+RANK_TOLERANCE = 0.02
+"""The largest rank stores at most this share more than the mean one, by default."""
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user asked for: exactly one target, and where it holds.
+
+@dataclass(frozen=True)
+class Option:
+    """How the command line shows a keyword.
+
+    Its flag is the keyword's name, its help stands in the docstring of the ``TypedDict``, where
+    other keywords in backticks stand for their flags.
 
     Attributes
     ----------
-    target_retention : float or None
-        Least mean retention over layers, 0..1.
-    target_loss : float or None
-        Most predicted loss, nats per token; the objective is then ``"loss"``.
-    budget : str or float or None
-        Share of all entries, such as ``"20%"`` or ``0.2``.
-    budget_tokens : int or None
-        Mean entries per KV head.
-    memory : str or int or None
-        Bytes for the whole cache, such as ``"512MiB"``.
-    level : {"layer", "head"}
-        What gets a budget.
-    context_tokens : int or None
-        Prompt length that the target holds for; the score profile's own by default.
-    batch : int
-        Rows that share the memory.
-    min_tokens : int or None
-        Least budget of any unit; sinks and window by default.
-    max_tokens : int or None
-        Largest budget of any unit; the whole context by default.
-    page_tokens : int
-        Budgets are whole pages of so many tokens.
-    objective : {"mean", "worst", "loss"}
-        Retention as the mean over layers, or that of the worst unit; or the least predicted loss,
-        summed over units.
-    weights : sequence of float or of sequences of float, or None
-        How much each layer, or each KV head of each layer, counts in the objective; all the same
-        by default. Only their ratios matter.
-    bits : sequence of int or None
-        Bit widths to choose from beside the budgets, of 16, 8 and 4; 16, the model's own dtype,
-        by default.
-    cost : {"bytes", "decode-bytes", "communication"}
-        What an option costs; see `kvalloc.accounting.costs`.
-    limits : Limits
-        Caps, ranks and what else must hold.
-    workloads : {"mean", "worst", "cvar"}
-        What counts of the samples, each a workload: their mean, the worst one, or the mean of the
-        worst share `tail` of them.
-    tail : float or None
-        That share, above 0 and up to 1; only with "cvar".
-    share_groups : tuple of tuple of int, int, str or None
-        Groups of adjacent layers that keep the same entries; or how many groups of layers there
-        may be, which `kvalloc.allocation.grouping` turns into groups first.
-    loss_policies : sequence of str, str or None
-        Names of the policies that units choose from by their loss, which the objective then is;
-        all whose losses the score profile holds by default. A text has commas between them.
+    metavar : str
+        What its value looks like; empty for the choices of a ``Literal``, and for a switch.
+    group : str
+        Heading in the help under which it stands.
+    """
+
+    metavar: str
+    group: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target(ABC):
+    """What to reach: the one place that tells the kinds of targets apart.
+
+    A kind parses, checks, prints and stores itself, and turns itself into what a problem needs: a
+    value to reach in the fewest bytes, or a capacity. `TARGETS` holds all kinds.
+
+    Attributes
+    ----------
+    value : float or int
+        In the kind's own unit.
 
     Raises
     ------
     InputError
-        If none or several targets are given, or a value is out of range.
+        If there can be no such target.
     """
 
-    target_retention: float | None = None
-    target_loss: float | None = None
-    budget: str | float | None = None
-    budget_tokens: int | None = None
-    memory: str | int | None = None
+    kind: ClassVar[str]
+    keyword: ClassVar[str]
+    limit: ClassVar[str] = "the least is"
+    """What messages say before the nearest target that can be met."""
+    is_fixed: ClassVar[bool] = False
+    """Whether budgets stay as they are at another prompt length, instead of growing with it."""
+
+    value: float
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, given: Any) -> Self:
+        """The target from what the user wrote, a text or a number."""
+
+    @abstractmethod
+    def shown(self) -> object:
+        """The value as `kvalloc.errors.option` writes it."""
+
+    @abstractmethod
+    def describe(self, what: str, entries: str = "entries") -> str:
+        """Half a sentence for people.
+
+        Parameters
+        ----------
+        what : str
+            What is optimised, such as "retention" or "predicted loss".
+        entries : str
+            What a share is of.
+        """
+
+    @property
+    def needed_value(self) -> float | None:
+        """Value that the problem has to reach; None where the target is a capacity."""
+        return None
+
+    @property
+    def max_loss(self) -> float | None:
+        """Most loss, nats per token; None where the target is another one."""
+        return None
+
+    def capacity(self, costs: CacheCosts, floor_cost: int) -> int | None:
+        """What the layers that get budgets may cost together; None where a value is needed.
+
+        Parameters
+        ----------
+        costs : CacheCosts
+            What keeping everything costs, and in which unit.
+        floor_cost : int
+            Cost of the smallest choice.
+
+        Raises
+        ------
+        InfeasibleError
+            If the smallest choice costs more; with the smallest target that can be met.
+        """
+        return None
+
+    @abstractmethod
+    def nearest(self, reached: float, costs: CacheCosts) -> tuple[float | int, Target]:
+        """The target that a value or a cost reaches, exactly, and rounded to the safe side."""
+
+    def __str__(self) -> str:
+        """The option that asks for it."""
+        return option(self.keyword, self.shown())
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for a budget profile, which `read` reads."""
+        return {"target": self.kind, "value": self.value}
+
+    @staticmethod
+    def read(record: Mapping[str, Any]) -> Target:
+        """The target that `record` stored, among other things that were requested.
+
+        Raises
+        ------
+        InputError
+            If there is none.
+        """
+        found = [kind for kind in TARGETS if kind.kind == record.get("target")]
+        if not found or "value" not in record:
+            raise InputError(
+                "the budget profile does not say what was requested, so it cannot be verified; "
+                "make it again with 'kvalloc solve'"
+            )
+        return found[0](value=record["value"])
+
+    @staticmethod
+    def of(asked: Mapping[str, Any]) -> Target:
+        """The one target among keywords.
+
+        Raises
+        ------
+        InputError
+            If there is none, or several, or it cannot be.
+
+        Examples
+        --------
+        >>> Target.of({"budget": "20%", "level": "head"})
+        _Share(value=0.2)
+        """
+        given = [kind for kind in TARGETS if asked.get(kind.keyword) is not None]
+        options = ", ".join(option(kind.keyword) for kind in TARGETS)
+        if not given:
+            raise InputError(f"no target: say what to reach with one of {options}")
+        if len(given) > 1:
+            both = " and ".join(option(kind.keyword) for kind in given)
+            raise InputError(f"{both} are two targets at once; give one of {options}")
+        return given[0].parse(asked[given[0].keyword])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Retention(Target):
+    """Fewest bytes that keep a share of the score mass (XKV, Eq. 18)."""
+
+    kind = "retention"
+    keyword = "target_retention"
+    limit = "the most is"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value <= 1:
+            raise InputError(
+                f"a target retention of {self.value:g} is not a share of the score mass; give a "
+                "number above 0 and up to 1, such as 0.9"
+            )
+
+    @classmethod
+    def parse(cls, given: Any) -> Self:
+        return cls(value=parse_fraction(given))
+
+    def shown(self) -> float:
+        return self.value
+
+    def describe(self, what: str, entries: str = "entries") -> str:
+        return f"{what} of {self.value:g} or more in the fewest bytes"
+
+    @property
+    def needed_value(self) -> float:
+        return self.value
+
+    def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
+        rounded = math.floor(reached * 1e4) / 1e4
+        return reached, _Retention(value=rounded if rounded > 0 else reached)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loss(Target):
+    """Fewest bytes whose predicted loss is at most this, nats per token."""
+
+    kind = "loss"
+    keyword = "target_loss"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.value < math.inf:
+            raise InputError(
+                f"a target loss of {self.value:g} nats per token cannot be asked for; give a "
+                "number from 0 up, such as 0.02"
+            )
+
+    @classmethod
+    def parse(cls, given: Any) -> Self:
+        return cls(value=float(given))
+
+    def shown(self) -> float:
+        return self.value
+
+    def describe(self, what: str, entries: str = "entries") -> str:
+        return f"predicted loss of {self.value:g} nats per token or less in the fewest bytes"
+
+    @property
+    def needed_value(self) -> float:
+        return -self.value
+
+    @property
+    def max_loss(self) -> float:
+        return self.value
+
+    def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
+        return -reached, _Loss(value=math.ceil(-reached * 1e6) / 1e6)
+
+
+class _Size(Target):
+    """What may be kept at most; as much as possible is made of it (XKV, Eq. 17)."""
+
+    includes_sliding: ClassVar[bool] = False
+    """Whether the layers that store the same whatever is decided count, too."""
+
+    def describe(self, what: str, entries: str = "entries") -> str:
+        most = "least" if what.endswith("loss") else "most"
+        return f"{most} {what} in {self.amount(entries)}"
+
+    @abstractmethod
+    def amount(self, entries: str = "entries") -> str:
+        """The size for people."""
+
+    @abstractmethod
+    def cost(self, costs: CacheCosts) -> int:
+        """The size in the unit of the costs."""
+
+    def capacity(self, costs: CacheCosts, floor_cost: int) -> int:
+        fixed = costs.sliding_bytes if self.includes_sliding else 0
+        capacity = self.cost(costs) - fixed
+        if capacity < floor_cost:
+            number, least = self.nearest(floor_cost, costs)
+            sliding = f", and the sliding layers {fixed:,}" if fixed else ""
+            raise InfeasibleError(
+                f"{self} is below the floors: sinks, window and minimum budgets take "
+                f"{floor_cost:,} {costs.unit}{sliding}; ask for at least {least}",
+                nearest=number,
+            )
+        return capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share(_Size):
+    """A share of what keeping everything costs."""
+
+    kind = "budget"
+    keyword = "budget"
+
+    @classmethod
+    def parse(cls, given: Any) -> Self:
+        return cls(value=parse_share(given))
+
+    def shown(self) -> str:
+        return f"{100 * self.value:g}%"
+
+    def amount(self, entries: str = "entries") -> str:
+        return f"{self.shown()} of all {entries}"
+
+    def cost(self, costs: CacheCosts) -> int:
+        return int(self.value * (costs.full // costs.grain) + 1e-9) * costs.grain
+
+    def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
+        share = math.ceil(1e4 * int(reached) / costs.full) / 1e4
+        return share, _Share(value=share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TokensPerHead(_Size):
+    """Entries that a KV head keeps on average."""
+
+    kind = "budget_tokens"
+    keyword = "budget_tokens"
+    is_fixed = True
+
+    value: int
+
+    def __post_init__(self) -> None:
+        if self.value < 1:
+            raise InputError(f"a budget of {self.value} tokens keeps nothing; give >= 1")
+
+    @classmethod
+    def parse(cls, given: Any) -> Self:
+        return cls(value=given)
+
+    def shown(self) -> int:
+        return self.value
+
+    def amount(self, entries: str = "entries") -> str:
+        return f"{self.value:,} tokens per KV head on average"
+
+    def cost(self, costs: CacheCosts) -> int:
+        return costs.of_budget(self.value)
+
+    def nearest(self, reached: float, costs: CacheCosts) -> tuple[int, Target]:
+        tokens = costs.fewest_tokens(int(reached))
+        return tokens, _TokensPerHead(value=tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Memory(_Size):
+    """Bytes for the whole cache."""
+
+    kind = "memory"
+    keyword = "memory"
+    is_fixed = True
+    includes_sliding = True
+
+    value: int
+
+    @classmethod
+    def parse(cls, given: Any) -> Self:
+        return cls(value=parse_bytes(given))
+
+    def shown(self) -> str | int:
+        text = bytes_text(self.value)
+        return self.value if text.isdigit() else text
+
+    def amount(self, entries: str = "entries") -> str:
+        return bytes_text(self.value)
+
+    def cost(self, costs: CacheCosts) -> int:
+        return self.value
+
+    def nearest(self, reached: float, costs: CacheCosts) -> tuple[int, Target]:
+        needed = int(reached) + costs.sliding_bytes
+        return needed, _Memory(value=needed)
+
+
+TARGETS: tuple[type[Target], ...] = (_Retention, _Loss, _Share, _TokensPerHead, _Memory)
+"""The kinds of targets, in the order in which messages name them."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """What can be asked for, by keyword: of `kvalloc.solve`, `frontier`, `apply` and the others.
+
+    Exactly one target is given; everything else has a default, which None stands for.
+
+    Parameters
+    ----------
+    target_retention : float or str
+        Fewest bytes that keep this mean share of the score mass, such as 0.9 or 90%.
+    target_loss : float
+        Fewest bytes whose predicted loss is at most this, nats per token, such as 0.02. The
+        prediction is the sum of losses measured with each unit reduced alone.
+    budget : str or float
+        At most this share of all entries, such as 20% or 0.2.
+    budget_tokens : int
+        At most N entries per KV head on average.
+    memory : str or int
+        At most this much for the whole cache, such as 512MiB.
+    context : int
+        Prompt length that the target holds for, tokens; that of the score profile by default.
+    batch : int
+        Prompts that share the memory.
+    workloads : {"mean", "worst", "cvar"}
+        What counts of the samples, each a workload: their mean, the worst one, or the mean of the
+        worst share `tail` of them.
+    tail : float
+        With `workloads` cvar: that share, such as 0.25.
+    level : {"layer", "head"}
+        What gets a budget: a layer, or each KV head.
+    min_tokens : int
+        Least budget, tokens; sinks and window are kept in any case.
+    max_tokens : int
+        Largest budget, tokens.
+    page : int
+        Budgets are whole pages of N tokens.
+    bits : str or sequence of int
+        Bit widths to choose from beside the budgets; 16 is the model's own dtype. The score
+        profile must hold what was measured at each.
+    share_groups : str, int or tuple of tuple of int
+        Adjacent layers that keep the same entries (MPCache), such as 2-3,4-5; or at most N groups
+        of layers, a layer alone counting as one, chosen for the target. The score profile must
+        hold curves of layers that share entries.
+    max_distinct : int
+        At most N different budgets in the whole model.
+    cap : str or sequence of str
+        At most this much for some layers (a device, a pipeline stage), such as 0-15=256MiB; there
+        may be several, which may nest.
+    ranks : int
+        Place the KV heads on N tensor-parallel ranks, in balance, at `level` head.
+    rank_tolerance : float
+        How far the largest rank may be above the mean one; 0.02 by default.
+    equal_heads : bool
+        One budget for all heads of a layer, at `level` head.
+    objective : {"mean", "worst", "loss"}
+        Most retention as the mean over layers, or of the worst unit (PrefixKV), or least predicted
+        loss; by default the loss where a size is asked for and loss curves were measured.
+    weights : sequence of float or of sequences of float, str or Path
+        How much each layer counts in the objective: one number a layer, or one list of numbers a
+        layer, one a KV head; or a JSON file of them. Only their ratios matter.
+    loss_policies : str or sequence of str
+        With `objective` loss or `target_loss`: the policies that each unit chooses from together
+        with its budget; all whose losses the score profile holds by default.
+    cost : {"bytes", "decode-bytes", "communication"}
+        What an option costs: bytes stored, bytes read for each generated token, or bytes
+        communicated for each in private inference (MPCache, Table 2).
+    """
+
+    target_retention: Annotated[float | str | None, Option("SHARE", "Target")]
+    target_loss: Annotated[float | None, Option("NATS", "Target")]
+    budget: Annotated[str | float | None, Option("SHARE", "Target")]
+    budget_tokens: Annotated[int | None, Option("N", "Target")]
+    memory: Annotated[str | int | None, Option("SIZE", "Target")]
+    context: Annotated[int | None, Option("N", "Prompts")]
+    batch: Annotated[int | None, Option("N", "Prompts")]
+    workloads: Annotated[Workloads | None, Option("", "Prompts")]
+    tail: Annotated[float | None, Option("SHARE", "Prompts")]
+    level: Annotated[Level | None, Option("", "Budgets")]
+    min_tokens: Annotated[int | None, Option("N", "Budgets")]
+    max_tokens: Annotated[int | None, Option("N", "Budgets")]
+    page: Annotated[int | None, Option("N", "Budgets")]
+    bits: Annotated[str | Sequence[int] | None, Option("16,8,4", "Budgets")]
+    share_groups: Annotated[str | int | Groups | None, Option("GROUPS|N", "Budgets")]
+    max_distinct: Annotated[int | None, Option("N", "Limits")]
+    cap: Annotated[Sequence[str] | str | None, Option("LAYERS=SIZE", "Limits")]
+    ranks: Annotated[int | None, Option("N", "Limits")]
+    rank_tolerance: Annotated[float | None, Option("SHARE", "Limits")]
+    equal_heads: Annotated[bool | None, Option("", "Limits")]
+    objective: Annotated[Objective | None, Option("", "Objective")]
+    weights: Annotated[str | Path | Weights | None, Option("FILE.json", "Objective")]
+    loss_policies: Annotated[str | Sequence[str] | None, Option("NAME,NAME", "Objective")]
+    cost: Annotated[Cost | None, Option("", "Objective")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCap:
+    """A capacity for some layers.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        Layer indices.
+    capacity_bytes : int
+        Most bytes they may store together, sliding layers among them included.
+    text : str
+        As the user wrote it, without spaces.
+    """
+
+    layers: tuple[int, ...]
+    capacity_bytes: int
+    text: str
+
+    @property
+    def name(self) -> str:
+        """How messages call it, such as ``"layers 0-15"``."""
+        which = self.text.partition("=")[0]
+        return f"layer{'s' if len(self.layers) > 1 else ''} {which}"
+
+    @classmethod
+    def parse(cls, text: str) -> LayerCap:
+        """A cap from ``"0-15=256MiB"``.
+
+        Raises
+        ------
+        InputError
+            If it is not ``LAYERS=SIZE``.
+
+        Examples
+        --------
+        >>> LayerCap.parse("0-1=1KiB")
+        LayerCap(layers=(0, 1), capacity_bytes=1024, text='0-1=1KiB')
+        """
+        which, equals, size = str(text).partition("=")
+        if not equals or not which.strip() or not size.strip():
+            raise InputError(f"the cap {str(text)!r} is not LAYERS=SIZE, such as 0-15=256MiB")
+        try:
+            layers, capacity = parse_indices(which), parse_bytes(size.strip())
+        except InputError as error:
+            raise InputError(f"the cap {str(text)!r}: {error}") from None
+        return cls(layers=layers, capacity_bytes=capacity, text="".join(str(text).split()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for, checked; its fields are those of `RequestOptions`, parsed.
+
+    Attributes
+    ----------
+    target : Target
+        What to reach.
+    level, context, batch, min_tokens, max_tokens, page, bits, share_groups, max_distinct, ranks, \
+    rank_tolerance, equal_heads, cost, weights, loss_policies, workloads, tail
+        See `RequestOptions`; None where it says that there is a default.
+    cap : tuple of LayerCap
+        Capacities of some layers; they may nest and overlap.
+    objective : {"mean", "worst", "loss"} or None
+        What is optimised; None for the mean, or the loss where that was measured, which
+        `kvalloc.solve` finds out.
+
+    Raises
+    ------
+    InputError
+        If a value is out of range, or two do not go together.
+    """
+
+    target: Target
     level: Level = "layer"
-    context_tokens: int | None = None
+    context: int | None = None
     batch: int = 1
     min_tokens: int | None = None
     max_tokens: int | None = None
-    page_tokens: int = 1
-    objective: Objective = "mean"
-    weights: Weights | None = None
-    bits: Sequence[int] | None = None
+    page: int = 1
+    bits: tuple[int, ...] | None = None
+    share_groups: Groups | int | None = None
+    max_distinct: int | None = None
+    cap: tuple[LayerCap, ...] = ()
+    ranks: int | None = None
+    rank_tolerance: float | None = None
+    equal_heads: bool = False
+    objective: Objective | None = None
+    weights: tuple[Any, ...] | None = None
+    loss_policies: tuple[str, ...] | None = None
     cost: Cost = "bytes"
-    limits: Limits = Limits()
     workloads: Workloads = "mean"
     tail: float | None = None
-    share_groups: Groups | int | str | None = None
-    loss_policies: Sequence[str] | str | None = None
 
     @classmethod
-    def of(cls, **asked: Any) -> Request:
-        """The request made of keywords as `kvalloc.solve` takes them.
+    def parse(cls, **asked: Unpack[RequestOptions]) -> Request:
+        """The request that keywords make.
 
         Parameters
         ----------
         **asked
-            Any of `REQUEST_OPTIONS`.
+            See `RequestOptions`.
 
         Returns
         -------
@@ -116,93 +590,187 @@ class Request:
         Raises
         ------
         InputError
-            As the class itself, and for the limits.
+            If there is no such keyword, no target or several, or a value cannot be.
+
+        Examples
+        --------
+        >>> Request.parse(budget="20%", level="head", bits="16,8").bits
+        (16, 8)
         """
-        if asked.get("loss_policies") is not None and asked.get("objective") == "mean":
-            raise InputError(
-                "policies are chosen by what they lose, and the objective is 'mean', retention; "
-                "take the objective 'loss', or leave the policies out"
+        given = {name: value for name, value in asked.items() if value is not None}
+        for name in given.keys() - RequestOptions.__annotations__.keys():
+            near = nearest(name, RequestOptions.__annotations__)
+            raise InputError(f"there is no option {name!r}; {near}see kvalloc.solve")
+        target = Target.of(given)
+        keywords = {kind.keyword for kind in TARGETS}
+        read = {name: _READ.get(name, _as_is)(given[name]) for name in given.keys() - keywords}
+        return cls(target=target, **read)
+
+    def record(self) -> dict[str, Any]:
+        """What was asked, as plain values for a budget profile; `read` reads it again.
+
+        Level, context, batch and page are fields of the profile itself.
+        """
+        stored: dict[str, Any] = {
+            **self.target.record(),
+            "objective": self.objective or "mean",
+            "min_tokens": self.min_tokens,
+            "max_tokens": self.max_tokens,
+        }
+        stored |= {name: getattr(self, name) for name in _STORED if self._is_set(name)}
+        if self.ranks is not None:
+            stored["rank_tolerance"] = self.tolerance
+        if self.cap:
+            stored["cap"] = [cap.text for cap in self.cap]
+        if self.workloads != "mean":
+            stored["tail"] = self.tail
+        return {name: _plain(value) for name, value in stored.items()}
+
+    @classmethod
+    def read(cls, profile: BudgetProfile) -> Request:
+        """The request that a budget profile answers, with the groups of layers it decided.
+
+        Raises
+        ------
+        InputError
+            If it does not say what was requested.
+        """
+        stored = profile.requested
+        target = Target.read(stored)
+        names = {field.name for field in fields(cls)}.intersection(stored) - {"share_groups"}
+        try:
+            return cls(
+                target=target,
+                level=profile.level,
+                context=profile.context_tokens,
+                batch=profile.batch,
+                page=profile.page_tokens,
+                share_groups=profile.share_groups or None,
+                **{
+                    name: _READ.get(name, _as_is)(stored[name])
+                    for name in names - {"target"}
+                    if stored[name] is not None
+                },
             )
-        limits = {name: asked.pop(name) for name in LIMIT_OPTIONS if name in asked}
-        cap = limits.pop("cap", None) or ()
-        for ours, theirs in _RENAMED.items():
-            if theirs in asked:
-                asked[ours] = asked.pop(theirs)
-        whole = Limits(cap=(cap,) if isinstance(cap, str) else tuple(cap), **limits)
-        return cls(limits=whole, **asked)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"what was requested, {dict(stored)}, is not what 'kvalloc solve' writes"
+            ) from error
+
+    def _is_set(self, name: str) -> bool:
+        default = next(field.default for field in fields(self) if field.name == name)
+        return bool(getattr(self, name) != default)
+
+    @property
+    def is_plain_mean(self) -> bool:
+        """Whether the value of the problem is the mean retention over layers and samples."""
+        return (
+            self.objective in (None, "mean") and self.weights is None and self.workloads == "mean"
+        )
+
+    @property
+    def tolerance(self) -> float:
+        """The rank tolerance that holds."""
+        return RANK_TOLERANCE if self.rank_tolerance is None else self.rank_tolerance
 
     def __post_init__(self) -> None:
-        given = [name for name in _TARGETS if getattr(self, name) is not None]
-        options = ", ".join(map(option, _TARGETS))
-        if not given:
-            raise InputError(f"no target: say what to reach with one of {options}")
-        if len(given) > 1:
-            both = " and ".join(map(option, given))
-            raise InputError(f"{both} are two targets at once; give one of {options}")
-        if self.level not in ("layer", "head"):
-            raise InputError(f"the level is {self.level!r}, expected 'layer' or 'head'")
-        _check_policies(self)
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (name == "objective" and value is None):
+                *most, last = map(repr, choices)
+                raise InputError(f"the {name} is {value!r}, expected {', '.join(most)} or {last}")
+        self._check_numbers()
         self._check_objective()
-        if self.batch < 1 or self.page_tokens < 1:
+        self._check_level()
+        self._check_bits()
+        self._check_cost()
+        self._check_workloads()
+        if self.share_groups is not None and (
+            self.objective not in (None, "mean") or self.weights or self.bits
+        ):
+            raise InputError(
+                "layers that share entries are decided by their mean retention at the model's own "
+                "precision; leave out the objective, weights and bits, or the groups"
+            )
+
+    def _check_numbers(self) -> None:
+        if self.batch < 1 or self.page < 1:
             raise InputError("batch and page must be at least 1")
         if self.min_tokens is not None and self.min_tokens < 0:
             raise InputError(f"the least budget is {self.min_tokens} tokens, expected >= 0")
-        if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens or 0):
+        least = max(1, self.min_tokens or 0)
+        if self.max_tokens is not None and self.max_tokens < least:
             raise InputError(
-                f"a largest budget of {self.max_tokens} tokens is below the least of "
-                f"{max(1, self.min_tokens or 0)}; raise {option('max_tokens')} or lower "
-                f"{option('min_tokens')}"
+                f"a largest budget of {self.max_tokens} tokens is below the least of {least}; "
+                f"raise {option('max_tokens')} or lower {option('min_tokens')}"
             )
-        self.limits.check_level(self.level)
-        self._check_bits()
-        self._check_cost()
-        if self.target_retention is not None and not 0 < self.target_retention <= 1:
+        if self.max_distinct is not None and self.max_distinct < 1:
             raise InputError(
-                f"a target retention of {self.target_retention:g} is not a share of the score "
-                "mass; give a number above 0 and up to 1, such as 0.9"
+                f"at most {self.max_distinct} different budgets is not possible; give "
+                f"{option('max_distinct', 1)} or more"
             )
-        if self.budget_tokens is not None and self.budget_tokens < 1:
-            raise InputError(f"a budget of {self.budget_tokens} tokens keeps nothing; give >= 1")
-        _check_workloads(self)
-        _check_sharing(self)
-        self.describe()  # parses, so that a bad share or size is refused here
+        if self.ranks is not None and self.ranks < 1:
+            raise InputError(f"{self.ranks} ranks hold nothing; give {option('ranks', 1)} or more")
+        tolerance = self.rank_tolerance
+        if tolerance is not None and self.ranks is None:
+            raise InputError(
+                f"{option('rank_tolerance')} says nothing without {option('ranks')}; give both or "
+                "neither"
+            )
+        if tolerance is not None and not 0 <= tolerance < math.inf:
+            raise InputError(
+                f"a rank tolerance of {tolerance:g} is no share above the mean; give a number >= "
+                f"0, such as {option('rank_tolerance', 0.02)}"
+            )
 
     def _check_objective(self) -> None:
-        if self.objective not in get_args(Objective):
-            known = ", ".join(map(repr, get_args(Objective)))
-            raise InputError(f"the objective is {self.objective!r}, expected one of {known}")
-        if self.target_loss is not None:
-            if not 0 <= self.target_loss < math.inf:
-                raise InputError(
-                    f"a target loss of {self.target_loss:g} nats per token cannot be asked for; "
-                    "give a number from 0 up, such as 0.02"
-                )
-            if self.objective == "worst":
-                raise InputError(
-                    "a target loss is about the loss summed over all units, not the worst one; "
-                    "leave the objective out"
-                )
+        by_retention = isinstance(self.target, _Retention)
+        if self.loss_policies is not None and (
+            by_retention or self.objective not in (None, "loss")
+        ):
+            how = "" if by_retention else f" with the objective {self.objective!r}"
+            raise InputError(
+                f"policies are chosen by what they lose, and retention is asked for{how}; give "
+                f"{option('target_loss')} or {option('objective', 'loss')}, or leave the policies "
+                "out"
+            )
+        by_loss = isinstance(self.target, _Loss)
+        if by_loss and self.objective == "worst":
+            raise InputError(
+                "a target loss is about the loss summed over all units, not the worst one; leave "
+                "the objective out"
+            )
+        if by_loss or self.loss_policies is not None:
             object.__setattr__(self, "objective", "loss")
-        if self.weights is not None:
-            self._check_weights()
-        if self.objective == "loss" and self.target_retention is not None:
+        if self.weights is not None and self.objective == "worst":
+            raise InputError(
+                "weights are for a sum over units; the worst unit is the worst whatever it weighs: "
+                "leave the weights out, or take the objective 'mean'"
+            )
+        if self.weights is not None and by_loss:
+            raise InputError(
+                "a target loss is in nats per token, and a weighted sum of losses is not: leave "
+                "the weights out, or give a size and the objective 'loss'"
+            )
+        if self.objective == "loss" and by_retention:
             raise InputError(
                 "a target retention does not go with the objective 'loss'; give "
                 f"{option('target_loss')}, or leave the objective out"
             )
 
-    def _check_weights(self) -> None:
-        assert self.weights is not None  # only called then
-        object.__setattr__(self, "weights", checked_weights(self.weights))
-        if self.objective == "worst":
+    def _check_level(self) -> None:
+        if self.level == "head":
+            return
+        if self.ranks is not None:
             raise InputError(
-                "weights are for a sum over units; the worst unit is the worst whatever it weighs: "
-                "leave the weights out, or take the objective 'mean'"
+                f"{option('ranks')} places single KV heads, and at layer level all heads of a "
+                f"layer are one unit; use {option('level', 'head')} (with "
+                f"{option('equal_heads', True)} for one budget a layer)"
             )
-        if self.target_loss is not None:
+        if self.equal_heads:
             raise InputError(
-                "a target loss is in nats per token, and a weighted sum of losses is not: leave "
-                "the weights out, or give a size and the objective 'loss'"
+                f"{option('equal_heads')} is what {option('level', 'layer')} does in any case; "
+                f"leave it out, or use {option('level', 'head')}"
             )
 
     def _check_bits(self) -> None:
@@ -214,15 +782,16 @@ class Request:
                 f"the bits are {list(self.bits)}, expected some of "
                 f"{', '.join(map(str, BIT_WIDTHS))}, such as {option('bits', (16, 8, 4))}"
             )
-        object.__setattr__(self, "bits", None if widths == (16,) else widths)
         if widths == (16,):
+            object.__setattr__(self, "bits", None)
             return
+        object.__setattr__(self, "bits", widths)
         if self.objective == "loss":
             raise InputError(
                 "loss curves are measured at full precision and know no bits; leave out "
                 f"{option('bits')}, or ask for retention"
             )
-        if self.limits.max_distinct is not None or self.limits.equal_heads:
+        if self.max_distinct is not None or self.equal_heads:
             raise InputError(
                 f"with {option('bits')} two budgets differ in tokens or in bits, and "
                 f"{option('max_distinct')} and {option('equal_heads')} count tokens alone; leave "
@@ -230,15 +799,14 @@ class Request:
             )
 
     def _check_cost(self) -> None:
-        check_cost(self.cost)
         if self.cost == "bytes":
             return
-        if self.memory is not None:
+        if isinstance(self.target, _Memory):
             raise InputError(
                 f"{option('memory')} is a size of stored bytes and the cost is {self.cost}; give a "
                 f"share of the whole cost with {option('budget')}, or {option('cost', 'bytes')}"
             )
-        if self.limits.caps or self.limits.ranks is not None:
+        if self.cap or self.ranks is not None:
             raise InputError(
                 f"caps and ranks are about stored bytes and the cost is {self.cost}; leave them "
                 f"out, or take {option('cost', 'bytes')}"
@@ -249,109 +817,65 @@ class Request:
                 f"{option('cost', 'communication')}"
             )
 
-    @property
-    def target_value(self) -> float | None:
-        """What the problem's value has to reach: a retention, or a loss below 0; else None."""
-        return self.target_retention if self.target_loss is None else -self.target_loss
-
-    @property
-    def length_rule(self) -> LengthRule:
-        """Relative targets scale with the prompt, absolute ones do not."""
-        absolute = self.budget_tokens is not None or self.memory is not None
-        return "fixed" if absolute else "proportional"
-
-    def describe(self) -> dict[str, Any]:
-        """The target as asked, for the budget profile."""
-        if self.target_retention is not None:
-            return {"target": "retention", "value": self.target_retention}
-        if self.target_loss is not None:
-            return {"target": "loss", "value": self.target_loss}
-        if self.budget is not None:
-            return {"target": "budget", "value": parse_share(self.budget)}
-        if self.budget_tokens is not None:
-            return {"target": "budget_tokens", "value": self.budget_tokens}
-        assert self.memory is not None  # exactly one target is given
-        return {"target": "memory", "value": parse_bytes(self.memory)}
-
-    def describe_workloads(self) -> dict[str, Any]:
-        """What counts of the samples, for the budget profile; nothing where it is their mean."""
-        if self.workloads == "mean":
-            return {}
-        return {"workloads": self.workloads, "tail": self.tail}
-
-    def describe_policies(self) -> dict[str, Any]:
-        """The policies to choose from, where they were named."""
-        if self.loss_policies is None:
-            return {}
-        return {"loss_policies": list(self.loss_policies)}
+    def _check_workloads(self) -> None:
+        if (self.tail is not None) != (self.workloads == "cvar"):
+            raise InputError(
+                "the worst share of the samples needs both: workloads cvar and a tail, such as 0.25"
+            )
+        if self.tail is not None and not 0 < self.tail <= 1:
+            raise InputError(
+                f"a tail of {self.tail:g} is not a share of the samples; give a number above 0 and "
+                "up to 1, such as 0.25"
+            )
+        if self.workloads != "mean" and self.objective not in (None, "mean"):
+            raise InputError(
+                "the worst samples are told by their mean retention over layers; leave the "
+                "objective out, or ask for the mean of the workloads"
+            )
 
 
-def _check_sharing(request: Request) -> None:
-    if request.share_groups is None:
-        return
-    object.__setattr__(request, "share_groups", parse_groups(request.share_groups))
-    if request.objective != "mean" or request.weights is not None or request.bits is not None:
-        raise InputError(
-            "layers that share entries are decided by their mean retention at the model's own "
-            "precision; leave out the objective, weights and bits, or the groups"
-        )
+def _split(given: Any) -> list[Any]:
+    """The parts of a text with commas, or of a sequence."""
+    return [one.strip() for one in given.split(",")] if isinstance(given, str) else list(given)
 
 
-def _check_policies(request: Request) -> None:
-    if request.loss_policies is None:
-        return
-    names = request.loss_policies
-    names = names.split(",") if isinstance(names, str) else names
-    object.__setattr__(request, "loss_policies", tuple(name.strip() for name in names))
-    if request.objective == "worst" or request.target_retention is not None:
-        raise InputError(
-            "policies are chosen by what they lose, and retention is asked for; give "
-            f"{option('target_loss')} or {option('objective', 'loss')}, or leave the policies out"
-        )
-    object.__setattr__(request, "objective", "loss")
+def _read_caps(given: str | Sequence[str]) -> tuple[LayerCap, ...]:
+    return tuple(LayerCap.parse(one) for one in ([given] if isinstance(given, str) else given))
 
 
-def _check_workloads(request: Request) -> None:
-    if request.workloads not in ("mean", "worst", "cvar"):
-        raise InputError(f"workloads is {request.workloads!r}, expected 'mean', 'worst' or 'cvar'")
-    if (request.tail is not None) != (request.workloads == "cvar"):
-        raise InputError(
-            "the worst share of the samples needs both: workloads cvar and a tail, such as 0.25"
-        )
-    if request.tail is not None and not 0 < request.tail <= 1:
-        raise InputError(
-            f"a tail of {request.tail:g} is not a share of the samples; give a number above 0 and "
-            "up to 1, such as 0.25"
-        )
-    if request.workloads != "mean" and request.objective != "mean":
-        raise InputError(
-            "the worst samples are told by their mean retention over layers; leave the objective "
-            "out, or ask for the mean of the workloads"
-        )
+def _read_weights(given: str | Path | Weights) -> tuple[Any, ...]:
+    return read_weights(given) if isinstance(given, str | Path) else checked_weights(given)
 
 
-_TARGETS = ("target_retention", "target_loss", "budget", "budget_tokens", "memory")
+def _as_is(given: Any) -> Any:
+    return given
 
-_RENAMED = {"context_tokens": "context", "page_tokens": "page"}
-LIMIT_OPTIONS = tuple(field.name for field in fields(Limits))
-"""Keywords of `kvalloc.solve` that go into `Limits`."""
-REQUEST_OPTIONS = (
-    *(_RENAMED.get(field.name, field.name) for field in fields(Request) if field.name != "limits"),
-    *LIMIT_OPTIONS,
+
+def _plain(value: Any) -> Any:
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "level": get_args(Level),
+    "objective": get_args(Objective),
+    "cost": get_args(Cost),
+    "workloads": get_args(Workloads),
+}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "bits": parse_bits,
+    "cap": _read_caps,
+    "weights": _read_weights,
+    "loss_policies": lambda given: tuple(_split(given)),
+    "share_groups": parse_groups,
+}
+_STORED = (
+    "bits",
+    "max_distinct",
+    "equal_heads",
+    "ranks",
+    "weights",
+    "loss_policies",
+    "cost",
+    "workloads",
+    "share_groups",
 )
-"""Keywords of `kvalloc.solve` that make a request: all but who solves it, and how long."""
-
-
-def request_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of some keywords that make a request.
-
-    Parameters
-    ----------
-    given : mapping
-        Keywords of `kvalloc.solve`, and any others.
-
-    Returns
-    -------
-    dict
-    """
-    return {name: given[name] for name in REQUEST_OPTIONS if name in given}

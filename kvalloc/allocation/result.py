@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.allocation.capacity import fixed_bytes, full_cost
+from kvalloc.allocation.formulation import cache_costs
 from kvalloc.allocation.head_arrays import bit_table, budget_table, policies_in_use, policy_table
 from kvalloc.allocation.prediction import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.allocation.request import Request
@@ -62,8 +62,8 @@ def to_budget_profile(
         bits=bits,
         share_groups=groups,
         ranks=_rank_table(scores, problem, checked),
-        length_rule=request.length_rule,
-        page_tokens=request.page_tokens,
+        length_rule="fixed" if request.target.is_fixed else "proportional",
+        page_tokens=request.page,
         policy=scores.policy,
         other_policies=other_policies,
         unit_policies=unit_policies,
@@ -81,7 +81,9 @@ def to_budget_profile(
         retention=None
         if policies is not None
         else checked.value
-        if request.workloads == "mean" and request.objective == "mean" and request.weights is None
+        if request.workloads == "mean"
+        and request.objective in (None, "mean")
+        and request.weights is None
         else mean_retention(
             scores, budgets, problem.context_tokens, bits=bits, share_groups=groups
         ),
@@ -93,7 +95,7 @@ def to_budget_profile(
         if groups
         else predicted_loss(scores, budgets, problem.context_tokens, bits=bits, policies=policies),
         cost_bytes=checked.cost_bytes if other_cost else None,
-        full_cost_bytes=full_cost(scores, request, problem.context_tokens) if other_cost else None,
+        full_cost_bytes=cache_costs(scores, request).full if other_cost else None,
         batch=request.batch,
         score_digest=scores.digest(),
         problem_digest=problem.digest(),
@@ -106,25 +108,12 @@ def _requested(
     scores: ScoreProfile, request: Request, problem: AllocationProblem
 ) -> dict[str, Any]:
     """What was asked for, as plain values."""
-    requested = {
-        **request.describe(),
-        "objective": request.objective,
-        "min_tokens": request.min_tokens,
-        "max_tokens": request.max_tokens,
-        **request.limits.describe(),
-        **request.describe_workloads(),
-        **request.describe_policies(),
-    }
-    if request.weights is not None:
-        requested["weights"] = np.asarray(request.weights).tolist()
-    if request.bits is not None:
-        requested["bits"] = list(request.bits)
+    requested = request.record()
     if request.cost != "bytes":
-        requested["cost"] = request.cost
         requested["capacity_bytes"] = problem.capacity_bytes
     elif problem.capacity_bytes is not None:
-        constant = fixed_bytes(scores, problem.context_tokens, request.batch, request.page_tokens)
-        requested["bytes"] = problem.capacity_bytes + constant
+        sliding = cache_costs(scores, request).sliding_bytes
+        requested["bytes"] = problem.capacity_bytes + sliding
     return requested
 
 

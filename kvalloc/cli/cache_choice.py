@@ -111,7 +111,7 @@ class CacheChoice:
             from kvalloc.allocation.request import Request
 
             values = {name: value for name, value in self.target.items() if name != "solver"}
-            Request(**values)
+            Request.parse(**values)
 
     def cache(self, loaded: LoadedModel, budgets: BudgetProfile | None) -> Any:
         """An empty cache for the model.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 
+from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli import targets
 from kvalloc.cli.options import Json, Quiet
 from kvalloc.cli.output import gap_text, hanging, note, print_json, print_table, size
@@ -23,7 +24,6 @@ from kvalloc.cli.solve import (
 from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError
 
 if TYPE_CHECKING:
-    from kvalloc.allocation.request import Request
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.formats.score_profile import ScoreProfile
 
@@ -65,15 +65,9 @@ class _Refused:
     reason: str
 
 
+@targets.takes(RequestOptions)
 def compare(
     scores: targets.Scores,
-    target_retention: targets.TargetRetention = None,
-    target_loss: targets.TargetLoss = None,
-    budget: targets.Budget = None,
-    budget_tokens: targets.BudgetTokens = None,
-    memory: targets.Memory = None,
-    context: targets.Context = None,
-    batch: targets.Batch = 1,
     solver: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Only this solver; can be repeated."),
@@ -85,27 +79,11 @@ def compare(
             help="An option of one solver, such as ilp:gap=0.001; can be repeated.",
         ),
     ] = None,
-    level: targets.Level = "layer",
-    min_tokens: targets.MinTokens = None,
-    max_tokens: targets.MaxTokens = None,
-    page: targets.Page = 1,
-    cap: targets.Cap = None,
-    max_distinct: targets.MaxDistinct = None,
-    ranks: targets.Ranks = None,
-    rank_tolerance: targets.RankTolerance = None,
-    equal_heads: targets.EqualHeads = False,
     average: targets.Average = "curves",
-    objective: targets.Objective = "mean",
-    weights: targets.Weights = None,
-    bits: targets.Bits = None,
-    cost: targets.Cost = "bytes",
-    workloads: targets.Workloads = "mean",
-    tail: targets.Tail = None,
-    share_groups: targets.ShareGroups = None,
-    loss_policies: targets.LossPolicies = None,
     time_limit: targets.TimeLimit = None,
     json: Json = False,
     quiet: Quiet = False,
+    **asked: Unpack[RequestOptions],
 ) -> None:
     """Show what every solver makes of one target, side by side.
 
@@ -114,7 +92,7 @@ def compare(
     """
     from kvalloc.problem.registry import get_solver, solver_names
 
-    request = targets.request(locals())  # refuses before the scores are read
+    request = Request.parse(**asked)  # refuses before the scores are read
     targets.check_time_limit(time_limit)
     for name in solver or []:
         get_solver(name)

@@ -27,7 +27,7 @@ def read_target(target_retention: float | None) -> PromptTarget | None:
     from kvalloc.allocation.request import Request
     from kvalloc.online.per_prompt import PromptTarget
 
-    Request(target_retention=target_retention)
+    Request.parse(target_retention=target_retention)
     return PromptTarget(target_retention=target_retention)
 
 

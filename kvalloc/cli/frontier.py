@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 
+from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli import targets
 from kvalloc.cli.options import Json, Quiet, Solver, SolverOption
 from kvalloc.cli.output import duration, note, print_json, print_table, size
@@ -24,30 +25,12 @@ EXAMPLES = """\
 """
 
 
+@targets.takes(RequestOptions, only=targets.BESIDE_TARGET)
 def frontier(
     scores: targets.Scores,
     points: Annotated[
         int, typer.Option(metavar="N", min=2, help="Sizes between the floors and everything.")
     ] = 16,
-    context: targets.Context = None,
-    batch: targets.Batch = 1,
-    level: targets.Level = "layer",
-    min_tokens: targets.MinTokens = None,
-    max_tokens: targets.MaxTokens = None,
-    page: targets.Page = 1,
-    cap: targets.Cap = None,
-    max_distinct: targets.MaxDistinct = None,
-    ranks: targets.Ranks = None,
-    rank_tolerance: targets.RankTolerance = None,
-    equal_heads: targets.EqualHeads = False,
-    objective: targets.Objective = "mean",
-    weights: targets.Weights = None,
-    bits: targets.Bits = None,
-    cost: targets.Cost = "bytes",
-    workloads: targets.Workloads = "mean",
-    tail: targets.Tail = None,
-    share_groups: targets.ShareGroups = None,
-    loss_policies: targets.LossPolicies = None,
     solver: Solver = "auto",
     solver_option: SolverOption = None,
     time_limit: targets.TimeLimit = None,
@@ -56,6 +39,7 @@ def frontier(
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
+    **asked: Unpack[RequestOptions],
 ) -> None:
     """Trace the best retention, or the least loss, at every size.
 
@@ -65,7 +49,8 @@ def frontier(
     from kvalloc.cli.progress import ProgressBar
     from kvalloc.files import check_writable
 
-    request = targets.request({"budget": 1.0, **locals()})  # refuses before the scores are read
+    asked["budget"] = 1.0
+    request = Request.parse(**asked)  # refuses before the scores are read
     targets.check_time_limit(time_limit)
     if png is not None:
         check_writable(png)
@@ -86,14 +71,22 @@ def frontier(
     if png is not None:
         from kvalloc.report.frontier_figure import draw_frontier
 
-        draw_frontier(traced, png, title=f"{profile.shape.model_id}, {solver}, {level} level")
+        draw_frontier(
+            traced, png, title=f"{profile.shape.model_id}, {solver}, {request.level} level"
+        )
     if json:
-        asked = {"solver": solver, "level": level, "objective": objective, "seconds": seconds}
-        print_json({**asked, "points": [_plain(point) for point in traced]})
+        how = {
+            "solver": solver,
+            "level": request.level,
+            "objective": request.objective or "mean",
+            "seconds": seconds,
+        }
+        print_json({**how, "points": [_plain(point) for point in traced]})
     elif not quiet:
-        own = "weighted" if weights is not None else ""
-        own = "worst samples" if workloads != "mean" else own
-        _print_table(traced, objective=objective, own="worst unit" if objective == "worst" else own)
+        own = "weighted" if request.weights is not None else ""
+        own = "worst samples" if request.workloads != "mean" else own
+        own = "worst unit" if request.objective == "worst" else own
+        _print_table(traced, objective=request.objective or "mean", own=own)
         note(f"{len(traced)} sizes in {duration(seconds)}")
         if any(point.predicted_loss is not None for point in traced):
             note(f"note: {LOSS_NOTE}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvalloc.cli.targets import share_number
+from kvalloc.units import parse_fraction
 
 Profile = Annotated[
     str | None,
@@ -21,7 +21,7 @@ Solver = Annotated[str | None, typer.Option(metavar="NAME", help="With a target:
 Adapt = Annotated[
     float | None,
     typer.Option(
-        parser=share_number,
+        parser=parse_fraction,
         metavar="SHARE",
         help="Let the prompt move the profile's budgets by at most this share, such as 0.25, "
         "at the same total.",

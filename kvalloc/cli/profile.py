@@ -23,8 +23,8 @@ from kvalloc.cli.options import (
     TaskNames,
 )
 from kvalloc.cli.output import duration, print_fields, print_json, size
-from kvalloc.cli.targets import bit_widths
 from kvalloc.errors import InputError
+from kvalloc.units import parse_bits
 
 if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile
@@ -145,7 +145,7 @@ def _wanted(given: Mapping[str, Any]) -> dict[str, Any]:
         "sampling_ratio": DEFAULT_RATIO if ratio is None else ratio,
         "sinks": _sinks(given),
         "loss_policies": _policies(given),
-        "bits": bit_widths(given["bits"]),
+        "bits": None if given["bits"] is None else parse_bits(given["bits"]),
     }
 
 

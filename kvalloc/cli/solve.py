@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import typer
 
+from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli import refining, targets
 from kvalloc.cli.options import Device, Dtype, Json, Quiet, Solver, SolverOption
 from kvalloc.cli.output import duration, gap_text, note, print_fields, print_json, size
@@ -31,35 +32,12 @@ LOSS_NOTE = (
 RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
 
 
+@targets.takes(RequestOptions)
 def solve(
     scores: targets.Scores,
-    target_retention: targets.TargetRetention = None,
-    target_loss: targets.TargetLoss = None,
-    budget: targets.Budget = None,
-    budget_tokens: targets.BudgetTokens = None,
-    memory: targets.Memory = None,
-    context: targets.Context = None,
-    batch: targets.Batch = 1,
     solver: Solver = "auto",
     solver_option: SolverOption = None,
-    level: targets.Level = "layer",
-    min_tokens: targets.MinTokens = None,
-    max_tokens: targets.MaxTokens = None,
-    page: targets.Page = 1,
-    cap: targets.Cap = None,
-    max_distinct: targets.MaxDistinct = None,
-    ranks: targets.Ranks = None,
-    rank_tolerance: targets.RankTolerance = None,
-    equal_heads: targets.EqualHeads = False,
     average: targets.Average = "curves",
-    objective: targets.DefaultObjective = None,
-    weights: targets.Weights = None,
-    bits: targets.Bits = None,
-    cost: targets.Cost = "bytes",
-    workloads: targets.Workloads = "mean",
-    tail: targets.Tail = None,
-    share_groups: targets.ShareGroups = None,
-    loss_policies: targets.LossPolicies = None,
     time_limit: targets.TimeLimit = None,
     refine: refining.Refine = None,
     refine_prompts: refining.RefinePrompts = None,
@@ -79,6 +57,7 @@ def solve(
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
+    **asked: Unpack[RequestOptions],
 ) -> None:
     """Decide how many entries each layer and KV head keeps.
 
@@ -90,7 +69,7 @@ def solve(
     from kvalloc.files import check_writable
 
     given = dict(locals())
-    request = targets.request(given)  # refuses before the scores are read
+    request = Request.parse(**asked)  # refuses before the scores are read
     refinement = refining.asked_refinement(given, output)
     targets.check_time_limit(time_limit)
     _check_output(output, scores, json=json)
@@ -98,7 +77,7 @@ def solve(
         check_writable(output)
     chosen = targets.solver_options(solver, solver_option or [])
     profile = targets.load_scores(scores)
-    if objective is None and refinement is None:
+    if request.objective is None and refinement is None:
         request, said = default_objective(profile, request, solver, chosen)
         if said:
             note(said, quiet=quiet)

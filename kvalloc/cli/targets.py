@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 
+from kvalloc.allocation.request import TARGETS, RequestOptions
 from kvalloc.errors import InputError, ProfileFileError, nearest
+from kvalloc.units import parse_fraction
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvalloc.allocation.request import Request
     from kvalloc.formats.score_profile import ScoreProfile
 
 Scores = Annotated[
@@ -22,73 +32,110 @@ Scores = Annotated[
 ]
 
 
-def share_number(text: str) -> float:
-    """A share as people write it, ``0.9`` or ``90%``; whoever uses it says which are in range.
+BESIDE_TARGET = tuple(
+    name
+    for name in RequestOptions.__annotations__
+    if name not in {kind.keyword for kind in TARGETS}
+)
+"""Options of a request but its target."""
 
-    Examples
-    --------
-    >>> share_number("0.9"), share_number("90%")
-    (0.9, 0.9)
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def takes(options: type, *, only: Collection[str] = ()) -> Callable[[F], F]:
+    """Give a command a flag for each field of a ``TypedDict``, which reach it as ``**asked``.
+
+    A flag is named, typed and grouped as the field is, and its help and default are those of the
+    numpydoc docstring. What was not typed is None.
+
+    Parameters
+    ----------
+    options : type
+        Whose fields are ``Annotated`` with `kvalloc.allocation.request.Option`.
+    only : collection of str
+        Some of the fields; all by default.
+
+    Returns
+    -------
+    callable
+        Decorates a function with ``**asked: Unpack[options]``.
     """
-    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
-    try:
-        return float(number) / 100 if percent else float(number)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a share; write 0.9 or 90%") from None
+    helps = _helps(options)
+    hints = get_type_hints(options, include_extras=True)
+    flags = {name: _flag(name, hints[name], *helps[name]) for name in only or hints}
+
+    def decorate(command: F) -> F:
+        known = get_type_hints(command, include_extras=True)
+        own = [
+            one.replace(annotation=known[one.name])
+            for one in inspect.signature(command).parameters.values()
+            if one.kind is not one.VAR_KEYWORD
+        ]
+        first = sum(one.default is one.empty for one in own)
+        added = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=None,
+                annotation=flag,
+            )
+            for name, flag in flags.items()
+        ]
+        described: Any = command
+        described.__signature__ = inspect.Signature([*own[:first], *added, *own[first:]])
+        described.__annotations__ = {**known, **flags}
+        return command
+
+    return decorate
+
+
+def _helps(options: type) -> dict[str, tuple[str, str]]:
+    """Help and default of each parameter that a numpydoc docstring describes."""
+    _, _, section = (inspect.getdoc(options) or "").partition("Parameters\n----------\n")
+    found = re.findall(r"^(\w+) : (.*)\n((?: +.*(?:\n|$))+)", section, re.MULTILINE)
+    return {
+        name: (
+            re.sub(r"`(\w+)`", lambda other: _flag_name(other[1]), " ".join(text.split())),
+            kind.partition(", default ")[2].strip('"'),
+        )
+        for name, kind, text in found
+    }
+
+
+def _flag_name(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _flag(name: str, hint: Any, text: str, default: str) -> Any:
+    """The annotation that makes typer show a field as a flag."""
+    union, shown = get_args(hint)
+    first, *others = get_args(union)
+    metavar, typed = shown.metavar, first
+    if get_origin(first) is Literal:
+        metavar, typed = "|".join(get_args(first)), str
+    elif get_origin(first) is Sequence:
+        text, typed = f"{text} Can be repeated.", list[str]
+    elif str in others:
+        typed = str
+    names = [_flag_name(name)] if typed is bool else []
+    return Annotated[
+        typed | None,
+        typer.Option(
+            *names,
+            metavar=metavar or None,
+            help=text,
+            rich_help_panel=shown.group,
+            show_default=default or False,
+        ),
+    ]
 
 
 TargetRetention = Annotated[
     float | None,
     typer.Option(
-        parser=share_number,
+        parser=parse_fraction,
         metavar="SHARE",
         help="Fewest bytes that keep this mean share of the score mass, such as 0.9.",
-    ),
-]
-TargetLoss = Annotated[
-    float | None,
-    typer.Option(
-        metavar="NATS",
-        help="Fewest bytes whose predicted loss is at most this, nats per token, such as 0.02.",
-    ),
-]
-Objective = Annotated[
-    str,
-    typer.Option(
-        metavar="mean|worst|loss",
-        help="Most retention as the mean over layers, or of the worst unit, or least predicted "
-        "loss.",
-    ),
-]
-DefaultObjective = Annotated[
-    str | None,
-    typer.Option(
-        metavar="mean|worst|loss",
-        help="Most retention as the mean over layers, or of the worst unit, or least predicted "
-        "loss; by default the loss where a size is asked for and loss curves were measured.",
-    ),
-]
-Weights = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.json",
-        help="How much each layer counts: a JSON list of one number a layer, or of one list of "
-        "numbers a layer, one a KV head.",
-    ),
-]
-Bits = Annotated[
-    str | None,
-    typer.Option(
-        metavar="16,8,4",
-        help="Bit widths to choose from beside the budgets; 16 is the model's own dtype.",
-    ),
-]
-Cost = Annotated[
-    str,
-    typer.Option(
-        metavar="bytes|decode-bytes|communication",
-        help="What an option costs: bytes stored, bytes read for each generated token, or bytes "
-        "communicated for each in private inference.",
     ),
 ]
 Budget = Annotated[
@@ -102,54 +149,6 @@ Memory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="At most this much for the whole cache, such as 512MiB."),
 ]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="Prompt length that the target holds for, tokens; that of the score profile by "
-        "default.",
-    ),
-]
-Batch = Annotated[int, typer.Option(metavar="N", min=1, help="Prompts that share the memory.")]
-Level = Annotated[
-    str,
-    typer.Option(metavar="layer|head", help="What gets a budget: a layer, or each KV head."),
-]
-MinTokens = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Least budget, tokens; sinks and window are kept in any case."),
-]
-MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Largest budget, tokens.")]
-Page = Annotated[int, typer.Option(metavar="N", min=1, help="Budgets are whole pages of N tokens.")]
-Cap = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="LAYERS=SIZE",
-        help="At most this much for some layers, such as 0-15=256MiB; can be repeated, may nest.",
-    ),
-]
-MaxDistinct = Annotated[
-    int | None, typer.Option(metavar="N", help="At most N different budgets in the whole model.")
-]
-Ranks = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Place KV heads on N tensor-parallel ranks (--level head)."),
-]
-RankTolerance = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SHARE",
-        help="How far the largest rank may be above the mean one; 0.02 by default.",
-    ),
-]
-EqualHeads = Annotated[
-    bool,
-    typer.Option(
-        "--equal-heads",
-        help="One budget for all heads of a layer, at --level head.",
-    ),
-]
 Average = Annotated[
     str,
     typer.Option(
@@ -157,63 +156,10 @@ Average = Annotated[
         help="Solve once on the mean curves, or solve every sample and average the budgets.",
     ),
 ]
-Workloads = Annotated[
-    str,
-    typer.Option(
-        metavar="mean|worst|cvar",
-        help="What counts of the samples: their mean, the worst one, or the mean of the worst "
-        "share --tail of them.",
-    ),
-]
-ShareGroups = Annotated[
-    str | None,
-    typer.Option(
-        metavar="GROUPS|N",
-        help="Adjacent layers that keep the same entries, such as 2-3,4-5; or at most N groups of "
-        "layers, chosen for the target. Needs 'kvalloc profile --share-length'.",
-    ),
-]
-LossPolicies = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,NAME",
-        help="With --objective loss or --target-loss: the policies that each unit chooses from; "
-        "all whose losses the score profile holds by default.",
-    ),
-]
-Tail = Annotated[
-    float | None,
-    typer.Option(metavar="SHARE", help="With --workloads cvar: that share, such as 0.25."),
-]
 TimeLimit = Annotated[
     float | None,
     typer.Option(metavar="SECONDS", help="Stop a solver after so long with the best it has."),
 ]
-
-
-def request(given: Mapping[str, Any]) -> Request:
-    """The request that a command's options make.
-
-    Parameters
-    ----------
-    given : mapping
-        The command's options by name, and any others, as ``locals()`` holds them at its start.
-
-    Raises
-    ------
-    InputError
-        If one of them cannot be; before anything but a file of weights is read.
-    """
-    from kvalloc.allocation.request import Request, request_options
-    from kvalloc.allocation.weights import read_weights
-
-    options = request_options(given)
-    if options["objective"] is None:
-        del options["objective"]  # the request's own default
-    options["bits"] = bit_widths(options["bits"])
-    if options["weights"] is not None:
-        options["weights"] = read_weights(options["weights"])
-    return Request.of(**options)
 
 
 def load_scores(path: Path) -> ScoreProfile:
@@ -237,22 +183,6 @@ def load_scores(path: Path) -> ScoreProfile:
                     way_out="name the *.safetensors file that the budgets were decided from",
                 )
     return ScoreProfile.load(path)
-
-
-def bit_widths(text: str | None) -> tuple[int, ...] | None:
-    """Bit widths from a text such as ``16,8,4``.
-
-    Raises
-    ------
-    InputError
-        If they are no whole numbers; which ones there are, the request knows.
-    """
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"--bits is {text!r}, expected numbers such as 16,8,4") from None
 
 
 def check_time_limit(seconds: float | None) -> None:

@@ -10,9 +10,8 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.limits import LayerCap
 from kvalloc.allocation.prediction import mean_retention
-from kvalloc.allocation.request import Request
+from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Level
@@ -109,7 +108,7 @@ def adapt_budgets(profile: BudgetProfile, scores: ScoreProfile, limit: float) ->
         return profile
     base = _units(profile, profile.budgets_for(context))
     down, up = _room(profile, base, limit, context)
-    whole = formulate(scores, Request(budget=1.0, level=_unit_level(profile)))
+    whole = formulate(scores, Request.parse(budget=1.0, level=_unit_level(profile)))
     problem = _around(whole, profile, base, down, up)
     checked = solve_problem(problem, get_solver("auto"))
     steps = _whole_total(profile, problem, checked.choice, down, up)

@@ -92,14 +92,14 @@ class PromptTarget:
 
     def request(self, rows: int) -> Request:
         """The target for a prompt that is one of several rows."""
-        return Request(
+        return Request.parse(
             target_retention=self.target_retention,
             budget=self.budget,
             budget_tokens=self.budget_tokens,
             memory=self.memory,
             min_tokens=self.min_tokens,
             max_tokens=self.max_tokens,
-            page_tokens=self.page,
+            page=self.page,
             level=self.level,
             batch=rows,
         )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvalloc.allocation.decision import CheckedSolution, solve_problem
-from kvalloc.allocation.request import REQUEST_OPTIONS
+from kvalloc.allocation.request import RequestOptions
 from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, Termination
 from kvalloc.problem.registry import solver_names
@@ -93,7 +93,7 @@ class SolverContract:
             if answer is True:
                 continue
             assert isinstance(answer, str), f"{name}: can_solve says {answer!r}, not why"
-            ways_out = ["--", *(f"{option}=" for option in REQUEST_OPTIONS)]
+            ways_out = ["--", *(f"{option}=" for option in RequestOptions.__annotations__)]
             ways_out += [other for other in solver_names() if other != solver.name]
             assert any(way in answer for way in ways_out), (
                 f"{name}: the refusal names no solver to use instead: {answer}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.request import REQUEST_OPTIONS, Request
+from kvalloc.allocation.request import Request
 from kvalloc.allocation.result import to_budget_profile
 from kvalloc.errors import InputError
 from kvalloc.files import versions
@@ -139,7 +139,7 @@ def refine(
         ),
         solver=chosen,
         time_limit=time_limit,
-        target_loss=request.target_loss,
+        target_loss=request.target.max_loss,
         tasks=tasks,
         held_out_share=held_out_share,
         seed=seed,
@@ -173,23 +173,17 @@ def refinement_request(asked: dict[str, Any]) -> Request:
     InputError
         If there is no such keyword, or the request is not about loss.
     """
-    ready = asked.get("request")
-    if isinstance(ready, Request):
-        asked = {name: getattr(ready, name) for name in ("target_retention", "weights")}
-        asked["objective"] = None if ready.objective == "mean" else ready.objective
-    unknown = sorted(set(asked) - set(REQUEST_OPTIONS))
-    if unknown:
-        raise InputError(f"refine has no option {unknown[0]!r}; see kvalloc.refine")
-    if asked.get("target_retention") is not None or asked.get("objective") not in (None, "loss"):
+    ready = asked.pop("request", None)
+    request = ready if isinstance(ready, Request) else Request.parse(**asked)
+    by_retention = request.target.needed_value is not None and request.target.max_loss is None
+    if by_retention or request.objective not in (None, "loss"):
         raise InputError(
             "refining measures loss, so it goes with a size or with a target loss; leave out the "
             "retention and the objective"
         )
-    if asked.get("weights") is not None:
+    if request.weights is not None:
         raise InputError("refining measures what units weigh; leave out the weights")
-    if isinstance(ready, Request):
-        return replace(ready, objective="loss")
-    return Request.of(**{**asked, "objective": "loss"})
+    return replace(request, objective="loss")
 
 
 def _record(
@@ -205,7 +199,7 @@ def _record(
     from kvalloc.measure.job import MEASURED_WITH
 
     return {
-        "refining": request.describe(),
+        "refining": request.target.record(),
         "level": request.level,
         "scores": scores.digest(),
         "weights": fingerprint(model),

@@ -98,7 +98,7 @@ def test_policies_that_cannot_be_measured(
     ("more", "said"),
     [
         (("--loss-policies", "nacl"), "this score profile has those of xkv, tova, critical"),
-        (("--loss-policies", "tova", "--objective", "mean"), "the objective is 'mean'"),
+        (("--loss-policies", "tova", "--objective", "mean"), "with the objective 'mean'"),
         (("--loss-policies", "tova", "--objective", "worst"), "retention is asked for"),
     ],
 )

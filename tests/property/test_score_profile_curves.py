@@ -57,8 +57,8 @@ def test_head_and_layer_views_are_one_yardstick() -> None:
     for seed in range(20):
         shape = make_shape(n_layers=3, n_kv_heads=1 + seed % 4)
         scores = make_scores(seed, shape=shape, n_samples=1 + seed % 3)
-        by_layer = formulate(scores, Request(budget=0.5))
-        by_head = formulate(scores, Request(budget=0.5, level="head"))
+        by_layer = formulate(scores, Request.parse(budget=0.5))
+        by_head = formulate(scores, Request.parse(budget=0.5, level="head"))
         rng = np.random.default_rng(seed)
         choice = rng.integers(0, by_layer.n_options, by_layer.n_units)
         spread = np.repeat(choice, shape.n_kv_heads)

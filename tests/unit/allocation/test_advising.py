@@ -9,7 +9,6 @@ from factories import make_scores, make_shape
 
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.infeasibility import advise
-from kvalloc.allocation.limits import Limits
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import Solution, Solver
@@ -76,7 +75,7 @@ def test_ranks_that_cannot_be_balanced() -> None:
 def test_sliding_layers_are_part_of_the_cap_that_is_offered() -> None:
     shape = make_shape(n_layers=3, layer_types=("full", "sliding", "full"), sliding_window=9)
     scores = make_scores(1, shape=shape)
-    request = Request(budget=0.9, limits=Limits(cap=("0-1=400B",)))
+    request = Request.parse(budget=0.9, cap=("0-1=400B",))
     sliding = 2 * 8 * ENTRY
     found = advise(scores, request, InfeasibleError("no"))
     assert f"cap='0-1={sliding + 2 * 5 * ENTRY}B'" in str(found)
@@ -84,6 +83,6 @@ def test_sliding_layers_are_part_of_the_cap_that_is_offered() -> None:
 
 
 def test_what_was_not_searched_to_the_end_says_so() -> None:
-    request = Request(target_retention=0.9, limits=Limits(cap=("0=300B",)))
+    request = Request.parse(target_retention=0.9, cap=("0=300B",))
     error = InfeasibleError("a word of the solver")
     assert advise(make_scores(0), request, error, time_limit_seconds=0.0) is error

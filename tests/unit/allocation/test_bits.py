@@ -86,7 +86,7 @@ def test_only_dominated_options_are_dropped(seed: int) -> None:
 def test_the_options_are_tokens_times_bits(level: Any) -> None:
     scores = make_bits(2)
     assert scores.bit_fidelity is not None
-    problem = formulate(scores, Request(budget=0.3, level=level, bits=(4, 8, 16), batch=3))
+    problem = formulate(scores, Request.parse(budget=0.3, level=level, bits=(4, 8, 16), batch=3))
     assert problem.bits is not None
     heads = scores.shape.n_kv_heads if level == "layer" else 1
     for unit in range(problem.n_units):
@@ -105,12 +105,12 @@ def test_the_options_are_tokens_times_bits(level: Any) -> None:
 
 
 def test_all_that_is_kept_at_16_bits_is_the_most() -> None:
-    problem = formulate(make_bits(), Request(budget=1.0, bits=BITS))
+    problem = formulate(make_bits(), Request.parse(budget=1.0, bits=BITS))
     assert problem.max_value == pytest.approx(1.0)
     assert problem.chosen_bits(problem.last_options) is not None
-    plain = formulate(make_bits(), Request(budget=1.0))
+    plain = formulate(make_bits(), Request.parse(budget=1.0))
     assert plain.bits is None
-    assert plain.digest() == formulate(make_bits(), Request(budget=1.0, bits=[16])).digest()
+    assert plain.digest() == formulate(make_bits(), Request.parse(budget=1.0, bits=[16])).digest()
     assert problem.digest() != plain.digest()
 
 
@@ -124,9 +124,7 @@ def test_exact_solvers_find_what_brute_force_finds(seed: int, share: float, dear
     """Over the undropped products of tokens and bits, so that what is dropped is checked too."""
     scores = _tiny_scores(seed)
     shape = scores.shape
-    request = (
-        Request(target_retention=share, bits=BITS) if dear else Request(budget=share, bits=BITS)
-    )
+    request = Request.parse(**{"target_retention" if dear else "budget": share}, bits=BITS)
     every = list(itertools.product(range(5, 18), BITS))
     costs = np.array([int(stored_bytes(n, b, shape)) for n, b in every])
     values = np.array(
@@ -154,7 +152,7 @@ def test_exact_solvers_find_what_brute_force_finds(seed: int, share: float, dear
 
 
 def test_anneal_chooses_tokens_and_bits() -> None:
-    problem = formulate(_tiny_scores(1), Request(budget=0.4, bits=BITS))
+    problem = formulate(_tiny_scores(1), Request.parse(budget=0.4, bits=BITS))
     best = brute_force(problem)
     assert best is not None
     answer = solve_problem(problem, get_solver("anneal"))
@@ -162,7 +160,7 @@ def test_anneal_chooses_tokens_and_bits() -> None:
 
 
 def test_solvers_that_count_tokens_refuse() -> None:
-    problem = formulate(make_bits(), Request(budget=0.3, level="head", bits=BITS))
+    problem = formulate(make_bits(), Request.parse(budget=0.3, level="head", bits=BITS))
     able = {name: get_solver(name).can_solve(problem) for name in solver_names()}
     for name in ("uniform", "pyramid", "adaptive_head", "proportional", "head_classes"):
         assert "use dp, lagrangian or ilp" in str(able[name]), name

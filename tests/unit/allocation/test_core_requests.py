@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from factories import make_scores, make_shape
 
-from kvalloc.allocation.capacity import fixed_bytes
 from kvalloc.allocation.decision import solve
-from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.formulation import cache_costs, formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import Aggregate, Sense
@@ -76,15 +75,15 @@ def test_what_is_no_size(text: str | int) -> None:
         ({"budget_tokens": 0}, "keeps nothing"),
         ({"memory": "lots"}, "not a size"),
         ({"budget": 0.5, "level": "row"}, "expected 'layer' or 'head'"),
-        ({"budget": 0.5, "objective": "median"}, "expected one of 'mean', 'worst', 'loss'"),
+        ({"budget": 0.5, "objective": "median"}, "expected 'mean', 'worst' or 'loss'"),
         ({"budget": 0.5, "batch": 0}, "batch and page must be at least 1"),
-        ({"budget": 0.5, "page_tokens": 0}, "batch and page must be at least 1"),
+        ({"budget": 0.5, "page": 0}, "batch and page must be at least 1"),
         ({"budget": 0.5, "min_tokens": -1}, "least budget is -1"),
     ],
 )
 def test_requests_that_say_too_little_or_too_much(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words) as caught:
-        Request(**fields)
+        Request.parse(**fields)
     assert "\n" not in str(caught.value)
 
 
@@ -121,7 +120,7 @@ def test_the_problem_of_a_hand_computed_profile() -> None:
         curves=np.stack([np.stack([curve, flat]), np.stack([flat, flat])])[None],
         masses=np.array([[[3.0, 1.0], [1.0, 1.0]]]),
     )
-    problem = formulate(scores, Request(budget="50%", batch=3))
+    problem = formulate(scores, Request.parse(budget="50%", batch=3))
     assert problem.n_units == 2
     assert problem.tokens[0].tolist() == [2, 3, 4, 5, 6, 7, 8]
     assert problem.values[0].tolist() == pytest.approx((0.75 * curve + 0.25 * flat).tolist())
@@ -132,7 +131,7 @@ def test_the_problem_of_a_hand_computed_profile() -> None:
     assert problem.layers.tolist() == [0, 1]
     assert problem.heads.tolist() == [-1, -1]
     assert problem.protected_tokens == 2
-    heads = formulate(scores, Request(target_retention=0.5, level="head"))
+    heads = formulate(scores, Request.parse(target_retention=0.5, level="head"))
     assert heads.sense is Sense.MIN_COST
     assert heads.target == 0.5
     # Each layer counts half, each head its share of the layer's mass: what an option is worth.
@@ -145,29 +144,29 @@ def test_the_problem_of_a_hand_computed_profile() -> None:
 
 def test_pages_are_whole_but_for_the_last_of_the_context() -> None:
     scores = make_scores(context_tokens=40)  # sinks 2, window 3
-    problem = formulate(scores, Request(budget=0.5, page_tokens=16))
+    problem = formulate(scores, Request.parse(budget=0.5, page=16))
     assert problem.tokens[0].tolist() == [16, 32, 40]
     entry = scores.shape.bytes_per_entry * scores.shape.n_kv_heads
     assert problem.costs[0].tolist() == [16 * entry, 32 * entry, 48 * entry]
     assert problem.is_concave
-    even = formulate(scores, Request(budget=0.5, page_tokens=8, min_tokens=9))
+    even = formulate(scores, Request.parse(budget=0.5, page=8, min_tokens=9))
     assert even.tokens[0].tolist() == [16, 24, 32, 40]
-    whole = formulate(scores, Request(budget=1.0, page_tokens=64))
+    whole = formulate(scores, Request.parse(budget=1.0, page=64))
     assert whole.tokens[0].tolist() == [40]
 
 
 def test_another_context_stretches_the_curve() -> None:
     scores = make_scores(context_tokens=40)
     for context in (20, 40, 75, 400):
-        problem = formulate(scores, Request(target_retention=0.5, context_tokens=context))
+        problem = formulate(scores, Request.parse(target_retention=0.5, context=context))
         assert problem.context_tokens == context
         assert problem.tokens[0, 0] == 5
         assert problem.tokens[0, -1] == context
         assert problem.is_concave
         assert problem.values[:, 0] == pytest.approx(0.0, abs=1e-15)
         assert problem.values[:, -1] == pytest.approx(1.0)
-    longer = formulate(scores, Request(target_retention=0.5, context_tokens=75))  # twice 35, plus 5
-    same = formulate(scores, Request(target_retention=0.5))
+    longer = formulate(scores, Request.parse(target_retention=0.5, context=75))  # twice 35, plus 5
+    same = formulate(scores, Request.parse(target_retention=0.5))
     assert longer.values[:, ::2] == pytest.approx(same.values)
 
 
@@ -181,7 +180,7 @@ def test_min_tokens_is_a_floor() -> None:
 
 def test_the_worst_unit_is_judged_by_its_own_curve() -> None:
     scores = make_scores(3)
-    problem = formulate(scores, Request(budget=0.5, level="head", objective="worst"))
+    problem = formulate(scores, Request.parse(budget=0.5, level="head", objective="worst"))
     assert problem.aggregate is Aggregate.WORST
     assert problem.values[:, -1] == pytest.approx(1.0)
     assert problem.weights.tolist() == [1.0] * 6
@@ -194,12 +193,14 @@ SLIDING = make_shape(
 
 def test_sliding_layers_are_paid_for_but_not_decided() -> None:
     scores = make_scores(1, shape=SLIDING, context_tokens=100)
-    problem = formulate(scores, Request(memory=SLIDING.full_bytes(100)))
+    problem = formulate(scores, Request.parse(memory=SLIDING.full_bytes(100)))
     assert problem.layers.tolist() == [0, 3]
     assert problem.weights.tolist() == [0.5, 0.5]
     constant = 2 * 2 * 19 * SLIDING.bytes_per_entry
-    assert fixed_bytes(scores, 100, 1) == constant
-    assert fixed_bytes(scores, 10, 5) == 2 * 2 * 10 * SLIDING.bytes_per_entry * 5
+    for context, batch, entries in ((100, 1, 19), (10, 5, 10)):
+        asked = Request.parse(budget=0.5, context=context, batch=batch)
+        stored = 2 * 2 * entries * SLIDING.bytes_per_entry * batch
+        assert cache_costs(scores, asked).sliding_bytes == stored
     assert problem.capacity_bytes == SLIDING.full_bytes(100) - constant
     profile = solve(scores, memory=SLIDING.full_bytes(100))
     assert profile.budgets.tolist() == [[100, 100], [19, 19], [19, 19], [100, 100]]
@@ -276,9 +277,9 @@ def test_one_sample_of_heads_is_not_copied() -> None:
     """The curves of a long context are gigabytes: the problem looks at the measured ones."""
     scores = make_scores(n_samples=1)
     for request in (
-        Request(budget=0.5, level="head"),
-        Request(target_retention=0.9, level="head"),
-        Request(budget=0.5, level="head", objective="worst"),
+        Request.parse(budget=0.5, level="head"),
+        Request.parse(target_retention=0.9, level="head"),
+        Request.parse(budget=0.5, level="head", objective="worst"),
     ):
         assert np.shares_memory(formulate(scores, request).values, scores.curves)
 
@@ -290,11 +291,11 @@ def test_one_sample_and_the_mean_of_equal_ones_pose_the_same_problem() -> None:
         shape=shape, curves=np.repeat(one.curves, 3, axis=0), masses=np.repeat(one.masses, 3, 0)
     )
     for request in (
-        Request(budget=0.5, level="head"),
-        Request(budget=0.5, level="head", page_tokens=16),
-        Request(budget=0.5, level="head", context_tokens=60),
-        Request(budget=0.5, level="layer"),
-        Request(budget=0.5, level="head", objective="worst"),
+        Request.parse(budget=0.5, level="head"),
+        Request.parse(budget=0.5, level="head", page=16),
+        Request.parse(budget=0.5, level="head", context=60),
+        Request.parse(budget=0.5, level="layer"),
+        Request.parse(budget=0.5, level="head", objective="worst"),
     ):
         single, mean = formulate(one, request), formulate(three, request)
         expected = mean.weights[:, None] * mean.values

@@ -38,7 +38,7 @@ def test_points_agree_with_solving_alone() -> None:
 
 def test_the_price_is_what_the_next_step_buys() -> None:
     scores = make_scores(4)
-    problem = formulate(scores, Request(budget=0.5))
+    problem = formulate(scores, Request.parse(budget=0.5))
     assert problem.step_bytes is not None
     capacity = problem.spendable_bytes
     now, more = trace_frontier(
@@ -55,7 +55,7 @@ def test_a_rule_stays_below_its_bound() -> None:
 
 
 def test_changing_the_goal_shares_the_arrays_and_nothing_else() -> None:
-    problem = formulate(make_scores(6), Request(budget=0.5))
+    problem = formulate(make_scores(6), Request.parse(budget=0.5))
     other = problem.with_target(0.9)
     assert other.values is problem.values
     assert (problem.target, other.capacity_bytes) == (None, None)
@@ -77,7 +77,7 @@ def test_bad_requests() -> None:
 
 
 def test_choices_belong_to_the_units() -> None:
-    problem = formulate(make_scores(7), Request(budget=0.5, level="head"))
+    problem = formulate(make_scores(7), Request.parse(budget=0.5, level="head"))
     (point,) = trace_frontier(problem, get_solver("greedy"), [problem.spendable_bytes])
     assert point.choice.shape == (problem.n_units,)
     assert np.all(point.choice < problem.option_counts)

@@ -12,8 +12,7 @@ from factories import make_problem, make_scores, make_shape
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.limits import RANK_TOLERANCE, LayerCap, Limits
-from kvalloc.allocation.request import Request
+from kvalloc.allocation.request import RANK_TOLERANCE, LayerCap, Request
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem import GroupCap, MaxDistinct, RankBalance, SameBudget
@@ -70,22 +69,21 @@ def test_a_cap_is_layers_and_a_size() -> None:
 )
 def test_limits_that_cannot_be(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words) as caught:
-        Limits(**fields)
+        Request.parse(budget=0.5, level="head", **fields)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("fields", [{"ranks": 2}, {"equal_heads": True}])
 def test_what_is_about_single_heads_needs_single_heads(fields: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="level='head'"):
-        Request(budget=0.5, limits=Limits(**fields))
-    Request(budget=0.5, level="head", limits=Limits(**fields))
+        Request.parse(budget=0.5, **fields)
+    Request.parse(budget=0.5, level="head", **fields)
 
 
 def test_everything_becomes_its_constraint() -> None:
-    limits = Limits(
-        cap=("0-1=1KiB", "1=300B"), equal_heads=True, max_distinct=3, ranks=2, rank_tolerance=0.1
-    )
-    problem = formulate(make_scores(), Request(budget=0.5, level="head", limits=limits))
+    limits = {"equal_heads": True, "max_distinct": 3, "ranks": 2, "rank_tolerance": 0.1}
+    request = Request.parse(budget=0.5, level="head", cap=("0-1=1KiB", "1=300B"), **limits)
+    problem = formulate(make_scores(), request)
     assert problem.constraints == (
         GroupCap(name="layers 0-1", units=(0, 1, 2, 3), capacity_bytes=1024),
         GroupCap(name="layer 1", units=(2, 3), capacity_bytes=300),
@@ -93,20 +91,23 @@ def test_everything_becomes_its_constraint() -> None:
         MaxDistinct(most=3),
         RankBalance(n_ranks=2, tolerance=0.1),
     )
-    assert formulate(make_scores(), Request(budget=0.5)).constraints == ()
+    assert formulate(make_scores(), Request.parse(budget=0.5)).constraints == ()
 
 
 def test_what_was_asked_can_be_written_down_and_read_again() -> None:
-    limits = Limits(cap=("0-1=1KiB",), equal_heads=True, max_distinct=3, ranks=2)
-    assert Limits.of({**limits.describe(), "target": "budget"}) == dataclasses.replace(
-        limits, rank_tolerance=RANK_TOLERANCE
+    plain = solve(make_scores(), budget=0.5, level="head", solver="greedy")
+    assert set(plain.requested) == {
+        *("target", "value", "objective", "min_tokens", "max_tokens", "bytes"),
+    }
+    limits = {"cap": "0-1=1KiB", "equal_heads": True, "max_distinct": 3, "ranks": 2}
+    request = Request.parse(budget=0.5, level="head", objective="mean", **limits)
+    stored = dataclasses.replace(plain, requested=request.record())
+    assert Request.read(stored) == dataclasses.replace(
+        request, context=40, rank_tolerance=RANK_TOLERANCE
     )
-    assert Limits().describe() == {}
-    assert Limits.of({"target": "budget"}) == Limits()
-    with pytest.raises(InputError, match="not what 'kvalloc solve' writes"):
-        Limits.of({"cap": 3})
-    with pytest.raises(InputError, match="not what 'kvalloc solve' writes"):
-        Limits.of({"max_distinct": "many"})
+    for wrong in ({"cap": 3}, {"max_distinct": "many"}):
+        with pytest.raises(InputError, match="not what 'kvalloc solve' writes"):
+            Request.read(dataclasses.replace(plain, requested=request.record() | wrong))
 
 
 SLIDING = make_shape(
@@ -117,14 +118,14 @@ SLIDING = make_shape(
 def test_sliding_layers_count_towards_their_cap() -> None:
     scores = make_scores(1, shape=SLIDING)
     per_layer = 2 * 8 * SLIDING.bytes_per_entry
-    problem = formulate(scores, Request(budget=0.5, limits=Limits(cap=("0-2=1500B",))))
+    problem = formulate(scores, Request.parse(budget=0.5, cap=("0-2=1500B",)))
     assert problem.constraints == (
         GroupCap(name="layers 0-2", units=(0,), capacity_bytes=1500 - 2 * per_layer),
     )
     profile = solve(scores, budget=1.0, cap="0-2=1500B")
     stored = profile.budgets[:3].sum() * SLIDING.bytes_per_entry
     assert 1500 - 2 * SLIDING.bytes_per_entry < stored <= 1500
-    paged = formulate(scores, Request(budget=0.5, page_tokens=5, limits=Limits(cap=("0-1=2000B",))))
+    paged = formulate(scores, Request.parse(budget=0.5, page=5, cap=("0-1=2000B",)))
     (cap,) = paged.constraints
     assert isinstance(cap, GroupCap)
     assert cap.capacity_bytes == 2000 - 2 * 10 * SLIDING.bytes_per_entry
@@ -234,8 +235,8 @@ def test_ranks_that_cannot_be(ranks: Any, words: str) -> None:
 
 def test_the_worst_unit_is_measured_against_the_whole_context() -> None:
     """With a largest budget no unit reaches 1: it must not be taken for the whole."""
-    problem = formulate(make_scores(3), Request(budget=0.5, max_tokens=20, objective="worst"))
-    whole = formulate(make_scores(3), Request(budget=0.5, objective="worst"))
+    problem = formulate(make_scores(3), Request.parse(budget=0.5, max_tokens=20, objective="worst"))
+    whole = formulate(make_scores(3), Request.parse(budget=0.5, objective="worst"))
     assert problem.values.shape[1] == 16
     assert np.array_equal(problem.values, whole.values[:, :16])
 

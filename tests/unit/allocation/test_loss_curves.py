@@ -124,7 +124,7 @@ def test_the_problem_is_less_the_measured_loss() -> None:
     scores = make_losses(3, n_samples=2)
     assert scores.losses is not None
     assert scores.loss_tokens is not None
-    problem = formulate(scores, Request(target_loss=0.05, level="head"))
+    problem = formulate(scores, Request.parse(target_loss=0.05, level="head"))
     mean = scores.losses.mean(axis=0)
     for unit in range(problem.n_units):
         layer, head = int(problem.layers[unit]), int(problem.heads[unit])
@@ -132,16 +132,16 @@ def test_the_problem_is_less_the_measured_loss() -> None:
         np.testing.assert_allclose(problem.values[unit], -expected, atol=1e-15)
     assert problem.target == -0.05
     assert problem.weights.tolist() == [1.0] * problem.n_units
-    single = formulate(scores, Request(target_loss=0.05, level="head"), sample=1)
+    single = formulate(scores, Request.parse(target_loss=0.05, level="head"), sample=1)
     at_first = -scores.losses[1].reshape(problem.n_units, -1)[:, 0]
     np.testing.assert_allclose(single.values[:, 0], at_first, atol=1e-15)
 
 
 def test_options_start_where_a_loss_was_measured() -> None:
     scores = make_losses(levels=[11, 20, 40])
-    problem = formulate(scores, Request(budget=0.6, objective="loss"))
+    problem = formulate(scores, Request.parse(budget=0.6, objective="loss"))
     assert int(problem.tokens.min()) == 11
-    longer = formulate(scores, Request(budget=0.6, objective="loss", context_tokens=75))
+    longer = formulate(scores, Request.parse(budget=0.6, objective="loss", context=75))
     # The same share of the evictable entries: 5 + 6 * 70 / 35.
     assert int(longer.tokens.min()) == 17
     assert predicted_loss(scores, np.full((3, 2), 10), 40) is None
@@ -152,7 +152,7 @@ def test_options_start_where_a_loss_was_measured() -> None:
 def test_options_are_few_and_their_costs_keep_a_coarse_grain(context: int, page: int) -> None:
     scores = make_losses()
     problem = formulate(
-        scores, Request(budget=0.5, objective="loss", context_tokens=context, page_tokens=page)
+        scores, Request.parse(budget=0.5, objective="loss", context=context, page=page)
     )
     assert problem.n_options <= EVEN_OPTIONS
     assert problem.step_bytes is not None
@@ -165,9 +165,9 @@ def test_options_are_few_and_their_costs_keep_a_coarse_grain(context: int, page:
 
 def test_whole_layers_only_where_whole_layers_were_measured() -> None:
     scores = make_losses(per="layer")
-    assert formulate(scores, Request(target_loss=0.1)).n_units == 3
+    assert formulate(scores, Request.parse(target_loss=0.1)).n_units == 3
     with pytest.raises(InputError, match="whole layers.*level='layer'"):
-        formulate(scores, Request(target_loss=0.1, level="head"))
+        formulate(scores, Request.parse(target_loss=0.1, level="head"))
     different = np.full((3, 2), 20)
     assert predicted_loss(scores, different, 40) is not None
     different[1, 0] = 19
@@ -176,15 +176,15 @@ def test_whole_layers_only_where_whole_layers_were_measured() -> None:
 
 def test_heads_add_up_at_layer_level() -> None:
     scores = make_losses()
-    layers = formulate(scores, Request(budget=0.5, objective="loss"))
-    heads = formulate(scores, Request(budget=0.5, objective="loss", level="head"))
+    layers = formulate(scores, Request.parse(budget=0.5, objective="loss"))
+    heads = formulate(scores, Request.parse(budget=0.5, objective="loss", level="head"))
     summed = heads.values.reshape(3, 2, -1).sum(axis=1)
     np.testing.assert_allclose(layers.values, summed, atol=1e-15)
 
 
 def test_no_loss_without_loss_curves() -> None:
     with pytest.raises(InputError, match="no loss curves.*ask for retention"):
-        formulate(make_scores(), Request(target_loss=0.1))
+        formulate(make_scores(), Request.parse(target_loss=0.1))
     with pytest.raises(InputError, match="no loss curves"):
         solve(make_scores(), budget=0.5, objective="loss", solver="dp")
     assert predicted_loss(make_scores(), np.full((3, 2), 20), 40) is None
@@ -199,12 +199,12 @@ def test_no_loss_without_loss_curves() -> None:
         ({"target_loss": 0.1, "budget": 0.5}, "two targets at once"),
         ({"target_loss": 0.1, "objective": "worst"}, "summed over all units"),
         ({"target_retention": 0.9, "objective": "loss"}, "give target_loss"),
-        ({"budget": 0.5, "objective": "best"}, "expected one of 'mean', 'worst', 'loss'"),
+        ({"budget": 0.5, "objective": "best"}, "expected 'mean', 'worst' or 'loss'"),
     ],
 )
 def test_targets_that_contradict(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Request(**arguments)
+        Request.parse(**arguments)
 
 
 def test_a_target_loss_scales_with_the_prompt_and_is_recorded(tmp_path: Path) -> None:

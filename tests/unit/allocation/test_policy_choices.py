@@ -90,10 +90,10 @@ def test_options_are_the_envelope_and_name_who_reached_it(
 ) -> None:
     per = "layer" if whole_layers and level == "layer" else "head"
     scores = make_choices(seed, per=per)
-    problem = formulate(scores, Request(budget=0.5, level=level, **LOSS))
+    problem = formulate(scores, Request.parse(budget=0.5, level=level, **LOSS))
     alone = [
-        formulate(scores, Request(budget=0.5, level=level, loss_policies=(one.title,), **LOSS))
-        for one in scores.policies
+        formulate(scores, Request.parse(budget=0.5, level=level, loss_policies=[name], **LOSS))
+        for name in (one.title for one in scores.policies)
     ]
     table = np.stack([each.values for each in alone])
     np.testing.assert_array_equal(problem.values, table.max(axis=0))
@@ -243,7 +243,7 @@ def test_an_edited_table_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"budget": "40%", "loss_policies": "tova", "objective": "mean"}, "is 'mean', retention"),
+        ({"budget": "40%", "loss_policies": "tova", "objective": "mean"}, "objective 'mean'"),
         ({"budget": "40%", "loss_policies": "tova", "objective": "worst"}, "retention is asked"),
         ({"target_retention": 0.9, "loss_policies": "tova"}, "retention is asked for"),
         ({"budget": "40%", "loss_policies": ["nacl"], **LOSS}, "those of xkv, tova, critical"),

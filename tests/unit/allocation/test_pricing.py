@@ -11,7 +11,6 @@ from factories import make_problem, make_scores
 
 from kvalloc.allocation.decision import solve, solve_problem
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.limits import Limits
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sensitivity import AGAIN_SECONDS, MORE, bound_at_choice, price_at, price_of
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -29,7 +28,7 @@ def value_with(problem: AllocationProblem, capacity_bytes: int) -> float:
 @pytest.mark.parametrize("cap", [(), ("0=300B",), ("0-1=600B", "0=300B")], ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_one_step_more_buys_what_the_price_says(seed: int, cap: tuple[str, ...]) -> None:
-    request = Request(budget=0.5, level="head", limits=Limits(cap=cap))
+    request = Request.parse(budget=0.5, level="head", cap=cap)
     problem = formulate(make_scores(seed), request)
     step = problem.step_bytes
     assert step is not None
@@ -77,7 +76,7 @@ def test_what_is_not_concave_is_priced_by_its_dual() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_worst_unit_is_priced_by_a_hundredth_more(seed: int) -> None:
-    problem = formulate(make_scores(seed), Request(target_retention=0.6, objective="worst"))
+    problem = formulate(make_scores(seed), Request.parse(target_retention=0.6, objective="worst"))
     answer = solve_problem(problem, AUTO)
     price = price_at(problem, answer.choice)
     assert price is not None
@@ -88,7 +87,7 @@ def test_the_worst_unit_is_priced_by_a_hundredth_more(seed: int) -> None:
 
 @pytest.mark.parametrize("target", [{"budget": 0.5}, {"target_retention": 0.6}], ids=str)
 def test_without_a_formula_it_is_solved_again(target: dict[str, Any]) -> None:
-    request = Request(**target, level="head", limits=Limits(max_distinct=2))
+    request = Request.parse(**target, level="head", max_distinct=2)
     problem = formulate(make_scores(1), request)
     answer = solve_problem(problem, AUTO)
     price = price_of(problem, AUTO, answer)

@@ -50,7 +50,7 @@ def best_of(scores, goal, level, groupings):
     """The optimum over all groupings, each solved exactly."""
     values = {}
     for groups in groupings:
-        request = Request(**goal, level=level, share_groups=groups or None)
+        request = Request.parse(**goal, level=level, share_groups=groups or None)
         problem = formulate(scores, request)
         try:
             values[groups] = solve_problem(problem, get_solver("ilp")).objective
@@ -61,8 +61,8 @@ def best_of(scores, goal, level, groupings):
 
 def test_a_group_is_one_unit():
     scores = make_shared_scores(1)
-    plain = formulate(scores, Request(budget="40%", level="head"))
-    shared = formulate(scores, Request(budget="40%", level="head", share_groups="2-4"))
+    plain = formulate(scores, Request.parse(budget="40%", level="head"))
+    shared = formulate(scores, Request.parse(budget="40%", level="head", share_groups="2-4"))
     assert shared.n_units == plain.n_units - 2 * 2
     group = shared.layers == 2
     assert np.array_equal(shared.costs[group], 3 * plain.costs[plain.layers == 2])
@@ -89,7 +89,7 @@ def test_the_bound_holds_for_every_grouping_and_the_choice_is_near_the_best(goal
             groupings = all_groupings(6, longest, most)
             values = best_of(scores, goal, level, groupings)
             assert len(values) > 2
-            request = Request(**goal, level=level)
+            request = Request.parse(**goal, level=level)
             found = choose_groups(scores, request, most)
             assert found.groups in groupings
             sense = formulate(scores, request).sense
@@ -107,7 +107,7 @@ def test_at_a_price_the_path_is_the_best_of_all_groupings():
     scores = make_shared_scores(7, longest=4, n_layers=7)
     from kvalloc.allocation.grouping import _Search
 
-    problem = formulate(scores, Request(budget="40%"))
+    problem = formulate(scores, Request.parse(budget="40%"))
     for most in (4, 5, 6):
         search = _Search(scores, problem, most)
         rng = np.random.default_rng(most)
@@ -144,7 +144,7 @@ def test_layers_that_rank_alike_are_grouped_first():
         shared_runs=runs,
         shared_curves=joint_curves(raw, runs),
     )
-    assert choose_groups(scores, Request(budget="30%"), 5).groups == ((4, 5),)
+    assert choose_groups(scores, Request.parse(budget="30%"), 5).groups == ((4, 5),)
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -226,7 +226,7 @@ def test_several_workloads_share_too():
 
 def test_enough_groups_leave_every_layer_alone():
     scores = make_shared_scores(2)
-    request, grouping = settle(scores, Request(budget="35%", share_groups=6))
+    request, grouping = settle(scores, Request.parse(budget="35%", share_groups=6))
     assert request.share_groups is None
     assert grouping is None
     profile = solve(scores, budget="35%", share_groups=6)
@@ -289,4 +289,4 @@ def test_without_joint_curves():
 
 def test_formulating_needs_groups_that_are_chosen():
     with pytest.raises(InputError, match=r"settle"):
-        formulate(make_shared_scores(2), Request(budget="35%", share_groups=4))
+        formulate(make_shared_scores(2), Request.parse(budget="35%", share_groups=4))

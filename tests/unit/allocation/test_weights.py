@@ -23,7 +23,7 @@ from kvalloc.errors import InputError
 @pytest.mark.parametrize("weights", [[1.0, 3.0, 0.5], [[1.0, 2.0], [0.0, 4.0], [0.5, 0.5]]])
 def test_the_value_is_the_weighted_mean(level: Any, weights: Any) -> None:
     scores = make_scores(3)
-    problem = formulate(scores, Request(budget=0.5, level=level, weights=weights))
+    problem = formulate(scores, Request.parse(budget=0.5, level=level, weights=weights))
     each = np.asarray(weights) if np.ndim(weights) == 2 else np.array(weights)[:, None]
     added = scores.contributions()
     rng = np.random.default_rng(0)
@@ -67,12 +67,15 @@ def test_a_target_holds_for_the_weighted_mean() -> None:
 
 def test_losses_are_weighted_too() -> None:
     scores = make_losses(1)
-    plain = formulate(scores, Request(budget=0.5, objective="loss"))
-    heavy = formulate(scores, Request(budget=0.5, objective="loss", weights=[1, 0, 2]))
+    plain = formulate(scores, Request.parse(budget=0.5, objective="loss"))
+    heavy = formulate(scores, Request.parse(budget=0.5, objective="loss", weights=[1, 0, 2]))
     np.testing.assert_allclose(heavy.values, plain.values * [[1.0], [0.0], [2.0]], atol=1e-15)
     whole = make_losses(1, per="layer")
     with pytest.raises(InputError, match="one weight a layer"):
-        formulate(whole, Request(budget=0.5, objective="loss", weights=[[1, 0], [1, 1], [1, 1]]))
+        formulate(
+            whole,
+            Request.parse(budget=0.5, objective="loss", weights=[[1, 0], [1, 1], [1, 1]]),
+        )
     decided = solve(whole, budget="50%", objective="loss", weights=[1, 0, 2], solver="dp")
     assert all(check.passed for check in verify(decided, whole))
 
@@ -93,13 +96,13 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_bad_weights_are_refused(name: str) -> None:
     weights, message = BAD[name]
     with pytest.raises(InputError, match=message):
-        Request(budget=0.5, weights=weights)
+        Request.parse(budget=0.5, weights=weights)
 
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [[1.0] * 3] * 3, [[1.0, 1.0]] * 2])
 def test_weights_of_another_model_are_refused(weights: Any) -> None:
     with pytest.raises(InputError, match="tests/tiny has 3 layers of 2 KV heads"):
-        formulate(make_scores(), Request(budget=0.5, weights=weights))
+        formulate(make_scores(), Request.parse(budget=0.5, weights=weights))
 
 
 def test_weights_of_sliding_layers_do_not_count() -> None:
@@ -111,9 +114,9 @@ def test_weights_of_sliding_layers_do_not_count() -> None:
 
 def test_what_weights_do_not_go_with() -> None:
     with pytest.raises(InputError, match="worst whatever it weighs"):
-        Request(budget=0.5, objective="worst", weights=[1, 2])
+        Request.parse(budget=0.5, objective="worst", weights=[1, 2])
     with pytest.raises(InputError, match="nats per token"):
-        Request(target_loss=0.1, weights=[1, 2])
+        Request.parse(target_loss=0.1, weights=[1, 2])
 
 
 def test_files_of_weights(tmp_path: Path) -> None:

@@ -203,22 +203,23 @@ def test_a_target_beyond_all_is_refused_with_the_most():
 
 def test_every_sample_is_a_workload():
     scores = make_scores(3, n_samples=4)
-    worst = formulate(scores, Request(budget="40%", workloads="worst", level="head"))
-    mean = formulate(scores, Request(budget="40%", level="head"))
+    worst = formulate(scores, Request.parse(budget="40%", workloads="worst", level="head"))
+    mean = formulate(scores, Request.parse(budget="40%", level="head"))
     assert worst.scenarios is not None
     assert worst.tail_share == 0.25
     assert np.allclose(worst.values, mean.weights[:, None] * mean.values, atol=1e-12)
     for sample in range(4):
-        alone = formulate(scores, Request(budget="40%", level="head"), sample=sample)
+        alone = formulate(scores, Request.parse(budget="40%", level="head"), sample=sample)
         assert np.array_equal(worst.scenarios[sample], alone.weights[:, None] * alone.values)
     for request in (
-        Request(budget="40%", workloads="cvar", tail=1.0, level="head"),
-        Request(budget="40%", workloads="mean", level="head"),
+        Request.parse(budget="40%", workloads="cvar", tail=1.0, level="head"),
+        Request.parse(budget="40%", workloads="mean", level="head"),
     ):
         assert formulate(scores, request).digest() == mean.digest()
     single = make_scores(3, n_samples=1)
-    plain = formulate(single, Request(budget="40%"))
-    assert formulate(single, Request(budget="40%", workloads="worst")).digest() == plain.digest()
+    plain = formulate(single, Request.parse(budget="40%"))
+    worst = formulate(single, Request.parse(budget="40%", workloads="worst"))
+    assert worst.digest() == plain.digest()
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_every_sample_is_a_workload():
 )
 def test_requests_that_contradict_are_refused(wrong):
     with pytest.raises(InputError):
-        Request(budget="40%", **wrong)
+        Request.parse(budget="40%", **wrong)
 
 
 @pytest.mark.parametrize("goal", [{"budget": "35%"}, {"target_retention": 0.8}])

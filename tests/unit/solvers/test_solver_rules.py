@@ -194,13 +194,13 @@ def test_uniform_keeps_one_number(level: Any) -> None:
         assert np.unique(profile.budgets).tolist() == [max(5, int(41 * share + 1e-9))]
     profile = solve(scores, target_retention=0.9, solver="uniform", level=level)
     (tokens,) = np.unique(profile.budgets)
-    problem = formulate(scores, Request(target_retention=0.9, level=level))
+    problem = formulate(scores, Request.parse(target_retention=0.9, level=level))
     less = problem.options_within(np.full(problem.n_units, tokens - 1))
     assert not problem.meets_target(problem.objective_value(less))
 
 
 def test_uniform_says_the_budget_it_gives() -> None:
-    problem = formulate(make_scores(), Request(budget=0.5, page_tokens=16))
+    problem = formulate(make_scores(), Request.parse(budget=0.5, page=16))
     answer = solve_problem(problem, get_solver("uniform"))
     assert answer.detail == "16 tokens for every unit"
 

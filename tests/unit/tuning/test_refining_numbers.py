@@ -30,7 +30,7 @@ TASKS = st.lists(st.sampled_from(["needle", "prose", "code"]), min_size=4, max_s
 
 def make_problem(seed: int = 0, level: str = "head") -> AllocationProblem:
     scores = make_losses(seed=seed)
-    return formulate(scores, Request.of(budget=0.5, level=level, objective="loss"))
+    return formulate(scores, Request.parse(budget=0.5, level=level, objective="loss"))
 
 
 @given(TASKS, st.floats(0.1, 0.9), st.integers(0, 99))
@@ -252,7 +252,7 @@ def test_moved_curves_hold_what_was_measured_and_keep_their_shape_elsewhere(seed
 def test_a_corrected_problem_is_solved_within_its_region() -> None:
     """The best choice of all that the region allows, by trying them all."""
     scores = make_losses()
-    request = Request.of(budget=0.5, level="layer", page=8, objective="loss")
+    request = Request.parse(budget=0.5, level="layer", page=8, objective="loss")
     problem = formulate(scores, request)
     choice = np.ones(problem.n_units, dtype=np.int64)
     figures = neighbours(problem, choice)
