@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from quality.digests import digest_of_case
 from quality.tables import read_rows
 
 from kvalloc.evaluate.methods import CacheMethod, answer_greedily
-from kvalloc.evaluate.scoring import bootstrap_interval
 from kvalloc.models.loading import load_model
+from kvalloc.prompts.intervals import interval
 from kvalloc.prompts.tasks import TASKS
 
 FOLDER = Path(__file__).resolve().parent
@@ -121,7 +122,7 @@ def table(
 def cell(scores: Sequence[float]) -> str:
     if not scores:
         return "not measured"
-    ends = bootstrap_interval(scores)
+    ends = interval([np.array(scores)])
     said = "" if ends is None or ends[0] == ends[1] else f" [{ends[0]:.0%}, {ends[1]:.0%}]"
     return f"{sum(scores) / len(scores):.0%}{said} of {len(scores)}"
 

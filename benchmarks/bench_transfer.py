@@ -38,9 +38,9 @@ from quality.transfer import (
     read_cells,
 )
 
-from kvalloc.evaluate.scoring import bootstrap_interval
 from kvalloc.models.loading import load_model
 from kvalloc.prompts.calibration import KINDS
+from kvalloc.prompts.intervals import interval
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "transfer.md"
 MARKS = ("<!-- bench_transfer.py: begin -->\n", "<!-- bench_transfer.py: end -->\n")
@@ -213,7 +213,7 @@ def mean_cell(found: Sequence[dict[str, float]], name: str) -> str:
     values = [losses[name] for losses in found if name in losses]
     if not values or len(values) < len(found):
         return "-"
-    ends = bootstrap_interval(values)
+    ends = interval([np.array(values)])
     said = "" if ends is None else f" [{ends[0]:.3f}, {ends[1]:.3f}]"
     return f"{np.mean(values):.4f}{said}"
 

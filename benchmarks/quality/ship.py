@@ -18,11 +18,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 from quality.cells import digest_of
 from quality.tables import FIRST_SEED, current, read_rows, split_loss
 
-from kvalloc.evaluate.scoring import bootstrap_interval
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.prompts.intervals import interval
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +71,7 @@ def evaluation_of(rows: Sequence[dict[str, Any]], digest: str) -> list[dict[str,
                 "question": "after" if after else "inside",
                 "n": len(own),
                 "kl": sum(kls) / len(kls),
-                "ci95": bootstrap_interval(kls),
+                "ci95": interval([np.array(kls)]),
                 "top1_agreement": sum(row["agree"] for row in own) / len(own),
                 "score": sum(scores) / len(scores) if scores else None,
                 "full_score": sum(wholes) / len(wholes) if wholes else None,

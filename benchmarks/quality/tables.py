@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray
+from kvalloc.prompts.intervals import resampled_means
 
 Row = Mapping[str, Any]
 
@@ -20,7 +21,6 @@ HELD_OUT = "held-out"
 SEED, FIRST_SEED = 8, 7
 """Of the held-out prompts: now, and of cells that do not say. A fresh one whenever a method was
 changed after cells had been seen."""
-RESAMPLES = 2000
 OURS = "kvalloc"
 OURS_FIXED = "kvalloc, fixed budgets"
 FIXED = "-fixed-"
@@ -137,15 +137,13 @@ def against_best(grid: Grid, *, seed: int = 0) -> tuple[Ratio, dict[str, Ratio]]
 
     In every resample the best peer of each task is chosen anew, which favours the peers.
     """
-    draw = np.random.default_rng(seed)
     own = np.array([method == OURS for method in grid.methods])
     peers = ~own & np.array([method != OURS_FIXED for method in grid.methods])
     ours: dict[str, FloatArray] = {}
     best: dict[str, FloatArray] = {}
-    for task, values in grid.values.items():
-        picked = draw.integers(0, values.shape[1], size=(RESAMPLES, values.shape[1]))
-        picked = np.concatenate([np.arange(values.shape[1])[None], picked])
-        means = values[:, picked].mean(axis=2)
+    drawn = resampled_means([values.T for values in grid.values.values()], seed=seed)
+    for (task, values), resamples in zip(grid.values.items(), drawn, strict=True):
+        means = np.concatenate([values.mean(axis=1)[None], resamples]).T
         ours[task] = np.maximum(means[own][0], LEAST_KL)
         best[task] = np.maximum(means[peers].min(axis=0), LEAST_KL)
     tasks = list(grid.values)

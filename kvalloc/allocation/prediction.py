@@ -11,14 +11,12 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, command
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
 from kvalloc.formats.sharing_groups import Groups
+from kvalloc.prompts.intervals import interval
 
 EVEN_OPTIONS = 256
 """Most budgets on offer to a unit whose values are not concave (a loss, or several bit widths),
 because exact solvers pay for every option there. Where there are more pages than that, every
 second, third, ... one is offered."""
-
-RESAMPLES = 2000
-"""Draws of a bootstrap."""
 
 
 def mean_retention(
@@ -335,19 +333,11 @@ def predicted_loss_interval(
     -------
     low, high : float
         Nats per token; None where no loss is known, or of one sample only.
-
-    References
-    ----------
-    B. Efron and R. Tibshirani, An Introduction to the Bootstrap (1993), Chap. 13.
     """
     each = [
         predicted_loss(scores, budgets, context_tokens, bits=bits, sample=s, policies=policies)
         for s in range(scores.n_samples)
     ]
     losses = np.array([loss for loss in each if loss is not None])
-    if losses.size < 2:
-        return None
-    drawn = np.random.default_rng(seed).integers(0, losses.size, size=(RESAMPLES, losses.size))
-    tail = 50 * (1 - confidence)
-    low, high = np.percentile(losses[drawn].mean(axis=1), [tail, 100 - tail])
-    return float(low), float(high)
+    ends = interval([losses], confidence=confidence, seed=seed)
+    return None if ends is None else (ends[0], ends[1])

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import end_tokens
 from kvalloc.evaluate.kl import divergence
 from kvalloc.evaluate.methods import CacheMethod, Compressed, answer_greedily
+from kvalloc.prompts.intervals import interval
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from kvalloc.prompts.tasks import Task
 
 FULL = "full"
-RESAMPLES = 2000
+ALL_TASKS = "all tasks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,33 +97,49 @@ class Score:
     context: int
     outcomes: tuple[Outcome, ...]
 
-    def row(self) -> dict[str, Any]:
-        """Means over the prompts as plain values; ``ci95`` is that of the KL, by bootstrap."""
-        kls = known(outcome.kl for outcome in self.outcomes)
-        scores = known(outcome.score for outcome in self.outcomes)
-        agreed = known(outcome.top1_agreement for outcome in self.outcomes)
-        found = known(outcome.found for outcome in self.outcomes)
-        nlls = known(outcome.nll for outcome in self.outcomes)
-        decoded = sum(outcome.decoded_tokens for outcome in self.outcomes)
-        seconds = sum(outcome.decode_seconds for outcome in self.outcomes)
-        return {
-            "name": self.name,
-            "task": self.task,
-            "context": self.context,
-            "retained_bytes": round(_mean([o.retained_bytes for o in self.outcomes])),
-            "full_bytes": round(_mean([o.full_bytes for o in self.outcomes])),
-            "kept_bytes": round(_mean([o.kept_bytes for o in self.outcomes])),
-            "kl": _mean(kls) if kls else None,
-            "ci95": bootstrap_interval(kls) if kls else None,
-            "top1_agreement": _mean(agreed) if agreed else None,
-            "exact_match": _mean(found) if found else None,
-            "score": _mean(scores) if scores else None,
-            "score_ci95": bootstrap_interval(scores) if scores else None,
-            "perplexity": math.exp(_mean(nlls)) if nlls else None,
-            "n": len(self.outcomes),
-            "prefill_seconds": _mean([o.prefill_seconds for o in self.outcomes]),
-            "decode_tokens_per_second": decoded / seconds if seconds > 0 else None,
-        }
+
+def values(scores: Sequence[Score], name: str) -> list[FloatArray]:
+    """What is known of an attribute of `Outcome`: of each task that has some, ``(n_prompts,)``."""
+    tasks = (known(getattr(outcome, name) for outcome in score.outcomes) for score in scores)
+    return [np.array(task, dtype=np.float64) for task in tasks if task]
+
+
+def row(scores: Sequence[Score]) -> dict[str, Any]:
+    """One method as plain values: means over prompts, then over tasks, which have equal weight.
+
+    Parameters
+    ----------
+    scores : sequence of Score, (n_tasks,)
+        Of the same method. Perplexity is given for a single task only.
+
+    Returns
+    -------
+    dict
+        ``ci95`` is the interval of the KL; see `kvalloc.prompts.intervals.interval`.
+    """
+
+    def mean(name: str) -> float | None:
+        return _mean_or_none([float(task.mean()) for task in values(scores, name)])
+
+    first, nll = scores[0], mean("nll")
+    counts = ("retained_bytes", "full_bytes", "kept_bytes")
+    speeds = [_tokens_per_second(score.outcomes) for score in scores]
+    return {
+        "name": first.name,
+        "task": first.task if len(scores) == 1 else ALL_TASKS,
+        "context": first.context,
+        **{name: round(mean(name) or 0) for name in counts},
+        "kl": mean("kl"),
+        "ci95": interval(values(scores, "kl")),
+        "top1_agreement": mean("top1_agreement"),
+        "exact_match": mean("found"),
+        "score": mean("score"),
+        "score_ci95": interval(values(scores, "score")),
+        "perplexity": math.exp(nll) if nll is not None and len(scores) == 1 else None,
+        "n": sum(len(score.outcomes) for score in scores),
+        "prefill_seconds": mean("prefill_seconds"),
+        "decode_tokens_per_second": _mean_or_none(known(speeds)),
+    }
 
 
 def evaluate(
@@ -282,44 +300,6 @@ def _nothing(compressed: Compressed) -> Tensor:
     return compressed.logits[None, :][:0]
 
 
-def bootstrap_interval(
-    values: Sequence[float], *, confidence: float = 0.95, seed: int = 0
-) -> list[float] | None:
-    """Percentile bootstrap interval of a mean.
-
-    Parameters
-    ----------
-    values : sequence of float
-        One a prompt.
-    confidence : float
-    seed : int
-
-    Returns
-    -------
-    list of float or None
-        Low and high end; None for fewer than two values.
-
-    References
-    ----------
-    B. Efron and R. Tibshirani, An Introduction to the Bootstrap (1993), Chap. 13.
-    """
-    if len(values) < 2:
-        return None
-    from scipy.stats import bootstrap
-
-    if max(values) == min(values):
-        return [float(values[0]), float(values[0])]
-    found = bootstrap(
-        (np.asarray(values, dtype=np.float64),),
-        np.mean,
-        n_resamples=RESAMPLES,
-        confidence_level=confidence,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return [float(found.low), float(found.high)]
-
-
 def _nll(logits: Tensor, ids: Sequence[int]) -> float:
     import torch
 
@@ -327,9 +307,10 @@ def _nll(logits: Tensor, ids: Sequence[int]) -> float:
     return -float(logits.float().log_softmax(dim=-1).gather(-1, chosen).double().mean())
 
 
+def _tokens_per_second(outcomes: Sequence[Outcome]) -> float | None:
+    seconds = sum(outcome.decode_seconds for outcome in outcomes)
+    return sum(outcome.decoded_tokens for outcome in outcomes) / seconds if seconds > 0 else None
+
+
 def _mean_or_none(values: Sequence[float]) -> float | None:
-    return _mean(values) if values else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(np.asarray(values, dtype=np.float64)))
+    return float(np.mean(values)) if values else None

@@ -7,12 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvalloc.accounting import FloatArray
 from kvalloc.files import utc_date, versions
 from kvalloc.measure.fingerprint import fingerprint
 from kvalloc.measure.job import MEASURED_WITH
+from kvalloc.prompts.intervals import interval
 from kvalloc.tuning.descent_settings import DescentSettings
 from kvalloc.tuning.descent_state import StateFile
 
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from kvalloc.formats.policy import Policy
     from kvalloc.measure.sampling import SampleSet
     from kvalloc.shape import ModelShape
-
-
-RESAMPLES = 2000
 
 
 def descent_record(
@@ -126,18 +122,9 @@ def provenance(
             "text": found.description,
             "text_digest": found.digest(),
             "predicted_on_prompts": int(held_out_losses.size),
-            "predicted_interval": _interval(held_out_losses, seed),
+            "predicted_interval": interval([held_out_losses], seed=seed),
             "predicted_with_equal_budgets": float(uniform_losses.mean()),
         },
         "versions": versions(*MEASURED_WITH),
         "created": utc_date(),
     }
-
-
-def _interval(losses: FloatArray, seed: int) -> list[float] | None:
-    """95% percentile bootstrap interval of the mean over prompts; None for a single one."""
-    if losses.size < 2:
-        return None
-    picked = np.random.default_rng(seed).integers(0, losses.size, size=(RESAMPLES, losses.size))
-    low, high = np.quantile(losses[picked].mean(axis=1), (0.025, 0.975))
-    return [float(low), float(high)]

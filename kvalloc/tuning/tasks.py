@@ -13,11 +13,10 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, option
+from kvalloc.prompts import intervals
 
 LEAST_PROMPTS = 4
 """Fewer cannot be split into prompts to learn from and prompts to judge by, two of each."""
-
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,24 +204,19 @@ def interval(
     -------
     list of float
         Low and high end.
-
-    References
-    ----------
-    B. Efron and R. Tibshirani, An Introduction to the Bootstrap (1993), Chap. 8 and 13.
     """
     names = np.asarray(tasks)
-    random = np.random.default_rng(seed)
     known, place, counts = np.unique(names, return_inverse=True, return_counts=True)
-    if counts.min() < 2:
-        weights = 1 / counts[place]
-        picked = random.integers(0, losses.size, size=(RESAMPLES, losses.size))
-        means = (weights * losses)[picked].sum(axis=1) / weights[picked].sum(axis=1)
+    if counts.min() > 1:
+        ends = intervals.interval(
+            [losses[names == task] for task in known], confidence=confidence, seed=seed
+        )
     else:
-        drawn = np.zeros(RESAMPLES)
-        for task in known:
-            own = losses[names == task]
-            drawn += own[random.integers(0, own.size, size=(RESAMPLES, own.size))].mean(axis=1)
-        means = drawn / known.size
-    tail = 50 * (1 - confidence)
-    low, high = np.percentile(means, [tail, 100 - tail])
-    return [float(low), float(high)]
+        weights = 1 / counts[place]
+        ends = intervals.interval(
+            [np.column_stack([weights * losses, weights])],
+            lambda means: means[:, 0] / means[:, 1],
+            confidence=confidence,
+            seed=seed,
+        )
+    return [float(losses.mean())] * 2 if ends is None else ends

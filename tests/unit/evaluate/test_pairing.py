@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvalloc.errors import InputError
-from kvalloc.evaluate.pairing import ALL_TASKS, compare, rows
+from kvalloc.evaluate.pairing import compare, rows
 from kvalloc.evaluate.result_file import evaluation_of, evaluation_record, save_evaluation
-from kvalloc.evaluate.scoring import FULL, Outcome, Score
+from kvalloc.evaluate.scoring import ALL_TASKS, FULL, Outcome, Score, row
 from kvalloc.prompts.cases import Case, Turn
 
 
@@ -50,7 +50,7 @@ def test_pairing_is_surer_than_the_rows_where_prompts_differ_more_than_methods()
     a, b = score_of("a", (1.1 * hard + noise).tolist()), score_of("b", hard.tolist())
     low, high = compare([a], [b]).kl_ratio_ci95
     assert 1.0 < low < 1.1 < high < 1.2
-    overlap = a.row()["ci95"][0] < b.row()["ci95"][1]
+    overlap = row([a])["ci95"][0] < row([b])["ci95"][1]
     assert overlap
     assert compare([a], [b]) == compare([a], [b])
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from kvalloc.errors import InputError
 from kvalloc.evaluate.methods import CacheMethod
-from kvalloc.evaluate.scoring import bootstrap_interval, evaluate, read_turns
+from kvalloc.evaluate.scoring import evaluate, read_turns, row
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
 from kvalloc.prompts.cases import Case, Turn
@@ -63,7 +63,7 @@ def scores_of(model, task, cases, **caches):
         for name, profile in caches.items()
     }
     found = evaluate(model, TOKENIZER, [(task, cases)], made, context=40)
-    return {score.name: score.row() for score in found}
+    return {score.name: row([score]) for score in found}
 
 
 def test_what_keeps_everything_loses_nothing_and_less_loses_more(model):
@@ -81,13 +81,13 @@ def test_what_keeps_everything_loses_nothing_and_less_loses_more(model):
 
 def test_perplexity_is_that_of_what_follows(model):
     case = Case(input_ids=ids(40), turns=(Turn(continuation_ids=ids(6, seed=4)),))
-    row = scores_of(model, TEXT_TASK, [case])["full"]
+    found = scores_of(model, TEXT_TASK, [case])["full"]
     follows = case.turns[0].continuation_ids
     with torch.no_grad():
         logits = model(torch.tensor([case.input_ids + follows])).logits[0]
     likely = logits[40:45].double().log_softmax(-1)
     expected = -likely[torch.arange(5), list(follows[1:])].mean()
-    assert row["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-4)
 
 
 def test_right_answers_are_counted(model):
@@ -99,27 +99,14 @@ def test_right_answers_are_counted(model):
         Case(input_ids=prompt, turns=(Turn(answers=("nothing", f"T{first} ")),)),
         Case(input_ids=prompt, turns=(Turn(answers=("nothing",)),)),
     ]
-    row = scores_of(model, ASKING_TASK, cases)["full"]
-    assert row["exact_match"] == 0.5
-    assert row["perplexity"] is None
+    found = scores_of(model, ASKING_TASK, cases)["full"]
+    assert found["exact_match"] == 0.5
+    assert found["perplexity"] is None
 
 
 def test_the_full_cache_keeps_its_name(model):
     with pytest.raises(InputError, match="'full'"):
         scores_of(model, TEXT_TASK, [], full=budgets(model, 8))
-
-
-def test_bootstrap_interval_holds_the_mean_and_shrinks():
-    values = np.random.default_rng(0).gamma(1.0, size=400)
-    low, high = bootstrap_interval(values.tolist())
-    assert low < values.mean() < high
-    # the normal approximation is good for 400 values
-    half = 1.96 * values.std(ddof=1) / 20
-    assert high - low == pytest.approx(2 * half, rel=0.15)
-    few_low, few_high = bootstrap_interval(values[:20].tolist())
-    assert few_high - few_low > high - low
-    assert bootstrap_interval([0.5, 0.5]) == [0.5, 0.5]
-    assert bootstrap_interval([0.5]) is None
 
 
 def test_the_question_after_compression_and_later_turns_are_teacher_forced(model):
@@ -166,8 +153,8 @@ def test_what_a_method_keeps_on_the_model_is_there_while_it_is_asked(model):
 
     case = Case(input_ids=ids(20), turns=(Turn(answers=("x",), max_new_tokens=3),))
     score = list(evaluate(model, TOKENIZER, [(ASKING_TASK, [case])], {"m": Masking()}, context=20))
-    row = score[1].row()
-    assert row["kept_bytes"] == 7 < row["retained_bytes"]
-    assert row["kl"] == 0
+    masked = row(score[1:])
+    assert masked["kept_bytes"] == 7 < masked["retained_bytes"]
+    assert masked["kl"] == 0
     # two tokens decoded one by one, and the answer read once
     assert inside == ["in", "out"] * 3
