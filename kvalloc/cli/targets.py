@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -278,7 +279,7 @@ def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
     if cls.__init__ is object.__init__:
         return {}
     try:
-        hints = get_type_hints(cls.__init__)
+        hints = get_type_hints(cls if is_dataclass(cls) else cls.__init__)
     except Exception:  # a plug-in's annotations may name what only a type checker sees
         hints = {}
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvalloc.errors import UnsupportedModelError
-from kvalloc.measure.mini_prefill import decoder_of
+from kvalloc.models import structure
 
 
 def decoder_layers(model: Any) -> Any:
@@ -20,8 +20,8 @@ def decoder_layers(model: Any) -> Any:
     UnsupportedModelError
         If they are not where they are in transformers' decoders.
     """
-    layers = getattr(decoder_of(model), "layers", None)
-    if layers is None or len(layers) == 0:
+    layers = structure.decoder_layers(model)
+    if layers is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps its decoder layers where kvalloc does not find them, so "
             "no loss can be measured on it"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvalloc.measure.mini_prefill import decoder_of
+from kvalloc.models.structure import decoder_of
 from kvalloc.runtime.holding import end_tokens
 from kvalloc.runtime.later_cache import HeldPrompt
 from kvalloc.runtime.later_passes import run_later_passes

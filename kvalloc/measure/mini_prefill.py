@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.structure import decoder_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,13 +82,6 @@ def mini_prefill(
             f"the attention of layer {missing[0]} of {type(model).__name__} never went through "
             "transformers' attention interface, so kvalloc cannot see it"
         )
-
-
-def decoder_of(model: Any) -> Any:
-    """The part of a causal language model below its head."""
-    get_decoder = getattr(model, "get_decoder", None)
-    decoder = get_decoder() if get_decoder is not None else None
-    return model if decoder is None else decoder
 
 
 @contextmanager

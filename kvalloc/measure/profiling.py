@@ -26,7 +26,6 @@ from kvalloc.measure.shared import SharedRuns, check_share_length
 from kvalloc.models.loading import require_run_packages, shape_of
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers import Scorer, get_scorer
-from kvalloc.scorers.later_pass import check_prompt_only
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ def profile(
     require_run_packages()
     shape = shape_of(model, model_id=model_id)
     chosen_scorer = _scorer(scorer, window=window, pool=pool, group_reduce=group_reduce)
-    check_prompt_only(chosen_scorer)
+    chosen_scorer.check_prompt_only()
     sinks = 0 if count_sinks else sinks
     _check_sizes(shape, context, sinks, chosen_scorer.window, batch)
     check_share_length(share_length, shape.full_layers)

@@ -16,10 +16,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from kvalloc.errors import UnsupportedModelError
-from kvalloc.models.rope import frequencies_of
+from kvalloc.models.rope import layer_frequencies
+from kvalloc.models.structure import check_decoder_only, decoder_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,11 +62,14 @@ class AttentionStates:
         The logits are ``softcap * tanh(logits / softcap)`` before the mask, as in Gemma 2.
     sink_logits : Tensor or None, (n_query_heads,)
         One more logit a query head that takes part in the softmax and has no value, as in gpt-oss.
-    output_projection : Tensor or None, (hidden_size, n_query_heads * head_dim)
-        Weight of the layer's output projection; None where the layer has none that can be read.
-    frequencies : Tensor or None, (n_rotated / 2,)
-        Angle a position of each rotated pair (i, i + n_rotated / 2) of a head's dimensions, in
-        radians; None where the model does not rotate its queries in this way.
+    output_projection : Tensor, (hidden_size, all query heads * head_dim), or callable, or None
+        Weight of the layer's output projection, of all heads also where `first_head` is not 0; or
+        what returns it, for a layer that torch has quantized. None where there is none that can
+        be read.
+    frequencies : Tensor, (n_rotated / 2,), or str
+        RoPE inverse frequencies: the angle per position of each rotated pair (i, i + n_rotated / 2)
+        of a head's dimensions, in radians. A sentence where the layer does not rotate its queries
+        in this way, or where that is not known.
     observed : Observed or None
         What the scorer's `observe` left of the earlier chunks of this prompt; None for the first.
     first_head : int
@@ -85,8 +90,8 @@ class AttentionStates:
     mask: Tensor | None
     softcap: float | None = None
     sink_logits: Tensor | None = None
-    output_projection: Tensor | None = None
-    frequencies: Tensor | None = None
+    output_projection: Tensor | Callable[[], Tensor] | None = None
+    frequencies: Tensor | str = "it is not known how its layers do so"
     observed: Observed | None = None
     first_head: int = 0
     gaps: bool = False
@@ -131,25 +136,24 @@ class Observed:
         return replace(self, columns=columns, totals=totals)
 
 
-if TYPE_CHECKING:
-    AttentionResult: TypeAlias = tuple[Tensor, Tensor | None]
+AttentionResult: TypeAlias = "tuple[Tensor, Tensor | None]"
 
-    class Compute(Protocol):
-        """Runs the model's own attention of this layer with that mask.
 
-        Over all the keys and values of the states, or over others: those of some entries, each
-        (batch, n_kv_heads, n_read, head_dim).
-        """
+class Compute(Protocol):
+    """Runs the model's own attention of this layer with that mask.
 
-        def __call__(
-            self, mask: Tensor | None, keys: Tensor | None = None, values: Tensor | None = None
-        ) -> AttentionResult:
-            """Return the attention output, and the weights where the implementation gives them."""
+    Over all the keys and values of the states, or over others: those of some entries, each
+    (batch, n_kv_heads, n_read, head_dim).
+    """
 
-    #: ``handler(states, compute)`` returns what the layer's attention returns.
-    Handler: TypeAlias = Callable[[AttentionStates, Compute], AttentionResult]
-else:
-    AttentionResult = Compute = Handler = Any
+    def __call__(
+        self, mask: Tensor | None, keys: Tensor | None = None, values: Tensor | None = None
+    ) -> AttentionResult:
+        """Return the attention output, and the weights where the implementation gives them."""
+
+
+Handler: TypeAlias = Callable[[AttentionStates, Compute], AttentionResult]
+"""``handler(states, compute)`` returns what the layer's attention returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +240,7 @@ class AttentionSwitch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        decoder = _decoder(model)
+        decoder: nn.Module = decoder_of(model)
         _check_goes_through_interface(model, decoder)
         self._module_ids = frozenset(id(module) for module in decoder.modules())
         configs = {
@@ -282,22 +286,13 @@ def base_implementation(config: Any) -> str:
     return "eager" if name is None else name.removeprefix(_PREFIX)
 
 
-def _decoder(model: nn.Module) -> nn.Module:
-    get_decoder = getattr(model, "get_decoder", None)
-    decoder = get_decoder() if get_decoder is not None else None
-    return model if decoder is None else decoder
-
-
 def _check_goes_through_interface(model: nn.Module, decoder: nn.Module) -> None:
-    name = type(model).__name__
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder model; kvalloc works on decoder-only language models."
-        )
+    check_decoder_only(model)
     if not getattr(decoder, "_supports_attention_backend", False):
         raise UnsupportedModelError(
-            f"the attention of {name} does not go through transformers' attention interface, "
-            "so kvalloc cannot see it; use a model class that supports attention backends."
+            f"the attention of {type(model).__name__} does not go through transformers' attention "
+            "interface, so kvalloc cannot see it; use a model class that supports attention "
+            "backends."
         )
 
 
@@ -354,7 +349,8 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
         *more: Any,  # dropout, where another package calls this one: kvpress wraps all there are
         **kwargs: Any,
     ) -> AttentionResult:
-        function = _base_function(module, base)
+        kind: Any = type(module)
+        function = _base_function(kind, base)
         active = _active.get()
         while active is not None and id(module) not in active.module_ids:
             active = active.outer
@@ -379,8 +375,8 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
             # sdpa knows neither, and says so: what it leaves out must not be scored either
             softcap=None if softcap is None or base == "sdpa" else float(softcap),
             sink_logits=None if base == "sdpa" else _sink_logits(module, kwargs),
-            output_projection=getattr(getattr(module, "o_proj", None), "weight", None),
-            frequencies=frequencies_of(module, active.rotary),
+            output_projection=_output_projection(module, query.shape[1] * value.shape[-1]),
+            frequencies=layer_frequencies(module, active.rotary),
         )
         return active.handler(states, compute)
 
@@ -395,24 +391,21 @@ def _sink_logits(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
     return None if found is None else found.reshape(-1)
 
 
-def _base_function(module: nn.Module, base: str) -> Callable[..., AttentionResult]:
-    """Look up what the layer would have called itself.
+def _output_projection(module: nn.Module, width: int) -> Tensor | Callable[[], Tensor] | None:
+    """The weight, or the method that unpacks it, of a layer that torch has quantized."""
+    weight: Any = getattr(getattr(module, "o_proj", None), "weight", None)
+    return weight if callable(weight) or getattr(weight, "shape", ())[1:] == (width,) else None
+
+
+@cache
+def _base_function(kind: Any, base: str) -> Callable[..., AttentionResult]:
+    """Look up what a layer of this class would have called itself.
 
     A modeling file may override an implementation in a table of its own, and the eager
     function is not in any table but in the modeling file; so the file of the attention class
     comes first, then those of its parents, for a user's subclass lives elsewhere.
     """
-    function = _functions.get((type(module), base))
-    if function is None:
-        function = _functions[(type(module), base)] = _find_base_function(module, base)
-    return function
-
-
-_functions: dict[tuple[type, str], Callable[..., AttentionResult]] = {}
-
-
-def _find_base_function(module: nn.Module, base: str) -> Callable[..., AttentionResult]:
-    for parent in type(module).__mro__:
+    for parent in kind.__mro__:
         modeling_file = sys.modules.get(parent.__module__)
         if base == "eager":
             eager = getattr(modeling_file, "eager_attention_forward", None)
@@ -423,7 +416,7 @@ def _find_base_function(module: nn.Module, base: str) -> Callable[..., Attention
             function = table[base]
             return function if base in ("sdpa", "eager") else _under_own_name(function, base)
     raise UnsupportedModelError(
-        f"{type(module).__name__} has no {base} attention function that kvalloc can call; load "
+        f"{kind.__name__} has no {base} attention function that kvalloc can call; load "
         'the model with attn_implementation="sdpa".'
     )
 

@@ -1,83 +1,145 @@
-"""By which angles a position a layer turns its queries, and whether it does so at all."""
+"""Rotary position embeddings (RoPE): a layer's inverse frequencies, and rotation by them.
+
+Transformers has no interface that tells whether and how a layer rotates its queries, so the
+modeling file is asked. What cannot be read there counts as unknown, never as plain rotation.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
 import sys
+import textwrap
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from kvalloc.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["frequencies_of"]
+__all__ = ["known_frequencies", "layer_frequencies", "rotate"]
 
-# On which a model turns its queries in some layers and not in others: as its source has it.
 _ROTATES: dict[str, Callable[[Any], bool]] = {
-    "self.use_rope": lambda own: own.use_rope,
-    "self.is_local_attention": lambda own: own.is_local_attention,
-    "self.sliding_window is not None": lambda own: own.sliding_window is not None,
-    "self.sliding_window is None or self.is_sliding": lambda own: (
-        own.sliding_window is None or own.is_sliding
+    "": lambda layer: True,
+    "position_embeddings is not None": lambda layer: True,
+    "self.use_rope": lambda layer: layer.use_rope,
+    "self.is_local_attention": lambda layer: layer.is_local_attention,
+    "self.sliding_window is not None": lambda layer: layer.sliding_window is not None,
+    "self.sliding_window is None or self.is_sliding": lambda layer: (
+        layer.sliding_window is None or layer.is_sliding
     ),
 }
-_ROTATED_IF = re.compile(r"if (self\.[^\n#]*):[^\n]*\n\s*(?:cos, sin = .*\n)?[^\n]*= apply_rotary")
+"""Conditions, as modeling files write them, under which a layer rotates its queries."""
 
 
-def frequencies_of(module: nn.Module, rotary: nn.Module | None) -> Tensor | None:
-    """Angles of a layer's rotary embedding, also where kinds of layers have their own (Gemma 3).
+def layer_frequencies(layer: nn.Module, rotary: nn.Module | None) -> Tensor | str:
+    """RoPE inverse frequencies of a layer, also where kinds of layers have their own (Gemma 3).
 
     Parameters
     ----------
-    module : nn.Module
+    layer : nn.Module
         The layer's attention.
     rotary : nn.Module or None
-        The model's table of angles.
+        The model's rotary embedding.
 
     Returns
     -------
-    Tensor or None, (n_rotated / 2,)
-        As in `kvalloc.models.attention.AttentionStates`; None where the layer does not turn its
-        queries, or in another way, or on a condition that is not known here.
+    Tensor, (n_rotated / 2,), or str
+        As in `kvalloc.models.attention.AttentionStates`: a sentence where the layer does not
+        rotate halves of its queries, or where its source does not show it.
     """
-    if rotary is None or not _rotates_halves(type(module).__module__):
-        return None
-    attention: Any = type(module)
-    condition = _condition_to_rotate(attention)
-    if condition is not None and not _ROTATES.get(condition, _never)(module):
-        return None
-    # what a module lacks it searches for and raises over, at each layer of each token
-    kind = vars(module).get("layer_type")
-    found = None if kind is None else getattr(rotary, f"{kind}_inv_freq", None)
-    return getattr(rotary, "inv_freq", None) if found is None else found
+    kind: Any = type(layer)
+    rotates = _rotation(kind)
+    if isinstance(rotates, str):
+        return rotates
+    if rotary is None or not rotates(layer):
+        return f"a layer of {kind.__name__} does not rotate its queries"
+    # read from `vars`: a failing attribute search costs much at each layer of each token
+    own = vars(layer).get("layer_type")
+    found = None if own is None else getattr(rotary, f"{own}_inv_freq", None)
+    found = getattr(rotary, "inv_freq", None) if found is None else found
+    return f"{type(rotary).__name__} has no inverse frequencies" if found is None else found
 
 
-@cache
-def _rotates_halves(modeling_file: str) -> bool:
-    """Whether dimension i turns with i + half of them, asked of the modeling file itself.
+def known_frequencies(frequencies: Tensor | str, *, who: str, instead: str) -> Tensor:
+    """Inverse frequencies, or an error where there are none.
 
-    Others (GLM, Cohere) turn neighbours, and the same angles would mean other pairs.
+    Parameters
+    ----------
+    frequencies : Tensor or str
+        As `layer_frequencies` returns them.
+    who, instead : str
+        Who needs them, such as ``"the scorer expected_attention"``, and what to use instead.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If they are not known; names the layer's class, the reason and the way out.
+    """
+    if isinstance(frequencies, str):
+        raise UnsupportedModelError(f"{who} has to rotate queries, but {frequencies}; {instead}")
+    return frequencies
+
+
+def rotate(queries: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Rotate each query by its position, as rotary embeddings rotate the halves of a head.
+
+    Parameters
+    ----------
+    queries : Tensor, (..., n, head_dim)
+    positions : Tensor, (n,)
+        By how many positions; a negative number rotates back.
+    frequencies : Tensor, (n_rotated / 2,)
+        Angle per position of each pair, radians.
+
+    Returns
+    -------
+    Tensor, the shape of `queries`
+
+    References
+    ----------
+    RoFormer: Enhanced Transformer with Rotary Position Embedding (Su et al., 2021).
     """
     import torch
 
-    rotate = getattr(sys.modules.get(modeling_file), "rotate_half", None)
-    if rotate is None:
-        return False
-    turned: list[float] = rotate(torch.arange(4.0)).tolist()
-    return turned == [-2.0, -3.0, 0.0, 1.0]
+    angles = positions.float()[:, None] * frequencies.float()
+    half = angles.shape[-1]
+    first, second, rest = queries.tensor_split((half, 2 * half), dim=-1)
+    cosines, sines = angles.cos(), angles.sin()
+    turned = [first * cosines - second * sines, second * cosines + first * sines, rest]
+    return torch.cat(turned, dim=-1)
 
 
 @cache
-def _condition_to_rotate(kind: Any) -> str | None:
-    """The ``if`` right before a layer turns its queries, where it asks for the layer's own kind."""
-    with suppress(OSError, TypeError):  # no source to read: taken for a plain one
-        found = _ROTATED_IF.search(inspect.getsource(kind.forward))
-        return found[1].strip() if found else None
+def _rotation(kind: Any) -> Callable[[Any], bool] | str:
+    """Whether a layer of this class rotates halves of its queries, or why that is not known."""
+    import torch
+
+    # GLM and Cohere rotate neighbours: the same angles would belong to other pairs
+    halves = getattr(sys.modules.get(kind.__module__), "rotate_half", None)
+    if halves is None or halves(torch.arange(4.0)).tolist() != [-2.0, -3.0, 0.0, 1.0]:
+        return f"{kind.__name__} does not rotate halves of its queries"
+    try:
+        found = _conditions(ast.parse(textwrap.dedent(inspect.getsource(kind.forward))))
+    except (OSError, TypeError, SyntaxError):
+        return f"the source of {kind.__name__}.forward cannot be read to see whether it does so"
+    unknown = f"the source of {kind.__name__}.forward does not show when it does so"
+    return unknown if found is None else _ROTATES.get(" and ".join(found), unknown)
+
+
+def _conditions(node: ast.AST) -> list[str] | None:
+    """What stands around the first call of ``apply_rotary_pos_emb``; None without a call."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "apply_rotary_pos_emb":
+        return []
+    for child in ast.iter_child_nodes(node):
+        inner = _conditions(child)
+        if inner is None or isinstance(node, ast.Module | ast.FunctionDef | ast.Assign):
+            if inner is not None:
+                return inner
+        elif isinstance(node, ast.If) and child in node.body:
+            return [ast.unparse(node.test), *inner]
+        else:
+            return [type(node).__name__, *inner]  # an "else" or a loop: no known condition
     return None
-
-
-def _never(module: object) -> bool:
-    return False

@@ -29,7 +29,6 @@ from kvalloc.problem.registry import get_solver
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import make_cache, with_policy
 from kvalloc.scorers import Scorer, get_scorer
-from kvalloc.scorers.later_pass import check_prompt_only
 from kvalloc.shape import ModelShape
 
 __all__ = ["PromptTarget", "apply", "make_adapting_cache", "make_prompt_cache"]
@@ -129,7 +128,7 @@ class PromptTarget:
 
 def _check_hold(hold: bool, scorer: Scorer, measured_tokens: int | None) -> None:
     if not hold:
-        check_prompt_only(scorer)
+        scorer.check_prompt_only()
     elif measured_tokens is not None:
         raise InputError(
             "a held prompt is measured whole and without another prefill, so "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError, ModelMismatchError
-from kvalloc.runtime.sizes import context_limit, decoder_of
+from kvalloc.models.structure import context_limit, decoder_of
 
 if TYPE_CHECKING:
     from transformers import Cache

@@ -21,6 +21,7 @@ from kvalloc.errors import (
 )
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
+from kvalloc.models.structure import decoder_of
 from kvalloc.runtime import hooks, plain, refusals
 from kvalloc.runtime.account import Account
 from kvalloc.runtime.arrival import Arrival, Step
@@ -36,7 +37,6 @@ from kvalloc.runtime.packed_attention import entries_attention
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.refusals import RefusedCalls
-from kvalloc.runtime.sizes import decoder_of
 
 __all__ = ["BudgetCache"]
 

@@ -206,10 +206,6 @@ class Eviction:
             queries = queries[:, mine]
             if states.sink_logits is not None:
                 changes["sink_logits"] = states.sink_logits[mine]
-            if states.output_projection is not None:
-                width = int(states.values.shape[-1])
-                out = states.output_projection
-                changes["output_projection"] = out[:, mine.start * width : mine.stop * width]
         return replace(
             states,
             queries=queries,

@@ -15,6 +15,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates
+from kvalloc.models.structure import context_limit
 from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.deciding import Decide, from_held, prompt_rows
 from kvalloc.runtime.groups import Held
@@ -31,7 +32,6 @@ from kvalloc.runtime.later_passes import (
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.refusals import HALF_WAY, check_read
-from kvalloc.runtime.sizes import context_limit
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.later_pass import merged_passes
 
@@ -126,7 +126,7 @@ class Holding:
         """
         scorers = [one for layer in layers for one in self.wanted.get(layer, ())]
         scorers += [] if self.deciding is None else [self.deciding]
-        passes = merged_passes(scorers)
+        passes = merged_passes(scorer.later for scorer in scorers)
         if self._limit is None or not passes:
             return
         coming = step.prompt_tokens - step.seen - step.new_tokens

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
+from kvalloc.models.structure import context_limit
 from kvalloc.runtime.even_attention import apart_attention
 from kvalloc.runtime.later_cache import HeldPrompt, LaterCache, LaterLayer
-from kvalloc.runtime.sizes import context_limit
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.later_pass import (
     CARRIED_TOKENS,
@@ -56,7 +56,7 @@ def run_later_passes(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> Later
     """
     scorers = {scorer.later_key: scorer for each in wanted.values() for scorer in each}
     notes: LaterNotes = {layer: {} for layer in wanted}
-    for later in merged_passes(scorers.values()):
+    for later in merged_passes(scorer.later for scorer in scorers.values()):
         served = {
             layer: {s.later_key: s for s in each if s.later and later.serves(s.later)}
             for layer, each in wanted.items()

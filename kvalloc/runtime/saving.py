@@ -29,12 +29,12 @@ from kvalloc.formats.schema import (
     budget_profile_from_json,
     budget_profile_json,
 )
+from kvalloc.models.structure import decoder_layers, decoder_of
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.packed import PackedEntries, PackedHeads
 from kvalloc.runtime.ragged import RaggedEntries
-from kvalloc.runtime.sizes import decoder_of
 
 __all__ = ["load_cache", "model_digest", "save_cache", "saved_notes"]
 
@@ -295,7 +295,7 @@ def _fill(layer: Any, kind: dict[str, Any], own: dict[str, Tensor], header: dict
 
 def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:
     """Where each layer of the model computes."""
-    modules = getattr(decoder_of(model), "layers", None)
+    modules = decoder_layers(model)
     if modules is None or len(modules) < n_layers:
         return [next(model.parameters()).device] * n_layers
     return [next(module.parameters()).device for module in modules][:n_layers]

@@ -13,26 +13,11 @@ from transformers.cache_utils import (
 )
 
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.structure import text_config
 from kvalloc.runtime.layers import BudgetLayer
 from kvalloc.shape import ModelShape
 
-__all__ = ["context_limit", "decoder_of", "make_layers"]
-
-
-def decoder_of(model: nn.Module) -> nn.Module:
-    """The model without its language-model head; every forward passes through it once."""
-    get_decoder = getattr(model, "get_decoder", None)
-    decoder = get_decoder() if get_decoder is not None else None
-    return decoder if isinstance(decoder, nn.Module) else model
-
-
-def context_limit(model: nn.Module) -> int | None:
-    """Tokens that the model was made for; None where its config does not say."""
-    config: Any = model.config
-    text = getattr(config, "get_text_config", None)
-    config = config if text is None else text(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
+__all__ = ["make_layers"]
 
 
 def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:
@@ -56,8 +41,7 @@ def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:
     UnsupportedModelError
         If a layer caches anything but keys and values of full or sliding attention.
     """
-    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
-    layers: list[Any] = DynamicCache(config=config).layers
+    layers: list[Any] = DynamicCache(config=text_config(model)).layers
     expected = [
         DynamicLayer if t == "full" else DynamicSlidingWindowLayer for t in shape.layer_types
     ]

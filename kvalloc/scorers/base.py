@@ -6,17 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, ClassVar
 
-from kvalloc.errors import InputError
+from kvalloc.errors import UnsupportedRequestError, option
+from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.scorers.later_pass import Later, LaterStep
+from kvalloc.scorers.parameters import Parameterized
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates, Observed
-    from kvalloc.scorers.later_pass import Later, LaterStep
 
-
-class Scorer(ABC):
+class Scorer(Parameterized, ABC):
     """Computes the importance of every entry of one layer.
+
+    A scorer is a frozen, keyword-only dataclass; its fields are its parameters.
 
     Attributes
     ----------
@@ -31,13 +33,17 @@ class Scorer(ABC):
     follows : bool
         Whether it takes over the pooling and the reduction of query heads of the scorer beside
         which it is an option, unless told otherwise; not where they are part of the method.
+    holds_queries : bool
+        Whether `score` looks at the window's queries. False where it needs none, or `observe`
+        adds up all of them as they come.
     """
 
-    name: ClassVar[str]
+    kind = "scorer"
     summary: ClassVar[str]
     reference: ClassVar[str]
-    window: int
     follows: ClassVar[bool] = True
+    holds_queries: ClassVar[bool] = True
+    window: int
 
     @abstractmethod
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
@@ -70,9 +76,9 @@ class Scorer(ABC):
         Returns
         -------
         int
-            The window by default; 0 for a scorer that needs none, or takes them in `observe`.
+            The window by default; 0 where `holds_queries` is False.
         """
-        return self.window
+        return self.window if self.holds_queries else 0
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
         """What to remember of a chunk of the prompt that is not the last one.
@@ -93,6 +99,11 @@ class Scorer(ABC):
             None, as by default, for a scorer that needs nothing of it.
         """
         return None
+
+    @property
+    def observes(self) -> bool:
+        """Whether `observe` has anything to note; if not, it need not be called."""
+        return type(self).observe is not Scorer.observe
 
     @property
     def later(self) -> Later | None:
@@ -130,94 +141,34 @@ class Scorer(ABC):
         """
         raise NotImplementedError(f"the scorer {self.name} asks for a later pass and sees none")
 
-    @abstractmethod
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again: ``get_scorer(self.name, **self.parameters())``."""
+    def later_notes(self, states: AttentionStates) -> Observed:
+        """What the scorer noted in its later pass over this prompt.
 
+        Raises
+        ------
+        UnsupportedRequestError
+            If there was no such pass.
+        """
+        found = (states.later or {}).get(self.later_key)
+        if found is None:
+            raise self._prompt_only()
+        return found
 
-def check_at_least(
-    name: str, value: object, least: int, owner: str, *, kind: str = "scorer"
-) -> int:
-    """Return `value` when it is an integer of at least `least`.
+    def check_prompt_only(self) -> None:
+        """Refuse the scorer where nothing but the prompt is run.
 
-    Parameters
-    ----------
-    name, value, owner
-        Named in the error.
-    least : int
-    kind : str
-        What the owner is: a scorer, or a policy.
+        Raises
+        ------
+        UnsupportedRequestError
+            If it asks for a later pass.
+        """
+        if self.later is not None:
+            raise self._prompt_only()
 
-    Raises
-    ------
-    InputError
-        Otherwise; names scorer and parameter.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{kind} {owner}: {name} is {value!r}, expected a number >= {least}")
-    return value
-
-
-def check_odd(name: str, value: object, scorer: str) -> int:
-    """Return `value` when it is an odd positive integer.
-
-    Raises
-    ------
-    InputError
-        Otherwise: an even pooling width has no middle, so it would shift every score by half a
-        token.
-    """
-    size = check_at_least(name, value, 1, scorer)
-    if size % 2 == 0:
-        raise InputError(f"scorer {scorer}: {name} is {size}, expected an odd number, such as 7")
-    return size
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...], scorer: str) -> str:
-    """Return `value` when it is one of `choices`.
-
-    Raises
-    ------
-    InputError
-        Otherwise; lists the choices.
-    """
-    if not isinstance(value, str) or value not in choices:
-        listed = ", ".join(choices)
-        raise InputError(f"scorer {scorer}: {name} is {value!r}, choose from: {listed}")
-    return value
-
-
-def check_number(name: str, value: object, owner: str, *, least: float) -> float:
-    """Return `value` as a float when it is a finite number of at least `least`.
-
-    Raises
-    ------
-    InputError
-        Otherwise; names owner and parameter.
-    """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= float(value) < float("inf"):  # type: ignore[arg-type]
-        raise InputError(f"{owner}: {name} is {value!r}, expected a number >= {least:g}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def check_share(name: str, value: object, owner: str, *, least_above: bool = False) -> float:
-    """Return `value` as a float when it is a number from 0 to 1.
-
-    Parameters
-    ----------
-    name, value, owner
-        Named in the error.
-    least_above : bool
-        Refuse 0 itself.
-
-    Raises
-    ------
-    InputError
-        Otherwise; names owner and parameter.
-    """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= float(value) <= 1 or (least_above and value == 0):  # type: ignore[arg-type]
-        expected = "a number above 0 and at most 1" if least_above else "a number from 0 to 1"
-        raise InputError(f"{owner}: {name} is {value!r}, expected {expected}")
-    return float(value)  # type: ignore[arg-type]
+    def _prompt_only(self) -> UnsupportedRequestError:
+        return UnsupportedRequestError(
+            f"the scorer {self.name} looks at tokens that come after the prompt, and here only the "
+            "prompt is run; decide budgets with 'kvalloc tune', offer it to heads "
+            f"({option('loss_policies')}), name it where a cache is made ({option('policy')}), or "
+            "choose another scorer"
+        )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalloc.scorers.base import Scorer, check_at_least, check_number, check_odd
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.parameters import NonNegative, OddWidth, Positive
 from kvalloc.scorers.window_rows import window_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
 
-
+@dataclass(frozen=True, kw_only=True)
 class CAKE(Scorer):
     """Mean plus `gamma` times the variance of the window's attention, average-pooled.
 
@@ -38,14 +40,13 @@ class CAKE(Scorer):
     code: window 32, pooling 5, gamma 200, unbiased variance.
     """
 
-    name: ClassVar[str] = "cake"
-    summary: ClassVar[str] = "mean + gamma * variance of the last 32 tokens' attention, pooled"
-    reference: ClassVar[str] = "CAKE (Qin et al., 2025)"
+    name = "cake"
+    summary = "mean + gamma * variance of the last 32 tokens' attention, pooled"
+    reference = "CAKE (Qin et al., 2025)"
 
-    def __init__(self, *, window: int = 32, pool: int = 5, gamma: float = 200.0) -> None:
-        self.window = check_at_least("window", window, 1, self.name)
-        self.pool = check_odd("pool", pool, self.name)
-        self.gamma = check_number("gamma", gamma, "scorer cake", least=0.0)
+    window: Positive = 32
+    pool: OddWidth = 5
+    gamma: NonNegative = 200.0
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`."""
@@ -54,11 +55,5 @@ class CAKE(Scorer):
             window=self.window,
             sinks=sinks,
             pool=self.pool,
-            pooling="avg",
-            group_reduce="mean",
             variance_weight=self.gamma,
         )
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {"window": self.window, "pool": self.pool, "gamma": self.gamma}

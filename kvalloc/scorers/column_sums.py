@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvalloc.models.attention import Observed
+from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers.window_rows import attention_rows, protected_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kvalloc.models.attention import AttentionStates
 
 _BLOCK_ELEMENTS = 1 << 24
 _LEAST_ROWS = 16
@@ -104,20 +102,6 @@ def last_rows(states: AttentionStates, tokens: Tensor) -> Tensor:
     if states.gaps:
         return tokens.new_ones(tokens.shape[0], n_rows).float()
     return tokens[:, -n_rows:].float()
-
-
-def column_scores(
-    states: AttentionStates, *, sinks: int, window: int, forgetting: float = 1.0
-) -> Tensor:
-    """The sums of `add_columns` as scores: 0 for padding, sinks and window.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads, n_tokens)
-    """
-    columns = add_columns(states, forgetting=forgetting).columns
-    assert columns is not None
-    return without_protected(columns, states, sinks=sinks, window=window)
 
 
 def without_protected(

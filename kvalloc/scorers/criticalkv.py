@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalloc.scorers.base import (
-    Scorer,
-    check_at_least,
-    check_choice,
-    check_number,
-    check_odd,
-)
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.column_sums import without_protected
+from kvalloc.scorers.parameters import NonNegative, OddWidth, Positive
 from kvalloc.scorers.projected_values import projected_value_norms
-from kvalloc.scorers.window_rows import POOLINGS, window_scores
+from kvalloc.scorers.window_rows import Pooling, window_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
 
-
+@dataclass(frozen=True, kw_only=True)
 class CriticalKV(Scorer):
     """``(A + epsilon) * || V W_O ||_1``, with A the pooled mean attention of the window.
 
@@ -52,22 +48,14 @@ class CriticalKV(Scorer):
     (Algorithm 2).
     """
 
-    name: ClassVar[str] = "criticalkv"
-    summary: ClassVar[str] = "attention of the window times ||V W_O||: what changes the output"
-    reference: ClassVar[str] = "CriticalKV (Feng et al., 2025), Theorem 3.5"
+    name = "criticalkv"
+    summary = "attention of the window times ||V W_O||: what changes the output"
+    reference = "CriticalKV (Feng et al., 2025), Theorem 3.5"
 
-    def __init__(
-        self,
-        *,
-        window: int = 32,
-        pool: int = 7,
-        pooling: str = "max",
-        epsilon: float = 1e-4,
-    ) -> None:
-        self.window = check_at_least("window", window, 1, self.name)
-        self.pool = check_odd("pool", pool, self.name)
-        self.pooling = check_choice("pooling", pooling, POOLINGS, self.name)
-        self.epsilon = check_number("epsilon", epsilon, "scorer criticalkv", least=0.0)
+    window: Positive = 32
+    pool: OddWidth = 7
+    pooling: Pooling = "max"
+    epsilon: NonNegative = 1e-4
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`.
@@ -83,16 +71,6 @@ class CriticalKV(Scorer):
             sinks=sinks,
             pool=self.pool,
             pooling=self.pooling,
-            group_reduce="mean",
         )
         scores = attention.add_(self.epsilon).mul_(projected_value_norms(states))
         return without_protected(scores, states, sinks=sinks, window=self.window)
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {
-            "window": self.window,
-            "pool": self.pool,
-            "pooling": self.pooling,
-            "epsilon": self.epsilon,
-        }

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvalloc.errors import UnsupportedModelError
-from kvalloc.models.attention import Observed
-from kvalloc.scorers.base import Scorer, check_at_least, check_number
+from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.models.rope import known_frequencies, rotate
+from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.column_sums import without_protected
-from kvalloc.scorers.rotation import rotated
+from kvalloc.scorers.parameters import NonNegative, Positive
 from kvalloc.scorers.window_rows import protected_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
-
 _BLOCK_TOKENS = 2048
 
 
+@dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Scorer):
     """Softmax of the expected logit of a future query, times the norm of the value.
 
@@ -54,24 +55,16 @@ class ExpectedAttention(Scorer):
     here they are rotated back, which works with that, too.
     """
 
-    name: ClassVar[str] = "expected_attention"
-    summary: ClassVar[str] = "attention that queries like those so far would pay, times ||v||"
-    reference: ClassVar[str] = "Expected Attention (Devoto et al., 2025)"
+    name = "expected_attention"
+    summary = "attention that queries like those so far would pay, times ||v||"
+    reference = "Expected Attention (Devoto et al., 2025)"
+    holds_queries = False
 
-    def __init__(
-        self,
-        *,
-        window: int = 8,
-        future: int = 512,
-        covariance: bool = True,
-        value_norm: bool = True,
-        epsilon: float = 0.0,
-    ) -> None:
-        self.window = check_at_least("window", window, 1, self.name)
-        self.future = check_at_least("future", future, 1, self.name)
-        self.covariance = bool(covariance)
-        self.value_norm = bool(value_norm)
-        self.epsilon = check_number("epsilon", epsilon, f"scorer {self.name}", least=0.0)
+    window: Positive = 8
+    future: Positive = 512
+    covariance: bool = True
+    value_norm: bool = True
+    epsilon: NonNegative = 0.0
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`.
@@ -98,7 +91,7 @@ class ExpectedAttention(Scorer):
         """Count, sum and outer products of the queries so far, rotated back to position 0."""
         import torch
 
-        _check_model(states)
+        frequencies = _frequencies(states)
         before = states.observed
         start = 0 if before is None else before.n_tokens
         batch, n_heads, n_new, head_dim = states.queries.shape
@@ -114,7 +107,7 @@ class ExpectedAttention(Scorer):
         for first in range(0, n_new, _BLOCK_TOKENS):
             block = states.queries[:, :, first : first + _BLOCK_TOKENS].float()
             positions = torch.arange(first, first + block.shape[2], device=real.device) + start
-            block = rotated(block, -positions, _known(states.frequencies))
+            block = rotate(block, -positions, frequencies)
             block = block * real[:, None, first : first + _BLOCK_TOKENS, None]
             totals["sum"] += block.sum(dim=2).double()
             if self.covariance:
@@ -131,7 +124,7 @@ class ExpectedAttention(Scorer):
         count = seen.totals["count"].clamp(min=1)[:, None, None]
         mean = seen.totals["sum"] / count
         ahead = torch.arange(self.future, device=mean.device) + seen.n_tokens
-        turn = _mean_rotation(ahead, states.frequencies, head_dim)
+        turn = _mean_rotation(ahead, _frequencies(states), head_dim)
         keys = states.keys.float()[:, :, None]
         query = (mean @ turn.T).float().view(batch, n_kv_heads, -1, head_dim, 1)
         logits = (keys @ query).squeeze(-1) * states.scaling
@@ -144,43 +137,22 @@ class ExpectedAttention(Scorer):
             logits[:, :, member] += along * (states.scaling**2 / 2)
         return logits
 
-    def query_rows(self, n_tokens: int) -> int:
-        """None: each query is added once, when it comes."""
-        return 0
 
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {
-            "window": self.window,
-            "future": self.future,
-            "covariance": self.covariance,
-            "value_norm": self.value_norm,
-            "epsilon": self.epsilon,
-        }
-
-
-def _check_model(states: AttentionStates) -> None:
-    if states.frequencies is None:
-        raise UnsupportedModelError(
-            "the scorer expected_attention has to rotate queries, and this model does not turn "
-            "its queries in halves; use a scorer that looks at attention, such as snapkv"
-        )
+def _frequencies(states: AttentionStates) -> Tensor:
+    instead = "use a scorer that looks at attention, such as snapkv"
     if states.softcap is not None or states.sink_logits is not None:
         raise UnsupportedModelError(
             "the scorer expected_attention knows plain logits only, and this model caps them or "
-            "adds a sink to them; use a scorer that looks at attention, such as snapkv"
+            f"adds a sink to them; {instead}"
         )
+    who = "the scorer expected_attention"
+    return known_frequencies(states.frequencies, who=who, instead=instead)
 
 
-def _known(frequencies: Tensor | None) -> Tensor:
-    assert frequencies is not None  # `_check_model` has refused others
-    return frequencies
-
-
-def _mean_rotation(positions: Tensor, frequencies: Tensor | None, head_dim: int) -> Tensor:
-    """Mean over the positions of the matrix that `_rotated` applies, (head_dim, head_dim)."""
+def _mean_rotation(positions: Tensor, frequencies: Tensor, head_dim: int) -> Tensor:
+    """Mean over the positions of the matrix that `rotate` applies, (head_dim, head_dim)."""
     import torch
 
     basis = torch.eye(head_dim, device=positions.device)[:, None].expand(-1, positions.numel(), -1)
     # row i is the image of unit vector i, so the columns of the matrix are the rows
-    return rotated(basis, positions, _known(frequencies)).double().mean(dim=1).T
+    return rotate(basis, positions, frequencies).double().mean(dim=1).T

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalloc.scorers.base import Scorer, check_at_least
-from kvalloc.scorers.column_sums import add_columns, column_scores
+from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.column_sums import add_columns, without_protected
+from kvalloc.scorers.parameters import Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates, Observed
 
-
+@dataclass(frozen=True, kw_only=True)
 class H2O(Scorer):
     """Sum of an entry's attention over all causal rows of the prompt, without pooling.
 
@@ -35,25 +37,20 @@ class H2O(Scorer):
     al., 2023): the accumulated attention score, next to a recent window.
     """
 
-    name: ClassVar[str] = "h2o"
-    summary: ClassVar[str] = "sum of the attention of all rows (heavy hitters)"
-    reference: ClassVar[str] = "H2O (Zhang et al., 2023)"
+    name = "h2o"
+    summary = "sum of the attention of all rows (heavy hitters)"
+    reference = "H2O (Zhang et al., 2023)"
+    holds_queries = False
+    forgetting = 1.0
 
-    def __init__(self, *, window: int = 32) -> None:
-        self.window = check_at_least("window", window, 1, self.name)
+    window: Positive = 32
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`."""
-        return column_scores(states, sinks=sinks, window=self.window)
+        columns = add_columns(states, forgetting=self.forgetting).columns
+        assert columns is not None
+        return without_protected(columns, states, sinks=sinks, window=self.window)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed:
         """The sums so far; see `Scorer.observe`."""
-        return add_columns(states)
-
-    def query_rows(self, n_tokens: int) -> int:
-        """None: each row is added once, when it comes."""
-        return 0
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {"window": self.window}
+        return add_columns(states, forgetting=self.forgetting)

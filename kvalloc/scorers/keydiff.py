@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalloc.scorers.base import Scorer, check_at_least
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.column_sums import without_protected
+from kvalloc.scorers.parameters import Positive
 from kvalloc.scorers.window_rows import protected_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
 
-
+@dataclass(frozen=True, kw_only=True)
 class KeyDiff(Scorer):
     """``1 - cos(k, anchor)``; the anchor is the mean of all the head's keys, each of length 1.
 
@@ -36,12 +38,12 @@ class KeyDiff(Scorer):
     Resource-Constrained Environments (Park et al., 2025).
     """
 
-    name: ClassVar[str] = "keydiff"
-    summary: ClassVar[str] = "keys that point away from the mean key; needs no queries"
-    reference: ClassVar[str] = "KeyDiff (Park et al., 2025)"
+    name = "keydiff"
+    summary = "keys that point away from the mean key; needs no queries"
+    reference = "KeyDiff (Park et al., 2025)"
+    holds_queries = False
 
-    def __init__(self, *, window: int = 8) -> None:
-        self.window = check_at_least("window", window, 1, self.name)
+    window: Positive = 8
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`."""
@@ -53,11 +55,3 @@ class KeyDiff(Scorer):
         cosines = (directions * functional.normalize(anchor, dim=-1)).sum(dim=-1)
         scores = (1.0 - cosines).clamp_(min=0.0)
         return without_protected(scores, states, sinks=sinks, window=self.window)
-
-    def query_rows(self, n_tokens: int) -> int:
-        """None."""
-        return 0
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {"window": self.window}

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalloc.scorers.base import Scorer, check_at_least
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.column_sums import without_protected
+from kvalloc.scorers.parameters import Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
-
 _LEAST_NORM = 1e-6
 
 
+@dataclass(frozen=True, kw_only=True)
 class KNorm(Scorer):
     """``1 / ||k||``: of two entries, the one with the shorter key is kept.
 
@@ -37,22 +39,14 @@ class KNorm(Scorer):
     A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (Devoto et al., 2024).
     """
 
-    name: ClassVar[str] = "knorm"
-    summary: ClassVar[str] = "keys of a small L2 norm; needs no queries"
-    reference: ClassVar[str] = "L2 norm-based compression (Devoto et al., 2024)"
+    name = "knorm"
+    summary = "keys of a small L2 norm; needs no queries"
+    reference = "L2 norm-based compression (Devoto et al., 2024)"
+    holds_queries = False
 
-    def __init__(self, *, window: int = 8) -> None:
-        self.window = check_at_least("window", window, 1, self.name)
+    window: Positive = 8
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`."""
         scores = states.keys.float().norm(dim=-1).clamp_(min=_LEAST_NORM).reciprocal_()
         return without_protected(scores, states, sinks=sinks, window=self.window)
-
-    def query_rows(self, n_tokens: int) -> int:
-        """None."""
-        return 0
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {"window": self.window}

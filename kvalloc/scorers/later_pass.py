@@ -8,27 +8,14 @@ the same pass share it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
-
-from kvalloc.errors import UnsupportedRequestError, option
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates, Observed
-    from kvalloc.scorers.base import Scorer
-
-__all__ = [
-    "CARRIED_TOKENS",
-    "SMALLEST_CHUNK",
-    "Later",
-    "LaterStep",
-    "check_prompt_only",
-    "later_notes",
-    "merged_passes",
-]
+__all__ = ["CARRIED_TOKENS", "SMALLEST_CHUNK", "Later", "LaterStep", "merged_passes"]
 
 CARRIED_TOKENS = 8
 """Last tokens of a repeated piece that lead over to the next one, as in KVzip."""
@@ -101,64 +88,19 @@ class LaterStep:
     leading: Tensor | None = None
 
 
-def merged_passes(scorers: Iterable[Scorer]) -> list[Later]:
-    """The passes that are needed so that each scorer has its own.
+def merged_passes(wanted: Iterable[Later | None]) -> list[Later]:
+    """The passes that serve all that are wanted.
 
     Parameters
     ----------
-    scorers : iterable of Scorer
-        Those that ask for none are left out.
+    wanted : iterable of Later or None
+        What each scorer asks for.
 
     Returns
     -------
     list of Later
         At most one draft, the longest that is asked for; each repetition once.
     """
-    passes: list[Later] = []
-    for later in (scorer.later for scorer in scorers):
-        if later is None:
-            continue
-        if later.kind == "draft":
-            drafts = [one for one in passes if one.kind == "draft"]
-            passes = [one for one in passes if one.kind != "draft"]
-            longest = max(later.tokens, *(one.tokens for one in drafts), 0)
-            later = replace(later, tokens=longest)
-        if later not in passes:
-            passes.append(later)
-    return passes
-
-
-def check_prompt_only(scorer: Scorer) -> None:
-    """Refuse a scorer where nothing but the prompt is run.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If it asks for a later pass.
-    """
-    if scorer.later is not None:
-        raise _alone(scorer)
-
-
-def later_notes(states: AttentionStates, scorer: Scorer) -> Observed:
-    """What the scorer has noted in its later pass over this prompt.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If there was no such pass.
-    """
-    key: Hashable = scorer.later_key
-    found = None if states.later is None else states.later.get(key)
-    if found is None:
-        raise _alone(scorer)
-    return found
-
-
-def _alone(scorer: Scorer) -> UnsupportedRequestError:
-    return UnsupportedRequestError(
-        f"the scorer {scorer.name} looks at tokens that come after the prompt, and here only the "
-        "prompt is run; decide budgets with 'kvalloc tune', offer it to heads "
-        f"({option('loss_policies')}), name it where a cache is made ({option('policy')}), or "
-        "choose another scorer"
-    )
+    passes = list(dict.fromkeys(later for later in wanted if later is not None))
+    longest = max((one.tokens for one in passes if one.kind == "draft"), default=0)
+    return [one for one in passes if one.kind != "draft" or one.tokens == longest]

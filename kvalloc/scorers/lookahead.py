@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalloc.models.attention import Observed
-from kvalloc.scorers.base import Scorer, check_at_least, check_choice, check_odd
-from kvalloc.scorers.later_pass import Later, LaterStep, later_notes
+from kvalloc.errors import InputError
+from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.later_pass import Later, LaterStep
+from kvalloc.scorers.parameters import Count, OddWidth, Positive
 from kvalloc.scorers.window_rows import (
-    GROUP_REDUCTIONS,
+    Reduction,
     attention_rows,
     pooled_votes,
     window_attention,
@@ -18,11 +21,8 @@ from kvalloc.scorers.window_rows import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
 
-ROW_REDUCTIONS = ("mean", "max")
-
-
+@dataclass(frozen=True, kw_only=True)
 class Lookahead(Scorer):
     """Attention of the first tokens that the model itself would say, and of the prompt's last ones.
 
@@ -59,27 +59,28 @@ class Lookahead(Scorer):
     which has to be held in any case.
     """
 
-    name: ClassVar[str] = "lookahead"
-    summary: ClassVar[str] = "attention of the window and of 8 tokens that the model drafts"
-    reference: ClassVar[str] = "Lookahead Q-Cache (Wang et al., 2025); full cache while drafting"
+    name = "lookahead"
+    summary = "attention of the window and of 8 tokens that the model drafts"
+    reference = "Lookahead Q-Cache (Wang et al., 2025); full cache while drafting"
 
-    def __init__(
-        self,
-        *,
-        tokens: int = 8,
-        window: int = 8,
-        votes: int | None = None,
-        pool: int = 7,
-        row_reduce: str = "mean",
-        group_reduce: str = "mean",
-    ) -> None:
-        self.tokens = check_at_least("tokens", tokens, 0, self.name)
-        self.window = check_at_least("window", window, 1, self.name)
-        least = 0 if self.tokens else 1
-        self.votes = check_at_least("votes", window if votes is None else votes, least, self.name)
-        self.pool = check_odd("pool", pool, self.name)
-        self.row_reduce = check_choice("row_reduce", row_reduce, ROW_REDUCTIONS, self.name)
-        self.group_reduce = check_choice("group_reduce", group_reduce, GROUP_REDUCTIONS, self.name)
+    tokens: Count = 8
+    window: Positive = 8
+    votes: Count = None  # type: ignore[assignment]  # as long as the window
+    pool: OddWidth = 7
+    row_reduce: Reduction = "mean"
+    group_reduce: Reduction = "mean"
+
+    def __post_init__(self) -> None:
+        """Let the window vote where `votes` is not given, and check; see `Scorer`."""
+        votes: int | None = self.votes
+        if votes is None:
+            object.__setattr__(self, "votes", self.window)
+        super().__post_init__()
+        if not self.tokens and not self.votes:
+            raise InputError(
+                "scorer lookahead: votes is 0, expected a number >= 1 where tokens is 0, so that "
+                "some query votes"
+            )
 
     @property
     def later(self) -> Later | None:
@@ -118,7 +119,7 @@ class Lookahead(Scorer):
         votes = states.keys.new_zeros(batch, n_kv_heads, group, n_tokens, dtype=torch.float32)
         n_rows = votes.new_zeros(batch)
         if self.tokens:
-            noted = later_notes(states, self)
+            noted = self.later_notes(states)
             assert noted.columns is not None  # `observe_later` made it
             votes += noted.columns.view(votes.shape)
             n_rows += noted.totals["rows"]
@@ -143,14 +144,3 @@ class Lookahead(Scorer):
     def query_rows(self, n_tokens: int) -> int:
         """Those that vote."""
         return self.votes
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {
-            "tokens": self.tokens,
-            "window": self.window,
-            "votes": self.votes,
-            "pool": self.pool,
-            "row_reduce": self.row_reduce,
-            "group_reduce": self.group_reduce,
-        }

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.attention import AttentionStates
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kvalloc.models.attention import AttentionStates
 
 _BLOCK_TOKENS = 1024
 
@@ -43,12 +42,14 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
 
     batch, n_kv_heads, n_tokens, head_dim = states.values.shape
     n_query_heads = states.queries.shape[1]
-    weight = states.output_projection
+    group = n_query_heads // n_kv_heads
+    first_column = states.first_head * group * head_dim
+    weight = _weight(states)
     if (
         weight is None
-        or not weight.is_floating_point()
         or weight.ndim != 2
-        or weight.shape[1] != n_query_heads * head_dim
+        or weight.shape[1] % (group * head_dim)
+        or weight.shape[1] < first_column + n_query_heads * head_dim
     ):
         raise UnsupportedModelError(
             "CriticalKV needs the layer's output projection as plain numbers, o_proj.weight of "
@@ -61,15 +62,23 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
             "offloaded and loaded only when their turn comes; keep the layers on devices, or use "
             "another scorer"
         )
-    group = n_query_heads // n_kv_heads
     norms = torch.zeros(
         (batch, n_kv_heads, n_tokens), dtype=torch.float32, device=states.values.device
     )
     for query_head in range(n_query_heads):
         head = query_head // group
-        columns = weight[:, query_head * head_dim : (query_head + 1) * head_dim]
-        projection = columns.to(states.values.device).float().T
+        start = first_column + query_head * head_dim
+        projection = weight[:, start : start + head_dim].to(states.values.device).float().T
         for first in range(0, n_tokens, _BLOCK_TOKENS):
             block = states.values[:, head, first : first + _BLOCK_TOKENS].float() @ projection
             norms[:, head, first : first + _BLOCK_TOKENS] += block.abs_().sum(dim=-1)
     return norms.div_(group)
+
+
+def _weight(states: AttentionStates) -> Tensor | None:
+    """The output projection as plain numbers, or None."""
+    weight = states.output_projection
+    weight = weight() if callable(weight) else weight
+    if weight is not None and weight.is_quantized:
+        weight = weight.dequantize()
+    return None if weight is None or not weight.is_floating_point() else weight

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 from kvalloc.errors import InputError
-from kvalloc.models.attention import Observed
-from kvalloc.scorers.base import Scorer, check_at_least, check_choice, check_odd
-from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep, later_notes
+from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep
+from kvalloc.scorers.parameters import OddWidth, Positive, Range
 from kvalloc.scorers.window_rows import (
-    GROUP_REDUCTIONS,
+    Reduction,
     attention_logits,
     attention_softmax,
     pooled_votes,
@@ -20,12 +22,11 @@ from kvalloc.scorers.window_rows import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
-
 _BLOCK_ELEMENTS = 1 << 23
 _LEAST_ROWS = 16
 
 
+@dataclass(frozen=True, kw_only=True)
 class Reconstruction(Scorer):
     """Largest attention that an entry gets while the model repeats the prompt, teacher-forced.
 
@@ -61,27 +62,25 @@ class Reconstruction(Scorer):
     there the instruction is "Repeat the previous context exactly."
     """
 
-    name: ClassVar[str] = "reconstruction"
-    summary: ClassVar[str] = "largest attention while the model repeats the prompt (KVzip)"
-    reference: ClassVar[str] = "KVzip (Kim et al., 2025)"
-    follows: ClassVar[bool] = False
+    name = "reconstruction"
+    summary = "largest attention while the model repeats the prompt (KVzip)"
+    reference = "KVzip (Kim et al., 2025)"
+    follows = False
+    holds_queries = False
 
-    def __init__(
-        self,
-        *,
-        chunk: int = 2048,
-        window: int = 8,
-        pool: int = 1,
-        group_reduce: str = "max",
-        instruction: str = "",
-        continuation: str = "",
-    ) -> None:
-        self.chunk = check_at_least("chunk", chunk, SMALLEST_CHUNK, self.name)
-        self.window = check_at_least("window", window, 1, self.name)
-        self.pool = check_odd("pool", pool, self.name)
-        self.group_reduce = check_choice("group_reduce", group_reduce, GROUP_REDUCTIONS, self.name)
-        self.instruction = _ids("instruction", instruction)
-        self.continuation = _ids("continuation", continuation)
+    chunk: Annotated[int, Range(SMALLEST_CHUNK)] = 2048
+    window: Positive = 8
+    pool: OddWidth = 1
+    group_reduce: Reduction = "max"
+    instruction: str = ""
+    continuation: str = ""
+
+    def __post_init__(self) -> None:
+        """Check, and store token ids in one spelling; see `Scorer`."""
+        super().__post_init__()
+        for name in ("instruction", "continuation"):
+            ids = _ids(name, getattr(self, name))
+            object.__setattr__(self, name, "+".join(map(str, ids)))
 
     @property
     def later(self) -> Later:
@@ -89,8 +88,8 @@ class Reconstruction(Scorer):
         return Later(
             kind="repeat",
             tokens=self.chunk,
-            instruction=self.instruction,
-            continuation=self.continuation,
+            instruction=_ids("instruction", self.instruction),
+            continuation=_ids("continuation", self.continuation),
         )
 
     @property
@@ -133,7 +132,7 @@ class Reconstruction(Scorer):
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`."""
-        noted = later_notes(states, self)
+        noted = self.later_notes(states)
         assert noted.columns is not None  # `observe_later` made it
         n_kv_heads, n_tokens = states.keys.shape[1:3]
         return pooled_votes(
@@ -144,21 +143,6 @@ class Reconstruction(Scorer):
             pool=self.pool,
             group_reduce=self.group_reduce,
         )
-
-    def query_rows(self, n_tokens: int) -> int:
-        """None: the prompt's own queries have no say."""
-        return 0
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {
-            "chunk": self.chunk,
-            "window": self.window,
-            "pool": self.pool,
-            "group_reduce": self.group_reduce,
-            "instruction": "+".join(map(str, self.instruction)),
-            "continuation": "+".join(map(str, self.continuation)),
-        }
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalloc.scorers.base import Scorer, check_at_least, check_choice, check_odd
-from kvalloc.scorers.window_rows import GROUP_REDUCTIONS, POOLINGS, window_scores
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.parameters import OddWidth, Positive
+from kvalloc.scorers.window_rows import Pooling, Reduction, window_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
 
-
+@dataclass(frozen=True, kw_only=True)
 class SnapKV(Scorer):
     """Mean attention of the last `window` tokens to each earlier one, pooled.
 
@@ -40,39 +42,15 @@ class SnapKV(Scorer):
     of its code: window 64, kernel 5, average; its runs use window 32, kernel 7, maximum.
     """
 
-    name: ClassVar[str] = "snapkv"
-    summary: ClassVar[str] = "mean attention of the last 64 tokens, pooled over 5 (avg or max)"
-    reference: ClassVar[str] = "SnapKV (Li et al., 2024)"
+    name = "snapkv"
+    summary = "mean attention of the last 64 tokens, pooled over 5 (avg or max)"
+    reference = "SnapKV (Li et al., 2024)"
 
-    def __init__(
-        self,
-        *,
-        window: int = 64,
-        pool: int = 5,
-        pooling: str = "avg",
-        group_reduce: str = "mean",
-    ) -> None:
-        self.window = check_at_least("window", window, 1, self.name)
-        self.pool = check_odd("pool", pool, self.name)
-        self.pooling = check_choice("pooling", pooling, POOLINGS, self.name)
-        self.group_reduce = check_choice("group_reduce", group_reduce, GROUP_REDUCTIONS, self.name)
+    window: Positive = 64
+    pool: OddWidth = 5
+    pooling: Pooling = "avg"
+    group_reduce: Reduction = "mean"
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`."""
-        return window_scores(
-            states,
-            window=self.window,
-            sinks=sinks,
-            pool=self.pool,
-            pooling=self.pooling,
-            group_reduce=self.group_reduce,
-        )
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {
-            "window": self.window,
-            "pool": self.pool,
-            "pooling": self.pooling,
-            "group_reduce": self.group_reduce,
-        }
+        return window_scores(states, sinks=sinks, **self.parameters())

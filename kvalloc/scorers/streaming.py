@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalloc.scorers.base import Scorer, check_at_least
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.parameters import Positive
 from kvalloc.scorers.window_rows import protected_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
 
-
+@dataclass(frozen=True, kw_only=True)
 class Streaming(Scorer):
     """The score grows with the position, so that sinks and the most recent tokens stay.
 
@@ -36,12 +38,11 @@ class Streaming(Scorer):
     most recent tokens.
     """
 
-    name: ClassVar[str] = "streaming"
-    summary: ClassVar[str] = "the most recent tokens, blind to the text"
-    reference: ClassVar[str] = "StreamingLLM (Xiao et al., 2024)"
+    name = "streaming"
+    summary = "the most recent tokens, blind to the text"
+    reference = "StreamingLLM (Xiao et al., 2024)"
 
-    def __init__(self, *, window: int = 8) -> None:
-        self.window = check_at_least("window", window, 1, self.name)
+    window: Positive = 8
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries: ``(position + 1) / n_tokens``; see `Scorer.score`."""
@@ -53,7 +54,3 @@ class Streaming(Scorer):
         recency[max(n_tokens - self.window, 0) :] = 0.0
         scores = recency.expand(batch, n_kv_heads, n_tokens)
         return scores.masked_fill(protected_columns(states, sinks=sinks), 0.0)
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {"window": self.window}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalloc.scorers.base import Scorer, check_at_least
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.column_sums import without_protected
+from kvalloc.scorers.parameters import Positive
 from kvalloc.scorers.window_rows import window_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
 
-
+@dataclass(frozen=True, kw_only=True)
 class TOVA(Scorer):
     """Attention of the last token alone, mean over all query heads of the layer.
 
@@ -37,12 +39,11 @@ class TOVA(Scorer):
     the mean over the heads of a layer.
     """
 
-    name: ClassVar[str] = "tova"
-    summary: ClassVar[str] = "attention of the last token, one ranking for a whole layer"
-    reference: ClassVar[str] = "TOVA, Transformers are Multi-State RNNs (Oren et al., 2024)"
+    name = "tova"
+    summary = "attention of the last token, one ranking for a whole layer"
+    reference = "TOVA, Transformers are Multi-State RNNs (Oren et al., 2024)"
 
-    def __init__(self, *, window: int = 1) -> None:
-        self.window = check_at_least("window", window, 1, self.name)
+    window: Positive = 1
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`."""
@@ -54,7 +55,3 @@ class TOVA(Scorer):
     def query_rows(self, n_tokens: int) -> int:
         """The last one."""
         return 1
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {"window": self.window}

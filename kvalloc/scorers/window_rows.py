@@ -6,17 +6,16 @@ Only the window's rows are computed again from queries and keys, so the cost is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.attention import AttentionStates
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
-
-GROUP_REDUCTIONS = ("mean", "max")
-POOLINGS = ("avg", "max")
+Pooling = Literal["avg", "max"]
+Reduction = Literal["mean", "max"]
 
 _KEY_BLOCK_TOKENS = 4096
 
@@ -27,8 +26,8 @@ def window_scores(
     window: int,
     sinks: int,
     pool: int,
-    pooling: str,
-    group_reduce: str,
+    pooling: Pooling = "avg",
+    group_reduce: Reduction = "mean",
     variance_weight: float = 0.0,
 ) -> Tensor:
     """Attention of the last tokens to each earlier one, pooled and reduced to KV heads.
@@ -85,8 +84,8 @@ def pooled_votes(
     window: int,
     sinks: int,
     pool: int,
-    pooling: str = "avg",
-    group_reduce: str = "mean",
+    pooling: Pooling = "avg",
+    group_reduce: Reduction = "mean",
 ) -> Tensor:
     """Scores from what each query head gives each entry: the second half of `window_scores`.
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalloc.scorers.base import Scorer, check_at_least, check_choice, check_odd
-from kvalloc.scorers.window_rows import GROUP_REDUCTIONS, window_scores
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.parameters import OddWidth, Positive
+from kvalloc.scorers.window_rows import Reduction, window_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvalloc.models.attention import AttentionStates
 
-
+@dataclass(frozen=True, kw_only=True)
 class XKV(Scorer):
     """Mean attention of the last `window` tokens to each earlier one, average-pooled.
 
@@ -36,26 +38,14 @@ class XKV(Scorer):
     Section V-A (window 8, pooling 7, average).
     """
 
-    name: ClassVar[str] = "xkv"
-    summary: ClassVar[str] = "mean attention of the last 8 tokens, average-pooled over 7"
-    reference: ClassVar[str] = "XKV: Personalized KV Cache Memory Reduction, Eq. 3"
+    name = "xkv"
+    summary = "mean attention of the last 8 tokens, average-pooled over 7"
+    reference = "XKV: Personalized KV Cache Memory Reduction, Eq. 3"
 
-    def __init__(self, *, window: int = 8, pool: int = 7, group_reduce: str = "mean") -> None:
-        self.window = check_at_least("window", window, 1, self.name)
-        self.pool = check_odd("pool", pool, self.name)
-        self.group_reduce = check_choice("group_reduce", group_reduce, GROUP_REDUCTIONS, self.name)
+    window: Positive = 8
+    pool: OddWidth = 7
+    group_reduce: Reduction = "mean"
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`."""
-        return window_scores(
-            states,
-            window=self.window,
-            sinks=sinks,
-            pool=self.pool,
-            pooling="avg",
-            group_reduce=self.group_reduce,
-        )
-
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds this scorer again."""
-        return {"window": self.window, "pool": self.pool, "group_reduce": self.group_reduce}
+        return window_scores(states, sinks=sinks, **self.parameters())

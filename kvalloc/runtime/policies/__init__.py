@@ -109,13 +109,18 @@ def policies_of(profile: BudgetProfile) -> EvictionPolicy:
     """
     own = policy_of(profile.policy)
     if profile.unit_weights is not None:
-        scorers = [own.scorer, *(policy_of(other).scorer for other in profile.other_policies)]
+        scorers = (own.scorer, *(policy_of(other).scorer for other in profile.other_policies))
         combining = own if own.combines else None
-        return Weighted(scorers, profile.unit_weights, combining=combining)
+        return Weighted(
+            scorer=own.scorer,
+            scorers=scorers,
+            weights=profile.unit_weights,
+            combining=combining,
+        )
     if profile.unit_policies is None:
         return own
     others = (policy_of(policy) for policy in profile.other_policies)
-    return ByHead((own, *others), profile.unit_policies)
+    return ByHead(scorer=own.scorer, policies=(own, *others), table=profile.unit_policies)
 
 
 def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None = None) -> Policy:

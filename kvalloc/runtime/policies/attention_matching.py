@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
-from kvalloc.errors import InputError, UnsupportedModelError
+from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.models.rope import known_frequencies, rotate
 from kvalloc.runtime.matching import match_attention
-from kvalloc.runtime.policies.base import Combined
+from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
-from kvalloc.scorers.base import Scorer, check_at_least, check_number
-from kvalloc.scorers.later_pass import Later, LaterStep, later_notes
-from kvalloc.scorers.rotation import rotated
+from kvalloc.scorers import Scorer
+from kvalloc.scorers.later_pass import Later, LaterStep
+from kvalloc.scorers.parameters import Above0, Count
 from kvalloc.scorers.window_rows import attention_logits, attention_softmax
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _AHEAD_TOKENS = 8
 """How far behind the prompt's end its last queries are put."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class AttentionMatching(Score):
     """The best scores stay, with values and logit biases that match attention over all entries.
 
@@ -63,32 +65,28 @@ class AttentionMatching(Score):
     a draft and of the prompt's end, are ours.
     """
 
-    name: ClassVar[str] = "attention_matching"
-    summary: ClassVar[str] = "the best scores, with values that make up for what is evicted"
-    reference: ClassVar[str] = "Attention Matching (Zweiger et al., 2026); our queries and ridges"
+    name = "attention_matching"
+    summary = "the best scores, with values that make up for what is evicted"
+    reference = "Attention Matching (Zweiger et al., 2026); our queries and ridges"
 
-    def __init__(
-        self,
-        *,
-        scorer: Scorer,
-        rows: int = 128,
-        draft: int = 16,
-        draft_weight: float = 10.0,
-        value_ridge: float = 0.01,
-        bias_ridge: float = 0.3,
-        biases: bool = True,
-    ) -> None:
-        super().__init__(scorer=scorer)
-        owner = f"policy {self.name}"
-        self.rows = check_at_least("rows", rows, 0, self.name, kind="policy")
-        self.draft = check_at_least("draft", draft, 0, self.name, kind="policy")
+    rows: Count = 128
+    draft: Count = 16
+    draft_weight: Above0 = 10.0
+    value_ridge: Above0 = 0.01
+    bias_ridge: Above0 = 0.3
+    biases: bool = True
+
+    def __post_init__(self) -> None:
+        """Check; see `Parameterized`."""
+        super().__post_init__()
         if not self.rows and not self.draft:
-            raise InputError(f"{owner}: rows and draft are both 0, so there is nothing to match")
-        self.draft_weight = _above_zero("draft_weight", draft_weight, owner)
-        self.value_ridge = _above_zero("value_ridge", value_ridge, owner)
-        self.bias_ridge = _above_zero("bias_ridge", bias_ridge, owner)
-        self.biases = bool(biases)
-        self._drafted = DraftQueries(self.draft) if self.draft else None
+            raise InputError(
+                f"policy {self.name}: rows and draft are both 0, so there is nothing to match"
+            )
+
+    @property
+    def _drafted(self) -> tuple[DraftQueries, ...]:
+        return (DraftQueries(tokens=self.draft),) if self.draft else ()
 
     @property
     def holds(self) -> bool:
@@ -97,22 +95,13 @@ class AttentionMatching(Score):
 
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
         """The scorer's pass, and the draft whose queries are matched."""
-        own = () if self._drafted is None else (self._drafted,)
-        return (*super().later_scorers(layer), *own)
+        return (*super().later_scorers(layer), *self._drafted)
 
     def query_rows(self, n_tokens: int) -> int:
         """The scorer's, and those that are matched."""
         return max(super().query_rows(n_tokens), min(self.rows, n_tokens))
 
-    def combine(
-        self,
-        states: AttentionStates,
-        kept: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
-    ) -> Combined:
+    def combine(self, states: AttentionStates, kept: Tensor, **limits: Unpack[Limits]) -> Combined:
         """Give what stays its new values and biases; see `EvictionPolicy.combine`.
 
         Raises
@@ -153,25 +142,15 @@ class AttentionMatching(Score):
             moved = _moved_behind(states, min(self.rows, int(states.queries.shape[2])))
             queries.append(moved)
             counts.append(torch.ones(moved.shape[:3], device=moved.device))
-        if self._drafted is not None:
-            noted = later_notes(states, self._drafted).totals
+        for drafted_by in self._drafted:
+            noted = drafted_by.later_notes(states).totals
             drafted = noted["queries"].to(states.keys.device)
             queries.append(drafted.float())
             counts.append(noted["counts"].to(states.keys.device).float() * self.draft_weight)
         return torch.cat(queries, dim=2), torch.cat(counts, dim=2)
 
-    def parameters(self) -> dict[str, Any]:
-        """What builds this policy again, apart from the scorer."""
-        return {
-            "rows": self.rows,
-            "draft": self.draft,
-            "draft_weight": self.draft_weight,
-            "value_ridge": self.value_ridge,
-            "bias_ridge": self.bias_ridge,
-            "biases": self.biases,
-        }
 
-
+@dataclass(frozen=True, kw_only=True)
 class DraftQueries(Scorer):
     """Notes the queries of a draft, and scores nothing: a policy's part of the pass.
 
@@ -181,12 +160,12 @@ class DraftQueries(Scorer):
         Length of the draft.
     """
 
-    name: ClassVar[str] = "draft_queries"
-    summary: ClassVar[str] = "the queries of a draft"
-    reference: ClassVar[str] = "ours"
+    name = "draft_queries"
+    summary = "the queries of a draft"
+    reference = "ours"
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens, self.window = tokens, 0
+    tokens: Count
+    window: Count = 0
 
     @property
     def later(self) -> Later:
@@ -211,22 +190,16 @@ class DraftQueries(Scorer):
         """Nothing."""
         return states.keys.new_zeros(states.keys.shape[:3], dtype=torch.float32)
 
-    def parameters(self) -> dict[str, int | float | str | bool]:
-        """What builds it again."""
-        return {"tokens": self.tokens}
-
 
 def _moved_behind(states: AttentionStates, rows: int) -> Tensor:
     """The prompt's last queries, all turned to one position behind its end."""
-    if states.frequencies is None:
-        raise UnsupportedModelError(
-            "the policy attention_matching has to rotate the prompt's queries, and this model does "
-            "not turn its queries in halves; match those of a draft alone (rows=0)"
-        )
+    instead = "match the queries of a draft alone (rows=0)"
+    who = "the policy attention_matching"
+    frequencies = known_frequencies(states.frequencies, who=who, instead=instead)
     last = states.queries[:, :, states.queries.shape[2] - rows :].float()
     device = last.device
     ahead = torch.arange(rows - 1, -1, -1, device=device) + _AHEAD_TOKENS
-    return rotated(last, ahead, states.frequencies.to(device))
+    return rotate(last, ahead, frequencies.to(device))
 
 
 def _weights(states: AttentionStates, queries: Tensor, row: int, head: int) -> Tensor:
@@ -238,10 +211,3 @@ def _weights(states: AttentionStates, queries: Tensor, row: int, head: int) -> T
     own = replace(states, queries=queries, keys=keys, mask=None, sink_logits=sinks)
     logits = attention_logits(own, keys, 0, int(queries.shape[2]))
     return attention_softmax(logits, sinks)[0, 0].flatten(0, 1)
-
-
-def _above_zero(name: str, value: object, owner: str) -> float:
-    found = check_number(name, value, owner, least=0.0)
-    if found == 0:
-        raise InputError(f"{owner}: {name} is 0, expected a number above it")
-    return found

@@ -5,15 +5,36 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypeAlias, TypedDict, Unpack
 
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.base import Scorer
+from kvalloc.scorers import Scorer
+from kvalloc.scorers.parameters import Parameterized
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Combined", "EvictionPolicy", "RankedPolicy", "Reader"]
+__all__ = ["Combined", "EvictionPolicy", "Limits", "RankedPolicy", "Rankings", "Reader"]
+
+Rankings: TypeAlias = "tuple[Tensor, ...]"
+"""What a `RankedPolicy` chooses by, each (batch, n_kv_heads, n_tokens)."""
+
+
+class Limits(TypedDict):
+    """Which entries are not for a policy to decide.
+
+    Attributes
+    ----------
+    sinks, window : int
+        First and last tokens of each row that always stay.
+    valid : Tensor of bool, (batch, n_tokens), optional
+        False marks padding, which never stays, and which the states' mask hides; no padding by
+        default.
+    """
+
+    sinks: int
+    window: int
+    valid: NotRequired[Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +86,13 @@ class Reader(ABC):
         """Drop what was noted of the entries: they have changed."""
 
 
-class EvictionPolicy(ABC):
+@dataclass(frozen=True, kw_only=True)
+class EvictionPolicy(Parameterized, ABC):
     """Decides which entries of a layer stay. The budgets are given, and met exactly.
 
-    A policy holds settings only: what it has seen of a prompt belongs to the cache, so that one
-    policy serves any number of caches.
+    A policy is a frozen, keyword-only dataclass; its fields are its parameters, beside the scorer.
+    What it has seen of a prompt belongs to the cache, so that one policy serves any number of
+    caches.
 
     Parameters
     ----------
@@ -84,27 +107,15 @@ class EvictionPolicy(ABC):
         One line for ``kvalloc policies``.
     reference : str
         Where the method comes from.
-    scorer : Scorer
-        As given.
     """
 
-    name: ClassVar[str]
+    kind = "policy"
     summary: ClassVar[str]
     reference: ClassVar[str]
-
-    def __init__(self, *, scorer: Scorer) -> None:
-        self.scorer = scorer
+    scorer: Scorer
 
     @abstractmethod
-    def keep(
-        self,
-        states: AttentionStates,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
-    ) -> Tensor:
+    def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
         """Choose the entries that stay.
 
         Parameters
@@ -114,11 +125,8 @@ class EvictionPolicy(ABC):
             what `observe` left of earlier chunks.
         budgets : Tensor of int64, (batch, n_kv_heads)
             Entries that each KV head keeps, sinks and window included.
-        sinks, window : int
-            First and last tokens of each row that always stay.
-        valid : Tensor of bool, (batch, n_tokens), optional
-            False marks padding, which never stays, and which the states' mask hides; no padding
-            by default.
+        **limits
+            Sinks, window and padding; see `Limits`.
 
         Returns
         -------
@@ -151,19 +159,13 @@ class EvictionPolicy(ABC):
         return [self.keep(states, each, sinks=sinks, window=window) for each in budgets]
 
     def combine(
-        self,
-        states: AttentionStates,
-        kept: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
+        self, states: AttentionStates, kept: Tensor, **limits: Unpack[Limits]
     ) -> Combined | None:
         """Put something of the evicted entries into the kept ones, whose number stays the same.
 
         Parameters
         ----------
-        states, sinks, window, valid
+        states, **limits
             As for `keep`; but in a group of layers that share entries, without queries: those
             have gone by the time the group has chosen.
         kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
@@ -194,7 +196,12 @@ class EvictionPolicy(ABC):
     def observes(self) -> bool:
         """Whether `observe` has anything to note; if not, it need not be called."""
         own = type(self).observe is not EvictionPolicy.observe
-        return own or type(self.scorer).observe is not Scorer.observe
+        return own or self.scorer.observes
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether a prompt has to come in one piece; no by default."""
+        return False
 
     def query_rows(self, n_tokens: int) -> int:
         """How many of a prompt's last queries `keep` wants to see; see `Scorer.query_rows`."""
@@ -221,9 +228,10 @@ class EvictionPolicy(ABC):
 
     def parameters(self) -> dict[str, Any]:
         """What builds this policy again, apart from the scorer."""
-        return {}
+        return {name: each for name, each in super().parameters().items() if name != "scorer"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class RankedPolicy(EvictionPolicy):
     """A policy in two steps: rank the entries of a layer, then choose by the ranks.
 
@@ -233,14 +241,12 @@ class RankedPolicy(EvictionPolicy):
     """
 
     @abstractmethod
-    def rankings(
-        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
         """What `keep_ranked` decides by, of one layer.
 
         Parameters
         ----------
-        states, sinks, window, valid
+        states, **limits
             As for `keep`.
 
         Returns
@@ -253,14 +259,7 @@ class RankedPolicy(EvictionPolicy):
 
     @abstractmethod
     def keep_ranked(
-        self,
-        rankings: tuple[Tensor, ...],
-        states: AttentionStates,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
+        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Tensor:
         """Choose the entries that stay by the rankings of a layer, or those of a group.
 
@@ -270,7 +269,7 @@ class RankedPolicy(EvictionPolicy):
             As `rankings` returns them; of a group, on the scale of a mean layer.
         states : AttentionStates
             The layer, or the last one of the group, then without queries.
-        budgets, sinks, window, valid
+        budgets, **limits
             As for `keep`.
 
         Returns
@@ -279,18 +278,10 @@ class RankedPolicy(EvictionPolicy):
             As `keep`.
         """
 
-    def keep(
-        self,
-        states: AttentionStates,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
-    ) -> Tensor:
+    def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
         """Choose the entries that stay in one layer; see `EvictionPolicy.keep`."""
-        ranked = self.rankings(states, sinks=sinks, window=window, valid=valid)
-        return self.keep_ranked(ranked, states, budgets, sinks=sinks, window=window, valid=valid)
+        ranked = self.rankings(states, **limits)
+        return self.keep_ranked(ranked, states, budgets, **limits)
 
     def keep_each(
         self, states: AttentionStates, budgets: Sequence[Tensor], *, sinks: int, window: int

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import EvictionPolicy
+from kvalloc.runtime.policies.base import EvictionPolicy, Limits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvalloc.scorers import Scorer
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ByHead(EvictionPolicy):
     """Each KV head keeps what its own policy would keep there.
 
@@ -28,8 +29,9 @@ class ByHead(EvictionPolicy):
 
     Parameters
     ----------
-    policies : sequence of EvictionPolicy
-        The first one's scorer counts as this one's.
+    scorer : Scorer
+        That of the first policy.
+    policies : tuple of EvictionPolicy
     table : ndarray of int64, (n_layers, n_kv_heads)
         Which of them each KV head has.
 
@@ -39,38 +41,31 @@ class ByHead(EvictionPolicy):
         If a policy does more than choose what is kept.
     """
 
-    name: ClassVar[str] = "by_head"
-    summary: ClassVar[str] = "each KV head by its own policy"
-    reference: ClassVar[str] = "ours"
+    name = "by_head"
+    summary = "each KV head by its own policy"
+    reference = "ours"
 
-    def __init__(self, policies: Sequence[EvictionPolicy], table: IntArray) -> None:
-        super().__init__(scorer=policies[0].scorer)
-        for policy in policies:
+    policies: tuple[EvictionPolicy, ...]
+    table: IntArray
+
+    def __post_init__(self) -> None:
+        """Check that every policy only chooses."""
+        for policy in self.policies:
             check_chooses_only(policy)
-        self.policies = tuple(policies)
-        self.table = table
 
-    def keep(
-        self,
-        states: AttentionStates,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
-    ) -> Tensor:
+    def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
         """Choose the entries that stay; see `EvictionPolicy.keep`."""
         n_heads = int(states.keys.shape[1])
         places = self.table[states.layer, states.first_head : states.first_head + n_heads]
         used: list[int] = np.unique(places).tolist()
         if len(used) == 1:
             only = self.policies[used[0]]
-            return only.keep(states, budgets, sinks=sinks, window=window, valid=valid)
+            return only.keep(states, budgets, **limits)
         kept = torch.zeros(states.keys.shape[:3], dtype=torch.bool, device=states.keys.device)
         for place in used:
             heads = torch.from_numpy(np.flatnonzero(places == place)).to(kept.device)
             one = self.policies[place]
-            found = one.keep(states, budgets, sinks=sinks, window=window, valid=valid)
+            found = one.keep(states, budgets, **limits)
             kept[:, heads] = found[:, heads]
         return kept
 

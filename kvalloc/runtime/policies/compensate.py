@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Combined, RankedPolicy
+from kvalloc.runtime.policies.base import Combined, Limits, RankedPolicy, Rankings
 from kvalloc.runtime.selection import Room, best_entries
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
 class Compensate(RankedPolicy):
     """The best scores stay but for one, whose place the mean of all dropped entries takes.
 
@@ -29,44 +31,27 @@ class Compensate(RankedPolicy):
     and budgets of the solver ``head_classes``.
     """
 
-    name: ClassVar[str] = "compensate"
-    summary: ClassVar[str] = "the best scores, and one entry that is the mean of all dropped ones"
-    reference: ClassVar[str] = "RazorAttention (Tang et al., 2024), compensation token"
+    name = "compensate"
+    summary = "the best scores, and one entry that is the mean of all dropped ones"
+    reference = "RazorAttention (Tang et al., 2024), compensation token"
 
-    def rankings(
-        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
         """The scores; see `RankedPolicy.rankings`."""
-        return (self.scorer.score(states, sinks=sinks),)
+        return (self.scorer.score(states, sinks=limits["sinks"]),)
 
     def keep_ranked(
-        self,
-        rankings: tuple[Tensor, ...],
-        states: AttentionStates,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
+        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Tensor:
         """Choose the entries that stay, the compensation entry's place among them."""
-        room = Room.of(states.keys, budgets, sinks=sinks, window=window, valid=valid)
+        room = Room.of(states.keys, budgets, **limits)
         place = _place(room)
         place = place & (room.counts > 0)[..., None]
         rest = room.counts - place.sum(dim=-1)
         return room.always | place | best_entries(rankings[0], rest, among=room.evictable & ~place)
 
-    def combine(
-        self,
-        states: AttentionStates,
-        kept: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
-    ) -> Combined:
+    def combine(self, states: AttentionStates, kept: Tensor, **limits: Unpack[Limits]) -> Combined:
         """Put the mean of what goes into its place; see `EvictionPolicy.combine`."""
-        room = Room.of(states.keys, kept.sum(dim=-1), sinks=sinks, window=window, valid=valid)
+        room = Room.of(states.keys, kept.sum(dim=-1), **limits)
         dropped = room.evictable & ~kept
         # where nothing is dropped, and where there is no place, everything stays as it is
         place = _place(room) & kept & dropped.any(dim=-1, keepdim=True)

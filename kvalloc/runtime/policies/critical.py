@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import RankedPolicy
+from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings
 from kvalloc.runtime.selection import Room, best_entries
-from kvalloc.scorers.base import Scorer, check_number, check_share
+from kvalloc.scorers.parameters import NonNegative, Share
 from kvalloc.scorers.projected_values import projected_value_norms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
 class Critical(RankedPolicy):
     """Two stages within the evictable budget b, on the scores A of the profile's scorer.
 
@@ -43,18 +45,14 @@ class Critical(RankedPolicy):
     al., 2025), Algorithm 1.
     """
 
-    name: ClassVar[str] = "critical"
-    summary: ClassVar[str] = "half by attention, the rest by attention times ||V W_O||"
-    reference: ClassVar[str] = "CriticalKV (Feng et al., 2025), Algorithm 1"
+    name = "critical"
+    summary = "half by attention, the rest by attention times ||V W_O||"
+    reference = "CriticalKV (Feng et al., 2025), Algorithm 1"
 
-    def __init__(self, *, scorer: Scorer, alpha: float = 0.5, epsilon: float = 1e-4) -> None:
-        super().__init__(scorer=scorer)
-        self.alpha = check_share("alpha", alpha, "policy critical")
-        self.epsilon = check_number("epsilon", epsilon, "policy critical", least=0.0)
+    alpha: Share = 0.5
+    epsilon: NonNegative = 1e-4
 
-    def rankings(
-        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
         """A, and ``(A + epsilon) * || V W_O ||_1``; see `RankedPolicy.rankings`.
 
         Raises
@@ -62,28 +60,17 @@ class Critical(RankedPolicy):
         UnsupportedModelError
             If the layer's output projection cannot be read.
         """
-        scores = self.scorer.score(states, sinks=sinks)
+        scores = self.scorer.score(states, sinks=limits["sinks"])
         return scores, (scores + self.epsilon) * projected_value_norms(states)
 
     def keep_ranked(
-        self,
-        rankings: tuple[Tensor, ...],
-        states: AttentionStates,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
+        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Tensor:
         """Choose in two stages; see `RankedPolicy.keep_ranked`."""
         scores, weighted = rankings
-        room = Room.of(states.keys, budgets, sinks=sinks, window=window, valid=valid)
+        room = Room.of(states.keys, budgets, **limits)
         first = (room.counts * self.alpha).floor().long()
         stage_1 = best_entries(scores, first, among=room.evictable)
         left = room.evictable & ~stage_1
         stage_2 = best_entries(weighted, room.counts - first, among=left)
         return room.always | stage_1 | stage_2
-
-    def parameters(self) -> dict[str, Any]:
-        """What builds this policy again, apart from the scorer."""
-        return {"alpha": self.alpha, "epsilon": self.epsilon}

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal, Unpack
 
 import torch
 
-from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Combined
+from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.selection import Room
-from kvalloc.scorers.base import Scorer, check_share
+from kvalloc.scorers.parameters import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WEIGHTS = ("exponential", "gaussian")
 _BLOCK_ENTRIES = 1024
 
 
+@dataclass(frozen=True, kw_only=True)
 class Merge(Score):
     """The best scores stay, and each evicted entry is merged into its nearest one, or dropped.
 
@@ -58,33 +58,16 @@ class Merge(Score):
     Merging for LLMs on Long-Context Tasks (Wang et al., 2024).
     """
 
-    name: ClassVar[str] = "merge"
-    summary: ClassVar[str] = "evicted entries are merged into the most similar kept one"
-    reference: ClassVar[str] = "D2O (Wan et al., 2024); kernel of KVMerger (Wang et al., 2024)"
+    name = "merge"
+    summary = "evicted entries are merged into the most similar kept one"
+    reference = "D2O (Wan et al., 2024); kernel of KVMerger (Wang et al., 2024)"
 
-    def __init__(
-        self, *, scorer: Scorer, threshold: float | None = None, weights: str = "exponential"
-    ) -> None:
-        super().__init__(scorer=scorer)
-        if threshold is not None:
-            threshold = check_share("threshold", threshold, "policy merge")
-        if weights not in _WEIGHTS:
-            raise InputError(
-                f"policy merge: weights is {weights!r}, choose from: {', '.join(_WEIGHTS)}"
-            )
-        self.threshold, self.weights = threshold, weights
+    threshold: Annotated[float | None, Range(0, 1)] = None
+    weights: Literal["exponential", "gaussian"] = "exponential"
 
-    def combine(
-        self,
-        states: AttentionStates,
-        kept: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
-    ) -> Combined:
+    def combine(self, states: AttentionStates, kept: Tensor, **limits: Unpack[Limits]) -> Combined:
         """Merge what goes into what stays; see `EvictionPolicy.combine`."""
-        room = Room.of(states.keys, kept.sum(dim=-1), sinks=sinks, window=window, valid=valid)
+        room = Room.of(states.keys, kept.sum(dim=-1), **limits)
         keys, values = states.keys.clone(), states.values.clone()
         for row in range(keys.shape[0]):
             for head in range(keys.shape[1]):
@@ -114,10 +97,6 @@ class Merge(Score):
             mixed = tensor[targets].float() * own
             mixed.index_add_(0, place, tensor[sources].float() * weight[:, None])
             tensor[targets] = (mixed / total[:, None]).to(tensor.dtype)
-
-    def parameters(self) -> dict[str, Any]:
-        """What builds this policy again, apart from the scorer."""
-        return {"threshold": self.threshold, "weights": self.weights}
 
 
 def _nearest(keys: Tensor, targets: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.runtime.policies.base import RankedPolicy, Reader
+from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings, Reader
 from kvalloc.runtime.selection import best_entries, keep_best, row_places
-from kvalloc.scorers.base import Scorer, check_at_least, check_share
 from kvalloc.scorers.column_sums import last_rows, weighted_rows
+from kvalloc.scorers.parameters import Positive, Share, ShareAbove0
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _FIRST_PAIR = 2
 
 
+@dataclass(frozen=True, kw_only=True)
 class MPCache(RankedPolicy):
     """Static: the best by the attention of the prompt's last rows. Dynamic: see `ClusterReader`.
 
@@ -53,62 +54,41 @@ class MPCache(RankedPolicy):
     0.28), pairs of layers but for the first two.
     """
 
-    name: ClassVar[str] = "mpcache"
-    summary: ClassVar[str] = "each decoded token reads the nearest clusters of what is stored"
-    reference: ClassVar[str] = "MPCache, Sections 4.2 to 4.4"
+    name = "mpcache"
+    summary = "each decoded token reads the nearest clusters of what is stored"
+    reference = "MPCache, Sections 4.2 to 4.4"
 
-    def __init__(
-        self,
-        *,
-        scorer: Scorer,
-        rows_share: float = 0.2,
-        alpha: float = 0.6,
-        coarse_tokens: int = 32,
-        coarse_share: float = 0.7,
-        fine_tokens: int = 16,
-        fine_share: float = 0.28,
-        share_layers: bool = True,
-    ) -> None:
-        super().__init__(scorer=scorer)
-        owner = "policy mpcache"
-        self.rows_share = check_share("rows_share", rows_share, owner)
-        self.alpha = check_share("alpha", alpha, owner)
-        self.coarse_share = check_share("coarse_share", coarse_share, owner, least_above=True)
-        self.fine_share = check_share("fine_share", fine_share, owner, least_above=True)
-        self.fine_tokens = check_at_least("fine_tokens", fine_tokens, 1, self.name, kind="policy")
-        self.coarse_tokens = check_at_least(
-            "coarse_tokens", coarse_tokens, fine_tokens, self.name, kind="policy"
-        )
+    rows_share: Share = 0.2
+    alpha: Share = 0.6
+    coarse_tokens: Positive = 32
+    coarse_share: ShareAbove0 = 0.7
+    fine_tokens: Positive = 16
+    fine_share: ShareAbove0 = 0.28
+    share_layers: bool = True
+
+    def __post_init__(self) -> None:
+        """Check; see `Parameterized`."""
+        super().__post_init__()
         if self.coarse_tokens % self.fine_tokens:
             raise InputError(
-                f"policy mpcache: coarse_tokens {coarse_tokens} is no multiple of fine_tokens "
-                f"{fine_tokens}; choose sizes of which one divides the other"
+                f"policy mpcache: coarse_tokens {self.coarse_tokens} is no multiple of fine_tokens "
+                f"{self.fine_tokens}; choose sizes of which one divides the other"
             )
-        self.share_layers = bool(share_layers)
 
-    def rankings(
-        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
         """The last rows' votes, or the scores; see `RankedPolicy.rankings`."""
         if not self.rows_share:
-            return (self.scorer.score(states, sinks=sinks),)
-        rank, n_tokens = row_places(states.keys, valid)
+            return (self.scorer.score(states, sinks=limits["sinks"]),)
+        rank, n_tokens = row_places(states.keys, limits.get("valid"))
         count = (n_tokens.double() * self.rows_share).ceil().long()
         voters = (rank >= 0) & (rank >= n_tokens - count)
         return (weighted_rows(states, last_rows(states, voters)),)
 
     def keep_ranked(
-        self,
-        rankings: tuple[Tensor, ...],
-        states: AttentionStates,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
+        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Tensor:
         """Choose the best; see `RankedPolicy.keep_ranked`."""
-        return keep_best(rankings[0], budgets, sinks=sinks, window=window, valid=valid)
+        return keep_best(rankings[0], budgets, **limits)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed | None:
         """What the scorer wants; the last rows are held back by the cache."""
@@ -117,7 +97,7 @@ class MPCache(RankedPolicy):
     @property
     def observes(self) -> bool:
         """Whether the scorer does, where it is used."""
-        return not self.rows_share and type(self.scorer).observe is not Scorer.observe
+        return not self.rows_share and self.scorer.observes
 
     def query_rows(self, n_tokens: int) -> int:
         """The last rows."""
@@ -128,12 +108,6 @@ class MPCache(RankedPolicy):
     def reader(self, *, sinks: int, window: int) -> ClusterReader:
         """The dynamic half; see `EvictionPolicy.reader`."""
         return ClusterReader(self, sinks=sinks, window=window)
-
-    def parameters(self) -> dict[str, Any]:
-        """What builds this policy again, apart from the scorer."""
-        names = ("rows_share", "alpha", "coarse_tokens", "coarse_share")
-        more = ("fine_tokens", "fine_share", "share_layers")
-        return {name: getattr(self, name) for name in names + more}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import RankedPolicy
+from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings
 from kvalloc.runtime.selection import Room, best_entries, row_places
-from kvalloc.scorers.base import Scorer, check_at_least, check_share
 from kvalloc.scorers.column_sums import last_rows, weighted_rows
+from kvalloc.scorers.parameters import Count, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
 class NaCl(RankedPolicy):
     """Proxy tokens stay and score the others; some of the rest are drawn from those scores.
 
@@ -54,52 +56,39 @@ class NaCl(RankedPolicy):
     al., 2024), Algorithm 1; about 10% proxies and 70% at random did best there.
     """
 
-    name: ClassVar[str] = "nacl"
-    summary: ClassVar[str] = "proxy tokens (the question) vote and stay; a share is drawn at random"
-    reference: ClassVar[str] = "NaCl (Chen et al., 2024), Algorithm 1"
+    name = "nacl"
+    summary = "proxy tokens (the question) vote and stay; a share is drawn at random"
+    reference = "NaCl (Chen et al., 2024), Algorithm 1"
 
-    def __init__(
-        self,
-        *,
-        scorer: Scorer,
-        proxy_share: float = 0.1,
-        proxy_start: int | None = None,
-        proxy_stop: int | None = None,
-        random_share: float = 0.7,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(scorer=scorer)
-        self.proxy_share = check_share("proxy_share", proxy_share, "policy nacl")
-        self.random_share = check_share("random_share", random_share, "policy nacl")
-        self.seed = check_at_least("seed", seed, 0, self.name, kind="policy")
-        self.proxy_start, self.proxy_stop = proxy_start, proxy_stop
-        named = [place for place in (proxy_start, proxy_stop) if place is not None]
-        if len(named) == 1 or (len(named) == 2 and not 0 <= named[0] < named[1]):
+    proxy_share: Share = 0.1
+    proxy_start: int | None = None
+    proxy_stop: int | None = None
+    random_share: Share = 0.7
+    seed: Count = 0
+
+    def __post_init__(self) -> None:
+        """Check; see `Parameterized`."""
+        super().__post_init__()
+        start, stop = self.proxy_start, self.proxy_stop
+        if (start is None) != (stop is None) or (
+            start is not None and stop is not None and not 0 <= start < stop
+        ):
             raise InputError(
-                f"policy nacl: proxy_start {proxy_start} and proxy_stop {proxy_stop} name no "
-                "range of tokens; give both, with 0 <= start < stop"
+                f"policy nacl: proxy_start {start} and proxy_stop {stop} name no range of tokens; "
+                "give both, with 0 <= start < stop"
             )
 
-    def rankings(
-        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
         """The proxies' votes F; see `RankedPolicy.rankings`."""
-        proxies = self._proxies(*row_places(states.keys, valid))
+        proxies = self._proxies(*row_places(states.keys, limits.get("valid")))
         return (weighted_rows(states, last_rows(states, proxies)),)
 
     def keep_ranked(
-        self,
-        rankings: tuple[Tensor, ...],
-        states: AttentionStates,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
+        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Tensor:
         """Choose the entries that stay; see `RankedPolicy.keep_ranked`."""
         (scores,) = rankings
-        room = Room.of(states.keys, budgets, sinks=sinks, window=window, valid=valid)
+        room = Room.of(states.keys, budgets, **limits)
         proxies = self._proxies(room.rank, room.n_tokens)
         # latest first, where the proxies are more than the budget
         own = room.evictable & proxies[:, None]
@@ -152,13 +141,3 @@ class NaCl(RankedPolicy):
         if self.proxy_start is not None:
             return max(n_tokens - self.proxy_start, 0)
         return max(int(np.ceil(n_tokens * self.proxy_share)), 1)
-
-    def parameters(self) -> dict[str, Any]:
-        """What builds this policy again, apart from the scorer."""
-        return {
-            "proxy_share": self.proxy_share,
-            "proxy_start": self.proxy_start,
-            "proxy_stop": self.proxy_stop,
-            "random_share": self.random_share,
-            "seed": self.seed,
-        }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import RankedPolicy
+from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings
 from kvalloc.runtime.selection import keep_best
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
 class Score(RankedPolicy):
     """Sinks, window, and each KV head's best entries by the profile's scorer.
 
@@ -22,29 +24,20 @@ class Score(RankedPolicy):
     XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Algorithm 2.
     """
 
-    name: ClassVar[str] = "score"
-    summary: ClassVar[str] = "the best entries by the profile's scorer"
-    reference: ClassVar[str] = "XKV, Algorithm 2; the method is the scorer's"
+    name = "score"
+    summary = "the best entries by the profile's scorer"
+    reference = "XKV, Algorithm 2; the method is the scorer's"
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """The scorer's scores of one layer, (batch, n_kv_heads, n_tokens)."""
         return self.scorer.score(states, sinks=sinks)
 
-    def rankings(
-        self, states: AttentionStates, *, sinks: int, window: int, valid: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
         """The scores; see `RankedPolicy.rankings`."""
-        return (self.scores(states, sinks=sinks),)
+        return (self.scores(states, sinks=limits["sinks"]),)
 
     def keep_ranked(
-        self,
-        rankings: tuple[Tensor, ...],
-        states: AttentionStates,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
+        self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Tensor:
         """Choose the best; see `RankedPolicy.keep_ranked`."""
-        return keep_best(rankings[0], budgets, sinks=sinks, window=window, valid=valid)
+        return keep_best(rankings[0], budgets, **limits)

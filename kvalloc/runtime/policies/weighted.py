@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
 
 from kvalloc.accounting import FloatArray
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Combined, EvictionPolicy
+from kvalloc.runtime.policies.base import Combined, EvictionPolicy, Limits
 from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers import Scorer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Weighted(EvictionPolicy):
     """Each KV head keeps the best by a sum of scores that are weighted for it.
 
@@ -27,29 +28,22 @@ class Weighted(EvictionPolicy):
 
     Parameters
     ----------
-    scorers : sequence of Scorer
-        The first one counts as this policy's own.
+    scorer : Scorer
+        The first one of `scorers`.
+    scorers : tuple of Scorer
     weights : ndarray of float64, (n_layers, n_kv_heads, n_scorers)
         Not below 0.
     combining : EvictionPolicy, optional
         What it does with the evicted entries is done here, too; what it would keep does not count.
     """
 
-    name: ClassVar[str] = "weighted"
-    summary: ClassVar[str] = "each KV head by its own mixture of scorers"
-    reference: ClassVar[str] = "ours"
+    name = "weighted"
+    summary = "each KV head by its own mixture of scorers"
+    reference = "ours"
 
-    def __init__(
-        self,
-        scorers: Sequence[Scorer],
-        weights: FloatArray,
-        *,
-        combining: EvictionPolicy | None = None,
-    ) -> None:
-        super().__init__(scorer=scorers[0])
-        self.combining = combining
-        self.scorers = tuple(scorers)
-        self.weights = weights
+    scorers: tuple[Scorer, ...]
+    weights: FloatArray
+    combining: EvictionPolicy | None = None
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """The weighted sums of one layer's scores.
@@ -74,32 +68,18 @@ class Weighted(EvictionPolicy):
             summed += weights[None, :, None] * found.to(summed.device)
         return summed
 
-    def keep(
-        self,
-        states: AttentionStates,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
-    ) -> Tensor:
+    def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
         """Choose the entries that stay; see `EvictionPolicy.keep`."""
-        scores = self.scores(states, sinks=sinks)
-        return keep_best(scores, budgets, sinks=sinks, window=window, valid=valid)
+        scores = self.scores(states, sinks=limits["sinks"])
+        return keep_best(scores, budgets, **limits)
 
     def combine(
-        self,
-        states: AttentionStates,
-        kept: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
+        self, states: AttentionStates, kept: Tensor, **limits: Unpack[Limits]
     ) -> Combined | None:
         """As the policy that combines does, if there is one; see `EvictionPolicy.combine`."""
         if self.combining is None:
             return None
-        return self.combining.combine(states, kept, sinks=sinks, window=window, valid=valid)
+        return self.combining.combine(states, kept, **limits)
 
     @property
     def combines(self) -> bool:
@@ -123,7 +103,7 @@ class Weighted(EvictionPolicy):
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether one of them adds up what each chunk brings, of which there is one record."""
-        return any(type(scorer).observe is not Scorer.observe for scorer in self.scorers)
+        return any(scorer.observes for scorer in self.scorers)
 
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
         """Those that count in some head of the layer, and what the combining policy looks at."""

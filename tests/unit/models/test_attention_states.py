@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kvalloc.models.attention import intercept_attention  # noqa: E402
-from kvalloc.scorers.rotation import rotated  # noqa: E402
+from kvalloc.models.rope import rotate  # noqa: E402
 from kvalloc.scorers.window_rows import attention_rows  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -126,7 +126,7 @@ def test_frequencies_turn_queries_back(family: str) -> None:
     """The same token everywhere: turned back, its queries are the same at every position."""
     same = torch.full((1, N_TOKENS), 7)
     for states, _ in states_of(model_of(family), same):
-        back = rotated(states.queries, -torch.arange(N_TOKENS), states.frequencies)
+        back = rotate(states.queries, -torch.arange(N_TOKENS), states.frequencies)
         assert (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max() > 0.01
         torch.testing.assert_close(back, back[:, :, :1].expand_as(back), atol=1e-4, rtol=1e-4)
 
@@ -134,7 +134,7 @@ def test_frequencies_turn_queries_back(family: str) -> None:
 def test_models_that_turn_neighbours_give_no_frequencies(ids: Any) -> None:
     config = transformers.CohereConfig(**SIZES)
     model = transformers.CohereForCausalLM._from_config(config, attn_implementation="eager").eval()
-    assert states_of(model, ids)[0][0].frequencies is None
+    assert states_of(model, ids)[0][0].frequencies == "CohereAttention does not rotate halves of its queries"
 
 
 @pytest.mark.parametrize("family", ["Afmoe", "Exaone4", "SmolLM3"])
@@ -153,7 +153,7 @@ def test_layers_that_do_not_turn_their_queries_give_no_frequencies(family: str) 
     assert len(found) == 2
     for (states, _), turned in zip(found, (True, False), strict=True):
         moved = (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max()
-        assert (moved > 0.01) == turned == (states.frequencies is not None)
+        assert (moved > 0.01) == turned == isinstance(states.frequencies, torch.Tensor)
 
 
 def test_other_entries_can_be_attended_to(ids: Any) -> None:
