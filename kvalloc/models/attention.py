@@ -91,7 +91,7 @@ class AttentionStates:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     output_projection: Tensor | Callable[[], Tensor] | None = None
-    frequencies: Tensor | str = "it is not known how its layers do so"
+    frequencies: Tensor | str = "it is not known when the model does so"
     observed: Observed | None = None
     first_head: int = 0
     gaps: bool = False

@@ -124,8 +124,10 @@ def _rotation(kind: Any) -> Callable[[Any], bool] | str:
     try:
         found = _conditions(ast.parse(textwrap.dedent(inspect.getsource(kind.forward))))
     except (OSError, TypeError, SyntaxError):
-        return f"the source of {kind.__name__}.forward cannot be read to see whether it does so"
-    unknown = f"the source of {kind.__name__}.forward does not show when it does so"
+        found, why = None, "cannot be read"
+    else:
+        why = "does not show it"
+    unknown = f"it is not known when {kind.__name__} does so: the source of its forward {why}"
     return unknown if found is None else _ROTATES.get(" and ".join(found), unknown)
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from scorer_oracle import make_states
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from kvalloc.errors import UnsupportedModelError  # noqa: E402
 from kvalloc.models.attention import intercept_attention  # noqa: E402
-from kvalloc.models.rope import rotate  # noqa: E402
+from kvalloc.models.rope import layer_frequencies, rotate  # noqa: E402
+from kvalloc.scorers.expected_attention import ExpectedAttention  # noqa: E402
+from kvalloc.scorers.projected_values import projected_value_norms  # noqa: E402
 from kvalloc.scorers.window_rows import attention_rows  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -134,7 +139,10 @@ def test_frequencies_turn_queries_back(family: str) -> None:
 def test_models_that_turn_neighbours_give_no_frequencies(ids: Any) -> None:
     config = transformers.CohereConfig(**SIZES)
     model = transformers.CohereForCausalLM._from_config(config, attn_implementation="eager").eval()
-    assert states_of(model, ids)[0][0].frequencies == "CohereAttention does not rotate halves of its queries"
+    assert (
+        states_of(model, ids)[0][0].frequencies
+        == "CohereAttention does not rotate halves of its queries"
+    )
 
 
 @pytest.mark.parametrize("family", ["Afmoe", "Exaone4", "SmolLM3"])
@@ -154,6 +162,55 @@ def test_layers_that_do_not_turn_their_queries_give_no_frequencies(family: str) 
     for (states, _), turned in zip(found, (True, False), strict=True):
         moved = (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max()
         assert (moved > 0.01) == turned == isinstance(states.frequencies, torch.Tensor)
+
+
+def only_sometimes(self: Any, hidden_states: Any, position_embeddings: Any, mask: Any) -> Any:
+    if hidden_states.shape[1] > 2:
+        apply_rotary_pos_emb(hidden_states, hidden_states, *position_embeddings)  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (
+            eval("lambda self, *args, **kwargs: None"),
+            "cannot be read",
+        ),
+        (only_sometimes, "does not show it"),
+        (lambda self: None, "does not show it"),
+    ],
+    ids=["no source", "a condition of its own", "no rotation"],
+)
+def test_a_layer_whose_source_shows_nothing_is_not_taken_for_a_plain_one(
+    forward: Any, said: str
+) -> None:
+    model = model_of("llama")
+    layer, rotary = model.model.layers[0].self_attn, model.model.rotary_emb
+    assert isinstance(layer_frequencies(layer, rotary), torch.Tensor)
+    kind = type(layer)
+    layer.__class__ = type("Hidden", (kind,), {"forward": forward, "__module__": kind.__module__})
+    found = layer_frequencies(layer, rotary)
+    said = f"not known when Hidden does so: the source of its forward {said}"
+    assert said in found
+    states = make_states(frequencies=found)
+    with pytest.raises(UnsupportedModelError, match=f"expected_attention .*{said}.*snapkv"):
+        ExpectedAttention().score(states, sinks=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*quant.*")
+def test_quantized_layers_show_their_output_projection(ids: Any) -> None:
+    """`quantize_dynamic` makes the weight a method; its numbers are those that the layer uses."""
+    model = model_of("llama")
+    plain = states_of(model, ids)[0][0]
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    states = states_of(quantized, ids)[0][0]
+    assert callable(states.output_projection)
+    weight = states.output_projection().dequantize()
+    found = projected_value_norms(states)
+    expected = projected_value_norms(replace(states, output_projection=weight))
+    torch.testing.assert_close(found, expected)
+    near = projected_value_norms(replace(states, output_projection=plain.output_projection))
+    torch.testing.assert_close(found, near, atol=0.0, rtol=0.05)
 
 
 def test_other_entries_can_be_attended_to(ids: Any) -> None:

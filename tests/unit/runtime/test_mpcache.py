@@ -198,7 +198,7 @@ def test_rows_copies_and_new_prompts_have_clusters_of_their_own(tiny: ModuleType
     ("parameters", "said"),
     [
         ({"coarse_tokens": 6}, "no multiple"),
-        ({"coarse_tokens": 2}, "coarse_tokens is 2"),
+        ({"coarse_tokens": 2}, "coarse_tokens 2 is no multiple of fine_tokens 4"),
         ({"alpha": 2.0}, "alpha is 2.0"),
         ({"fine_share": 0.0}, "fine_share is 0.0"),
     ],

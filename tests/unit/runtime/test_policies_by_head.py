@@ -206,7 +206,7 @@ def test_layers_with_one_policy_ask_only_that_one(tiny: ModuleType) -> None:
             looked.append((own[0].scorer.name, states.layer))
             return own[1](states, *args, **kwargs)
 
-        each.keep = watched
+        object.__setattr__(each, "keep", watched)  # the dataclass is frozen
     cache = profile.cache(model)
     cache._policy = policy
     run(model, tiny.prompt(CONTEXT), cache)
