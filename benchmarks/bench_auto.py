@@ -56,7 +56,6 @@ JUDGED_SECONDS = 0.01
 MEASURED_SECONDS = 0.5
 LIMIT_SECONDS = 20.0
 SIZE = {"n_layers": 8, "n_heads": 4, "n_options": 32}
-ANNEAL_STEPS = 4000
 
 
 def main() -> int:
@@ -190,8 +189,7 @@ def row_of(name: str, problem: AllocationProblem, repeats: int) -> dict[str, Any
 
 def others(problem: AllocationProblem) -> dict[str, Solver]:
     """Every other solver of kvalloc that accepts the problem."""
-    options: dict[str, dict[str, Any]] = {"anneal": {"steps": ANNEAL_STEPS}}
-    made = {n: get_solver(n, **options.get(n, {})) for n in solver_names() if n != "auto"}
+    made = {n: get_solver(n) for n in solver_names() if n != "auto"}
     return {
         name: solver
         for name, solver in made.items()

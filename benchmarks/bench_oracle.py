@@ -82,9 +82,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def ours() -> dict[str, Solver]:
     """The solvers of this package; others may be installed too."""
-    # The search proves nothing, so a short one will do.
-    options: dict[str, dict[str, Any]] = {"anneal": {"steps": 300}}
-    made = {name: get_solver(name, **options.get(name, {})) for name in solver_names()}
+    made = {name: get_solver(name) for name in solver_names()}
     return {n: s for n, s in made.items() if type(s).__module__.startswith("kvalloc.solvers.")}
 
 

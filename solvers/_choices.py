@@ -13,9 +13,6 @@ from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SameBudget, Sense
 
-CLOSED = 1e-11
-"""Objective and bound this close, relative to the larger of 1 and the objective, are equal."""
-
 CAP_DIGITS = np.iinfo(np.int64).max // 4
 """Cost of an option that does not exist: above any capacity, far from overflow."""
 
@@ -188,10 +185,6 @@ class Choices:
     def better(self, first: float, second: float) -> bool:
         """Whether the first objective beats the second."""
         return first < second if self.minimise else first > second
-
-    def is_closed(self, objective: float, bound: float) -> bool:
-        """Whether a bound proves an objective."""
-        return abs(bound - objective) <= CLOSED * max(1.0, abs(objective))
 
     def expand(self, picked: IntArray) -> IntArray:
         """The option of every unit for a pick of one column per row, ``(n_units,)``."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import Aggregate, AllocationProblem, MaxDistinct, RankBalance, Sense
+from kvalloc.problem import Aggregate, AllocationProblem, MaxDistinct, RankBalance, Sense, is_closed
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_found import Found, Options, combined_bound, lossy_bound
 from kvalloc.solvers._ilp_program import Encoding, Limits, Placement, encode
@@ -83,7 +83,7 @@ class Search:
     def _richest(self, cheapest: Found) -> Found:
         """Of the picks that cost the least, the one with the most value."""
         assert cheapest.picked is not None  # the caller has one
-        if not self.choices.is_closed(self.choices.objective(cheapest.picked), cheapest.bound):
+        if not is_closed(self.choices.objective(cheapest.picked), cheapest.bound):
             return cheapest
         within = dataclasses.replace(
             self.choices,
@@ -153,7 +153,7 @@ class Search:
         start = spread(self.problem, choices.expand(unplaced), self.balance)
         kept = self._free(even, Placement(balance=self.balance, ranks=start), None)
         if kept.picked is not None:
-            closed = choices.is_closed(choices.objective(kept.picked), free.bound)
+            closed = is_closed(choices.objective(kept.picked), free.bound)
             kept = dataclasses.replace(kept, ranks=start)
             if closed:
                 return dataclasses.replace(kept, bound=free.bound)
@@ -367,7 +367,7 @@ class Search:
     def _is_closed(self, choices: Choices, best: Found) -> bool:
         if best.picked is None:
             return False
-        return choices.is_closed(choices.objective(best.picked), best.bound)
+        return is_closed(choices.objective(best.picked), best.bound)
 
     def _settled(self, choices: Choices, prices: Prices, best: Found) -> float:
         """The bound, never better than the pick; the pick itself where nothing can beat it."""

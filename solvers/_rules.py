@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
-
-import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import AllocationProblem, Sense, Solution, Termination
+from kvalloc.problem import AllocationProblem, Sense, Solution
 
 Rule = Callable[[int], IntArray]
 
@@ -44,9 +43,10 @@ def share_out(problem: AllocationProblem, rule: Rule, *, detail: str) -> Solutio
     """
     most = int(problem.last_options.sum())
     if problem.sense is Sense.MAX_VALUE:
-        room = problem.spendable_bytes - problem.min_cost_bytes
-        return as_solution(problem, rule(min(most, room // (problem.step_bytes or 1))), detail)
-    return as_solution(problem, rule(fewest_for_target(problem, rule, 0, most)), detail)
+        steps = min(most, problem.spendable_steps)
+    else:
+        steps = fewest_for_target(problem, rule, 0, most)
+    return Solution.of(problem, rule(steps), detail=detail)
 
 
 def fewest_for_target(problem: AllocationProblem, rule: Rule, low: int, high: int) -> int:
@@ -68,24 +68,14 @@ def fewest_for_target(problem: AllocationProblem, rule: Rule, low: int, high: in
             "greedy",
             nearest=best,
         )
-    while low < high:
-        middle = (low + high) // 2
-        if meets(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    return low + bisect_left(range(low, high), True, key=meets)
 
 
 def most_within_capacity(problem: AllocationProblem, rule: Rule, low: int, high: int) -> int:
     """The largest number for which the rule's choice fits in the capacity, by bisection."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        if problem.cost(rule(middle)) <= problem.spendable_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    more = range(low + 1, high + 1)
+    spendable = problem.spendable_bytes
+    return low + bisect_left(more, True, key=lambda n: problem.cost(rule(n)) > spendable)
 
 
 def mean_budget_tokens(problem: AllocationProblem, steps: int) -> float:
@@ -96,14 +86,3 @@ def mean_budget_tokens(problem: AllocationProblem, steps: int) -> float:
 def tokens_per_step(problem: AllocationProblem) -> int:
     """Tokens between neighbouring options: 1, or a page."""
     return int(problem.tokens[0, 1] - problem.tokens[0, 0]) if problem.n_options > 1 else 1
-
-
-def as_solution(problem: AllocationProblem, choice: IntArray, detail: str) -> Solution:
-    """A rule's choice as a solution without a claim."""
-    return Solution(
-        choice=choice.astype(np.int64),
-        objective=problem.objective(choice),
-        bound=None,
-        termination=Termination.HEURISTIC,
-        detail=detail,
-    )

@@ -105,9 +105,6 @@ CANDIDATES = (
     Candidate(
         solver="ilp", fits=_always, why="nothing cheaper is exact here: an integer program is"
     ),
-    Candidate(
-        solver="anneal", fits=_always, why="no exact solver knows these constraints: a search does"
-    ),
 )
 """From cheap to dear."""
 
@@ -118,10 +115,9 @@ class Auto(Solver):
     Worst unit: `max_min`. Several workloads: `cvar`, or `ilp` where there are few options.
     Concave, one cost step, no side constraint: `greedy`. Concave with nested caps: `flow`. One
     capacity, also with shared budgets, and a table of its totals that fits in memory: `dp`.
-    Everything else: `ilp`, which starts from the Lagrangian dual; and where not even that knows a
-    side constraint, the search of `anneal`. Each is asked whether it can; what it answers with,
-    optimal or not, is passed on, with the name and the reason in front of its own line. Solvers
-    of other packages are never taken by themselves.
+    Everything else: `ilp`, which starts from the Lagrangian dual. Each is asked whether it can;
+    what it answers with, optimal or not, is passed on, with the name and the reason in front of
+    its own line. Solvers of other packages are never taken by themselves.
 
     References
     ----------
@@ -137,10 +133,10 @@ class Auto(Solver):
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """Whether there is a solver for it; the last one, `anneal`, takes any problem."""
-        for _ in self._able(problem):
+        """Whether there is a solver for it: `ilp` takes every kind of problem that it declares."""
+        if any(True for _ in self._able(problem)):
             return True
-        return "auto found no solver for this problem; use anneal"
+        return super().can_solve(problem)
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None

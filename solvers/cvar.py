@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import time
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, Solution, Solver, Termination, tail_bound
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    Solution,
+    Solver,
+    deadline_after,
+    tail_bound,
+)
 from kvalloc.solvers._tail_repair import best_known
-
-CLOSED = 1e-11
-"""Objective and bound this close, relative to the larger of 1 and the objective, are equal."""
 
 
 class CVaR(Solver):
@@ -61,8 +63,7 @@ class CVaR(Solver):
         SolverError
             If repair finds no choice that meets the target.
         """
-        limit = math.inf if time_limit_seconds is None else time_limit_seconds
-        deadline = time.monotonic() + limit
+        deadline = deadline_after(time_limit_seconds)
         bound = tail_bound(problem)
         choice = best_known(problem, bound, deadline)
         if choice is None:
@@ -70,19 +71,7 @@ class CVaR(Solver):
                 "cvar found no choice that meets the target in the worst workloads, and cannot "
                 "say that there is none; use ilp"
             )
-        objective = problem.objective(choice)
-        if abs(bound.bound - objective) <= CLOSED * max(1.0, abs(objective)):
-            termination = Termination.OPTIMAL
-        elif time.monotonic() > deadline:
-            termination = Termination.TIME_LIMIT
-        else:
-            termination = Termination.HEURISTIC
         shares = ", ".join(f"{weight:.3g}" for weight in bound.weights[:8])
         more = ", ..." if bound.weights.size > 8 else ""
-        return Solution(
-            choice=choice,
-            objective=objective,
-            bound=bound.bound,
-            termination=termination,
-            detail=f"weights of the workloads {shares}{more}",
-        )
+        detail = f"weights of the workloads {shares}{more}"
+        return Solution.of(problem, choice, bound=bound.bound, detail=detail, deadline=deadline)

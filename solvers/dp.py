@@ -18,11 +18,14 @@ from kvalloc.problem import (
     SideConstraint,
     Solution,
     Solver,
-    Termination,
+    deadline_after,
 )
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import NOISE, Prices, best_prices
 from kvalloc.solvers._repair import best_known
+
+Options = np.ndarray[Any, np.dtype[Any]]
+"""Options of states, in the smallest type that holds them."""
 
 
 class DP(Solver):
@@ -37,8 +40,7 @@ class DP(Solver):
     for all states at once; the option of each state is stored, and the choice read back from the
     best last state. What a choice loses in all, with the price of what it leaves unspent, is its
     distance from the dual bound: a state beyond the distance of the choice already known cannot
-    lead to a better one and is dropped, which usually leaves a narrow band of states. Without
-    pruning it is the textbook recursion over the whole capacity.
+    lead to a better one and is dropped, which usually leaves a narrow band of states.
 
     To minimise cost for a target the same table is read at the cheapest state whose value meets
     it.
@@ -47,8 +49,6 @@ class DP(Solver):
     ----------
     memory_bytes : int
         Largest table of stored options; a problem that could need more is refused.
-    prune : bool
-        Drop states by the bound.
 
     Raises
     ------
@@ -67,11 +67,10 @@ class DP(Solver):
     takes_bits: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({SameBudget})
 
-    def __init__(self, memory_bytes: int = 2**30, prune: bool = True) -> None:
+    def __init__(self, memory_bytes: int = 2**30) -> None:
         if memory_bytes < 1:
             raise InputError(f"dp: a memory of {memory_bytes} bytes holds no table; give more")
         self.memory_bytes = memory_bytes
-        self.prune = prune
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """True where the table of stored options is certain to fit in memory."""
@@ -94,25 +93,18 @@ class DP(Solver):
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
     ) -> Solution:
         """The optimum; when time runs out, a choice repaired from the dual and its bound."""
-        limit = math.inf if time_limit_seconds is None else time_limit_seconds
-        deadline = time.monotonic() + limit
+        deadline = deadline_after(time_limit_seconds)
         choices = Choices.of(problem)
         prices = best_prices(choices)
         known = best_known(choices, prices, deadline)
         if known is None:
             known = np.argmax(choices.worth, axis=1).astype(np.int64)
-        picked, states = _search(choices, prices, known, deadline, self.prune)
+        room = prices.room(choices, choices.objective(known))
+        picked, states = (known, 0) if room < 0 else _search(choices, prices, known, room, deadline)
         choice = choices.expand(known if picked is None else picked)
-        objective = problem.objective(choice)
-        closed = choices.is_closed(objective, prices.bound)
-        optimal = picked is not None or closed
-        return Solution(
-            choice=choice,
-            objective=objective,
-            bound=objective if optimal else prices.bound,
-            termination=Termination.OPTIMAL if optimal else Termination.TIME_LIMIT,
-            detail=f"{states:,} states of {choices.grain:,} bytes",
-        )
+        bound = prices.bound if picked is None else problem.objective(choice)
+        detail = f"{states:,} states of {choices.grain:,} bytes"
+        return Solution.of(problem, choice, bound=bound, detail=detail, deadline=deadline)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +113,7 @@ class _Stage:
 
     row: int
     first: int
-    options: np.ndarray[Any, np.dtype[Any]]
+    options: Options
 
 
 def _option_type(n_options: int) -> np.dtype[Any]:
@@ -129,14 +121,12 @@ def _option_type(n_options: int) -> np.dtype[Any]:
 
 
 def _search(
-    choices: Choices, prices: Prices, known: IntArray, deadline: float, prune: bool
+    choices: Choices, prices: Prices, known: IntArray, room: float, deadline: float
 ) -> tuple[IntArray | None, int]:
-    """The best pick, or None when time ran out, and how many states were visited."""
-    room = prices.room(choices, choices.objective(known))
-    if not prune:
-        room = math.inf
-    elif room < 0:
-        return known, 0
+    """The best pick, or None when time ran out, and how many states were visited.
+
+    States that lose more than the room are dropped.
+    """
     kept = prices.worth_keeping(room) & choices.exists
     steps = (choices.costs - choices.costs[choices.index, choices.floors][:, None]) // choices.grain
     decided = np.where(kept.sum(axis=1) == 1, np.argmax(kept, axis=1), -1)
@@ -171,7 +161,7 @@ def _last_state(choices: Choices, known: IntArray) -> int:
 
 def _advance(
     labels: FloatArray, steps: IntArray, loss: FloatArray, columns: IntArray
-) -> tuple[FloatArray, np.ndarray[Any, np.dtype[Any]]]:
+) -> tuple[FloatArray, Options]:
     """One stage: every option of a row added to every state, the better kept.
 
     Parameters
@@ -204,16 +194,11 @@ def _advance(
 
 
 def _trimmed(
-    labels: FloatArray,
-    options: np.ndarray[Any, np.dtype[Any]],
-    first: int,
-    last: int,
-    room: float,
-) -> tuple[FloatArray, np.ndarray[Any, np.dtype[Any]], int]:
+    labels: FloatArray, options: Options, first: int, last: int, room: float
+) -> tuple[FloatArray, Options, int]:
     """Drop states beyond the capacity or the room, and what is empty at both ends."""
     end = max(0, min(labels.size, last - first + 1))
-    labels, options = labels[:end], options[:end]
-    labels = np.where(labels <= room + NOISE, labels, np.inf)
+    labels = np.where(labels[:end] <= room + NOISE, labels[:end], np.inf)
     alive = np.flatnonzero(np.isfinite(labels))
     if alive.size == 0:
         return labels[:0], options[:0], first

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, Termination, steps_above
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, steps_above
 
 SORTED_CANDIDATES = 4096
 """Once so few steps are left between two thresholds, they are sorted."""
@@ -61,20 +62,13 @@ class Greedy(Solver):
             choice = _most_value(problem)
         else:
             choice = _fewest_steps(problem)
-        objective = problem.objective(choice)
-        return Solution(
-            choice=choice,
-            objective=objective,
-            bound=objective,
-            termination=Termination.OPTIMAL,
-            detail="threshold on the marginal gain",
-        )
+        optimum = problem.objective(choice)
+        return Solution.of(problem, choice, bound=optimum, detail="threshold on the marginal gain")
 
 
 def _most_value(problem: AllocationProblem) -> IntArray:
     """The M largest gains, M being the steps that fit in the capacity."""
-    step = problem.step_bytes or 1
-    steps = (problem.spendable_bytes - problem.min_cost_bytes) // step
+    steps = problem.spendable_steps
     if steps >= int(problem.last_options.sum()):
         return problem.last_options.copy()
 
@@ -95,14 +89,9 @@ def _fewest_steps(problem: AllocationProblem) -> IntArray:
     if not falls_short(floors):
         return floors
     inside, order = _bracket(problem, falls_short)
-    low, high = 1, order.size
-    while low < high:
-        middle = (low + high) // 2
-        if falls_short(_add(inside, order[:middle])):
-            low = middle + 1
-        else:
-            high = middle
-    return _add(inside, order[:high])
+    fewer = range(1, order.size)
+    enough = bisect_left(fewer, True, key=lambda n: not falls_short(_add(inside, order[:n])))
+    return _add(inside, order[: 1 + enough])
 
 
 def _bracket(

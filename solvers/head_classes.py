@@ -11,7 +11,6 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 from kvalloc.solvers._options import numbers
-from kvalloc.solvers._rules import as_solution
 
 
 class HeadClasses(Solver):
@@ -120,9 +119,8 @@ class HeadClasses(Solver):
             f"{retrieval} retrieval heads of {problem.n_units}, the others keep "
             f"{self._streaming_tokens} tokens"
         )
-        return as_solution(
-            problem, choice, f"{detail}; best of all two-class choices" if same else detail
-        )
+        detail += "; best of all two-class choices" if same else ""
+        return Solution.of(problem, choice, detail=detail)
 
     @property
     def _streaming_tokens(self) -> int:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.problem import (
     AllocationProblem,
     SameBudget,
     SideConstraint,
     Solution,
     Solver,
-    Termination,
 )
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import upper_hull
@@ -56,17 +57,12 @@ class Hull(Solver):
         choices = Choices.of(problem)
         segments = _segments(choices)
         picked = (
-            _least_cost(choices, segments) if choices.minimise else (_most_value(choices, segments))
+            _least_cost(choices, segments) if choices.minimise else _most_value(choices, segments)
         )
-        choice = choices.expand(picked)
-        objective = problem.objective(choice)
-        bound = _relaxation(choices, segments)
-        closed = choices.is_closed(objective, bound)
-        return Solution(
-            choice=choice,
-            objective=objective,
-            bound=bound,
-            termination=Termination.OPTIMAL if closed else Termination.HEURISTIC,
+        return Solution.of(
+            problem,
+            choices.expand(picked),
+            bound=_relaxation(choices, segments),
             detail=f"{segments.rows.size:,} hull segments",
         )
 
@@ -114,21 +110,15 @@ def _most_value(choices: Choices, segments: _Segments) -> IntArray:
     left -= int(segments.bytes[:fitting].sum())
     stuck: set[int] = set()
     least = int(segments.bytes.min()) if segments.bytes.size else 1
-    for row, column, bytes_ in zip(
-        segments.rows[fitting:].tolist(),
-        segments.columns[fitting:].tolist(),
-        segments.bytes[fitting:].tolist(),
-        strict=True,
-    ):
+    rest = (part[fitting:].tolist() for part in (segments.rows, segments.columns, segments.bytes))
+    for row, column, bytes_ in zip(*rest, strict=True):
         if left < least:
             break
-        if row in stuck:
-            continue
         if bytes_ > left:
             stuck.add(row)
-            continue
-        picked[row] = column
-        left -= bytes_
+        elif row not in stuck:
+            picked[row] = column
+            left -= bytes_
     return picked
 
 
@@ -140,21 +130,14 @@ def _least_cost(choices: Choices, segments: _Segments) -> IntArray:
         picked[segments.rows[:count]] = segments.columns[:count]
         return picked
 
-    low, high = 0, segments.rows.size
-    while low < high:
-        middle = (low + high) // 2
-        if choices.satisfies(after(middle)):
-            high = middle
-        else:
-            low = middle + 1
-    picked = after(low)
-    before: dict[int, int] = {}
-    earlier = choices.floors.copy()
-    for place in range(low):
-        row = int(segments.rows[place])
-        before[place] = int(earlier[row])
-        earlier[row] = segments.columns[place]
-    for place in sorted(range(low), key=lambda place: -int(segments.bytes[place])):
+    every = range(segments.rows.size)
+    taken = bisect_left(every, True, key=lambda count: choices.satisfies(after(count)))
+    picked = after(taken)
+    before, earlier = [], choices.floors.copy()
+    for row, column in zip(segments.rows[:taken], segments.columns[:taken], strict=True):
+        before.append(int(earlier[row]))
+        earlier[row] = column
+    for place in np.argsort(-segments.bytes[:taken], kind="stable").tolist():
         row = int(segments.rows[place])
         if picked[row] != segments.columns[place]:
             continue  # a later segment of the row stands on this one
@@ -184,6 +167,4 @@ def _relaxation(choices: Choices, segments: _Segments) -> float:
     whole = min(whole, segments.gains.size) - 1
     share = min(1.0, (missing - float(gained[whole])) / float(segments.gains[whole]))
     relaxed = int(spent[whole]) + share * int(segments.bytes[whole])
-    # Costs are whole grains above the floors; a millionth of a grain is rounding.
-    grains = math.ceil(relaxed / choices.grain - 1e-6)
-    return float(choices.floor_bytes + grains * choices.grain)
+    return float(choices.floor_bytes + round_up_to_grain(relaxed, choices.grain))

@@ -18,6 +18,7 @@ from kvalloc.problem import (
     Solution,
     Solver,
     Termination,
+    is_closed,
 )
 from kvalloc.solvers._ilp_backends import BACKENDS
 from kvalloc.solvers._ilp_found import Options
@@ -166,7 +167,7 @@ class ILP(Solver):
         self, search: Search, objective: float, bound: float, limit: float
     ) -> Termination:
         """Optimal with a bound to show for it; else the gap that was asked, or time."""
-        if search.choices.is_closed(objective, bound):
+        if is_closed(objective, bound):
             return Termination.OPTIMAL
         if self.gap and abs(bound - objective) <= self.gap * abs(objective) * (1 + 1e-9):
             return Termination.GAP_LIMIT

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
@@ -14,7 +12,7 @@ from kvalloc.problem import (
     SideConstraint,
     Solution,
     Solver,
-    Termination,
+    deadline_after,
 )
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import best_prices
@@ -60,8 +58,7 @@ class Lagrangian(Solver):
         SolverError
             If repair finds no choice that meets the target within the caps.
         """
-        limit = math.inf if time_limit_seconds is None else time_limit_seconds
-        deadline = time.monotonic() + limit
+        deadline = deadline_after(time_limit_seconds)
         choices = Choices.of(problem)
         prices = best_prices(choices)
         picked = best_known(choices, prices, deadline)
@@ -70,19 +67,6 @@ class Lagrangian(Solver):
                 "lagrangian found no choice that meets the target within the caps, and cannot say "
                 "that there is none; use ilp"
             )
+        detail = f"price {prices.per_byte:.6g} of value per byte"
         choice = choices.expand(picked)
-        objective = problem.objective(choice)
-        bound = prices.bound
-        if choices.is_closed(objective, bound):
-            termination = Termination.OPTIMAL
-        elif time.monotonic() > deadline:
-            termination = Termination.TIME_LIMIT
-        else:
-            termination = Termination.HEURISTIC
-        return Solution(
-            choice=choice,
-            objective=objective,
-            bound=bound,
-            termination=termination,
-            detail=f"price {prices.per_byte:.6g} of value per byte",
-        )
+        return Solution.of(problem, choice, bound=prices.bound, detail=detail, deadline=deadline)

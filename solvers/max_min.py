@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import (
     Aggregate,
@@ -19,7 +20,7 @@ from kvalloc.problem import (
     SideConstraint,
     Solution,
     Solver,
-    Termination,
+    first_where,
 )
 from kvalloc.solvers._choices import Choices
 
@@ -86,15 +87,10 @@ class MaxMin(Solver):
                 f"that{'' if worst else ', or use ilp'}",
                 nearest=reached,
             )
-        objective = problem.objective(choice)
         level = float(filling.levels[rows.index, picked].min())
-        return Solution(
-            choice=choice,
-            objective=objective,
-            bound=objective if worst else None,
-            termination=Termination.OPTIMAL if worst else Termination.HEURISTIC,
-            detail=f"every unit at level {level:.6g} or above",
-        )
+        detail = f"every unit at level {level:.6g} or above"
+        bound = problem.objective(choice) if worst else None
+        return Solution.of(problem, choice, bound=bound, detail=detail)
 
 
 def _shares(rows: Choices) -> FloatArray:
@@ -129,20 +125,18 @@ class _Filling:
         """First column of each row that reaches the level, or its best, ``(n_rows,)``."""
         wanted = np.minimum(level, self.top)
         low = np.zeros(self.rows.n_rows, dtype=np.int64)
-        high = np.full(self.rows.n_rows, self.rows.n_columns - 1, dtype=np.int64)
-        for _ in range(int(self.rows.n_columns).bit_length()):
-            middle = (low + high) >> 1
-            reaches = self.levels[self.rows.index, middle] >= wanted
-            high = np.where(reaches, middle, high)
-            low = np.where(reaches, low, np.minimum(middle + 1, high))
-        return high
+        return first_where(
+            lambda columns: self.levels[self.rows.index, columns] >= wanted,
+            low,
+            low + self.rows.n_columns - 1,
+        )
 
     def fits(self, picked: IntArray) -> bool:
         """Whether capacity and caps hold."""
         rows = self.rows
         if rows.capacity_bytes is not None and rows.cost(picked) > rows.capacity_bytes:
             return False
-        return all(cap.load(picked) <= cap.capacity_bytes for cap in rows.caps)
+        return rows.satisfies_caps(picked)
 
     def fill(self, enough: Callable[[IntArray], bool] | None = None) -> IntArray:
         """The highest level that fits, then the rows that still can rise, until none can.
@@ -205,14 +199,9 @@ class _Filling:
             candidates = np.unique(self.levels[(self.levels > low) & (self.levels < high)])
         first, last = np.searchsorted(candidates, (low, high)).tolist()
         between = [low, *candidates[first:last].tolist(), high]  # low is accepted, high is not
-        first, last = 0, len(between) - 1
-        while last - first > 1:
-            middle = (first + last) // 2
-            if accepted(pick(between[middle])):
-                first = middle
-            else:
-                last = middle
-        return between[first], between[last]
+        inner = range(1, len(between) - 1)
+        last = 1 + bisect_left(inner, True, key=lambda at: not accepted(pick(between[at])))
+        return between[last - 1], between[last]
 
     @cached_property
     def _sorted_levels(self) -> FloatArray | None:
@@ -222,7 +211,7 @@ class _Filling:
     def _step(
         self,
         picked: IntArray,
-        active: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+        active: BoolArray,
         enough: Callable[[IntArray], bool] | None,
     ) -> bool:
         """Raise each active row by one better option where it fits; the others become inactive.

@@ -11,7 +11,6 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 from kvalloc.solvers._rules import (
-    as_solution,
     fewest_for_target,
     mean_budget_tokens,
     needs_one_step,
@@ -88,10 +87,9 @@ class Pyramid(Solver):
             low = int(problem.tokens[:, 0].min())
             tokens = fewest_for_target(problem, reference, low, problem.context_tokens)
         else:
-            steps = (problem.spendable_bytes - problem.min_cost_bytes) // (problem.step_bytes or 1)
-            tokens = int(mean_budget_tokens(problem, steps))
+            tokens = int(mean_budget_tokens(problem, problem.spendable_steps))
         detail = f"beta {self.beta:g}, reference rounding, mean budget {tokens} tokens"
-        return as_solution(problem, reference(tokens), detail)
+        return Solution.of(problem, reference(tokens), detail=detail)
 
     def _shared(self, problem: AllocationProblem, unit_layer: IntArray, steps: int) -> IntArray:
         line = pyramid_line(

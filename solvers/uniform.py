@@ -8,7 +8,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
-from kvalloc.solvers._rules import as_solution, fewest_for_target, most_within_capacity
+from kvalloc.solvers._rules import fewest_for_target, most_within_capacity
 
 
 class Uniform(Solver):
@@ -38,4 +38,4 @@ class Uniform(Solver):
         tokens = find(problem, same, int(problem.tokens[:, 0].min()), problem.context_tokens)
         choice = same(tokens)
         most = int(problem.chosen_tokens(choice).max())
-        return as_solution(problem, choice, f"{most} tokens for every unit")
+        return Solution.of(problem, choice, detail=f"{most} tokens for every unit")

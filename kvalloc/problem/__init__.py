@@ -24,7 +24,7 @@ from kvalloc.problem.bounds import (
     tail_bound,
 )
 from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
-from kvalloc.problem.solver import Solution, Solver, Termination
+from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after, is_closed
 
 __all__ = [
     "Aggregate",
@@ -43,8 +43,10 @@ __all__ = [
     "best_response",
     "bound_at",
     "cheapest_reaching",
+    "deadline_after",
     "dual_bound",
     "first_where",
+    "is_closed",
     "steps_above",
     "tail_bound",
     "tail_places",

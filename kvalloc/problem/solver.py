@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+import numpy as np
+
 from kvalloc.accounting import IntArray
 from kvalloc.errors import SolverError, option
 from kvalloc.problem.arrays import Aggregate, AllocationProblem, SideConstraint
+
+CLOSED = 1e-11
+"""Objective and bound this close, relative to the larger of 1 and the objective, are equal."""
+
+
+def is_closed(objective: float, bound: float) -> bool:
+    """Whether a bound proves an objective."""
+    return abs(bound - objective) <= CLOSED * max(1.0, abs(objective))
+
+
+def deadline_after(seconds: float | None) -> float:
+    """The ``time.monotonic()`` at which a time limit ends; never without one."""
+    return time.monotonic() + (math.inf if seconds is None else seconds)
 
 
 class Termination(Enum):
@@ -69,6 +86,42 @@ class Solution:
             claim = "be optimal" if self.termination is Termination.OPTIMAL else "reach its gap"
             raise SolverError(f"a solution claims to {claim} without a bound that shows it")
 
+    @classmethod
+    def of(
+        cls,
+        problem: AllocationProblem,
+        choice: IntArray,
+        *,
+        bound: float | None = None,
+        detail: str = "",
+        ranks: IntArray | None = None,
+        deadline: float = math.inf,
+    ) -> Solution:
+        """A choice as a solution: optimal where the bound meets its objective.
+
+        Parameters
+        ----------
+        problem, choice, bound, detail, ranks
+            As in the class.
+        deadline : float
+            ``time.monotonic()`` at which the solver had to stop; past it, time ran out.
+        """
+        objective = problem.objective(choice)
+        if bound is not None and is_closed(objective, bound):
+            termination = Termination.OPTIMAL
+        elif time.monotonic() > deadline:
+            termination = Termination.TIME_LIMIT
+        else:
+            termination = Termination.HEURISTIC
+        return cls(
+            choice=choice.astype(np.int64),
+            objective=objective,
+            bound=bound,
+            termination=termination,
+            detail=detail,
+            ranks=ranks,
+        )
+
 
 class Solver(ABC):
     """A way to pick one option per unit.
@@ -111,13 +164,11 @@ class Solver(ABC):
         bool or str
             True, or a sentence that says why not and which solver to use instead.
         """
-        unknown = {
-            option(c.keyword) if c.keyword else type(c).__name__
-            for c in problem.constraints
-            if type(c) not in self.handles
-        }
+        unknown = [c for c in problem.constraints if type(c) not in self.handles]
         if unknown:
-            return f"{self.name} does not handle {', '.join(sorted(unknown))}; use ilp"
+            names = {option(c.keyword) if c.keyword else type(c).__name__ for c in unknown}
+            way_out = "use ilp" if all(c.keyword for c in unknown) else "write a solver that does"
+            return f"{self.name} does not handle {', '.join(sorted(names))}; {way_out}"
         if problem.bits is not None and not self.takes_bits:
             return (
                 f"{self.name} chooses tokens and no bits; use dp, lagrangian or ilp, or leave out "

@@ -200,8 +200,6 @@ def test_every_solver_is_right_or_refuses(dear: bool) -> None:
         best = brute_force(problem)
         assert best is not None
         for name in solver_names():
-            if name in ("anneal", "flow"):
-                continue  # minutes, and not for these
             solver = get_solver(name)
             if solver.can_solve(problem) is not True:
                 continue

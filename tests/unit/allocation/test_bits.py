@@ -151,14 +151,6 @@ def test_exact_solvers_find_what_brute_force_finds(seed: int, share: float, dear
         assert worse >= -1e-9, name
 
 
-def test_anneal_chooses_tokens_and_bits() -> None:
-    problem = formulate(_tiny_scores(1), Request.parse(budget=0.4, bits=BITS))
-    best = brute_force(problem)
-    assert best is not None
-    answer = solve_problem(problem, get_solver("anneal"))
-    assert 0.98 * best.objective <= answer.objective <= best.objective + 1e-12
-
-
 def test_solvers_that_count_tokens_refuse() -> None:
     problem = formulate(make_bits(), Request.parse(budget=0.3, level="head", bits=BITS))
     able = {name: get_solver(name).can_solve(problem) for name in solver_names()}
@@ -166,7 +158,7 @@ def test_solvers_that_count_tokens_refuse() -> None:
         assert "use dp, lagrangian or ilp" in str(able[name]), name
         with pytest.raises(SolverError, match="no bits"):
             solve(make_bits(), budget=0.3, bits=BITS, level="head", solver=name)
-    for name in ("dp", "lagrangian", "hull", "ilp", "anneal", "auto"):
+    for name in ("dp", "lagrangian", "hull", "ilp", "auto"):
         assert able[name] is True, name
 
 

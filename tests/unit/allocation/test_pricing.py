@@ -109,7 +109,7 @@ def test_a_rule_is_priced_by_the_dual_or_not_at_all() -> None:
     best = solve(scores, budget=0.5)
     assert rule.price_source == "dual"
     assert rule.value_per_mib == pytest.approx(best.value_per_mib, rel=0.2)
-    found = solve(scores, budget=0.5, max_distinct=2, solver="anneal")
+    found = solve(scores, budget=0.5, level="head", equal_heads=True, solver="max_min")
     assert (found.value_per_mib, found.price_source) == (None, "")
 
 

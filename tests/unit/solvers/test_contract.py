@@ -9,11 +9,10 @@ from kvalloc.testing import SolverContract
 
 # Options for tiny problems, and what a rule does not promise.
 OPTIONS = {
-    "anneal": {"steps": 60},
     "head_classes": {"recent_tokens": 1, "sink_tokens": 4},
 }
 EXACT = {"greedy", "dp", "flow", "ilp", "auto"}
-RULES = {"uniform", "pyramid", "adaptive_head", "proportional", "head_classes", "anneal", "max_min"}
+RULES = {"uniform", "pyramid", "adaptive_head", "proportional", "head_classes", "max_min"}
 MAY_GIVE_UP = RULES | {"cvar", "hull", "lagrangian"}
 NOT_MONOTONE = {
     "cvar",
@@ -21,7 +20,6 @@ NOT_MONOTONE = {
     "pyramid",
     "adaptive_head",
     "proportional",
-    "anneal",
     "lagrangian",
     "hull",
 }
