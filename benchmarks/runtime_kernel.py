@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-from kvalloc.runtime import cpu_kernel
+from kvalloc.runtime.attention import cpu
 
 __all__ = ["kernel_rows", "state"]
 
 
 def state() -> str:
     """Whether the kernel is there, in words."""
-    reason = cpu_kernel.unavailable()
+    reason = cpu.unavailable()
     return "kernel of the CPU compiled" if reason is None else f"no kernel of the CPU: {reason}"
 
 
@@ -28,10 +28,10 @@ def kernel_rows(
     """Tokens a second with the kernel over those of torch's operations, of caches by their name."""
 
     def without(cache: Any) -> None:
-        with mock.patch.object(cpu_kernel, "serves", return_value=False):
+        with mock.patch.object(cpu, "serves", return_value=False):
             decode(cache)
 
-    if cpu_kernel.unavailable() is not None:
+    if cpu.unavailable() is not None:
         return
     calls: dict[str, Callable[[], object]] = {}
     for name, cache in caches.items():

@@ -63,13 +63,13 @@ def _matrix_summary(terminalreporter: Any, config: pytest.Config) -> None:
         return
     from cell_choice import KERNEL_CALLS, chosen_cells, kernels_told, told
 
-    from kvalloc.runtime import cpu_kernel
+    from kvalloc.runtime.attention import cpu
 
     terminalreporter.section("the runtime's matrix")
     for line in told(chosen_cells(config.getoption)) if asked else ():
         terminalreporter.write_line(line)
     ran = [tuple(each[KERNEL_CALLS]) for each in properties if KERNEL_CALLS in each]
-    terminalreporter.write_line(kernels_told(ran, cpu_kernel.unavailable()))
+    terminalreporter.write_line(kernels_told(ran, cpu.unavailable()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

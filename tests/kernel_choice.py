@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvalloc.runtime import cpu_kernel, even_attention, kernels
-from kvalloc.runtime.compiling import Compiled
+from kvalloc.runtime.attention import backends, cpu
+from kvalloc.runtime.attention.c_library import Compiled
 
 WITH, WITHOUT = "with_kernel", "without_kernel"
 
@@ -19,21 +19,20 @@ def kernel_choice(name: str) -> Iterator[list[int]]:
     """While it is open, the list gets the number of query tokens of each call of the CPU's kernel.
 
     Without kernels it is as where there is neither a compiler nor Triton. With them is also where
-    this machine has none: then torch's operations do all (`cpu_kernel.unavailable` tells why).
+    this machine has none: then torch's operations do all (`cpu.unavailable` tells why).
     """
     calls: list[int] = []
-    kernel = cpu_kernel.cpu_attention
+    kernel = cpu.cpu_attention
 
-    def noted(queries: Any, *arguments: Any, **options: Any) -> Any:
-        calls.append(int(queries.shape[2]))
-        return kernel(queries, *arguments, **options)
+    def noted(call: Any, kept: Any, **options: Any) -> Any:
+        calls.append(int(call.queries.shape[2]))
+        return kernel(call, kept, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernel, "cpu_attention", noted)
+        patch.setattr(cpu, "cpu_attention", noted)
         if name == WITHOUT:
-            patch.setattr(cpu_kernel, "compiled", _not_compiled)
-            for module in (kernels, even_attention):
-                patch.setattr(module, "has_triton", lambda: False)
+            patch.setattr(cpu, "compiled", _not_compiled)
+            patch.setattr(backends, "has_triton", lambda: False)
         yield calls
 
 

@@ -145,7 +145,7 @@ def _torch() -> Finding:
 
 def _cpu_kernel() -> Finding:
     try:
-        from kvalloc.runtime.cpu_kernel import unavailable
+        from kvalloc.runtime.attention.cpu import unavailable
 
         reason = unavailable()
     except Exception as error:  # as above

@@ -14,7 +14,7 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime import plain
 from kvalloc.runtime.arrival import Arrival
-from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.layer import BudgetLayer
 
 __all__ = ["Account"]
 

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,20 @@ from kvalloc.models.structure import decoder_of
 from kvalloc.runtime import hooks, plain, refusals
 from kvalloc.runtime.account import Account
 from kvalloc.runtime.arrival import Arrival, Step
-from kvalloc.runtime.biased_attention import biased_attention
+from kvalloc.runtime.attention.backends import (
+    apart_attention,
+    biased_attention,
+    entries_attention,
+    reads_apart,
+)
+from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.attention.masks import MaskKind, biased_mask, stored_mask
+from kvalloc.runtime.attention.torch import masked_attention
 from kvalloc.runtime.deciding import Decide, DecidesByPrompt
-from kvalloc.runtime.even_attention import attend_apart, hold_apart
 from kvalloc.runtime.groups import GroupEviction, Held, groups_by_layer
 from kvalloc.runtime.holding import HoldsPrompt
-from kvalloc.runtime.layers import BudgetLayer, cropped_tokens, gathered, row_numbers
-from kvalloc.runtime.masks import MaskKind, stored_mask
+from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, gathered, row_numbers
 from kvalloc.runtime.packed import packed_layers
-from kvalloc.runtime.packed_attention import entries_attention
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.refusals import RefusedCalls
@@ -221,7 +227,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         for index in self._targets:
             self.layers[index].expect_eviction()
         if self._reader is None:
-            hold_apart(self._budget_layers, step)
+            self._hold_apart(step)
         self._masks.clear()
         self._mask_kind = mask_kind
         self._step = step
@@ -295,18 +301,41 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         if unseen or lengths != {step.seen}:
             self._interrupted = refusals.HALF_WAY
 
+    def _hold_apart(self, step: Step) -> None:
+        """Let those layers store the next token apart from the others that may.
+
+        Not where padding among the latest tokens asks for a mask, nor where nothing reads both.
+        """
+        if step.new_tokens != 1 or step.budgets is not None or step.remember:
+            return
+        for layer in self._budget_layers:
+            readable = layer.kept_indices is not None and reads_apart(layer.device, layer.dtype)
+            if readable and step.following_visible(layer.following_tokens + 1) is None:
+                layer.expect_apart()
+
+    def _attend_apart(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
+        """Attention of one new token, where the layer holds the latest ones apart."""
+        bias = layer.logit_bias
+        output = apart_attention(AttentionCall.of(states), layer.kept_apart, bias)
+        if output is not None:
+            return output, None
+        if bias is None:
+            return compute(None, layer.keys, layer.values)
+        joined = replace(states, keys=layer.keys, values=layer.values)
+        return masked_attention(joined, biased_mask(bias, joined)), None
+
     def _attention(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
         """Attention over what the layer stores, the new tokens included."""
         if not layer.reduced:
             return compute(states.mask)
         assert self._step is not None
         if layer.holds_apart:
-            return attend_apart(layer, states, compute)
+            return self._attend_apart(layer, states, compute)
         n_stored = int(states.keys.shape[2])
         n_kept = 0 if layer.kept_indices is None else int(layer.kept_indices.shape[-1])
         visible = self._step.following_visible(n_stored - n_kept)
         if layer.entries is not None:
-            return entries_attention(layer.entries, states, visible), None
+            return entries_attention(AttentionCall.of(states, visible), layer.entries), None
         if layer.logit_bias is not None:
             kind = self._mask_kind
             return biased_attention(layer.logit_bias, states, compute, kind=kind, visible=visible)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.storing import Choice, store_choices

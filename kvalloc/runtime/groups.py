@@ -14,7 +14,7 @@ from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.eviction import Eviction
-from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies import RankedPolicy
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.storing import Choice, store_choices

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.groups import GroupEviction
-from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies import ByHead
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.policies.weighted import Weighted

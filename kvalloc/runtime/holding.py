@@ -29,7 +29,7 @@ from kvalloc.runtime.later_passes import (
     check_repeat,
     run_later_passes,
 )
-from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.refusals import HALF_WAY, check_read
 from kvalloc.scorers import Scorer

@@ -12,7 +12,8 @@ from torch import Tensor
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
 from kvalloc.models.structure import context_limit
-from kvalloc.runtime.even_attention import apart_attention
+from kvalloc.runtime.attention.backends import apart_attention
+from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.later_cache import HeldPrompt, LaterCache, LaterLayer
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.later_pass import (
@@ -212,7 +213,7 @@ def _looking(cache: LaterCache, looks: Wanted, drafted: _Drafted) -> Any:
             drafted.queries.setdefault(states.layer, []).append(states.queries)
         if not isinstance(layer, LaterLayer) or not layer.apart:
             return compute(states.mask)
-        output = apart_attention(states, layer.held)
+        output = apart_attention(AttentionCall.of(states), layer.held)
         return compute(None, *layer.joined()) if output is None else (output, None)
 
     return handler

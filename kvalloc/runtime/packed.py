@@ -20,11 +20,10 @@ from torch import Tensor
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime.quantization import from_codes
-from kvalloc.runtime.ragged import BLOCK_TOKENS, Piece, RaggedEntries
-from kvalloc.runtime.segments import Segment, unpacked_codes
+from kvalloc.runtime.kept import BLOCK_TOKENS, FlatEntries, Piece, RaggedEntries
+from kvalloc.runtime.quantization import from_codes, key_codes, value_codes
 
-__all__ = ["PackedEntries", "PackedHeads", "packed_layers"]
+__all__ = ["PackedEntries", "PackedHeads", "Segment", "packed_layers"]
 
 _SCALE_BLOCKS = BLOCK_TOKENS // KEY_BLOCK_TOKENS
 
@@ -35,6 +34,92 @@ def packed_layers(profile: BudgetProfile) -> dict[int, IntArray]:
         return {}
     full = profile.shape.full_layers
     return {layer: profile.bits[layer] for layer in full if (profile.bits[layer] != 16).any()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """One head's entries of one row, as they are stored.
+
+    Attributes
+    ----------
+    keys : Tensor, (n, key_bytes) of uint8, or (n, head_dim) at 16 bits
+        Packed codes, a row to a whole byte.
+    values : Tensor, (n, value_bytes) of uint8, or (n, head_dim) at 16 bits
+        Packed codes, and after them the row's own scales and minima.
+    key_scales : Tensor of float16, (ceil(n / 64), 2, head_dim)
+        None at 16 bits.
+    positions : Tensor of int32, (n,)
+    bias : Tensor of float32, (n,), or None
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    positions: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, piece: Piece, bits: int) -> Segment:
+        """Round and pack what is kept of a piece."""
+        keys, values, positions, bias, kept = piece
+        keys, values = keys.index_select(0, kept), values.index_select(0, kept)
+        positions = positions.index_select(0, kept)
+        bias = None if bias is None else bias.index_select(0, kept)
+        if bits == 16:
+            return cls(keys=keys, values=values, key_scales=None, positions=positions, bias=bias)
+        codes, key_scales = key_codes(keys, bits)
+        own_codes, scales = value_codes(values, bits)
+        rows = [packed_codes(own_codes, bits), scales.flatten(1).contiguous().view(torch.uint8)]
+        return cls(
+            keys=packed_codes(codes, bits),
+            values=torch.cat(rows, dim=1),
+            key_scales=key_scales,
+            positions=positions,
+            bias=bias,
+        )
+
+    def first(self, count: int) -> Segment:
+        """The first entries; a block that loses some keeps its scales."""
+        scales = self.key_scales
+        return Segment(
+            keys=self.keys[:count],
+            values=self.values[:count],
+            key_scales=None if scales is None else scales[: -(-count // KEY_BLOCK_TOKENS)],
+            positions=self.positions[:count],
+            bias=None if self.bias is None else self.bias[:count],
+        )
+
+    def and_then(self, other: Segment) -> Segment:
+        """Another segment behind this one, whose last block is full."""
+        scales = None
+        if self.key_scales is not None and other.key_scales is not None:
+            scales = torch.cat([self.key_scales, other.key_scales])
+        bias = None
+        if self.bias is not None:
+            more = torch.zeros_like(other.positions, dtype=torch.float32)
+            bias = torch.cat([self.bias, more if other.bias is None else other.bias])
+        return Segment(
+            keys=torch.cat([self.keys, other.keys]),
+            values=torch.cat([self.values, other.values]),
+            key_scales=scales,
+            positions=torch.cat([self.positions, other.positions]),
+            bias=bias,
+        )
+
+
+def packed_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes (n, head_dim) as bytes; at 4 bits two to a byte, the even channel in the low half."""
+    if bits == 8:
+        return codes.contiguous()
+    padded = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    return padded[:, 0::2] | (padded[:, 1::2] << 4)
+
+
+def unpacked_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
+    """Codes (n, head_dim) of `packed_codes`."""
+    if bits == 8:
+        return packed
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)[:, :head_dim]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +155,7 @@ class PackedHeads:
     heads : tuple of int
         KV heads of the layer, rising.
     codes : RaggedEntries
-        Packed rows of keys and values, see
-        `kvalloc.runtime.segments.Segment`, in the order of ragged entries.
+        Packed rows of keys and values, see `Segment`, in the order of ragged entries.
     key_scales : Tensor of float16, (n_key_blocks, 2, head_dim), or None
         First those of all whole blocks of entries, then those of the rests; None at 16 bits.
     like : tuple of Tensor
@@ -139,7 +223,8 @@ class PackedHeads:
         if own.key_scales is None:
             return own.keys, own.values, own.positions, own.bias, every
         scales = own.key_scales.repeat_interleave(KEY_BLOCK_TOKENS, dim=0)[: every.numel()]
-        keys = from_codes(self._unpacked_keys(own.keys), scales[:, 0], scales[:, 1])
+        codes = unpacked_codes(own.keys, self.bits, int(self.like[0].shape[-1]))
+        keys = from_codes(codes, scales[:, 0], scales[:, 1])
         return keys.to(self.like[0].dtype), self._values(own.values), own.positions, own.bias, every
 
     def runs(self, most_numbers: int) -> Iterator[tuple[slice, slice]]:
@@ -157,24 +242,11 @@ class PackedHeads:
             yield from ((slice(row, row + 1), slice(h, h + 1)) for h in range(n_heads))
 
     def numbers(self, rows: slice, places: slice) -> RaggedEntries:
-        """The numbers of some rows and heads, all of them or those of one row.
-
-        Their positions are left out, which attention does not ask for.
-        """
-        if self.key_scales is None and self.codes.lengths[rows, places].size == (
-            self.codes.lengths.size
-        ):
-            return self.codes
-        n_heads = len(self.heads)
-        first = rows.start * n_heads + places.start
-        last = (rows.stop - 1) * n_heads + places.stop - 1
-        (start, _, rest, _), (_, end, _, rest_end) = self.codes.spans[first], self.codes.spans[last]
-        cut = [slice(start, end), slice(rest, rest_end)]
-        bias = self.codes.bias
-        return self._layout(rows, places).with_numbers(
-            self._keys(cut, first, last),
-            self._values(torch.cat([self.codes.values[part] for part in cut])),
-            None if bias is None else torch.cat([bias[part] for part in cut]),
+        """The numbers of some rows and heads."""
+        return RaggedEntries.collect(
+            self.codes.lengths[rows, places],
+            lambda row, place: self.piece(rows.start + row, places.start + place),
+            biased=self.codes.bias is not None,
         )
 
     @property
@@ -183,11 +255,16 @@ class PackedHeads:
         return all(int(one.shape[-1]) * self.bits % 16 == 0 for one in self.like)
 
     @cached_property
-    def first_scales(self) -> Tensor:
-        """Which scale is the first of each segment's blocks, and of its rest, (n_segments, 2)."""
+    def flat(self) -> FlatEntries:
+        """The same as kernels read it, below 16 bits."""
         blocks = np.array([start for start, _, _, _ in self.codes.spans]) // KEY_BLOCK_TOKENS
         table = np.stack([blocks, self._rest_scales[:-1]], axis=1).astype(np.int64)
-        return torch.from_numpy(table).to(self.codes.keys.device)
+        return replace(
+            self.codes.flat,
+            bits=self.bits,
+            key_scales=self.key_scales,
+            first_scales=torch.from_numpy(table).to(self.codes.keys.device),
+        )
 
     @cached_property
     def padded_rests(self) -> PaddedRests:
@@ -212,54 +289,8 @@ class PackedHeads:
             owners=torch.cat([self.codes.block_segments, own]),
         )
 
-    @cached_property
-    def _layouts(self) -> dict[tuple[int, int, int, int], RaggedEntries]:
-        return {}
-
-    def _layout(self, rows: slice, places: slice) -> RaggedEntries:
-        """Where things are in some rows and heads, found out once."""
-        key = (rows.start, rows.stop, places.start, places.stop)
-        if key not in self._layouts:
-            self._layouts[key] = RaggedEntries(
-                keys=self.like[0],
-                values=self.like[1],
-                positions=self.codes.positions[:0],
-                bias=None,
-                lengths=self.codes.lengths[rows, places],
-            )
-        return self._layouts[key]
-
-    def _keys(self, cut: list[slice], first: int, last: int) -> Tensor:
-        """Keys of contiguous segments: their whole blocks, then their rests."""
-        if self.key_scales is None:
-            return torch.cat([self.codes.keys[part] for part in cut])
-        blocks, rests = (self._unpacked_keys(self.codes.keys[part]) for part in cut)
-        head_dim = int(self.like[0].shape[-1])
-        whole = self.key_scales[cut[0].start // KEY_BLOCK_TOKENS : cut[0].stop // KEY_BLOCK_TOKENS]
-        found = from_codes(
-            blocks.view(-1, KEY_BLOCK_TOKENS, head_dim), whole[:, :1], whole[:, 1:]
-        ).view(-1, head_dim)
-        own = self._scale_of_rest[cut[1].start - self.codes.n_blocks * BLOCK_TOKENS :]
-        scales = self.key_scales.index_select(0, own[: cut[1].stop - cut[1].start])
-        near = from_codes(rests, scales[:, 0], scales[:, 1])
-        return torch.cat([found, near]).to(self.like[0].dtype)
-
-    @cached_property
-    def _scale_of_rest(self) -> Tensor:
-        """Which of the scales each entry of the rests has, (n_rest_entries,)."""
-        rests = (self.codes.lengths % BLOCK_TOKENS).reshape(-1)
-        starts = self._rest_scales[:-1]
-        column = np.concatenate([np.arange(n) for n in rests]).astype(np.int64)
-        owner = np.repeat(starts, rests)
-        return torch.from_numpy(owner + column // KEY_BLOCK_TOKENS).to(self.codes.keys.device)
-
-    def _unpacked_keys(self, packed: Tensor) -> Tensor:
-        return unpacked_codes(packed, self.bits, int(self.like[0].shape[-1]))
-
     def _values(self, rows: Tensor) -> Tensor:
         """Values of packed rows, (n, head_dim)."""
-        if self.bits == 16:
-            return rows
         head_dim = int(self.like[1].shape[-1])
         n_bytes = -(-head_dim * self.bits // 8)
         # A copy even of one row: float16 cannot begin at an odd byte.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.shape import ModelShape
 
 __all__ = [

@@ -16,7 +16,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.models.attention import base_implementation
 from kvalloc.runtime.arrival import Step
-from kvalloc.runtime.masks import MaskKind, mask_kind
+from kvalloc.runtime.attention.masks import MaskKind, mask_kind
 from kvalloc.runtime.policies import ByHead, EvictionPolicy, RankedPolicy, Weighted, policy_class
 
 if TYPE_CHECKING:

@@ -31,10 +31,10 @@ from kvalloc.formats.schema import (
 )
 from kvalloc.models.structure import decoder_layers, decoder_of
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.kept import RaggedEntries
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.packed import PackedEntries, PackedHeads
-from kvalloc.runtime.ragged import RaggedEntries
 
 __all__ = ["load_cache", "model_digest", "save_cache", "saved_notes"]
 

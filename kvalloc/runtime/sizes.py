@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.structure import text_config
-from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.shape import ModelShape
 
 __all__ = ["make_layers"]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.layers import BudgetLayer
+from kvalloc.runtime.kept import Piece, RaggedEntries
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import PackedEntries
-from kvalloc.runtime.ragged import Piece, RaggedEntries
 from kvalloc.runtime.unfinished import Part
 
 __all__ = ["Choice", "store_choices"]

@@ -17,26 +17,10 @@ from test_decoding_attention import (  # noqa: F401  its tests and fixtures
     test_what_is_held_apart_joins_for_everything_else,
     test_what_is_kept_stays_where_it_is_while_decoding,
 )
-from test_packed_kernel import CHECK as PACKED_CHECK
-from test_ragged_kernel import check, needs_triton
 
-from kvalloc.runtime.even_attention import EvenEntries
+from kvalloc.runtime.kept import FlatEntries
 
 pytestmark = pytest.mark.gpu
-
-
-@needs_triton
-def test_the_kernel_equals_the_plain_computation(device: str) -> None:
-    if device == "cpu":
-        pytest.skip("the interpreter has a test of its own")
-    assert "float32" in check("cuda")
-
-
-@needs_triton
-def test_the_kernel_reads_packed_entries(device: str) -> None:
-    if device == "cpu":
-        pytest.skip("the interpreter has a test of its own")
-    assert "equal" in check("cuda", script=PACKED_CHECK)
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -53,13 +37,13 @@ def test_equal_budgets_are_read_in_place(
     shadow.follow(cache)
     layer = cache.layers[cache.profile.shape.full_layers[0]]
     read: list[int] = []
-    made = EvenEntries.of.__func__  # type: ignore[attr-defined]
+    made = FlatEntries.even.__func__  # type: ignore[attr-defined]
 
     def noted(cls: Any, keys: torch.Tensor, values: torch.Tensor, bias: Any = None) -> Any:
         read.append(keys.data_ptr())
         return made(cls, keys, values, bias)
 
-    monkeypatch.setattr(EvenEntries, "of", classmethod(noted))
+    monkeypatch.setattr(FlatEntries, "even", classmethod(noted))
     places = []
     for step in range(4):
         token = tiny.prompt(1, 2, seed=step)

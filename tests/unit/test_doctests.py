@@ -16,7 +16,7 @@ MODULES = sorted(
     if not module.ispkg and not module.name.endswith("__main__")
 )
 
-NEEDS = {"kvalloc.runtime.ragged_kernel": "triton", "kvalloc.interop.lm_eval": "lm_eval"}
+NEEDS = {"kvalloc.runtime.attention.triton": "triton", "kvalloc.interop.lm_eval": "lm_eval"}
 """Modules of an extra that the test environment may lack."""
 
 

@@ -13,7 +13,7 @@ import runtime_oracle
 import torch
 from kernel_choice import WITH, WITHOUT, kernel_choice
 
-from kvalloc.runtime import cpu_kernel
+from kvalloc.runtime.attention import cpu
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +46,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", params=[WITH, WITHOUT])
 def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the CPU's kernel, and as where there is no compiler."""
-    if request.param == WITH and cpu_kernel.unavailable() is not None:
-        pytest.skip(f"no kernel here: {cpu_kernel.unavailable()}")
+    if request.param == WITH and cpu.unavailable() is not None:
+        pytest.skip(f"no kernel here: {cpu.unavailable()}")
     with kernel_choice(request.param):
         yield
 

@@ -17,22 +17,22 @@ from typing import Any
 
 import pytest
 
-from kvalloc.runtime import compiling, cpu_kernel
-from kvalloc.runtime.compiling import SWITCH, compiled
+from kvalloc.runtime.attention import c_library, cpu
+from kvalloc.runtime.attention.c_library import SWITCH, compiled
 
 SOURCE = "int answer(void) { return 42; }\n"
 LOAD = """
 import sys
 import sysconfig
 from pathlib import Path
-from kvalloc.runtime.compiling import compiled
+from kvalloc.runtime.attention.c_library import compiled
 found = compiled(Path(sys.argv[1]))
 assert found.library is not None, found.reason
 assert found.library.answer() == 42
 """
 
 needs_compiler = pytest.mark.skipif(
-    cpu_kernel.unavailable() is not None, reason=f"no kernel here: {cpu_kernel.unavailable()}"
+    cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
 )
 
 
@@ -60,7 +60,7 @@ def test_compiled_once_and_loaded_again(
     (name,) = kept(tmp_path / "cache")
     assert name.endswith(".so")
     compiled.cache_clear()
-    monkeypatch.setattr(compiling, "_compile", None)
+    monkeypatch.setattr(c_library, "_compile", None)
     assert compiled(source).library is not None
     monkeypatch.undo()
     monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "cache"))
@@ -80,12 +80,12 @@ def test_its_threads_are_those_of_torch(source: Path) -> None:
         "#pragma omp parallel num_threads(2) reduction(+ : n)\n  n += omp_get_num_threads();\n"
         "  return n;\n}\n"
     )
-    before = compiling.openmp_libraries()
+    before = c_library.openmp_libraries()
     library = compiled(source).library
     assert library is not None
     assert library.answer() in (1, 4)  # one thread where no second is to be had
     if before:
-        assert compiling.openmp_libraries() == before
+        assert c_library.openmp_libraries() == before
 
 
 def test_the_switch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,17 +179,17 @@ def test_what_is_made_is_for_its_user_alone(
 def test_what_broke_off_is_made_again(
     source: Path, tmp_path: Path, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = compiling._compile
+    real = c_library._compile
 
     def broken_off(source: Path, target: Path, *rest: Any) -> None:
         real(source, target, *rest)
         target.write_bytes(target.read_bytes()[:left])
 
-    monkeypatch.setattr(compiling, "_folders", lambda: iter([tmp_path / "cache"]))
-    monkeypatch.setattr(compiling, "_compile", broken_off)
+    monkeypatch.setattr(c_library, "_folders", lambda: iter([tmp_path / "cache"]))
+    monkeypatch.setattr(c_library, "_compile", broken_off)
     assert compiled(source).library is None
     assert len(kept(tmp_path / "cache")) == 1
-    monkeypatch.setattr(compiling, "_compile", real)
+    monkeypatch.setattr(c_library, "_compile", real)
     compiled.cache_clear()
     library = compiled(source).library
     assert library is not None
@@ -232,7 +232,7 @@ def test_without_a_home(source: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(compiling, "cache_folder", nowhere)
+    monkeypatch.setattr(c_library, "cache_folder", nowhere)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     assert compiled(source).library is not None
     assert kept(tmp_path / f"kvalloc-{os.getuid()}")
@@ -272,9 +272,9 @@ def test_which_compiler(
     monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "theirs -pthread")
     monkeypatch.delenv("CC", raising=False)
-    assert compiling._compiler()[0] == chosen
+    assert c_library._compiler()[0] == chosen
     monkeypatch.setenv("CC", "clang -v")
-    assert compiling._compiler() == ("clang", "-v")
+    assert c_library._compiler() == ("clang", "-v")
 
 
 @needs_compiler
@@ -297,7 +297,7 @@ def test_a_compiler_that_does_not_end(
     wrapper.write_text(f"#!/bin/sh\nsleep 321 &\necho $! > '{tmp_path}/started'\nwait\n")
     wrapper.chmod(0o700)
     monkeypatch.setenv("CC", str(wrapper))
-    monkeypatch.setattr(compiling, "_SECONDS", 0.5)
+    monkeypatch.setattr(c_library, "_SECONDS", 0.5)
     found = compiled(source)
     assert found.library is None
     assert "was not done after" in found.reason

@@ -1,4 +1,4 @@
-"""The short ways that one decoded token takes on the CPU, against the definitions."""
+"""Tokens that are decoded where as many entries are kept everywhere: the latest stand apart."""
 
 from __future__ import annotations
 
@@ -6,112 +6,13 @@ import copy
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvalloc.runtime import even_attention as even_attention_module
-from kvalloc.runtime import layers, make_cache
-from kvalloc.runtime.even_attention import even_attention
-from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
-from kvalloc.runtime.ragged_decoding import decoding_attention
+from kvalloc.runtime import layer as layers
+from kvalloc.runtime import make_cache
 
-HEAD_DIM = 8
 TOKENS = 60
-LENGTHS = [0, 1, 5, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS]
-
-
-def by_definition(
-    queries: torch.Tensor,
-    keys: list[torch.Tensor],
-    values: list[torch.Tensor],
-    scaling: float,
-    biases: list[torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Softmax over each segment's entries, (batch, n_query_heads, head_dim), in float64."""
-    flat = queries.double().reshape(len(keys), -1, HEAD_DIM)
-    added = [torch.zeros(len(own)) for own in keys] if biases is None else biases
-    rows = [
-        (asked @ own.double().T * scaling + bias.double()).softmax(-1) @ value.double()
-        for asked, own, value, bias in zip(flat, keys, values, added, strict=True)
-    ]
-    return torch.stack(rows).reshape(queries.shape[0], -1, HEAD_DIM)
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_one_token_over_ragged_entries(data: st.DataObject) -> None:
-    batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
-    counts = np.array(
-        [[data.draw(st.sampled_from(LENGTHS)) for _ in range(heads)] for _ in range(batch)]
-    )
-    sharpness = data.draw(st.sampled_from([0.1, 1.0, 30.0]))
-    parts = {
-        place: torch.randn(2, int(counts[place]), HEAD_DIM) * sharpness
-        for place in np.ndindex(batch, heads)
-    }
-
-    biased = data.draw(st.booleans())
-    own_bias = {place: torch.randn(int(counts[place])) * biased * 3 for place in parts}
-
-    def piece(row: int, head: int) -> Any:
-        keys, values = parts[row, head]
-        n = len(keys)
-        bias = own_bias[row, head] if biased else None
-        return keys, values, torch.arange(n, dtype=torch.int32), bias, torch.arange(n)
-
-    entries = RaggedEntries.collect(counts, piece, biased=biased)
-    queries = torch.randn(batch, heads * data.draw(st.integers(1, 3)), 1, HEAD_DIM)
-    latest = torch.randn(2, batch, heads, data.draw(st.integers(1, 4)), HEAD_DIM)
-    found = decoding_attention(queries, entries, *latest, scaling=0.3)
-    joined = [
-        [torch.cat([parts[place][i], latest[i][place]]) for place in np.ndindex(batch, heads)]
-        for i in range(2)
-    ]
-    n_latest = latest.shape[3]
-    biases = [torch.cat([bias, torch.zeros(n_latest)]) for bias in own_bias.values()]
-    expected = by_definition(queries, joined[0], joined[1], 0.3, biases)
-    assert found.shape == (batch, 1, queries.shape[1], HEAD_DIM)
-    assert (found[:, 0] - expected).abs().max() < 1e-5 * max(1.0, sharpness)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
-    group=st.integers(1, 3),
-    n_kept=st.integers(0, 50),
-    n_latest=st.integers(1, 4),
-    unbiased=st.integers(0, 50) | st.none(),
-    scratch=st.sampled_from([1, 500, 1 << 18]),
-)
-def test_one_token_over_even_entries(
-    dtype: torch.dtype,
-    group: int,
-    n_kept: int,
-    n_latest: int,
-    unbiased: int | None,
-    scratch: int,
-) -> None:
-    """Biased are the first entries; the tokens that joined them since then have no bias."""
-    queries = torch.randn(2, 3 * group, 1, HEAD_DIM).to(dtype)
-    kept = torch.randn(2, 2, 3, n_kept, HEAD_DIM).to(dtype)
-    latest = torch.randn(2, 2, 3, n_latest, HEAD_DIM).to(dtype)
-    bias = None if unbiased is None else torch.randn(2, 3, max(n_kept - unbiased, 0)) * 3
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(even_attention_module, "SCRATCH_NUMBERS", scratch)
-        found = even_attention(queries, tuple(kept), tuple(latest), scaling=0.3, bias=bias)
-    assert found.dtype == dtype
-    joined = torch.cat([kept, latest], dim=3)
-    full = torch.zeros(6, n_kept + n_latest)
-    if bias is not None:
-        full[:, : bias.shape[-1]] = bias.flatten(0, 1)
-    expected = by_definition(
-        queries, list(joined[0].flatten(0, 1)), list(joined[1].flatten(0, 1)), 0.3, list(full)
-    )
-    half_a_step = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 1e-5)
-    assert (found[:, 0].double() - expected).abs().max() < half_a_step
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime import make_cache
-from kvalloc.runtime.biased_attention import masked_attention
+from kvalloc.runtime.attention.torch import masked_attention
 from kvalloc.scorers import get_scorer, scorer_names
 
 CONTEXT = 90

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvalloc.runtime.masks import MaskKind, mask_kind, stored_mask
+from kvalloc.runtime.attention.masks import MaskKind, mask_kind, stored_mask
 
 HERE = torch.device("cpu")
 KINDS: tuple[MaskKind, ...] = ("additive", "boolean", "padding", "block")

@@ -31,7 +31,7 @@ from cell_choice import (
 from kernel_choice import WITH, WITHOUT, kernel_choice
 from runtime_cells import FACTORS, SCORERS, Cell, answers_as_the_oracle, comparable, scorer_of
 
-from kvalloc.runtime import cpu_kernel
+from kvalloc.runtime.attention import cpu
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -64,8 +64,8 @@ def test_the_cache_answers_as_the_oracle(
 
 def test_the_kernel_is_called_where_it_is_asked_for(tiny: ModuleType, tmp_path: Path) -> None:
     """A question after head-level budgets goes through it, and without it answers all the same."""
-    if cpu_kernel.unavailable() is not None:
-        pytest.skip(f"no kernel here: {cpu_kernel.unavailable()}")
+    if cpu.unavailable() is not None:
+        pytest.skip(f"no kernel here: {cpu.unavailable()}")
     settings = ("score", "question_of_5", "llama", "head", "sdpa", "float32", "16_bits", "alone")
     for name in FACTORS["kernel"]:
         with kernel_choice(name) as calls:

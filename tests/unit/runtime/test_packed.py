@@ -5,20 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvalloc.accounting.stored_bytes import stored_bytes
-from kvalloc.runtime import packed_attention as module
-from kvalloc.runtime import packed_decoding as decoding
 from kvalloc.runtime.packed import PackedEntries
-from kvalloc.runtime.packed_attention import Asked, packed_attention, unpacked_attention
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
-from kvalloc.runtime.ragged import RaggedEntries
-from kvalloc.runtime.ragged_attention import ragged_attention
 
 BATCH, HEADS = 2, 3
 
@@ -82,21 +76,6 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
             assert torch.equal(own[0], keys)
             assert torch.equal(own[1], values)
             assert own[2].tolist() == list(range(0, 2 * int(table[row, head]), 2))
-    limits = (1, 3000, 1 << 20)
-    for part in entries.parts:
-        for limit in limits:
-            seen = 0
-            for rows, places in part.runs(limit):
-                some = part.numbers(rows, places)
-                for row, place in np.ndindex(*some.lengths.shape):
-                    head = part.heads[places][place]
-                    own = entries.piece(rows.start + row, head)
-                    start, end, rest, rest_end = some.spans[row * some.lengths.shape[1] + place]
-                    for tensor, expected in ((some.keys, own[0]), (some.values, own[1])):
-                        joined = torch.cat([tensor[start:end], tensor[rest:rest_end]])
-                        assert torch.equal(joined, expected)
-                    seen += 1
-            assert seen == BATCH * len(part.heads)
 
 
 def test_four_bits_by_hand() -> None:
@@ -113,114 +92,6 @@ def test_four_bits_by_hand() -> None:
     assert found[1][0].tolist() == [0.0, 30.0]
     codes = entries.parts[0].codes
     assert codes.keys.tolist() == [[0], [15 + 16 * 3], [7 + 16 * 15]]
-
-
-@pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("scratch", [1, 1 << 14, 1 << 23])
-@pytest.mark.parametrize("widths", [[4, 4, 4], [16, 8, 4], [8, 16, 8]])
-def test_attention_is_that_over_the_rounded_entries(
-    monkeypatch: pytest.MonkeyPatch, widths: list[int], scratch: int, biased: bool
-) -> None:
-    monkeypatch.setattr(module, "SCRATCH_NUMBERS", scratch)
-    counts = np.array([[300, 64, 5], [128, 200, 0]])
-    found = numbers(counts, 16, torch.float32)
-    entries = PackedEntries.collect(counts, piece_of(found, biased), np.array(widths))
-    plain = RaggedEntries.collect(counts, lambda row, head: entries.piece(row, head), biased=biased)
-    generator = torch.Generator().manual_seed(1)
-    for n_new in (1, 7):
-        queries = torch.randn(BATCH, 2 * HEADS, n_new, 16, generator=generator)
-        keys, values = torch.randn(2, BATCH, HEADS, n_new + 3, 16, generator=generator)
-        visible = torch.ones(BATCH, n_new + 3, dtype=torch.bool)
-        visible[1, 1] = False
-        for options in (
-            {},
-            {"visible": visible, "softcap": 5.0, "sink_logits": torch.arange(2.0 * HEADS)},
-        ):
-            one = packed_attention(queries, entries, keys, values, scaling=0.3, **options)
-            other = ragged_attention(queries, plain, keys, values, scaling=0.3, **options)
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.usefixtures("without_kernel")
-def test_the_scratch_of_attention_is_bounded(
-    peak_bytes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = np.array([[1000, 1000, 1000]] * 4)
-    found = numbers(counts, 16, torch.float32)
-    entries = PackedEntries.collect(counts, piece_of(found), np.array([4, 4, 4]))
-    queries = torch.randn(4, 6, 2, 16)
-    keys, values = torch.randn(2, 4, 3, 2, 16)
-    whole = int(counts.sum()) * 2 * 16 * 4
-    peaks = []
-    for scratch in (1000 * 2 * 16, 1 << 23):
-        monkeypatch.setattr(module, "SCRATCH_NUMBERS", scratch)
-        attended = peak_bytes(lambda: packed_attention(queries, entries, keys, values, scaling=0.3))
-        peaks.append(attended)
-    assert peaks[0] <= 5 * whole // 12 < whole < peaks[1]
-
-
-@pytest.mark.usefixtures("without_kernel")
-def test_one_token_has_still_less_scratch(peak_bytes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few blocks' codes as floats: entries are a quarter of the keys alone as numbers."""
-    counts = np.array([[1024, 1024, 1024]] * 4)
-    found = numbers(counts, 64, torch.float32)
-    entries = PackedEntries.collect(counts, piece_of(found), np.array([4, 4, 4]))
-    queries = torch.randn(4, 3, 1, 64)
-    keys, values = torch.randn(2, 4, 3, 1, 64)
-    monkeypatch.setattr(decoding, "SCRATCH_NUMBERS", 4 * 128 * 64)
-    # without the layout that is found out once
-    packed_attention(queries, entries, keys, values, scaling=0.3)
-    attended = peak_bytes(lambda: packed_attention(queries, entries, keys, values, scaling=0.3))
-    assert 4 * 128 * 64 * 4 < attended < int(counts.sum()) * 64 * 4 // 4
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    counts=counts_strategy,
-    bits=st.sampled_from([8, 4]),
-    head_dim=st.sampled_from([9, 10, 32, 64, 80, 128]),
-    group=st.integers(1, 3),
-    biased=st.booleans(),
-    blocks=st.integers(1, 4),
-    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
-    offset=st.sampled_from([0.0, 5.0]),
-)
-def test_one_token_asks_codes_and_hears_what_the_numbers_say(
-    counts: Any,
-    bits: int,
-    head_dim: int,
-    group: int,
-    biased: bool,
-    blocks: int,
-    dtype: torch.dtype,
-    offset: float,
-) -> None:
-    found = numbers(counts, head_dim, dtype)
-    found = {place: (keys + offset, values - offset) for place, (keys, values) in found.items()}
-    entries = PackedEntries.collect(np.array(counts), piece_of(found, biased), np.full(HEADS, bits))
-    (part,) = entries.parts
-    generator = torch.Generator().manual_seed(group)
-    queries = torch.randn(BATCH, group * HEADS, 1, head_dim, generator=generator).to(dtype)
-    latest = torch.randn(2, BATCH, HEADS, blocks, head_dim, generator=generator).to(dtype)
-    near = {"atol": 2e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
-    scaling = head_dim**-0.5
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "SCRATCH_NUMBERS", blocks * 128 * head_dim)
-        one = decoding.packed_decoding(queries, part, *latest, scaling=scaling)
-    asked = Asked(queries=queries, keys=latest[0], values=latest[1], scaling=scaling)
-    torch.testing.assert_close(one, unpacked_attention(asked, part), **near)
-    exact = torch.empty(BATCH, 1, group * HEADS, head_dim, dtype=torch.float64)
-    for row, head in np.ndindex(BATCH, HEADS):
-        keys, values, _, bias, _ = entries.piece(row, head)
-        own = slice(head * group, (head + 1) * group)
-        stored = torch.cat([keys, latest[0, row, head]]).double()
-        logits = queries[row, own, 0].double() @ stored.T * scaling
-        if bias is not None:
-            logits[:, : len(bias)] += bias
-        stored = torch.cat([values, latest[1, row, head]]).double()
-        exact[row, 0, own] = logits.softmax(-1) @ stored
-    torch.testing.assert_close(one.double(), exact, **near)
 
 
 @settings(deadline=None, max_examples=25)

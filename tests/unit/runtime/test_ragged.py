@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvalloc.runtime import ragged_attention as module
-from kvalloc.runtime.ragged import BLOCK_TOKENS, RaggedEntries
-from kvalloc.runtime.ragged_attention import ragged_attention
+from kvalloc.runtime.attention import torch as by_torch
+from kvalloc.runtime.kept import BLOCK_TOKENS, RaggedEntries
 
 CONTEXT = 300
 TOKENS, HEAD_DIM = 3 * BLOCK_TOKENS, 8
@@ -41,72 +38,6 @@ def entries_of(counts: Any, seed: int = 0, *, biased: bool = False) -> RaggedEnt
     return RaggedEntries.collect(counts, piece, biased=biased)
 
 
-def by_hand(
-    queries: torch.Tensor,
-    entries: RaggedEntries,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor | None,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
-) -> torch.Tensor:
-    """One query head after the other, in float64."""
-    batch, n_query_heads, n_new, _ = queries.shape
-    group = n_query_heads // keys.shape[1]
-    out = torch.empty(batch, n_new, n_query_heads, HEAD_DIM, dtype=torch.float64)
-    for row in range(batch):
-        for head in range(n_query_heads):
-            own_keys, own_values, _, bias, _ = entries.piece(row, head // group)
-            all_keys = torch.cat([own_keys, keys[row, head // group]]).double()
-            all_values = torch.cat([own_values, values[row, head // group]]).double()
-            logits = queries[row, head].double() @ all_keys.T * 0.3
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            kept, total = own_keys.shape[0], all_keys.shape[0]
-            if bias is not None:
-                logits[:, :kept] += bias
-            shown = torch.ones(n_new, total).tril(total - n_new).bool()
-            own = shown & ~torch.ones(n_new, total).tril(total - n_new - 1).bool()
-            if visible is not None:
-                shown[:, kept:] &= visible[row]
-            logits = logits.masked_fill(~(shown | own), float("-inf"))
-            if sink_logits is not None:
-                extra = sink_logits[head].double().expand(n_new, 1)
-                logits = torch.cat([logits, extra], dim=1)
-            weights = logits.softmax(-1)[:, :total]
-            out[row, :, head] = weights @ all_values
-    return out
-
-
-@pytest.mark.usefixtures("either_way")
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_attention_equals_the_softmax_over_each_heads_own_entries(data: st.DataObject) -> None:
-    batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
-    lengths = st.sampled_from([0, 1, 5, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, TOKENS])
-    counts = [[data.draw(lengths) for _ in range(heads)] for _ in range(batch)]
-    entries = entries_of(counts, biased=data.draw(st.booleans()))
-    n_new = data.draw(st.integers(1, 6))
-    following = n_new + data.draw(st.integers(0, 4))
-    queries = torch.randn(batch, heads * data.draw(st.integers(1, 3)), n_new, HEAD_DIM)
-    keys, values = torch.randn(2, batch, heads, following, HEAD_DIM)
-    visible = torch.rand(batch, following) > 0.3 if data.draw(st.booleans()) else None
-    softcap = data.draw(st.sampled_from([None, 2.0]))
-    sinks = torch.randn(queries.shape[1]) if data.draw(st.booleans()) else None
-    found = ragged_attention(
-        queries,
-        entries,
-        keys,
-        values,
-        scaling=0.3,
-        visible=visible,
-        softcap=softcap,
-        sink_logits=sinks,
-    )
-    expected = by_hand(queries, entries, keys, values, visible, softcap, sinks)
-    assert (found - expected).abs().max() < 1e-5
-
-
 def test_nothing_is_padded_and_segments_come_back_in_order() -> None:
     counts = np.array([[130, 64], [7, 300]])
     entries = entries_of(counts)
@@ -123,32 +54,11 @@ def test_nothing_is_padded_and_segments_come_back_in_order() -> None:
             assert torch.equal(swapped.piece(2, head)[part], entries.piece(1, head)[part])
 
 
-def test_the_scratch_of_attention_is_bounded(
-    peak_bytes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = entries_of([[200, 300]])
-    queries = torch.randn(1, 4, 500, HEAD_DIM)
-    keys, values = torch.randn(2, 1, 2, 500, HEAD_DIM)
-    peaks = []
-    for scratch in (1 << 16, 1 << 23):
-        monkeypatch.setattr(module, "SCRATCH_ELEMENTS", scratch)
-        found = []
-
-        def attend(found: list[Any] = found) -> None:
-            found.append(ragged_attention(queries, entries, keys, values, scaling=0.3))
-
-        peaks.append(peak_bytes(attend))
-        expected = by_hand(queries, entries, keys, values, None, None, None)
-        assert (found[0] - expected).abs().max() < 1e-5
-    results = 2 * queries.nbytes
-    assert peaks[0] <= results + 5 * (1 << 16) * 4 < peaks[1]
-
-
 def test_prefill_needs_what_is_kept_and_one_layer_in_full(
     tiny: ModuleType, peak_bytes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Peak of all tensors alive, above that of the same forward without any cache."""
-    monkeypatch.setattr(module, "SCRATCH_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(by_torch, "SCRATCH_ELEMENTS", 1 << 14)
     tokens, chunk = 1000, 100
     model = tiny.tiny_model()
     ids = tiny.prompt(tokens)

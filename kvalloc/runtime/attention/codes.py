@@ -19,43 +19,41 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
+from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.attention.torch import merged
+from kvalloc.runtime.kept import BLOCK_TOKENS
 from kvalloc.runtime.packed import PackedHeads
-from kvalloc.runtime.ragged import BLOCK_TOKENS
-from kvalloc.runtime.ragged_decoding import joined
 
-__all__ = ["SCRATCH_NUMBERS", "packed_decoding"]
+__all__ = ["codes_attention"]
 
 SCRATCH_NUMBERS = 1 << 19
 """Codes that are floats at the same time, those of one block at the least."""
 
 
-def packed_decoding(
-    queries: Tensor, part: PackedHeads, keys: Tensor, values: Tensor, *, scaling: float
-) -> Tensor:
+def codes_attention(call: AttentionCall, part: PackedHeads) -> Tensor:
     """Attention of one new token to the entries of heads at 8 or 4 bits, and to what followed.
 
     Parameters
     ----------
-    queries : Tensor, (batch, n_query_heads, 1, head_dim)
-        The new token, positions applied; only heads that ask those of `part`.
+    call : AttentionCall
+        One new token, with no cap, sink logit or padding; only heads that ask those of `part`.
     part : PackedHeads
         What is kept.
-    keys, values : Tensor, (batch, n_kv_heads, n_following, head_dim)
-        The tokens that followed, the new one last.
-    scaling : float
-        Factor on the logits.
 
     Returns
     -------
     Tensor, (batch, 1, n_query_heads, head_dim)
         Of the queries' type, contiguous.
     """
+    queries = call.queries
     batch, n_query_heads, _, head_dim = queries.shape
     codes, n_blocks = part.codes, part.codes.n_blocks
     n_segments = codes.lengths.size
-    rows = queries.reshape(n_segments, -1, head_dim).float() * scaling
-    keys = keys.reshape(n_segments, keys.shape[2], -1).float()
-    values = values.reshape(n_segments, values.shape[2], -1).float()
+    rows = queries.reshape(n_segments, -1, head_dim).float() * call.scaling
+    keys, values = (
+        states.reshape(n_segments, states.shape[2], -1).float()
+        for states in (call.keys, call.values)
+    )
     near = rows.bmm(keys.transpose(1, 2))
     if not codes.keys.shape[0]:
         answer = near.softmax(dim=-1).bmm(values)
@@ -71,7 +69,7 @@ def packed_decoding(
     answer = answers[n_blocks:].baddbmm_(near_weights[..., BLOCK_TOKENS:], values)
     if n_blocks:
         blocks = (far.amax(dim=-1), far_weights.amax(dim=-1), answers[:n_blocks])
-        answer = joined(codes, blocks, (near.amax(dim=-1), near_weights.amax(dim=-1), answer))
+        answer = merged(codes, [blocks, (near.amax(dim=-1), near_weights.amax(dim=-1), answer)])
     return answer.to(queries.dtype).view(batch, 1, n_query_heads, -1)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 
-__all__ = ["BLOCK_TOKENS", "Piece", "RaggedEntries"]
+__all__ = ["BLOCK_TOKENS", "FlatEntries", "Piece", "RaggedEntries"]
 
 BLOCK_TOKENS = 128
 """Entries of a block: attention reads whole blocks of all heads in one operation."""
-
 
 if TYPE_CHECKING:
     #: Keys and values (n, head_dim), positions (n,), logit bias (n,) or None, and which of the n
@@ -25,6 +24,66 @@ if TYPE_CHECKING:
     Piece: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
 else:
     Piece = tuple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatEntries:
+    """Kept entries as kernels read them: flat, and where each segment's are.
+
+    Attributes
+    ----------
+    keys, values : Tensor, (n_entries, head_dim) and (n_entries, value_dim)
+        Contiguous; at fewer bits packed rows of uint8, see `kvalloc.runtime.packed.Segment`.
+    spans : Tensor of int64, (n_segments, 4)
+        Two spans of each segment: start and end, start and end.
+    longest : int
+        Entries of the largest segment.
+    bias : Tensor of float32, (n_entries,), or None
+        Added to their logits.
+    bits : int
+        16, 8 or 4.
+    key_scales : Tensor of float16, (n_key_blocks, 2, head_dim), or None
+        None at 16 bits.
+    first_scales : Tensor of int64, (n_segments, 2), or None
+        Which key scale is the first of each of a segment's two spans.
+    """
+
+    keys: Tensor
+    values: Tensor
+    spans: Tensor
+    longest: int
+    bias: Tensor | None = None
+    bits: int = 16
+    key_scales: Tensor | None = None
+    first_scales: Tensor | None = None
+
+    @classmethod
+    def even(cls, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> FlatEntries:
+        """From dense ones, each (batch, n_kv_heads, n_entries, head_dim), contiguous.
+
+        Nothing is copied. The bias is of the first entries of each head, (batch, n_kv_heads,
+        n_biased); others have none.
+        """
+        batch, n_kv_heads, n_entries, _ = keys.shape
+        if bias is not None:
+            missing = n_entries - int(bias.shape[-1])
+            bias = torch.nn.functional.pad(bias, (0, missing)) if missing else bias
+            bias = bias.float().reshape(-1)
+        return cls(
+            keys=keys.reshape(-1, keys.shape[-1]),
+            values=values.reshape(-1, values.shape[-1]),
+            spans=_even_spans(batch * n_kv_heads, n_entries, keys.device),
+            longest=n_entries,
+            bias=bias,
+        )
+
+
+@lru_cache(maxsize=256)
+def _even_spans(n_segments: int, n_entries: int, device: torch.device) -> Tensor:
+    """Spans of equal segments; remembered, as layers ask for the same ones."""
+    start = torch.arange(n_segments, dtype=torch.int64) * n_entries
+    nothing = torch.zeros_like(start)
+    return torch.stack([start, start + n_entries, nothing, nothing], dim=1).to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +163,6 @@ class RaggedEntries:
             self.values.new_empty(*shape, self.values.shape[-1]),
         )
 
-    def with_numbers(self, keys: Tensor, values: Tensor, bias: Tensor | None) -> RaggedEntries:
-        """Other keys, values and bias in the same places, which are not found out again."""
-        found = replace(self, keys=keys, values=values, bias=bias)
-        for name in _LAYOUT:
-            found.__dict__[name] = getattr(self, name)
-        return found
-
     # Where things are
 
     @cached_property
@@ -135,28 +187,26 @@ class RaggedEntries:
         return torch.from_numpy(found).to(self.keys.device)
 
     @cached_property
-    def beyond_rest(self) -> Tensor:
-        """Where `rest_entries` is beyond a segment's end, bool (n_segments, most)."""
-        rests = (self.lengths % BLOCK_TOKENS).reshape(-1, 1)
-        return torch.from_numpy(np.arange(int(rests.max())) >= rests).to(self.keys.device)
-
-    @cached_property
-    def rest_bias(self) -> Tensor:
-        """Minus infinity where `rest_entries` is beyond a segment's end, (n_segments, 1, most)."""
-        bias = torch.zeros(self.beyond_rest.shape, dtype=self.keys.dtype, device=self.keys.device)
-        return bias.masked_fill_(self.beyond_rest, float("-inf"))[:, None]
+    def _logit_type(self) -> torch.dtype:
+        return torch.promote_types(self.keys.dtype, torch.float32)
 
     @cached_property
     def rest_logits(self) -> Tensor:
-        """What the logits of `rest_entries` begin with: `rest_bias`, and their own bias."""
-        if self.bias is None:
-            return self.rest_bias
-        return self.rest_bias + self.bias[self.rest_entries][:, None].to(self.keys.dtype)
+        """What the logits of `rest_entries` begin with, (n_segments, 1, most).
+
+        Minus infinity beyond a segment's end, and their own bias.
+        """
+        rests = (self.lengths % BLOCK_TOKENS).reshape(-1, 1)
+        beyond = torch.from_numpy(np.arange(int(rests.max())) >= rests).to(self.keys.device)
+        logits = torch.zeros(beyond.shape, dtype=self._logit_type, device=self.keys.device)
+        if self.bias is not None:
+            logits += self.bias[self.rest_entries]
+        return logits.masked_fill_(beyond, float("-inf"))[:, None]
 
     @cached_property
     def block_logits(self) -> Tensor | None:
         """What the logits of whole blocks begin with, (n_blocks, 1, BLOCK_TOKENS); None for 0."""
-        return None if self.bias is None else self.blocks(self.bias)[:, None].to(self.keys.dtype)
+        return None if self.bias is None else self.blocks(self.bias)[:, None].to(self._logit_type)
 
     def parts(self, n_rows: int) -> tuple[Tensor, Tensor]:
         """Which parts make up each segment's rows, and where there are none.
@@ -187,6 +237,7 @@ class RaggedEntries:
             places = np.where(absent, 0, places.reshape(absent.shape))
             device = self.keys.device
             found = torch.from_numpy(places).to(device), torch.from_numpy(absent).to(device)
+            self._parts.clear()  # a question's are larger than those of one token
             self._parts[n_rows] = found
         return self._parts[n_rows]
 
@@ -205,9 +256,15 @@ class RaggedEntries:
         return _starts(self.lengths)
 
     @cached_property
-    def span_table(self) -> Tensor:
-        """`spans` as int64, (n_segments, 4), on the entries' device."""
-        return torch.tensor(self.spans, dtype=torch.int64, device=self.keys.device)
+    def flat(self) -> FlatEntries:
+        """The same as kernels read it."""
+        return FlatEntries(
+            keys=self.keys,
+            values=self.values,
+            spans=torch.tensor(self.spans, dtype=torch.int64, device=self.keys.device),
+            longest=int(self.lengths.max(initial=0)),
+            bias=self.bias,
+        )
 
     def piece(self, row: int, head: int) -> Piece:
         """One segment's entries in position order, all of them kept."""
@@ -239,18 +296,6 @@ class RaggedEntries:
             lambda row, head: self.piece(int(chosen[row]), head),
             biased=self.bias is not None,
         )
-
-
-_LAYOUT = (
-    "n_blocks",
-    "block_segments",
-    "rest_entries",
-    "beyond_rest",
-    "rest_bias",
-    "spans",
-    "span_table",
-    "_parts",
-)
 
 
 def _starts(counts: IntArray) -> list[tuple[int, int, int, int]]:

@@ -1,11 +1,10 @@
 """Compiles a C file of kvalloc's on first use, where there is a compiler, and keeps the result.
 
 The result is kept in the user's cache folder (`kvalloc.files.cache_folder`), else in a folder for
-temporary
-files, under a name made of all that it depends on. What is loaded runs with the user's rights, so
-it is taken only from where nobody else can put it. Threads are those of the OpenMP library that
-torch itself has loaded: a second one beside it would have its own threads, and both wait by
-spinning.
+temporary files, under a name made of all that it depends on. What is loaded runs with the user's
+rights, so it is taken only from where nobody else can put it. Threads are those of the OpenMP
+library that torch itself has loaded: a second one beside it would have its own threads, and both
+wait by spinning.
 """
 
 from __future__ import annotations

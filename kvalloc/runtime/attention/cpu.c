@@ -1,7 +1,7 @@
 /* Attention of a few new tokens over one layer's kept entries and the tokens after them, on the CPU.
 
-   Called by cpu_kernel.py, where the arguments are described; the Triton kernel in
-   ragged_kernel.py does the same on CUDA. Each thread reads an equal share of all entries of all
+   Called by cpu.py, where the arguments are described; the Triton kernel in
+   triton.py does the same on CUDA. Each thread reads an equal share of all entries of all
    segments (a segment is one row's KV head), once, a block at a time: as they are if they are
    float32, else made float32 in a block that stays in the processor's cache. A softmax over what
    was read so far is, for each query row, the largest logit `most`, the sum of
@@ -35,7 +35,7 @@ typedef uint16_t half_vec __attribute__((vector_size(16), aligned(2), may_alias)
 
 enum kind { FLOAT32, BFLOAT16, FLOAT16, BITS_8, BITS_4 };
 
-/* The same fields, in the same order, as `_Arguments` in cpu_kernel.py. */
+/* The same fields, in the same order, as `_Arguments` in cpu.py. */
 typedef struct {
     const float *queries;         /* (n_segments, n_rows, key_dim) */
     const void *kept_keys;        /* (n_entries, key_dim), or packed codes */

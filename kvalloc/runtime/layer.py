@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicLayer
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
+from kvalloc.runtime.kept import Piece, RaggedEntries
 from kvalloc.runtime.packed import PackedEntries
-from kvalloc.runtime.ragged import Piece, RaggedEntries
 from kvalloc.runtime.unfinished import Unfinished
 
 __all__ = [
@@ -116,8 +116,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
         To add one token, transformers copies all that is stored. Here the latest tokens are
         stored by themselves and copied to the others once in `APART_TOKENS`; attention over both
-        is `kvalloc.runtime.even_attention`. Whoever asks for ``keys`` or ``values`` gets them
-        joined.
+        is `apart_attention`. Whoever asks for ``keys`` or ``values`` gets them joined.
         """
         self._apart_next = True
 

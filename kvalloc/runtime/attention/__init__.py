@@ -1,0 +1,1 @@
+"""Attention over what a layer keeps of a prompt and the tokens after it."""

@@ -1,0 +1,226 @@
+"""Attention over kept entries by the definition in float64, and cases for every backend.
+
+Run as a program it tries the Triton kernel: on ``cuda``, or on the CPU in Triton's interpreter,
+which has to be asked for by TRITON_INTERPRET=1 before the kernel is defined.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvalloc.accounting import IntArray
+from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.kept import FlatEntries, Piece, RaggedEntries
+from kvalloc.runtime.packed import PackedEntries
+
+HALF_A_STEP = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+#: Keys, values and logit bias (or None) of each row and KV head.
+Stored: TypeAlias = dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def stored_of(
+    counts: Any, dims: tuple[int, int], dtype: torch.dtype, *, biased: bool, device: str = "cpu"
+) -> Stored:
+    """Random entries, with channels of very different size; counts (batch, n_kv_heads)."""
+    sizes = [torch.logspace(-1, 0.5, dim) for dim in dims]
+    found: Stored = {}
+    for place in np.ndindex(*np.shape(counts)):
+        count = int(np.asarray(counts)[place])
+        keys, values = ((torch.randn(count, len(s)) * s).to(device, dtype) for s in sizes)
+        found[place] = keys, values, (torch.randn(count) * 3).to(device) if biased else None
+    return found
+
+
+def piece_of(stored: Stored) -> Any:
+    """As storage asks for them."""
+
+    def piece(row: int, head: int) -> Piece:
+        keys, values, bias = stored[row, head]
+        every = torch.arange(len(keys), device=keys.device)
+        return keys, values, every.int(), bias, every
+
+    return piece
+
+
+def ragged_of(stored: Stored, counts: IntArray) -> RaggedEntries:
+    """Stored without padding."""
+    return RaggedEntries.collect(counts, piece_of(stored), biased=stored[0, 0][2] is not None)
+
+
+def dense_of(stored: Stored, shape: tuple[int, int]) -> tuple[tuple[Tensor, Tensor], Any]:
+    """Keys and values, and the bias, of heads that all have the same number of entries."""
+    parts = list(zip(*stored.values(), strict=True))
+    keys, values = (torch.stack(each).unflatten(0, shape) for each in parts[:2])
+    biased = parts[2][0] is not None
+    return (keys, values), torch.stack(parts[2]).unflatten(0, shape) if biased else None
+
+
+def packed_of(stored: Stored, counts: IntArray, bits: list[int]) -> PackedEntries:
+    """Stored at so many bits a KV head."""
+    return PackedEntries.collect(counts, piece_of(stored), np.array(bits, dtype=np.int64))
+
+
+def unpacked(entries: PackedEntries, counts: IntArray) -> Stored:
+    """The numbers that packed entries stand for."""
+    pieces = {place: entries.piece(*place) for place in np.ndindex(*counts.shape)}
+    return {place: (one[0], one[1], one[3]) for place, one in pieces.items()}
+
+
+def call_of(
+    counts: Any,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    group: int = 2,
+    n_new: int = 1,
+    before: int = 3,
+    extras: bool = False,
+    sharpness: float = 1.0,
+    device: str = "cpu",
+) -> AttentionCall:
+    """Random queries and tokens after the entries; extras are padding, a cap and sink logits."""
+    batch, heads = np.shape(counts)
+    n_following = n_new + before
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape).to(device, dtype)
+
+    return AttentionCall(
+        queries=(random(batch, heads * group, n_new, dims[0]) * sharpness).to(dtype),
+        keys=random(batch, heads, n_following, dims[0]),
+        values=random(batch, heads, n_following, dims[1]),
+        scaling=dims[0] ** -0.5,
+        visible=(torch.rand(batch, n_following) > 0.4).to(device) if extras else None,
+        softcap=3.0 if extras else None,
+        sink_logits=torch.randn(heads * group).to(device) if extras else None,
+    )
+
+
+def by_definition(call: AttentionCall, stored: Stored) -> tuple[Tensor, float]:
+    """Softmax over each head's own entries and what follows them; and the largest logit's size."""
+    batch, n_query_heads, n_new, _ = call.queries.shape
+    n_kv_heads, n_following, value_dim = call.values.shape[1:]
+    group = n_query_heads // n_kv_heads
+    out = torch.empty(batch, n_new, n_query_heads, value_dim, dtype=torch.float64)
+    largest = 1.0
+    place = n_following - n_new + torch.arange(n_new)[:, None]
+    column = torch.arange(n_following)
+    for row, head in np.ndindex(batch, n_query_heads):
+        kept_keys, kept_values, bias = stored[row, head // group]
+        keys = torch.cat([kept_keys, call.keys[row, head // group]]).cpu().double()
+        values = torch.cat([kept_values, call.values[row, head // group]]).cpu().double()
+        logits = call.queries[row, head].cpu().double() @ keys.T * call.scaling
+        if call.softcap is not None:
+            logits = call.softcap * torch.tanh(logits / call.softcap)
+        if bias is not None:
+            logits[:, : len(bias)] += bias.cpu()
+        largest = max(largest, float(logits.abs().max()))
+        shown = column <= place
+        if call.visible is not None:
+            shown &= call.visible[row % len(call.visible)].cpu() | (column == place)
+        logits[:, len(kept_keys) :].masked_fill_(~shown, float("-inf"))
+        if call.sink_logits is not None:
+            sink = call.sink_logits[head].cpu().double().expand(n_new, 1)
+            logits, values = torch.cat([logits, sink], 1), torch.cat([values, 0 * values[:1]])
+        out[row, :, head] = logits.softmax(-1) @ values
+    return out, largest
+
+
+def check(found: Tensor, call: AttentionCall, stored: Stored) -> None:
+    """A logit's error in float32 grows with its size, and a weight's with that of its logit."""
+    expected, largest = by_definition(call, stored)
+    assert found.dtype == call.queries.dtype
+    assert found.is_contiguous()
+    assert found.shape == expected.shape
+    worst = (found.double() - expected).abs().max()
+    assert worst <= 1e-6 * largest + HALF_A_STEP.get(found.dtype, 0.0) * float(expected.abs().max())
+
+
+def check_triton(device: str) -> dict[torch.dtype, float]:
+    """The largest error of the Triton kernel in each type; raises where it is too large."""
+    from kvalloc.runtime.attention.backends import entries_attention, unpacked_attention
+    from kvalloc.runtime.attention.triton import triton_attention
+
+    # Triton's interpreter has no bfloat16 (it multiplies the raw bits).
+    halves = (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,)
+    worst: dict[torch.dtype, float] = {}
+
+    def compare(found: Tensor, call: AttentionCall, stored: Stored) -> None:
+        expected, _ = by_definition(call, stored)
+        assert found.dtype == call.queries.dtype
+        assert found.shape == expected.shape
+        error = (found.cpu().double() - expected).abs().max().item()
+        worst[found.dtype] = max(worst.get(found.dtype, 0.0), error)
+        assert error < (1e-5 if found.dtype == torch.float32 else 2e-2), (call, error)
+
+    counts = np.array([[2 * 128 + 3, 128], [0, 5]])
+    for (n_new, extras, splits), dtype in itertools.product(
+        ((1, False, 3), (5, True, 1), (1, True, 3), (5, False, 1)), (torch.float32, *halves)
+    ):
+        dims = (24, 24) if extras else (64, 64)
+        stored = stored_of(counts, dims, dtype, biased=extras, device=device)
+        call = call_of(counts, dims, dtype, group=3, n_new=n_new, extras=extras, device=device)
+        flat = ragged_of(stored, counts).flat
+        compare(triton_attention(call, flat, splits=splits), call, stored)
+
+    # Segments of equal length, no multiple of a block, and the latest tokens apart.
+    counts = np.full((2, 2), 2 * 128 + 7)
+    for (extras, splits), dtype in itertools.product(
+        ((False, 1), (True, 3)), (torch.float32, *halves)
+    ):
+        stored = stored_of(counts, (24, 24), dtype, biased=extras, device=device)
+        call = call_of(counts, (24, 24), dtype, group=3, extras=extras, device=device)
+        kept = [
+            torch.stack([one[i] for one in stored.values()]).unflatten(0, (2, 2)) for i in (0, 1)
+        ]
+        bias = None
+        if extras:  # the tokens that joined since then have none
+            bias = torch.stack([one[2] for one in stored.values()]).unflatten(0, (2, 2))[..., :130]
+            stored = {place: (k, v, b[:130]) for place, (k, v, b) in stored.items()}
+        flat = FlatEntries.even(*kept, bias)
+        compare(triton_attention(call, flat, splits=splits), call, stored)
+
+    counts = np.array([[2 * 128 + 67, 128, 0], [3, 64, 5 * 128 + 127]])
+    cases = [  # bits, head_dim, group, new tokens, extras and a bias, type, splits
+        (8, 32, 1, 1, False, torch.float32, 1),
+        (4, 32, 3, 5, True, torch.float32, 3),
+        (8, 64, 3, 1, True, torch.float32, 3),
+        (4, 64, 3, 1, False, torch.float32, 2),
+        (8, 128, 2, 5, True, torch.float32, 1),
+        (4, 128, 2, 1, True, torch.float32, 1),
+        (4, 80, 1, 2, False, torch.float32, 1),
+        (8, 24, 2, 2, False, torch.float32, 2),
+        *((8, 64, 3, 1, True, half, 2) for half in halves),
+        *((4, 64, 3, 1, False, half, 2) for half in halves),
+    ]
+    for bits, dim, group, n_new, extras, dtype, splits in cases:
+        stored = stored_of(counts, (dim, dim), dtype, biased=extras, device=device)
+        call = call_of(
+            counts, (dim, dim), dtype, group=group, n_new=n_new, extras=extras, device=device
+        )
+        entries = packed_of(stored, counts, [bits] * 3)
+        (part,) = entries.parts
+        assert part.aligned
+        found = triton_attention(call, part.flat, splits=splits)
+        compare(found, call, unpacked(entries, counts))
+        compare(unpacked_attention(call, part), call, unpacked(entries, counts))
+
+    # heads of every width in one layer, on the way that the cache takes on this device
+    for extras in (False, True):
+        stored = stored_of(counts, (64, 64), torch.float32, biased=extras, device=device)
+        call = call_of(counts, (64, 64), torch.float32, group=3, extras=extras, device=device)
+        entries = packed_of(stored, counts, [16, 4, 8])
+        compare(entries_attention(call, entries), call, unpacked(entries, counts))
+    return worst
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(check_triton(sys.argv[1]))

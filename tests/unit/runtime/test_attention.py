@@ -1,0 +1,404 @@
+"""Every way to attend to kept entries, against the definition in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attention_cases
+import numpy as np
+import pytest
+import torch
+from attention_cases import (
+    HALF_A_STEP,
+    by_definition,
+    call_of,
+    check,
+    dense_of,
+    packed_of,
+    ragged_of,
+    stored_of,
+    unpacked,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_choice import WITH, WITHOUT, kernel_choice
+
+from kvalloc.runtime.attention import backends, codes, cpu
+from kvalloc.runtime.attention import torch as by_torch
+from kvalloc.runtime.attention.backends import (
+    apart_attention,
+    entries_attention,
+    kernel_for,
+    unpacked_attention,
+)
+from kvalloc.runtime.attention.c_library import Compiled
+from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.attention.codes import codes_attention
+from kvalloc.runtime.attention.cpu import MOST_ROWS, cpu_attention
+from kvalloc.runtime.attention.torch import even_attention, ragged_attention
+from kvalloc.runtime.kept import FlatEntries
+
+needs_kernel = pytest.mark.skipif(
+    cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
+)
+BACKENDS = [pytest.param("kernel", marks=needs_kernel), "torch"]
+LENGTHS = st.sampled_from([0, 1, 5, 63, 64, 65, 127, 128, 129, 300, 700])
+
+
+@st.composite
+def cases(draw: Any, *, plain: bool = False, sharp: bool = True) -> tuple[AttentionCall, Any, bool]:
+    """What is asked, how many entries each head keeps, and whether they are biased."""
+    batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    counts = np.array([[draw(LENGTHS) for _ in range(heads)] for _ in range(batch)])
+    n_new = 1 if plain else draw(st.sampled_from([1, 1, 2, 7, 51]))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    call = call_of(
+        counts,
+        (draw(st.sampled_from([64, 128, 8, 7, 24, 65])), draw(st.sampled_from([64, 8, 9, 80]))),
+        draw(st.sampled_from([torch.float32, *HALF_A_STEP])),
+        group=draw(st.integers(1, 5)),
+        n_new=n_new,
+        before=draw(st.sampled_from([0, 1, 66])),
+        extras=not plain,
+        sharpness=draw(st.sampled_from([0.1, 1, 20])) if sharp else 1.0,
+    )
+    for name in ("visible", "softcap", "sink_logits"):
+        if draw(st.booleans()):
+            call = replace(call, **{name: None})
+    return call, counts, draw(st.booleans())
+
+
+def dims_of(call: AttentionCall) -> tuple[int, int]:
+    return int(call.keys.shape[-1]), int(call.values.shape[-1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    case=cases(), threads=st.integers(1, 4), scratch=st.sampled_from([1 << 14, 1 << 23]),
+    exact=st.booleans(),
+)  # fmt: skip
+def test_entries_of_different_number(
+    backend: str, case: Any, threads: int, scratch: int, exact: bool
+) -> None:
+    call, counts, biased = case
+    stored = stored_of(counts, dims_of(call), call.queries.dtype, biased=biased)
+    entries = ragged_of(stored, counts)
+    if backend == "kernel":
+        check(cpu_attention(call, entries.flat, threads=threads), call, stored)
+        return
+    if exact:  # queries in float64 over entries of another type, as autocast mixes them
+        wide = (t.double() for t in (call.queries, call.keys, call.values))
+        call = replace(call, **dict(zip(("queries", "keys", "values"), wide, strict=True)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_torch, "SCRATCH_ELEMENTS", scratch)
+        check(ragged_attention(call, entries), call, stored)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "codes"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), bits=st.sampled_from([8, 4]), blocks=st.integers(1, 4))
+def test_entries_at_fewer_bits(backend: str, data: Any, bits: int, blocks: int) -> None:
+    call, counts, biased = data.draw(cases(plain=backend == "codes", sharp=backend != "codes"))
+    dims, dtype = dims_of(call), call.queries.dtype
+    stored = stored_of(counts, dims, dtype, biased=biased)
+    widths = [bits] * counts.shape[1]
+    entries = packed_of(stored, counts, widths)
+    (part,) = entries.parts
+    if backend == "torch":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backends, "kernel_for", lambda *_: None)
+            patch.setattr(backends, "SCRATCH_NUMBERS", (1, 3000, 1 << 20)[blocks % 3])
+            check(unpacked_attention(call, part), call, unpacked(entries, counts))
+        return
+    # the codes and scales are the same; the numbers are not rounded to half precision once more
+    wide = {place: (one[0].float(), one[1].float(), one[2]) for place, one in stored.items()}
+    rounded = unpacked(packed_of(wide, counts, widths), counts)
+    if backend == "kernel":
+        check(cpu_attention(call, part.flat, threads=blocks), call, rounded)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codes, "SCRATCH_NUMBERS", blocks * 128 * dims[0])
+        found = codes_attention(call, part)
+    near = (0.05, 0.02) if dtype in HALF_A_STEP else (2e-5, 1e-5)
+    exact, _ = by_definition(call, rounded)
+    torch.testing.assert_close(found.double(), exact, atol=near[0], rtol=near[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=50, deadline=None)
+@given(
+    case=cases(plain=True),
+    n_kept=LENGTHS,
+    unbiased=st.integers(0, 70) | st.none(),
+    scratch=st.sampled_from([1 << 12, 1 << 18]),
+)
+def test_entries_of_equal_number_and_the_latest_apart(
+    backend: str, case: Any, n_kept: int, unbiased: int | None, scratch: int
+) -> None:
+    """Biased are the first entries; the tokens that joined them since then have no bias."""
+    call, counts, _ = case
+    n_biased = 0 if unbiased is None else max(n_kept - unbiased, 0)
+    stored = stored_of(np.full_like(counts, n_kept), dims_of(call), call.queries.dtype, biased=True)
+    kept, biases = dense_of(stored, counts.shape)
+    bias = None if unbiased is None else biases[..., :n_biased]
+    stored = {place: (*kv, own[:n_biased]) for place, (*kv, own) in stored.items()}
+    if backend == "kernel":
+        found = cpu_attention(call, FlatEntries.even(*kept, bias))
+        chosen = apart_attention(call, kept, bias)
+        assert chosen is not None
+        assert torch.equal(chosen, found)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(by_torch, "EVEN_SCRATCH", scratch)
+            found = even_attention(call, kept, bias)
+    check(found, call, stored)
+
+
+@pytest.mark.parametrize("kernel", [WITH, WITHOUT])
+@pytest.mark.parametrize("n_new", [1, 7])
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("widths", [[4, 4, 4], [16, 8, 4], [8, 16, 8]])
+def test_heads_of_every_width(widths: list[int], extras: bool, n_new: int, kernel: str) -> None:
+    counts = np.array([[300, 64, 5], [128, 200, 0]])
+    torch.manual_seed(0)
+    entries = packed_of(stored_of(counts, (16, 16), torch.float32, biased=extras), counts, widths)
+    call = call_of(counts, (16, 16), torch.float32, n_new=n_new, extras=extras)
+    with kernel_choice(kernel):
+        check(entries_attention(call, entries), call, unpacked(entries, counts))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_triton_kernel(device: str) -> None:
+    """In a process of its own: Triton reads TRITON_INTERPRET when the kernel is defined."""
+    changes = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+    paths = [str(Path(attention_cases.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, attention_cases.__file__, device],
+        env={**os.environ, **changes, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "float32" in done.stdout
+
+
+# Memory of torch's operations
+
+
+@pytest.mark.usefixtures("without_kernel")
+def test_the_scratch_is_bounded(peak_bytes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = np.array([[200, 300]])
+    stored = stored_of(counts, (8, 8), torch.float32, biased=False)
+    call = call_of(counts, (8, 8), torch.float32, n_new=500, before=0)
+    entries, peaks = ragged_of(stored, counts), []
+    for scratch in (1 << 16, 1 << 23):
+        monkeypatch.setattr(by_torch, "SCRATCH_ELEMENTS", scratch)
+        peaks.append(peak_bytes(lambda: ragged_attention(call, entries)))
+    assert peaks[0] <= 2 * call.queries.nbytes + 5 * (1 << 16) * 4 < peaks[1]
+    check(ragged_attention(call, entries), call, stored)
+
+
+@pytest.mark.usefixtures("without_kernel")
+def test_the_scratch_over_fewer_bits_is_bounded(
+    peak_bytes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = np.array([[1000, 1000, 1000]] * 4)
+    stored = stored_of(counts, (16, 16), torch.float32, biased=False)
+    entries, call = (
+        packed_of(stored, counts, [4] * 3),
+        call_of(counts, (16, 16), torch.float32, n_new=2),
+    )
+    whole, peaks = int(counts.sum()) * 2 * 16 * 4, []
+    for scratch in (1000 * 2 * 16, 1 << 23):
+        monkeypatch.setattr(backends, "SCRATCH_NUMBERS", scratch)
+        peaks.append(peak_bytes(lambda: entries_attention(call, entries)))
+    assert peaks[0] <= 5 * whole // 12 < whole < peaks[1]
+    # one token: a few blocks' codes as floats, where all keys as numbers would be four times that
+    counts = np.array([[1024, 1024, 1024]] * 4)
+    stored = stored_of(counts, (64, 64), torch.float32, biased=False)
+    entries = packed_of(stored, counts, [4] * 3)
+    call = call_of(counts, (64, 64), torch.float32, group=1, before=0)
+    monkeypatch.setattr(codes, "SCRATCH_NUMBERS", 4 * 128 * 64)
+    entries_attention(call, entries)  # the layout is found out once
+    peak = peak_bytes(lambda: entries_attention(call, entries))
+    assert 4 * 128 * 64 * 4 < peak < int(counts.sum()) * 64 * 4 // 4
+
+
+# The CPU's kernel alone
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_half_precision_is_read_exactly(dtype: torch.dtype) -> None:
+    """A token that sees itself alone answers with its own value, infinity and all."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    values = every[~every.isnan()]
+    dim = next(n for n in range(1024, 0, -1) if values.numel() % n == 0)
+    values = values.view(-1, 1, 1, dim)
+    assert torch.equal(own_value(values), values)
+
+
+@needs_kernel
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="read by an instruction of x86-64")
+def test_small_numbers_of_half_precision_also_where_subnormal_ones_are_flushed() -> None:
+    """Scales of codes are often that small; as float32 they are not subnormal."""
+    values = torch.arange(1, 1024, dtype=torch.int16).view(torch.float16).view(1, 1, 1, -1)
+    assert torch.set_flush_denormal(True)
+    try:
+        found = own_value(values)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found, values)
+
+
+def own_value(values: torch.Tensor) -> torch.Tensor:
+    queries = torch.ones(len(values), 1, 1, 8, dtype=values.dtype)
+    nothing = FlatEntries.even(queries[:, :, :0], values[:, :, :0])
+    call = AttentionCall(queries=queries, keys=queries, values=values, scaling=1.0)
+    return cpu_attention(call, nothing, threads=1)
+
+
+@needs_kernel
+@pytest.mark.parametrize("offset", [0.0, 300.0, -300.0])
+def test_logits_far_from_zero_and_weights_of_nothing(offset: float) -> None:
+    """The largest logit is taken off first; what is too small to count is 0, not a number."""
+    keys = torch.tensor([offset, offset + 1, offset - 200.0, offset + 1]).view(1, 1, 4, 1)
+    values = torch.tensor([1.0, 2.0, 1e30, 4.0]).view(1, 1, 4, 1)
+    one = torch.ones(1, 1, 1, 1)
+    call = AttentionCall(queries=one, keys=one * offset, values=one * 5, scaling=1.0)
+    found = cpu_attention(call, FlatEntries.even(keys, values))
+    weights = torch.tensor([0.0, 1.0, 1.0, 0.0]).softmax(0)
+    expected = (weights * torch.tensor([1.0, 2.0, 4.0, 5.0])).sum()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@needs_kernel
+@pytest.mark.parametrize("counts", [[[0, 300, 0]], [[300, 0, 700]], [[0, 0, 0]]])
+def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts: list[list[int]]) -> None:
+    """No caller asks so, since a token sees itself: without one softmax is that of nothing."""
+    table = np.array(counts)
+    call = call_of(table, (16, 16), torch.float32, group=1, before=-1)
+    stored = stored_of(table, (16, 16), torch.float32, biased=False)
+    found = cpu_attention(call, ragged_of(stored, table).flat, threads=2)[0, 0]
+    for head, count in enumerate(counts[0]):
+        if not count:
+            assert found[head].isnan().all()
+            continue
+        keys, values, _ = stored[0, head]
+        exact = (call.queries[0, head].double() @ keys.double().T * 0.25).softmax(-1)
+        assert (found[head] - (exact @ values.double())[0]).abs().max() < 1e-5
+
+
+@needs_kernel
+def test_threads_share_entries_and_say_the_same() -> None:
+    """One long head among empty ones: all threads read it."""
+    counts = np.array([[0, 5000, 0, 3]])
+    torch.manual_seed(0)
+    call = call_of(counts, (16, 16), torch.float32)
+    stored = stored_of(counts, (16, 16), torch.float32, biased=False)
+    entries = ragged_of(stored, counts)
+    for threads in (1, 2, 3, 7, 64):
+        check(cpu_attention(call, entries.flat, threads=threads), call, stored)
+
+
+@needs_kernel
+def test_tensors_that_are_cut_from_others() -> None:
+    """Their numbers do not stand one after the other, or one row stands for all."""
+    torch.manual_seed(0)
+    whole = torch.randn(2, 5, 3, 60)
+    call = AttentionCall(
+        queries=torch.randn(2, 2, 6, 16).transpose(1, 2),
+        keys=whole[:1, :, :, 7:23].transpose(1, 2).expand(2, -1, -1, -1),
+        values=whole[..., 30:54].transpose(1, 2),
+        scaling=0.25,
+        visible=torch.tensor([[True, False, True, True, True]]),
+        sink_logits=torch.randn(6, 2, dtype=torch.float64)[:, 0],
+    )
+    counts = np.array([[3, 0, 70], [128, 1, 9]])
+    stored = stored_of(counts, (16, 24), torch.float32, biased=True)
+    check(cpu_attention(call, ragged_of(stored, counts).flat), call, stored)
+
+
+@needs_kernel
+def test_what_it_does_not_answer() -> None:
+    queries, keys = torch.randn(1, 6, 1, 8), torch.randn(1, 2, 3, 8)
+
+    def kernel(queries: Any, *given: Any) -> Any:
+        call = AttentionCall(queries=queries, keys=given[0], values=given[1], scaling=1.0)
+        return kernel_for(call, *given[2:])
+
+    assert kernel(queries, keys, keys) is cpu_attention
+    assert kernel(queries.double(), keys.double(), keys.double()) is None
+    many = torch.randn(1, 6, MOST_ROWS // 3 + 1, 8)
+    assert kernel(many, keys, keys) is None
+    assert kernel(many[:, :, 1:], keys, keys) is cpu_attention
+    for place in range(4):
+        given = [queries, keys, keys, keys]
+        given[place] = given[place].bfloat16()
+        assert kernel(*given) is None
+        given[place] = given[place].float().requires_grad_()
+        assert kernel(*given) is None
+        with torch.no_grad():
+            assert kernel(*given) is cpu_attention
+
+
+@needs_kernel
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_type_is_not_its_own(default: torch.dtype) -> None:
+    """What it writes into has the size that it writes, whatever new tensors are by default."""
+    torch.manual_seed(0)
+    call = call_of(np.zeros((2, 2)), (16, 16), torch.float32)
+    entries = FlatEntries.even(torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
+    expected = cpu_attention(call, entries)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = cpu_attention(call, entries)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, expected)
+
+
+def test_gradients_of_values_alone() -> None:
+    """As where only the values' projection is trained: queries need no gradient there."""
+    torch.manual_seed(0)
+    call = call_of(np.zeros((1, 2)), (8, 8), torch.float32, before=0)
+    call.values.requires_grad_()
+    found = apart_attention(call, (torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)))
+    assert found is not None
+    (gradient,) = torch.autograd.grad(found.sum(), call.values)
+    assert float(gradient.abs().min()) > 0
+
+
+@needs_kernel
+@pytest.mark.parametrize("by_head", [False, True])
+def test_autocast_mixes_types(
+    tiny: ModuleType, by_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions turn queries and keys in float32, but values stay as they were projected."""
+    model = tiny.tiny_model("qwen3")
+    profile = tiny.make_profile(model, 60, 0.4)
+    profile = tiny.by_head(profile) if by_head else profile
+
+    def answers() -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            cache = profile.cache(model)
+            model(tiny.prompt(60, 2), past_key_values=cache)
+            tokens = [tiny.prompt(1, 2, seed=step) for step in range(3)]
+            found = [model(token, past_key_values=cache).logits for token in tokens]
+        return torch.cat(found)
+
+    found = answers()
+    monkeypatch.setattr(cpu, "compiled", lambda source: Compiled(reason="a test wants none"))
+    assert torch.equal(found, answers())
