@@ -83,6 +83,17 @@ class MissingDependencyError(KVAllocError):
     """An optional package that this command needs is not installed."""
 
 
+def plain(text: str) -> str:
+    r"""A text that cannot move a terminal's cursor: control characters are shown escaped.
+
+    Examples
+    --------
+    >>> print(plain("a\nb \x1b[31m"))
+    a\nb \x1b[31m
+    """
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def _short(value: object, limit: int = 80) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = " ".join(text.split()) or "empty"

@@ -7,18 +7,18 @@ import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvalloc.cli.options import Json, Quiet
-from kvalloc.cli.output import duration, note, print_json, size, terminal_width
-from kvalloc.cli.picture import can_print_bars
+from kvalloc.cli.output import duration, json_text, size
+from kvalloc.cli.progress import ProgressBar, load, slow
+from kvalloc.cli.targets import check_time_limit
 from kvalloc.errors import InputError, SolverError
 
 if TYPE_CHECKING:
-    from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder
-    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder, Questions
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.models.loading import LoadedModel
 
@@ -29,41 +29,12 @@ EXAMPLES = """\
 """
 
 TARGET_RETENTION = 0.9
-_COLUMNS = 4
-_HARM_SHARE = 0.5
-"""Share of the time that asking the retention-based solvers leaves for all that follows."""
 SCORES, LOSSES = "scores.safetensors", "losses.safetensors"
 RESULTS, PICTURE = "results.json", "demo.png"
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """How much is measured."""
-
-    samples: int
-    context_tokens: int
-    n_questions: int
-    shares: tuple[float, ...]
-    loss_prompts: int
-    loss_context_tokens: int
-
-
-_FULL = _Plan(
-    samples=4,
-    context_tokens=1500,
-    n_questions=3,
-    shares=(0.125, 0.2, 0.3, 0.4, 0.6, 0.8),
-    loss_prompts=4,
-    loss_context_tokens=1024,
-)
-_QUICK = _Plan(
-    samples=1,
-    context_tokens=400,
-    n_questions=1,
-    shares=(0.3, 0.8),
-    loss_prompts=2,
-    loss_context_tokens=300,
-)
+_COLUMNS = 4
+_HARM_SHARE = 0.5
+"""Share of the time that asking the retention-based solvers leaves for all that follows."""
 
 
 def demo(
@@ -90,74 +61,49 @@ def demo(
     what was measured, whether it flatters kvalloc or not.
     """
     begun = time.monotonic()
+    check_time_limit(time_limit)
     # Before torch is loaded: threads that spin while they wait make everything several times
     # slower on a machine that is not idle, and a demo seldom has a machine to itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from kvalloc.evaluate.showcase import Experiment
-
-    if time_limit <= 0:
-        raise InputError(f"a time limit of {time_limit:g} s leaves no time; give more")
-    plan = _QUICK if quick else _FULL
-    asking = _Asking(
-        plan=plan,
-        n_questions=questions or plan.n_questions,
+    _make_folder(output_dir)
+    much = _QUICK if quick else _FULL
+    run = _Demo(
+        much=much,
+        n_questions=questions or much.n_questions,
         seed=seed,
         deadline=begun + time_limit,
-        reserved_seconds=time_limit * _HARM_SHARE,
+        ask_until=begun + time_limit * (1 - _HARM_SHARE),
+        folder=output_dir,
+        silent=json,
         quiet=quiet,
     )
-    _make_folder(output_dir)
-    show = _Show(silent=json)
-    loaded, scores = _measure(plan, output_dir, show, quiet=quiet)
-    decisions = _decide(scores, output_dir, show)
-    bench = _Bench(loaded, asking)
-    capacity = _greedy_bytes(decisions)
-    granted, asked = _ask(bench, scores, capacity, show)
-    losses, by_loss = _harm(bench, asked[0].share, output_dir, show)
-    ladder = _search(bench, scores, losses, asked, show)
-    experiment = Experiment(
-        references=bench.questions.references,
-        capacity_bytes=capacity,
-        decisions=tuple(granted),
-        asked=tuple(asked),
-        by_loss=tuple(by_loss),
-        ladder=ladder,
-    )
-    record = _save(scores, decisions, experiment, output_dir, show)
-    show.text(f"All of it took {duration(time.monotonic() - begun)}.")
+    record = run.all_steps()
+    run.text(f"All of it took {duration(time.monotonic() - begun)}.")
     if json:
-        print_json(record)
+        print(record)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asking:
-    plan: _Plan
-    n_questions: int
-    seed: int
-    deadline: float
-    reserved_seconds: float
-    quiet: bool
+class _Amount:
+    """How much is measured."""
+
+    samples: int = 4
+    context_tokens: int = 1500
+    n_questions: int = 3
+    shares: tuple[float, ...] = (0.125, 0.2, 0.3, 0.4, 0.6, 0.8)
+    loss_prompts: int = 4
+    loss_context_tokens: int = 1024
 
 
-class _Show:
-    """Prints as soon as there is something to see; nothing at all where JSON is wanted."""
-
-    def __init__(self, *, silent: bool) -> None:
-        self._silent = silent
-        self.width = min(terminal_width(), 100)
-
-    def heading(self, number: int, text: str) -> None:
-        """An empty line and a line with a number."""
-        self.lines(["", f"{number}. {text}"])
-
-    def text(self, text: str) -> None:
-        """A paragraph."""
-        self.lines(textwrap.wrap(text, self.width))
-
-    def lines(self, lines: list[str]) -> None:
-        """Lines as they are."""
-        if not self._silent:
-            print("\n".join(lines), flush=True)
+_FULL = _Amount()
+_QUICK = _Amount(
+    samples=1,
+    context_tokens=400,
+    n_questions=1,
+    shares=(0.3, 0.8),
+    loss_prompts=2,
+    loss_context_tokens=300,
+)
 
 
 def _make_folder(folder: Path) -> None:
@@ -169,213 +115,185 @@ def _make_folder(folder: Path) -> None:
         raise InputError(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
-def _measure(
-    plan: _Plan, folder: Path, show: _Show, *, quiet: bool
-) -> tuple[LoadedModel, ScoreProfile]:
-    from kvalloc.cli.progress import ProgressBar, slow
-    from kvalloc.measure import default_texts, profile
-    from kvalloc.models.loading import load_model
+@dataclass(frozen=True, kw_only=True)
+class _Demo:
+    """The steps of the demo; each prints what it found as soon as it is known."""
 
-    with slow("loading the demo model", quiet=quiet):
-        loaded = load_model("demo", notify=lambda line: note(line, quiet=quiet))
-    show.heading(1, f"Measure: where {loaded.model_id} looks")
-    start = time.perf_counter()
-    with ProgressBar("profiling", unit="layers", quiet=quiet) as progress:
-        scores = profile(
-            loaded.model,
-            loaded.tokenizer,
-            default_texts(),
-            samples=plan.samples,
-            context=plan.context_tokens,
-            progress=progress,
+    much: _Amount
+    n_questions: int
+    seed: int
+    deadline: float
+    ask_until: float
+    folder: Path
+    silent: bool
+    quiet: bool
+
+    def all_steps(self) -> str:
+        """One after the other; returns the document of results."""
+        from kvalloc.evaluate.showcase import Experiment
+
+        loaded = load("demo", quiet=self.quiet)
+        scores = self.measure(loaded)
+        decisions = self.decide(scores)
+        capacity = _greedy_bytes(decisions)
+        questions, granted, asked = self.ask(loaded, scores, capacity)
+        losses, by_loss = self.harm(loaded, questions, asked[0].share)
+        experiment = Experiment(
+            cases=questions.cases,
+            full=questions.full,
+            capacity_bytes=capacity,
+            decisions=tuple(granted),
+            asked=tuple(asked),
+            by_loss=tuple(by_loss),
+            ladder=self.search(questions, scores, losses, asked),
         )
-    seconds = time.perf_counter() - start
-    scores.save(folder / SCORES)
-    show.text(f"{scores.text_description}.")
-    show.text(
-        f"Scorer {scores.scorer}, {scores.sinks} sinks, window {scores.window}; "
-        f"{duration(seconds)}."
-    )
-    return loaded, scores
+        return self.save(scores, decisions, experiment)
 
+    def measure(self, loaded: LoadedModel) -> ScoreProfile:
+        from kvalloc.measure import default_texts, profile
 
-def _decide(scores: ScoreProfile, folder: Path, show: _Show) -> list[Decision]:
-    from kvalloc.evaluate.showcase import decide
-    from kvalloc.report.showcase import decision_table
-    from kvalloc.report.terminal import budget_columns
+        self.lines("", f"1. Measure: where {loaded.model_id} looks")
+        start, amount = time.perf_counter(), self.much
+        model, tokenizer, texts = loaded.model, loaded.tokenizer, default_texts()
+        samples, context = amount.samples, amount.context_tokens
+        with ProgressBar("profiling", unit="layers", quiet=self.quiet) as bar:
+            scores = profile(
+                model, tokenizer, texts, samples=samples, context=context, progress=bar
+            )
+        seconds = time.perf_counter() - start
+        scores.save(self.folder / SCORES)
+        self.text(f"{scores.text_description}.")
+        settings = f"Scorer {scores.scorer}, {scores.sinks} sinks, window {scores.window}"
+        self.text(f"{settings}; {duration(seconds)}.")
+        return scores
 
-    show.heading(2, f"Decide: the fewest bytes that retain {TARGET_RETENTION:g} of the attention")
-    decisions = decide(scores, {"target_retention": TARGET_RETENTION})
-    show.lines(decision_table(decisions))
-    decided = {d.solver: d.profile for d in decisions if d.profile is not None}
-    for name, profile in decided.items():
-        profile.save(folder / f"{name}.json")
-    drawn = _worth_drawing(decided)
-    show.lines(["", "Entries that each layer keeps, in % of the prompt:"])
-    show.lines(budget_columns(drawn, width=show.width, unicode=can_print_bars()))
-    if len(drawn) < len(decided):
-        show.text(f"{PICTURE} and the files of budgets have the others.")
-    return decisions
+    def decide(self, scores: ScoreProfile) -> list[Decision]:
+        from kvalloc.evaluate.showcase import decide
+        from kvalloc.report.showcase import decision_table
+        from kvalloc.report.terminal import budget_columns, merged_names
 
+        wanted = f"the fewest bytes that retain {TARGET_RETENTION:g} of the attention"
+        self.lines("", f"2. Decide: {wanted}")
+        decisions = decide(scores, target_retention=TARGET_RETENTION)
+        self.lines(*decision_table(decisions))
+        decided = {d.solver: d.profile for d in decisions if d.profile is not None}
+        for name, profile in decided.items():
+            profile.save(self.folder / f"{name}.json")
+        # The first few different ones per layer: more columns would be too narrow to read.
+        by_layer = merged_names({name: p for name, p in decided.items() if p.level == "layer"})
+        drawn = dict(list(by_layer.items())[:_COLUMNS])
+        self.lines("", "Entries that each layer keeps, in % of the prompt:")
+        self.lines(*budget_columns(drawn, width=_width()))
+        if len(drawn) < len(decided):
+            self.text(f"{PICTURE} and the files of budgets have the others.")
+        return decisions
 
-def _worth_drawing(decided: dict[str, BudgetProfile]) -> dict[str, BudgetProfile]:
-    """The first few different budgets per layer: more columns would be too narrow to read."""
-    from kvalloc.report.terminal import merged_names
-
-    by_layer = {name: p for name, p in decided.items() if p.level == "layer"}
-    return dict(list(merged_names(by_layer).items())[:_COLUMNS])
-
-
-class _Bench:
-    """The questions, already answered with the full cache, and until when more are asked."""
-
-    def __init__(self, loaded: LoadedModel, asking: _Asking) -> None:
-        from kvalloc.cli.progress import slow
-        from kvalloc.evaluate.caches import measure_references
-        from kvalloc.evaluate.showcase import Questions
+    def ask(
+        self, loaded: LoadedModel, scores: ScoreProfile, capacity: int
+    ) -> tuple[Questions, list[Decision], list[Asked]]:
+        from kvalloc.evaluate.showcase import Questions, ask_each, decide
         from kvalloc.prompts.needle import make_needle_cases
+        from kvalloc.report.showcase import question_tables, summary_table
 
-        self.loaded, self.asking = loaded, asking
-        cases = make_needle_cases(
-            loaded.tokenizer, asking.n_questions, asking.plan.context_tokens, seed=asking.seed
+        full = scores.shape.full_bytes(scores.context_tokens)
+        self.lines("", f"3. Apply: the same {size(capacity)} of {size(full)} for every solver")
+        context, tokenizer = self.much.context_tokens, loaded.tokenizer
+        cases = make_needle_cases(tokenizer, self.n_questions, context, seed=self.seed)
+        with slow("asking the full cache", quiet=self.quiet):
+            questions = Questions(loaded.model, tokenizer, cases)
+        granted, share = decide(scores, memory=capacity), capacity / full
+        with ProgressBar("asking", unit="solvers", quiet=self.quiet) as bar:
+            asked, missing = ask_each(
+                granted, share, questions, deadline=self.ask_until, progress=bar
+            )
+        self.lines(*question_tables(questions, asked), "", *summary_table(asked))
+        for name, reason in missing.items():
+            self.text(f"{name}: not asked, {reason}")
+        return questions, granted, asked
+
+    def harm(
+        self, loaded: LoadedModel, questions: Questions, share: float
+    ) -> tuple[ScoreProfile, list[Asked]]:
+        from kvalloc.evaluate.showcase import LOSS, loss_rules, profile_losses
+        from kvalloc.report.showcase import summary_table
+
+        self.lines("", "4. Harm: decide by what the answers lose, at the same bytes")
+        start, n_prompts = time.perf_counter(), self.much.loss_prompts
+        with ProgressBar("measuring losses", unit="steps", quiet=self.quiet) as bar:
+            losses = profile_losses(loaded, n_prompts, self.much.loss_context_tokens, bar)
+        losses.save(self.folder / LOSSES)
+        assert losses.loss_tokens is not None  # measured just now
+        self.text(
+            f"Each layer alone reduced to {losses.loss_tokens.size - 1} sizes, its harm measured "
+            f"('kvalloc profile --loss'), on {n_prompts} prompts of up to "
+            f"{losses.context_tokens:,} tokens: needles of other names in other texts, and "
+            f"running text. Scorer {losses.scorer}, window {losses.window}; "
+            f"{duration(time.perf_counter() - start)}."
         )
-        with slow("asking the full cache", quiet=asking.quiet):
-            references = measure_references(loaded.model, loaded.tokenizer, cases)
-        self.questions = Questions(loaded.model, loaded.tokenizer, references)
+        rules = loss_rules(losses, self.much.context_tokens)
+        rules[LOSS](share).save(self.folder / "least_loss.json")
+        with slow("asking", quiet=self.quiet):
+            asked = [questions.ask(name, share, rule(share)) for name, rule in rules.items()]
+        self.lines("", *summary_table(asked))
+        return losses, asked
+
+    def search(
+        self,
+        questions: Questions,
+        scores: ScoreProfile,
+        losses: ScoreProfile,
+        asked: list[Asked],
+    ) -> Ladder:
+        from kvalloc.evaluate.showcase import climb, loss_rules, rules_of
+        from kvalloc.report.showcase import ladder_table
+
+        self.lines("", "5. Search: needles found and mean KL at other shares of the entries")
+        rules = loss_rules(losses, self.much.context_tokens)
+        rules |= rules_of(scores, [entry.solver for entry in asked])
+        shares, until = self.much.shares, self.deadline
+        with ProgressBar("searching", unit="seconds at most", quiet=self.quiet) as bar:
+            ladder = climb(rules, questions, shares=shares, deadline=until, progress=bar)
+        self.lines(*ladder_table(ladder, list(rules)))
+        return ladder
+
+    def save(self, scores: ScoreProfile, decisions: list[Decision], experiment: Experiment) -> str:
+        from kvalloc.files import atomic_write
+        from kvalloc.report.showcase import lessons, save_picture
+
+        record = json_text(experiment.record(decisions))
+        with atomic_write(self.folder / RESULTS) as temporary:
+            temporary.write_text(record + "\n", "utf-8")
+        save_picture(self.folder / PICTURE, scores, decisions, experiment)
+        self.lines("", "6. What this shows")
+        for lesson in lessons(experiment):
+            self.text(lesson)
+        files = f"{SCORES}, {LOSSES}, a budget profile for each solver (*.json), {RESULTS}"
+        self.lines("")
+        self.text(f"In {self.folder}: {files}, {PICTURE}")
+        return record
+
+    def text(self, text: str) -> None:
+        """A paragraph."""
+        self.lines(*textwrap.wrap(text, _width()))
+
+    def lines(self, *lines: str) -> None:
+        """Lines as they are; nothing where JSON is wanted."""
+        if not self.silent:
+            print("\n".join(lines), flush=True)
 
 
-def _ask(
-    bench: _Bench, scores: ScoreProfile, capacity: int, show: _Show
-) -> tuple[list[Decision], list[Asked]]:
-    from kvalloc.cli.progress import ProgressBar
-    from kvalloc.evaluate.showcase import ask_each, decide
-    from kvalloc.report.showcase import question_tables, summary_table
+def _width() -> int:
+    from kvalloc.report.terminal import terminal_width
 
-    full = scores.shape.full_bytes(scores.context_tokens)
-    show.heading(3, f"Apply: the same {size(capacity)} of {size(full)} for every solver")
-    granted = decide(scores, {"memory": capacity})
-    with ProgressBar("asking", unit="solvers", quiet=bench.asking.quiet) as progress:
-        asked, missing = ask_each(
-            granted,
-            capacity / full,
-            bench.questions,
-            deadline=bench.asking.deadline - bench.asking.reserved_seconds,
-            progress=progress,
-        )
-    references = bench.questions.references
-    show.lines([*question_tables(references, asked), "", *summary_table(asked)])
-    for name, reason in missing.items():
-        show.text(f"{name}: not asked, {reason}")
-    return granted, asked
-
-
-def _harm(
-    bench: _Bench, share: float, folder: Path, show: _Show
-) -> tuple[ScoreProfile, list[Asked]]:
-    from kvalloc.cli.progress import ProgressBar
-    from kvalloc.evaluate.harm import LOSS, harm_rules, profile_losses
-    from kvalloc.report.showcase import summary_table
-
-    plan, quiet = bench.asking.plan, bench.asking.quiet
-    show.heading(4, "Harm: decide by what the answers lose, at the same bytes")
-    start = time.perf_counter()
-    with ProgressBar("measuring losses", unit="steps", quiet=quiet) as progress:
-        losses = profile_losses(
-            bench.loaded,
-            n_prompts=plan.loss_prompts,
-            context_tokens=plan.loss_context_tokens,
-            progress=progress,
-        )
-    seconds = time.perf_counter() - start
-    losses.save(folder / LOSSES)
-    assert losses.loss_tokens is not None  # asked for
-    show.text(
-        f"Each layer alone reduced to {losses.loss_tokens.size - 1} sizes, its harm measured "
-        f"('kvalloc profile --loss'), on {plan.loss_prompts} prompts of up to "
-        f"{losses.context_tokens:,} tokens: needles of other names in other texts, and running "
-        f"text. Scorer {losses.scorer}, window {losses.window}; {duration(seconds)}."
-    )
-    rules = harm_rules(losses, plan.context_tokens)
-    rules[LOSS](share).save(folder / "least_loss.json")
-    with ProgressBar("asking", unit="caches", quiet=quiet) as progress:
-        asked = []
-        for done, (name, rule) in enumerate(rules.items(), start=1):
-            asked.append(bench.questions.ask(name, share, rule(share)))
-            progress(done, len(rules))
-    show.lines(["", *summary_table(asked)])
-    return losses, asked
-
-
-def _search(
-    bench: _Bench,
-    scores: ScoreProfile,
-    losses: ScoreProfile,
-    asked: list[Asked],
-    show: _Show,
-) -> Ladder:
-    from kvalloc.cli.progress import ProgressBar
-    from kvalloc.evaluate.harm import harm_rules
-    from kvalloc.evaluate.showcase import climb, rules_of
-    from kvalloc.report.showcase import ladder_table
-
-    show.heading(5, "Search: needles found and mean KL at other shares of the entries")
-    names = [entry.solver for entry in asked]
-    rules = {**harm_rules(losses, bench.asking.plan.context_tokens), **rules_of(scores, names)}
-    with ProgressBar("searching", unit="seconds at most", quiet=bench.asking.quiet) as progress:
-        ladder = climb(
-            rules,
-            bench.questions,
-            shares=bench.asking.plan.shares,
-            deadline=bench.asking.deadline,
-            progress=progress,
-        )
-    show.lines(ladder_table(ladder, list(rules)))
-    return ladder
+    return min(terminal_width(), 100)
 
 
 def _greedy_bytes(decisions: list[Decision]) -> int:
     """What the optimum at layer level needs: every solver gets as much."""
+    reason = "it is not registered"
     for decision in decisions:
-        if decision.solver == "greedy" and decision.profile is not None:
-            return decision.profile.retained_bytes
-    reasons = "; ".join(d.reason for d in decisions if d.solver == "greedy")
-    raise SolverError(f"the demo needs the solver greedy: {reasons or 'it is not registered'}")
-
-
-def _save(
-    scores: ScoreProfile,
-    decisions: list[Decision],
-    experiment: Experiment,
-    folder: Path,
-    show: _Show,
-) -> dict[str, Any]:
-    import json
-
-    from kvalloc.evaluate.record import demo_record
-    from kvalloc.files import atomic_write
-    from kvalloc.report.figure import save_budget_figure
-    from kvalloc.report.showcase import harm_points, lessons
-
-    record = demo_record(decisions, experiment)
-    with atomic_write(folder / RESULTS) as temporary:
-        temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", "utf-8")
-    model = scores.shape.model_id.rsplit("/", 1)[-1]
-    save_budget_figure(
-        folder / PICTURE,
-        scores,
-        {
-            **{d.solver: d.profile for d in decisions if d.profile is not None},
-            **{asked.solver: asked.profile for asked in experiment.by_loss},
-        },
-        harm=harm_points(experiment),
-        title=f"{model}: budgets for a retention of {TARGET_RETENTION:g}, and by loss",
-    )
-    show.heading(6, "What this shows")
-    for lesson in lessons(experiment):
-        show.text(lesson)
-    show.lines([""])
-    show.text(
-        f"In {folder}: {SCORES}, {LOSSES}, a budget profile for each solver (*.json), {RESULTS}, "
-        f"{PICTURE}"
-    )
-    return record
+        if decision.solver == "greedy":
+            if decision.profile is not None:
+                return decision.profile.retained_bytes
+            reason = decision.reason
+    raise SolverError(f"the demo needs the solver greedy: {reason}")

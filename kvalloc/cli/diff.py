@@ -60,14 +60,13 @@ def _retention(value: float | None) -> str:
 
 def _print_picture(layers: IntArray) -> None:
     """One line a layer: entries gained or lost over its heads, as a bar to one side or other."""
-    from kvalloc.cli.picture import bar, can_print_bars, terminal_width
+    from kvalloc.report.terminal import can_print_bars, terminal_width
 
-    unicode = can_print_bars()
+    block = "█" if can_print_bars() else "#"
     half = (terminal_width() - 18) // 2
     largest = int(abs(layers).max())
     print(f"layer  {'entries':>9}  fewer{'more':>{half + 1}}")
     for layer, change in enumerate(layers.tolist()):
-        drawn = bar(abs(change) / largest, half, unicode=False)
-        drawn = drawn.replace("#", "█") if unicode else drawn
+        drawn = block * round(abs(change) / largest * half)
         side = f"{drawn:>{half}}|" if change < 0 else f"{'':>{half}}|{drawn}"
         print(f"{layer:>5}  {change:>+9,}  {side}".rstrip())

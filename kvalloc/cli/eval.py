@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli import eval_options as options
 from kvalloc.cli.eval_methods import cache_methods, check_adapts, read_target
-from kvalloc.cli.loading import load
 from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
 from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, size
 from kvalloc.cli.peers import peer_methods, read_peers
+from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:

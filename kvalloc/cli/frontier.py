@@ -69,7 +69,7 @@ def frontier(
         )
     seconds = time.perf_counter() - start
     if png is not None:
-        from kvalloc.report.frontier_figure import draw_frontier
+        from kvalloc.report.figure import draw_frontier
 
         draw_frontier(
             traced, png, title=f"{profile.shape.model_id}, {solver}, {request.level} level"
@@ -110,7 +110,7 @@ def _print_table(traced: list[FrontierPoint], *, objective: str, own: str) -> No
     ``own`` names what was maximised, where it is neither the plain mean nor the loss, which is
     shown in any case.
     """
-    from kvalloc.cli.picture import bar, can_print_bars
+    from kvalloc.report.terminal import bar, can_print_bars
 
     unicode = can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)

@@ -10,7 +10,6 @@ from kvalloc.cli import generate_options as options
 from kvalloc.cli import targets
 from kvalloc.cli.asking import check_questions
 from kvalloc.cli.cache_choice import CacheChoice
-from kvalloc.cli.loading import load
 from kvalloc.cli.one_answer import (
     answer_prompt,
     as_json,
@@ -21,6 +20,7 @@ from kvalloc.cli.one_answer import (
 )
 from kvalloc.cli.options import Device, Json, ModelName, Quiet
 from kvalloc.cli.output import note, print_json, size
+from kvalloc.cli.progress import load
 from kvalloc.cli.prompts import given_prompt
 from kvalloc.cli.reading import Reading, check_room, load_document, read_document, save_document
 from kvalloc.errors import InputError

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvalloc.cli.options import Json, Quiet
-from kvalloc.cli.output import model_text, note, print_fields, print_json, size
-from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.cli.output import (
+    duration,
+    model_text,
+    note,
+    print_fields,
+    print_json,
+    print_table,
+    size,
+)
+from kvalloc.errors import InputError, ProfileFileError, plain
+from kvalloc.report.terminal import bar, terminal_width
 
 if TYPE_CHECKING:
+    from kvalloc.accounting import IntArray
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
     from kvalloc.formats.score_profile import ScoreProfile
 
@@ -22,7 +33,9 @@ EXAMPLES = """\
 """
 
 LEVELS = (0.5, 0.9, 0.99)
-"""Retentions for which a score profile's tokens are told."""
+"""Retentions for which a score profile's tokens are shown."""
+
+_SCALES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 def inspect(
@@ -42,64 +55,36 @@ def inspect(
     A budget profile is drawn as one bar a layer; of a score profile the tokens are shown that each
     layer needs to keep 50%, 90% and 99% of its score mass.
     """
-    from kvalloc.formats.saved_cache import is_saved_cache, read_header
+    kind = _kind(file)
+    if kind == "budget profile":
+        from kvalloc.formats.shipped_profiles import load_profile
 
-    if is_saved_cache(file):
-        from kvalloc.cli.saved import show_saved
+        _show_budgets(file, load_profile(file), json=json)
+    elif kind == "saved cache":
+        from kvalloc.formats.saved_cache import read_header
 
-        show_saved(file, read_header(file), json=json)
-        return
-    found = _load(file)
-    from kvalloc.formats.score_profile import ScoreProfile
-
-    if isinstance(found, ScoreProfile):
-        _show_scores(file, found, json=json)
-        if not json:
-            note(
-                "tokens per KV head that keep 50%, 90% and 99% of a layer's score mass, sinks and "
-                "window included",
-                quiet=quiet,
-            )
+        _show_saved(file, read_header(file), json=json)
     else:
-        _show_budgets(file, found, json=json)
+        from kvalloc.formats.score_profile import ScoreProfile
+
+        _show_scores(file, ScoreProfile.load(file), json=json, quiet=quiet)
 
 
-def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
-    """Tokens per KV head with which each layer keeps this share of its score mass.
+def _kind(file: str) -> str:
+    """What a file is, by its first bytes: JSON is a budget profile, safetensors say what they are.
 
-    Parameters
-    ----------
-    profile : ScoreProfile
-    retention : float
-        0..1.
-
-    Returns
-    -------
-    list of int or None, (n_layers,)
-        Sinks and window included; None for sliding layers.
+    Raises
+    ------
+    KVAllocError
+        If it is none of them.
     """
-    import numpy as np
+    from kvalloc.formats.saved_cache import HEADER, opened
+    from kvalloc.formats.shipped_profiles import shipped_profiles
 
-    curves = profile.contributions().sum(axis=1)
-    needed: list[int | None] = [None] * profile.shape.n_layers
-    for layer in profile.shape.full_layers:
-        # A hair below, so that summing the heads' shares cannot cost a token.
-        rank = float(np.interp(retention - 1e-12, curves[layer], profile.ranks))
-        needed[layer] = profile.protected_tokens + int(np.ceil(rank - 1e-6))
-    return needed
-
-
-def _load(file: str) -> ScoreProfile | BudgetProfile:
-    """By content: JSON is a budget profile, everything else has to be a score profile."""
-    from kvalloc.formats.budget_profile import BudgetProfile
-    from kvalloc.formats.score_profile import ScoreProfile
-    from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
-
-    path = Path(file)
+    path, shipped = Path(file), shipped_profiles()
     if not path.exists():
-        shipped = shipped_profiles()
         if file in shipped:
-            return load_profile(file)
+            return "budget profile"
         raise InputError(
             f"there is no file {file} and no shipped profile of that name; check the path, or "
             f"choose from: {', '.join(shipped) or 'none is shipped'}"
@@ -119,12 +104,11 @@ def _load(file: str) -> ScoreProfile | BudgetProfile:
                 way_out="make it again with 'kvalloc profile' or 'kvalloc solve'",
             )
         if start.lstrip()[:1] == b"{" or path.suffix.lower() == ".json":
-            return BudgetProfile.load(path)
+            return "budget profile"
     try:
-        return ScoreProfile.load(path)
+        with opened(path, "numpy") as tensors:
+            return "saved cache" if HEADER in (tensors.metadata() or {}) else "score profile"
     except ProfileFileError as error:
-        if error.field != "file" or not str(error.found).startswith("not readable"):
-            raise
         raise ProfileFileError(  # it may have been any of them
             file,
             field="file",
@@ -136,91 +120,74 @@ def _load(file: str) -> ScoreProfile | BudgetProfile:
 
 
 def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
+    least, mean, most = budget_spread(profile)
     if json:
         from kvalloc.formats.schema import budget_profile_dict
 
-        least, mean, most = _spread(profile)
         spread = {"min_tokens": least, "mean_tokens": mean, "max_tokens": most}
         known = {"predicted_loss": profile.predicted_loss}  # null, where the file leaves it out
         print_json({"file": file, **known, **budget_profile_dict(profile), **spread})
         return
-    from kvalloc.cli.picture import budget_picture
-
-    print_fields(_budget_fields(file, profile))
+    handed_out = "; handed out by each prompt, this is their mean" if profile.by_prompt else ""
+    budgets = f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average{handed_out}"
+    print_fields({"budget profile": file, **_budget_fields(profile, budgets)})
     print()
     print("\n".join(budget_picture(profile)))
     if profile.evaluation is not None:
         _print_evaluation(profile.evaluation)
 
 
-def _budget_fields(file: str, profile: BudgetProfile) -> dict[str, str]:
-    """What is told of a budget profile, for people."""
-    from kvalloc.cli.refining import refinement_fields
-    from kvalloc.cli.solve import (
-        LOSS_NOTE,
-        bits_text,
-        bound_text,
-        cost_text,
-        objective_text,
-        policies_text,
-        price_text,
-        ranks_text,
-        retention_text,
-        solver_text,
-        why_text,
-    )
+def _budget_fields(profile: BudgetProfile, budgets: str) -> dict[str, str]:
+    """What a budget profile holds, for people; what does not apply is left out."""
+    from kvalloc.cli import refining
+    from kvalloc.cli import solve as texts
 
-    least, mean, most = _spread(profile)
     kept, whole = profile.retained_bytes, profile.full_bytes
     options = ", ".join(f"{key}={value}" for key, value in profile.solver_options.items())
-    chosen = policies_text(profile)
+    chosen, policy = texts.policies_text(profile), profile.policy
     others = "; ".join(_policy_text(other) for other in profile.other_policies)
-    return {
-        "budget profile": file,
+    loss = profile.predicted_loss
+    fixed = profile.length_rule == "fixed"
+    fields = {
         "model": model_text(profile.shape),
         "asked": _asked(profile),
-        "solver": f"{solver_text(profile)}{f' with {options}' if options else ''}, "
+        "solver": f"{texts.solver_text(profile)}{f' with {options}' if options else ''}, "
         f"{profile.termination}, {profile.level} level, {profile.created}",
-        **({"why": why_text(profile)} if profile.detail else {}),
-        "retention": retention_text(profile),
+        "why": profile.detail and texts.why_text(profile),
+        "retention": texts.retention_text(profile),
         "predicted loss": "unknown, no loss curves"
-        if profile.predicted_loss is None
-        else f"{profile.predicted_loss:.6f} nats per token; {_loss_source(profile, LOSS_NOTE)}",
-        **({} if profile.refinement is None else refinement_fields(profile)),
-        "objective": objective_text(profile.objective, profile),
-        "bound": bound_text(profile),
+        if loss is None
+        else f"{loss:.6f} nats per token; {_loss_source(profile, texts.LOSS_NOTE)}",
+        **({} if profile.refinement is None else refining.refinement_fields(profile)),
+        "objective": texts.objective_text(profile.objective, profile),
+        "bound": texts.bound_text(profile),
         "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
-        "bits": "16 (the model's dtype)" if profile.bits is None else bits_text(profile),
-        **({} if profile.cost_bytes is None else {"cost": cost_text(profile)}),
-        **({} if profile.ranks is None else {"ranks": ranks_text(profile)}),
-        **({"sharing": _sharing_text(profile)} if profile.share_groups else {}),
-        **({"price": price} if (price := price_text(profile)) else {}),
-        "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average"
-        + ("; handed out by each prompt, this is their mean" if profile.by_prompt else ""),
-        "other lengths": "the same number of entries"
-        if profile.length_rule == "fixed"
-        else "the same share of the evictable entries",
-        "policy": f"{_policy_text(profile.policy)}, {profile.policy.sinks} sinks, window "
-        f"{profile.policy.window}",
-        **({"other policies": others, "chosen": chosen} if chosen else {}),
+        "bits": "16 (the model's dtype)" if profile.bits is None else texts.bits_text(profile),
+        "cost": "" if profile.cost_bytes is None else texts.cost_text(profile),
+        "ranks": "" if profile.ranks is None else texts.ranks_text(profile),
+        "sharing": _sharing_text(profile) if profile.share_groups else "",
+        "price": texts.price_text(profile),
+        "budgets": budgets,
+        "other lengths": f"the same {'number of' if fixed else 'share of the evictable'} entries",
+        "policy": f"{_policy_text(policy)}, {policy.sinks} sinks, window {policy.window}",
+        "other policies": others if chosen else "",
+        "chosen": chosen,
     }
+    return {name: text for name, text in fields.items() if text}
 
 
 def _print_evaluation(evaluation: dict[str, Any]) -> None:
     """What was measured with these budgets, a row a task; what a file leaves out is a dash."""
-    from kvalloc.cli.output import print_table
-
-    settings = evaluation.get("settings")
-    told = settings if isinstance(settings, dict) else {}
-    rows = evaluation.get("rows")
+    settings, rows = evaluation.get("settings"), evaluation.get("rows")
+    known = settings if isinstance(settings, dict) else {}
     shown = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     if not shown:
         return
     headings = ("evaluated", "tokens", "question", "KL", "95% of KL", "agree", "score", "full", "n")
     print()
-    print_table(headings, [_evaluation_cells(row, told) for row in shown])
-    split, seed = told.get("split", "unknown"), told.get("seed", "unknown")
-    print(f"measured on prompts of the split {split}, seed {seed}; KL in nats per token")
+    print_table(headings, [_evaluation_cells(row, known) for row in shown])
+    split, seed = known.get("split", "unknown"), known.get("seed", "unknown")
+    print(plain(f"measured on prompts of the split {split}, seed {seed}; KL in nats per token"))
 
 
 def _evaluation_cells(row: dict[str, Any], settings: dict[str, Any]) -> list[str]:
@@ -232,9 +199,7 @@ def _evaluation_cells(row: dict[str, Any], settings: dict[str, Any]) -> list[str
         str(row.get("question", settings.get("question", "-"))),
         _number(row.get("kl"), ".4f"),
         "..".join(_number(end, ".4f") for end in ends) if two and ends else "-",
-        _number(row.get("top1_agreement"), ".0%"),
-        _number(row.get("score"), ".0%"),
-        _number(row.get("full_score"), ".0%"),
+        *(_number(row.get(name), ".0%") for name in ("top1_agreement", "score", "full_score")),
         _number(row.get("n"), ","),
     ]
 
@@ -272,23 +237,16 @@ def _policy_text(policy: Policy) -> str:
     return f"{label}{policy.name}{_parameters(policy.parameters)} by {by}"
 
 
-def _show_scores(file: str, profile: ScoreProfile, *, json: bool) -> None:
+def _show_scores(file: str, profile: ScoreProfile, *, json: bool, quiet: bool) -> None:
     needed = {level: tokens_for(profile, level) for level in LEVELS}
     if json:
-        print_json(
-            {"file": file, "kind": "kvalloc.score_profile", **_score_facts(profile)}
-            | {"tokens_for_retention": {f"{level:g}": tokens for level, tokens in needed.items()}}
-        )
+        tokens = {f"{level:g}": tokens for level, tokens in needed.items()}
+        facts = {"file": file, "kind": "kvalloc.score_profile", **_score_facts(profile)}
+        print_json({**facts, "tokens_for_retention": tokens})
         return
     shortest, longest = int(profile.sample_tokens.min()), int(profile.sample_tokens.max())
     lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
-    exact = (
-        "every rank"
-        if profile.is_exact
-        else (
-            f"{profile.ranks.size:,} ranks, interpolation error {profile.interpolation_error:.1e}"
-        )
-    )
+    grid = f"{profile.ranks.size:,} ranks, interpolation error {profile.interpolation_error:.1e}"
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
     print_fields(
         {
@@ -297,7 +255,7 @@ def _show_scores(file: str, profile: ScoreProfile, *, json: bool) -> None:
             "scorer": f"{profile.scorer}{_parameters(profile.scorer_parameters)}, "
             f"{profile.sinks} sinks, window {profile.window}",
             "context": f"{profile.context_tokens:,} tokens, {profile.evictable_tokens:,} of them "
-            f"evictable; {exact}",
+            f"evictable; {'every rank' if profile.is_exact else grid}",
             "samples": f"{profile.n_samples} of {lengths} tokens",
             "loss curves": losses_text(profile),
             "bits": _bits_text(profile),
@@ -307,52 +265,69 @@ def _show_scores(file: str, profile: ScoreProfile, *, json: bool) -> None:
     )
     print()
     print("\n".join(_needed_table(profile, needed)))
+    note(
+        "tokens per KV head that keep 50%, 90% and 99% of a layer's score mass, sinks and window "
+        "included",
+        quiet=quiet,
+    )
+
+
+def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
+    """Tokens per KV head with which each layer keeps this share of its score mass.
+
+    Parameters
+    ----------
+    profile : ScoreProfile
+    retention : float
+        0..1.
+
+    Returns
+    -------
+    list of int or None, (n_layers,)
+        Sinks and window included; None for sliding layers.
+    """
+    import numpy as np
+
+    curves = profile.contributions().sum(axis=1)
+    needed: list[int | None] = [None] * profile.shape.n_layers
+    for layer in profile.shape.full_layers:
+        # A hair below, so that summing the heads' shares cannot cost a token.
+        rank = float(np.interp(retention - 1e-12, curves[layer], profile.ranks))
+        needed[layer] = profile.protected_tokens + int(np.ceil(rank - 1e-6))
+    return needed
 
 
 def _needed_table(profile: ScoreProfile, needed: dict[float, list[int | None]]) -> list[str]:
-    from kvalloc.cli.output import terminal_width
-    from kvalloc.cli.picture import bar, bar_scale, can_print_bars
-
-    unicode = can_print_bars()
-    most = max(count for count in needed[0.9] if count is not None)
-    full_bar = bar_scale(most / profile.context_tokens)
+    widest = max(count for count in needed[0.9] if count is not None)
+    full_bar = bar_scale(widest / profile.context_tokens)
     heading = f"   90%; a whole line is {full_bar:.0%} of {profile.context_tokens:,} tokens"
     lines = ["layer" + "".join(f"{f'{level:.0%}':>8}" for level in LEVELS) + heading]
     for layer in range(profile.shape.n_layers):
-        tokens = [needed[level][layer] for level in LEVELS]
-        if any(count is None for count in tokens):
-            lines.append(f"{layer:>5}" + "       -" * len(LEVELS) + "   sliding: nothing to decide")
-            continue
-        text = f"{layer:>5}" + "".join(f"{count:>8,}" for count in tokens) + "   "
-        share = (needed[0.9][layer] or 0) / profile.context_tokens / full_bar
-        lines.append((text + bar(share, terminal_width() - len(text), unicode=unicode)).rstrip())
-    return lines
+        counts = [needed[level][layer] for level in LEVELS]
+        cells = "".join(f"{'-' if count is None else f'{count:,}':>8}" for count in counts)
+        text, share = f"{layer:>5}{cells}   ", (counts[1] or 0) / profile.context_tokens / full_bar
+        drawn = bar(share, terminal_width() - len(text))
+        lines.append(text + ("sliding: nothing to decide" if counts[1] is None else drawn))
+    return [line.rstrip() for line in lines]
 
 
 def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
+    plain_fields = (
+        "scorer scorer_parameters context_tokens sinks window evictable_tokens n_samples "
+        "interpolation_error text_description text_digest versions created"
+    )
+    levels, widths = profile.loss_tokens, profile.bit_widths
+    policies = [policy.title for policy in profile.policies]
     return {
         "shape": profile.shape.to_dict(),
-        "scorer": profile.scorer,
-        "scorer_parameters": profile.scorer_parameters,
-        "context_tokens": profile.context_tokens,
-        "sinks": profile.sinks,
-        "window": profile.window,
-        "evictable_tokens": profile.evictable_tokens,
-        "n_samples": profile.n_samples,
+        **{name: getattr(profile, name) for name in plain_fields.split()},
         "sample_tokens": profile.sample_tokens.tolist(),
         "n_ranks": int(profile.ranks.size),
-        "interpolation_error": profile.interpolation_error,
-        "loss_tokens": None if profile.loss_tokens is None else profile.loss_tokens.tolist(),
+        "loss_tokens": None if levels is None else levels.tolist(),
         "losses_per": _losses_per(profile),
         "loss_method": profile.loss_method or None,
-        "loss_policies": [policy.title for policy in profile.policies]
-        if profile.losses is not None
-        else None,
-        "bit_widths": None if profile.bit_widths is None else profile.bit_widths.tolist(),
-        "text_description": profile.text_description,
-        "text_digest": profile.text_digest,
-        "versions": profile.versions,
-        "created": profile.created,
+        "loss_policies": None if profile.losses is None else policies,
+        "bit_widths": None if widths is None else widths.tolist(),
         "digest": profile.digest(),
     }
 
@@ -414,7 +389,125 @@ def _parameters(parameters: dict[str, Any]) -> str:
     return f" ({listed})" if listed else ""
 
 
-def _spread(profile: BudgetProfile) -> tuple[int, float, int]:
-    from kvalloc.cli.picture import budget_spread
+def _show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
+    """What a saved cache holds, by its header alone: no model and no tensors are read."""
+    from kvalloc.formats.schema import budget_profile_from_json
 
-    return budget_spread(profile)
+    profile = budget_profile_from_json(file, header["profile"])
+    notes = header.get("notes") or {}
+    alone = header["batch"] == 1  # rows of a batch may be padded, which their number does not tell
+    if alone:
+        prompt = int(header["prompt_tokens"])
+        kept = _handed_out(file, profile) if profile.by_prompt else profile.budgets_for(prompt)
+        profile = replace(profile, context_tokens=prompt, budgets=kept)
+    facts: dict[str, Any] = {
+        "document": notes.get("document"),
+        "rows": header["batch"],
+        **{name: header[name] for name in ("seen_tokens", "prompt_tokens", "dtype")},
+        "file_bytes": Path(file).stat().st_size,
+        "full_bytes": profile.full_bytes_at(int(header["seen_tokens"])) if alone else None,
+        "read_seconds": notes.get("read_seconds"),
+        "bits": None if profile.bits is None else profile.bits.tolist(),
+        "share_groups": [list(group) for group in profile.share_groups],
+    }
+    if json:
+        budgets = {"context_tokens": profile.context_tokens, "budgets": profile.budgets.tolist()}
+        print_json({"file": file, "kind": "kvalloc.cache", **facts, **budgets})
+        return
+    print_fields({"saved cache": file, **_saved_fields(file, facts, profile)})
+    print()
+    print("\n".join(budget_picture(profile)))
+
+
+def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:
+    """What a saved cache holds, for people; what does not apply is left out."""
+    from kvalloc.cli.solve import bits_text, policies_text
+    from kvalloc.formats.sharing_groups import shared_text
+
+    followed = facts["seen_tokens"] - facts["prompt_tokens"]
+    after = f", {followed:,} of them after the prompt" if followed else ""
+    rows = f" in each of {facts['rows']} rows" if facts["rows"] != 1 else ""
+    full, took, policy = facts["full_bytes"], facts["read_seconds"], profile.policy
+    beside = "" if full is None else f"; a full cache takes {size(full)}"
+    fields = {
+        "model": model_text(profile.shape),
+        "document": str(facts["document"] or ""),
+        "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
+        "reading took": duration(took) if isinstance(took, int | float) else "",
+        "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
+        "bits": "" if profile.bits is None else bits_text(profile),
+        "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
+        "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
+        "chosen": policies_text(profile),
+        "ask": f"kvalloc generate MODEL --cache {file} --question TEXT",
+    }
+    return {name: text for name, text in fields.items() if text}
+
+
+def _handed_out(file: str, profile: BudgetProfile) -> IntArray:
+    """What each KV head really keeps of one prompt that handed its entries out itself.
+
+    The budgets of such a profile are what heads had in the mean over other prompts.
+    """
+    from kvalloc.formats.saved_cache import opened
+
+    kept = profile.budgets.copy()
+    with opened(file, "numpy") as tensors:
+        known = set(tensors.keys())
+        for layer in profile.shape.full_layers:
+            if f"{layer}.lengths" in known:
+                kept[layer] = tensors.get_tensor(f"{layer}.lengths")[0]
+            elif f"{layer}.keys" in known:  # all heads of the layer happen to keep the same
+                kept[layer] = tensors.get_slice(f"{layer}.keys").get_shape()[2]
+    return kept
+
+
+def bar_scale(largest: float) -> float:
+    """What a bar of full width stands for: a round share not below the largest (0..1)."""
+    return next((scale for scale in _SCALES if largest <= scale), 1.0)
+
+
+def budget_picture(
+    profile: BudgetProfile, *, width: int | None = None, unicode: bool | None = None
+) -> list[str]:
+    """One line a layer: index, tokens per KV head, share of the context, and a bar of that share.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+        At head level a line shows the mean over the layer's heads, and the smallest and largest.
+    width : int, optional
+        Columns; those of the terminal by default.
+    unicode : bool, optional
+        As in `bar`.
+
+    Returns
+    -------
+    list of str
+        The first one is the heading.
+    """
+    width = terminal_width() if width is None else width
+    heads = profile.level == "head" and profile.shape.n_kv_heads > 1
+    digits = max(6, len(f"{profile.context_tokens:,}"))
+    heading = f"layer  {'tokens':>{digits}}  " + ("min..max over heads  " if heads else "")
+    full_bar = bar_scale(float(profile.budgets.max()) / profile.context_tokens)
+    scale = f"a whole line is {full_bar:.0%} of {profile.context_tokens:,} tokens"
+    lines = [f"{heading}  kept  {scale}"]
+    for layer, row in enumerate(profile.budgets):
+        tokens = float(row.mean())
+        text = f"{layer:>5}  {tokens:>{digits},.0f}  "
+        if heads:
+            spread = f"{int(row.min()):,}..{int(row.max()):,}"
+            text += f"{spread:>19}  "
+        share = tokens / profile.context_tokens
+        text += f"{share:>6.1%}  "
+        sliding = "  sliding" if profile.shape.layer_types[layer] == "sliding" else ""
+        room = max(10, width - len(text) - len(sliding))
+        lines.append((text + bar(share / full_bar, room, unicode=unicode) + sliding).rstrip())
+    return lines
+
+
+def budget_spread(profile: BudgetProfile) -> tuple[int, float, int]:
+    """Smallest, mean and largest decided budget, tokens."""
+    decided = profile.budgets[list(profile.shape.full_layers)]
+    return int(decided.min()), float(decided.mean()), int(decided.max())

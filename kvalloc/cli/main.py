@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvalloc import __version__
-from kvalloc.errors import KVAllocError, naming_flags
+from kvalloc.errors import KVAllocError, naming_flags, plain
 
 COMMANDS = (
     "demo",
@@ -201,4 +201,4 @@ def _users_mistake(error: Exception) -> str | None:
 
 
 def _complain(message: str, *, prefix: str = "error: ") -> None:
-    print(f"{prefix}{' '.join(message.split())}", file=sys.stderr)
+    print(f"{prefix}{plain(' '.join(message.split()))}", file=sys.stderr)

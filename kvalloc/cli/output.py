@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvalloc.errors import plain
+from kvalloc.report.terminal import table_lines, terminal_width
+
 if TYPE_CHECKING:
     from kvalloc.shape import ModelShape
-
-_MAX_WIDTH = 120
 
 SLID_OUT = "layers with a sliding window keep the whole prompt until the next token"
 """Why transformers' own cache may store more than a model needs right after a prompt."""
@@ -20,24 +20,30 @@ SLID_OUT = "layers with a sliding window keep the whole prompt until the next to
 
 def print_json(data: Any) -> None:
     """One JSON document on stdout; ``data`` holds plain values, without NaN."""
-    print(json.dumps(data, indent=2, allow_nan=False))
+    print(json_text(data))
+
+
+def json_text(data: Any) -> str:
+    """Plain values, without NaN, as one JSON document."""
+    return json.dumps(data, indent=2, allow_nan=False)
 
 
 def note(message: str, *, quiet: bool = False) -> None:
     """One line on stderr."""
     if not quiet:
-        print(message, file=sys.stderr, flush=True)
+        print(plain(message), file=sys.stderr, flush=True)
 
 
 def print_fields(fields: dict[str, str]) -> None:
     """Names and texts, one a line, texts aligned; wrapped in a terminal, never in a pipe."""
     indent = max(map(len, fields)) + 2
     for name, text in fields.items():
-        print(f"{name:<{indent}}{hanging(text, indent)}")
+        print(f"{plain(name):<{indent}}{hanging(text, indent)}")
 
 
 def hanging(text: str, indent: int) -> str:
-    """A text wrapped to the terminal's width behind ``indent`` columns; as it is in a pipe."""
+    """A text wrapped to the terminal's width behind ``indent`` columns; one line in a pipe."""
+    text = plain(text)
     if not sys.stdout.isatty():
         return text
     width = max(20, terminal_width() - indent)
@@ -48,34 +54,9 @@ def hanging(text: str, indent: int) -> str:
 def print_table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], *, optional: Sequence[str] = ()
 ) -> None:
-    """Columns as wide as they need; first and last one flush left, numbers flush right.
-
-    Columns are one space apart where two do not fit into the terminal, and optional ones are left
-    out, the first named first, where even that is too wide.
-    """
-    lines = [headings, *rows]
-    for name in optional:
-        if name in headings and sum(_widths(lines)) + len(lines[0]) - 1 > terminal_width():
-            left_out = list(lines[0]).index(name)
-            lines = [[*line[:left_out], *line[left_out + 1 :]] for line in lines]
-    widths = _widths(lines)
-    space = "  " if sum(widths) + 2 * (len(widths) - 1) <= terminal_width() else " "
-    last = len(widths) - 1
-    for line in lines:
-        cells = (
-            f"{cell:<{width}}" if column in (0, last) else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        print(space.join(cells).rstrip())
-
-
-def _widths(lines: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-
-def terminal_width() -> int:
-    """Columns of the terminal, 80 where there is none, and no more than is readable."""
-    return min(shutil.get_terminal_size((80, 24)).columns, _MAX_WIDTH)
+    """A table on stdout, first and last column flush left; see `table_lines`."""
+    for line in table_lines(headings, rows, left=(0, -1), optional=optional):
+        print(line)
 
 
 def size(count_bytes: float) -> str:

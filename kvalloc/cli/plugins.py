@@ -7,10 +7,11 @@ import math
 import textwrap
 from typing import Any
 
-from kvalloc.cli.output import print_json, terminal_width
+from kvalloc.cli.output import print_json
 from kvalloc.cli.targets import plugin_options
 from kvalloc.errors import KVAllocError
 from kvalloc.problem.registry import load, names
+from kvalloc.report.terminal import terminal_width
 
 
 def describe_plugins(group: str, base: type[Any]) -> list[dict[str, Any]]:

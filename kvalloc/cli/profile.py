@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli import profile_options as options
 from kvalloc.cli.calibrating import Recipe, read_recipe
-from kvalloc.cli.loading import load
 from kvalloc.cli.options import (
     Device,
     Dtype,
@@ -23,6 +22,7 @@ from kvalloc.cli.options import (
     TaskNames,
 )
 from kvalloc.cli.output import duration, print_fields, print_json, size
+from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
 from kvalloc.units import parse_bits
 

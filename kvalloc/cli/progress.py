@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli.output import duration, note
+
+if TYPE_CHECKING:
+    from kvalloc.models.loading import LoadedModel
 
 PATIENCE_SECONDS = 2.0
 """Shorter work is not announced."""
@@ -170,3 +173,21 @@ class ProgressBar:
             seconds = rate * (total - done)
             left = f", about {duration(seconds) if seconds >= 60 else f'{seconds:.0f} s'} left"
         note(f"{self._text}: {done} of {total} {self._unit}{left}")
+
+
+def load(
+    model: str, *, dtype: str = "float32", device: str | None = None, quiet: bool = False
+) -> LoadedModel:
+    """The model that the user named, with a note where loading takes long.
+
+    Raises
+    ------
+    KVAllocError
+        If it cannot be had, or not in this dtype or on this device.
+    """
+    from kvalloc.models.loading import load_model
+
+    with slow(f"loading {model}", quiet=quiet):
+        return load_model(
+            model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
+        )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvalloc.cli.loading import load
 from kvalloc.cli.output import size
+from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:

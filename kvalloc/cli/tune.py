@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli import tune_options as options
 from kvalloc.cli.calibrating import read_recipe
-from kvalloc.cli.loading import load
 from kvalloc.cli.options import (
     Device,
     Dtype,
@@ -20,6 +19,7 @@ from kvalloc.cli.options import (
     TaskNames,
 )
 from kvalloc.cli.output import print_json, print_table, size
+from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:

@@ -175,22 +175,16 @@ def evaluate(
     InputError
         If a method is called as the full cache is.
     """
-    from transformers import DynamicCache
-
     if FULL in methods:
         raise InputError(f"a method cannot be called {FULL!r}; give it another name")
-    full = CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
     for task, cases in tasks:
         outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *methods)}
         for case in cases:
-            compressed = full.compress(model, case.input_ids)
-            yardstick = read_turns(compressed, tokenizer, case)
-            outcomes[FULL].append(_outcome(case, compressed, yardstick, yardstick, compressed))
+            reference = measure_full(model, tokenizer, case)
+            outcomes[FULL].append(reference.outcome)
             done()
             for name, method in methods.items():
-                reduced = method.compress(model, case.input_ids)
-                turns = read_turns(reduced, tokenizer, case, yardstick)
-                outcomes[name].append(_outcome(case, reduced, turns, yardstick, compressed))
+                outcomes[name].append(measure(model, tokenizer, method, reference))
                 done()
         for name, found in outcomes.items():
             yield Score(name=name, task=task.name, context=context, outcomes=tuple(found))
@@ -214,6 +208,48 @@ class ReadTurn:
     answer: Answer
     continuation_ids: tuple[int, ...]
     logits: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What the full cache made of one prompt: the yardstick for every other cache.
+
+    Attributes
+    ----------
+    case : Case
+    turns : tuple of ReadTurn, (n_turns,)
+    outcome : Outcome
+    """
+
+    case: Case
+    turns: tuple[ReadTurn, ...]
+    outcome: Outcome
+
+
+def measure_full(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case
+) -> Reference:
+    """Answer one prompt with the full cache."""
+    from transformers import DynamicCache
+
+    full = CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
+    compressed = full.compress(model, case.input_ids)
+    turns = read_turns(compressed, tokenizer, case)
+    outcome = _outcome(case, compressed, turns, turns, full_bytes=compressed.kept_bytes)
+    return Reference(case=case, turns=tuple(turns), outcome=outcome)
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    method: Method,
+    reference: Reference,
+) -> Outcome:
+    """Answer one prompt with a method's cache, and compare to the full cache's answer."""
+    case = reference.case
+    reduced = method.compress(model, case.input_ids)
+    turns = read_turns(reduced, tokenizer, case, reference.turns)
+    return _outcome(case, reduced, turns, reference.turns, full_bytes=reference.outcome.full_bytes)
 
 
 def read_turns(
@@ -267,7 +303,8 @@ def _outcome(
     compressed: Compressed,
     turns: Sequence[ReadTurn],
     yardstick: Sequence[ReadTurn],
-    full: Compressed,
+    *,
+    full_bytes: int,
 ) -> Outcome:
     compared = [
         divergence(right.logits, mine.logits)
@@ -288,7 +325,7 @@ def _outcome(
         score=_mean_or_none(known(scores)),
         found=_mean_or_none(known(found)),
         retained_bytes=compressed.stored_bytes,
-        full_bytes=full.kept_bytes,
+        full_bytes=full_bytes,
         kept_bytes=compressed.kept_bytes,
         prefill_seconds=compressed.prefill_seconds,
         decoded_tokens=sum(len(read.answer.ids) - 1 for read in turns),

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import KVAllocError, SolverError
-from kvalloc.evaluate.caches import CacheRow, Reference, evaluate_cache
-from kvalloc.formats.budget_profile import BudgetProfile, Level
+from kvalloc.evaluate.methods import CacheMethod
+from kvalloc.evaluate.scoring import Outcome, known, measure, measure_full
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem.registry import solver_names
+from kvalloc.prompts.cases import Case, Turn
+from kvalloc.prompts.needle import NeedleCase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SHARES = (0.125, 0.2, 0.3, 0.4, 0.6, 0.8)
-"""Shares of all entries at which the needles are looked for."""
+    from kvalloc.models.loading import LoadedModel
 
 ORDER = ("uniform", "greedy", "ilp", "pyramid", "adaptive_head", "max_min", "proportional")
 """What is shown first, and asked first where time is short; then all others by name."""
 
+TIME_LIMIT_SECONDS = 30.0
+"""Longest time for one solver."""
+
 NO_TIME = "the time limit was near"
 
-Target = dict[str, float | int]
+LOSS_SCORER = "tova"
+"""All heads of a layer then keep much the same tokens, so that no needle is lost between them."""
+
+LOSS = "least loss"
+UNIFORM = "uniform, tova"
+"""The same ranking with the same budget everywhere: separates the budgets' share in the result."""
+
+Progress = Callable[[int, int], None]
 Rule = Callable[[float], BudgetProfile]
 """Gives the budgets at a share of all entries, 0..1."""
 
@@ -51,13 +62,21 @@ class Decision:
 
     solver: str
     profile: BudgetProfile | None
-    reason: str
+    reason: str = ""
     seconds: float
 
-    @property
-    def enforceable(self) -> bool:
-        """Whether the runtime can apply it."""
-        return self.profile is not None
+    def row(self) -> dict[str, Any]:
+        """The decision as plain values."""
+        decided = (
+            "level retention retained_tokens retained_bytes full_bytes objective bound gap "
+            "termination"
+        )
+        return {
+            "solver": self.solver,
+            "reason": self.reason or None,
+            "seconds": self.seconds,
+            **{name: getattr(self.profile, name, None) for name in decided.split()},
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,27 +91,32 @@ class Asked:
         Share of all entries that was granted, 0..1.
     profile : BudgetProfile
         The budgets.
-    rows : tuple of CacheRow
+    outcomes : tuple of Outcome
         One a question, in the order of the questions.
     same_as : str or None
-        Another solver whose budgets are the same to the entry: its rows, measured once.
+        Another solver whose budgets are the same to the entry: its answers, measured once.
     """
 
     solver: str
     share: float
     profile: BudgetProfile
-    rows: tuple[CacheRow, ...]
-    same_as: str | None
+    outcomes: tuple[Outcome, ...]
+    same_as: str | None = None
 
     @property
     def n_found(self) -> int:
         """Needles found."""
-        return sum(row.found for row in self.rows)
+        return sum(bool(outcome.found) for outcome in self.outcomes)
+
+    @property
+    def all_found(self) -> bool:
+        """Whether every needle was found."""
+        return self.n_found == len(self.outcomes)
 
     @property
     def kl(self) -> float | None:
         """Mean KL to the full cache over the questions, nats per token; None if unknown."""
-        values = [row.kl for row in self.rows if row.kl is not None]
+        values = known(outcome.kl for outcome in self.outcomes)
         return float(np.mean(values)) if values else None
 
 
@@ -106,21 +130,17 @@ class Ladder:
         The rungs, rising, 0..1.
     asked : dict of (str, float) to Asked
         What was measured, by solver and share.
-    skipped : tuple of (str, float)
+    skipped : list of (str, float)
         What there was no time for.
     """
 
     shares: tuple[float, ...]
-    asked: Mapping[tuple[str, float], Asked]
-    skipped: tuple[tuple[str, float], ...]
+    asked: dict[tuple[str, float], Asked] = field(default_factory=dict)
+    skipped: list[tuple[str, float]] = field(default_factory=list)
 
     def first_share(self, solver: str) -> float | None:
         """The smallest share asked at which all needles were found, or None."""
-        found = [
-            share
-            for (name, share), cell in self.asked.items()
-            if name == solver and cell.n_found == len(cell.rows)
-        ]
+        found = (at for (name, at), one in self.asked.items() if name == solver and one.all_found)
         return min(found, default=None)
 
 
@@ -130,7 +150,9 @@ class Experiment:
 
     Attributes
     ----------
-    references : tuple of Reference
+    cases : tuple of NeedleCase
+        The questions.
+    full : tuple of Outcome
         The full cache's answers.
     capacity_bytes : int
         What every solver was granted.
@@ -144,12 +166,57 @@ class Experiment:
         The answers at other shares of the entries.
     """
 
-    references: tuple[Reference, ...]
+    cases: tuple[NeedleCase, ...]
+    full: tuple[Outcome, ...]
     capacity_bytes: int
     decisions: tuple[Decision, ...]
     asked: tuple[Asked, ...]
     by_loss: tuple[Asked, ...]
     ladder: Ladder
+
+    def record(self, decisions: Sequence[Decision]) -> dict[str, Any]:
+        """Everything as one document of plain values; unknown is None.
+
+        Parameters
+        ----------
+        decisions : sequence of Decision
+            At the target retention.
+        """
+        skipped = [{"solver": name, "share": share} for name, share in self.ladder.skipped]
+        return {
+            "decisions": [decision.row() for decision in decisions],
+            "capacity_bytes": self.capacity_bytes,
+            "at_capacity": [decision.row() for decision in self.decisions],
+            "full_cache": self._answers(self.full),
+            "asked": [self._row(asked) for asked in self.asked],
+            "by_loss": [self._row(asked) for asked in self.by_loss],
+            "ladder": [self._row(asked) for asked in self.ladder.asked.values()],
+            "ladder_skipped": skipped,
+        }
+
+    def _row(self, asked: Asked) -> dict[str, Any]:
+        return {
+            "solver": asked.solver,
+            "share": asked.share,
+            "retention": asked.profile.retention,
+            "same_as": asked.same_as,
+            "found": asked.n_found,
+            "kl": asked.kl,
+            "rows": self._answers(asked.outcomes),
+        }
+
+    def _answers(self, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+        measured = "kl top1_agreement retained_bytes full_bytes prefill_seconds decode_seconds"
+        return [
+            {
+                **{name: getattr(case, name) for name in ("source", "key", "number", "depth")},
+                "prompt_tokens": case.n_tokens,
+                "answer": outcome.answers[0],
+                "found": bool(outcome.found),
+                **{name: getattr(outcome, name) for name in measured.split()},
+            }
+            for case, outcome in zip(self.cases, outcomes, strict=True)
+        ]
 
 
 class Questions:
@@ -159,24 +226,35 @@ class Questions:
     ----------
     model : PreTrainedModel
     tokenizer : PreTrainedTokenizerBase
-    references : sequence of Reference
-        The questions, already answered with the full cache.
+    cases : sequence of NeedleCase
+        The full cache is asked at once.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        references: Sequence[Reference],
+        cases: Sequence[NeedleCase],
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self.references = tuple(references)
+        self.cases = tuple(cases)
+        start = time.perf_counter()
+        self._references = [measure_full(model, tokenizer, _case(case)) for case in cases]
+        self.full = tuple(reference.outcome for reference in self._references)
+        self.last_seconds = time.perf_counter() - start
         self._known: list[Asked] = []
-        self.last_seconds = sum(r.prefill_seconds + r.decode_seconds for r in references)
 
-    def is_known(self, profile: BudgetProfile) -> bool:
-        """Whether these budgets have been asked already."""
-        return self._twin(profile) is not None
+    def in_time(self, profile: BudgetProfile, deadline: float) -> bool:
+        """Whether these budgets are known already or can be asked before the deadline.
+
+        Parameters
+        ----------
+        profile : BudgetProfile
+        deadline : float
+            Reading of ``time.monotonic()``.
+        """
+        soon_enough = time.monotonic() + self.last_seconds <= deadline
+        return soon_enough or self._twin(profile) is not None
 
     def ask(self, solver: str, share: float, profile: BudgetProfile) -> Asked:
         """Answer all questions with a profile's reduced cache.
@@ -188,29 +266,19 @@ class Questions:
         share : float
             Share of the entries that was granted.
         profile : BudgetProfile
-            At layer level.
-
-        Returns
-        -------
-        Asked
         """
         twin = self._twin(profile)
         if twin is not None:
             same_as = None if twin.solver == solver else twin.same_as or twin.solver
-            return Asked(
-                solver=solver, share=share, profile=profile, rows=twin.rows, same_as=same_as
-            )
+            return replace(twin, solver=solver, share=share, profile=profile, same_as=same_as)
         start = time.perf_counter()
-        rows = tuple(
-            evaluate_cache(
-                self._model,
-                self._tokenizer,
-                self.references,
-                lambda: profile.cache(self._model),
-            )
+        method = CacheMethod(make_cache=lambda: profile.cache(self._model))
+        outcomes = tuple(
+            measure(self._model, self._tokenizer, method, reference)
+            for reference in self._references
         )
         self.last_seconds = time.perf_counter() - start
-        asked = Asked(solver=solver, share=share, profile=profile, rows=rows, same_as=None)
+        asked = Asked(solver=solver, share=share, profile=profile, outcomes=outcomes)
         self._known.append(asked)
         return asked
 
@@ -227,19 +295,21 @@ class Questions:
         return None
 
 
-def decide(
-    scores: ScoreProfile, target: Target, *, time_limit: float | None = 30.0
-) -> list[Decision]:
+def _case(needle: NeedleCase) -> Case:
+    return Case(
+        input_ids=needle.input_ids, turns=(Turn(answers=(needle.number,)),), source=needle.source
+    )
+
+
+def decide(scores: ScoreProfile, **target: Any) -> list[Decision]:
     """Let every registered solver decide, at layer level where it can, else at head level.
 
     Parameters
     ----------
     scores : ScoreProfile
         What was measured.
-    target : dict
-        One target of `kvalloc.solve`, such as ``{"target_retention": 0.9}``.
-    time_limit : float, optional
-        Seconds a solver may take.
+    **target
+        One target of `kvalloc.solve`, such as ``target_retention=0.9``.
 
     Returns
     -------
@@ -251,11 +321,27 @@ def decide(
     SolverError
         If no solver is registered.
     """
-    known = {name: rank for rank, name in enumerate(ORDER)}
-    names = sorted(solver_names(), key=lambda name: (known.get(name, len(ORDER)), name))
+    ranks = {name: rank for rank, name in enumerate(ORDER)}
+    names = sorted(solver_names(), key=lambda name: (ranks.get(name, len(ORDER)), name))
     if not names:
         raise SolverError("no solver is registered: kvalloc is on the path but not installed")
-    return [_decide_one(scores, name, target, time_limit) for name in names]
+    return [_decide_one(scores, name, target) for name in names]
+
+
+def _decide_one(scores: ScoreProfile, name: str, target: dict[str, Any]) -> Decision:
+    reason, start = "", time.perf_counter()
+    for level in ("layer", "head"):
+        start = time.perf_counter()
+        try:
+            profile = solve(
+                scores, solver=name, level=level, time_limit=TIME_LIMIT_SECONDS, **target
+            )
+        except KVAllocError as error:
+            # The first reason counts: the second try only finds out whether heads would do.
+            reason = reason or str(error)
+            continue
+        return Decision(solver=name, profile=profile, seconds=time.perf_counter() - start)
+    return Decision(solver=name, profile=None, reason=reason, seconds=time.perf_counter() - start)
 
 
 def ask_each(
@@ -264,9 +350,9 @@ def ask_each(
     questions: Questions,
     *,
     deadline: float,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[list[Asked], dict[str, str]]:
-    """Ask the questions with the budgets of every solver that can be applied.
+    """Ask the questions with the budgets of every solver that decided any.
 
     Parameters
     ----------
@@ -289,16 +375,13 @@ def ask_each(
     asked: list[Asked] = []
     missing: dict[str, str] = {}
     for done, decision in enumerate(decisions):
-        if progress is not None:
-            progress(done, len(decisions))
-        if decision.profile is None or not decision.enforceable:
+        progress(done, len(decisions))
+        if decision.profile is None:
             missing[decision.solver] = decision.reason
-            continue
-        late = len(asked) >= 2 and time.monotonic() + questions.last_seconds > deadline
-        if late and not questions.is_known(decision.profile):
+        elif len(asked) < 2 or questions.in_time(decision.profile, deadline):
+            asked.append(questions.ask(decision.solver, share, decision.profile))
+        else:
             missing[decision.solver] = NO_TIME
-            continue
-        asked.append(questions.ask(decision.solver, share, decision.profile))
     return asked, missing
 
 
@@ -311,22 +394,84 @@ def rules_of(scores: ScoreProfile, solvers: Sequence[str]) -> dict[str, Rule]:
         What was measured.
     solvers : sequence of str
         Registered names.
+    """
+
+    def rule(name: str) -> Rule:
+        def budgets(share: float) -> BudgetProfile:
+            try:
+                return solve(scores, solver=name, budget=share)
+            except SolverError:  # some rules work on single heads only
+                return solve(scores, solver=name, budget=share, level="head")
+
+        return budgets
+
+    return {name: rule(name) for name in solvers}
+
+
+def profile_losses(
+    loaded: LoadedModel, n_prompts: int, context_tokens: int, progress: Progress
+) -> ScoreProfile:
+    """Measure what reducing each layer alone does, on prompts that no question shares a word with.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    n_prompts : int
+        Half of them needles, half running text.
+    context_tokens : int
+        Reference context; no prompt is longer.
+    progress : callable
+        As in `kvalloc.profile`.
 
     Returns
     -------
-    dict of callable
-        By solver.
+    ScoreProfile
+        With loss curves of layers.
     """
-    return {name: partial(_budgets, scores, name) for name in solvers}
+    from kvalloc.measure import profile
+    from kvalloc.prompts.calibration import calibration_prompts
+
+    kinds = ("needle", "kl")
+    prompts = calibration_prompts(loaded.tokenizer, n_prompts, context_tokens, kinds=kinds)
+    return profile(
+        loaded.model,
+        loaded.tokenizer,
+        prompts,
+        samples=len(prompts),
+        context=context_tokens,
+        scorer=LOSS_SCORER,
+        loss="measured",
+        loss_level="layer",
+        progress=progress,
+        model_id=loaded.model_id,
+    )
+
+
+def loss_rules(losses: ScoreProfile, context_tokens: int) -> dict[str, Rule]:
+    """Budgets of least loss, and equal budgets over the same ranking.
+
+    Parameters
+    ----------
+    losses : ScoreProfile
+        With loss curves.
+    context_tokens : int
+        Prompt length that the budgets are for.
+    """
+    return {
+        LOSS: lambda share: solve(losses, budget=share, context=context_tokens, objective="loss"),
+        UNIFORM: lambda share: solve(
+            losses, budget=share, context=context_tokens, objective="mean", solver="uniform"
+        ),
+    }
 
 
 def climb(
     rules: Mapping[str, Rule],
     questions: Questions,
     *,
-    shares: Sequence[float] = SHARES,
+    shares: Sequence[float],
     deadline: float,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Ladder:
     """Look at which share of the entries each rule's cache finds the needles.
 
@@ -347,86 +492,32 @@ def climb(
     progress : callable, optional
         Called with (seconds gone by, seconds there are): how many cells will be asked is not
         known before.
-
-    Returns
-    -------
-    Ladder
     """
-    climber = _Climber(rules, questions, deadline, progress)
+    ladder, begun = Ladder(shares=tuple(shares)), time.monotonic()
+    granted_seconds = max(1, round(deadline - begun))
+
+    def finds_all(name: str, share: float) -> bool | None:
+        """Ask one cell: whether all needles were found, None where there is no time."""
+        progress(min(granted_seconds, round(time.monotonic() - begun)), granted_seconds)
+        profile = rules[name](share)
+        if not questions.in_time(profile, deadline):
+            ladder.skipped.append((name, share))
+            return None
+        cell = ladder.asked[name, share] = questions.ask(name, share, profile)
+        return cell.all_found
+
     ranges = dict.fromkeys(rules, (0, len(shares)))
     while any(low < high for low, high in ranges.values()):
         for name, (low, high) in ranges.items():
             if low < high:
                 middle = (low + high) // 2
-                found = climber.finds_all(name, shares[middle])
+                found = finds_all(name, shares[middle])
                 ranges[name] = (
                     (low, low) if found is None else (low, middle) if found else (middle + 1, high)
                 )
     for share in shares:
         for name in rules:
-            if (name, share) not in climber.asked and (name, share) not in climber.skipped:
-                climber.finds_all(name, share)
-    climber.report_end()
-    return Ladder(shares=tuple(shares), asked=climber.asked, skipped=tuple(climber.skipped))
-
-
-class _Climber:
-    """Asks one cell after the other as long as there is time."""
-
-    def __init__(
-        self,
-        rules: Mapping[str, Rule],
-        questions: Questions,
-        deadline: float,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._rules, self._questions = rules, questions
-        self._begun, self._deadline = time.monotonic(), deadline
-        self._progress = progress
-        self._granted_seconds = max(1, round(deadline - self._begun))
-        self.asked: dict[tuple[str, float], Asked] = {}
-        self.skipped: list[tuple[str, float]] = []
-
-    def finds_all(self, solver: str, share: float) -> bool | None:
-        """Ask one cell: whether all needles were found, None where there is no time."""
-        now = time.monotonic()
-        if self._progress is not None:
-            gone = min(self._granted_seconds, round(now - self._begun))
-            self._progress(gone, self._granted_seconds)
-        profile = self._rules[solver](share)
-        late = now + self._questions.last_seconds > self._deadline
-        if late and not self._questions.is_known(profile):
-            self.skipped.append((solver, share))
-            return None
-        cell = self.asked[solver, share] = self._questions.ask(solver, share, profile)
-        return cell.n_found == len(cell.rows)
-
-    def report_end(self) -> None:
-        if self._progress is not None:
-            self._progress(self._granted_seconds, self._granted_seconds)
-
-
-def _budgets(scores: ScoreProfile, solver: str, share: float) -> BudgetProfile:
-    try:
-        return solve(scores, solver=solver, budget=share)
-    except SolverError:  # some rules work on single heads only
-        return solve(scores, solver=solver, budget=share, level="head")
-
-
-def _decide_one(
-    scores: ScoreProfile, name: str, target: Target, time_limit: float | None
-) -> Decision:
-    reason, start = "", time.perf_counter()
-    levels: tuple[Level, Level] = ("layer", "head")
-    for level in levels:
-        start = time.perf_counter()
-        try:
-            profile = solve(scores, solver=name, level=level, time_limit=time_limit, **target)  # type: ignore[arg-type]
-        except KVAllocError as error:
-            # The first reason counts: the second try only finds out whether heads would do.
-            reason = reason or str(error)
-            continue
-        seconds = time.perf_counter() - start
-        return Decision(solver=name, profile=profile, reason="", seconds=seconds)
-    seconds = time.perf_counter() - start
-    return Decision(solver=name, profile=None, reason=reason, seconds=seconds)
+            if (name, share) not in ladder.asked and (name, share) not in ladder.skipped:
+                finds_all(name, share)
+    progress(granted_seconds, granted_seconds)
+    return ladder

@@ -1,11 +1,10 @@
-"""Budgets, retention curves and measured harm in one PNG."""
+"""Pictures as PNG files: budgets, curves and measured harm; and the frontier."""
 
 from __future__ import annotations
 
 import importlib.util
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,50 +15,31 @@ from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.files import atomic_write
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.report.terminal import short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from kvalloc.allocation.frontier import FrontierPoint
+    from kvalloc.evaluate.showcase import Asked
 
 COLOURS = (
-    "#000000",
-    "#D55E00",
-    "#0072B2",
-    "#E69F00",
-    "#CC79A7",
-    "#009E73",
-    "#56B4E9",
-    "#777777",
-    "#AA4499",
-    "#332288",
-)
+    "#000000", "#D55E00", "#0072B2", "#E69F00", "#CC79A7",
+    "#009E73", "#56B4E9", "#777777", "#AA4499", "#332288",
+)  # fmt: skip
 """Okabe and Ito's palette, a grey and two of Tol's: told apart with any kind of colour vision."""
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p", "h")
+MARKERS = "os^DvPX*ph"
 
 NEAR = 0.02
 """Budgets that differ by less than this share of the context in every layer are one line."""
 
-DPI = 100
-INCHES = (10.0, 8.6)
 
+KEPT = "kept entries, % of the prompt"
 
-@dataclass(frozen=True, kw_only=True)
-class HarmPoint:
-    """Measured harm at one share of the entries.
-
-    Attributes
-    ----------
-    share : float
-        Share of all entries kept, 0..1.
-    kl : float
-        Mean KL to the full cache, nats per token.
-    all_found : bool
-        Whether every needle was found.
-    """
-
-    share: float
-    kl: float
-    all_found: bool
+NARROW = 20
+"""Longest name in the legend of a panel, characters."""
 
 
 def save_budget_figure(
@@ -67,7 +47,7 @@ def save_budget_figure(
     scores: ScoreProfile,
     profiles: Mapping[str, BudgetProfile],
     *,
-    harm: Mapping[str, Sequence[HarmPoint]] | None = None,
+    harm: Mapping[str, Sequence[Asked]] | None = None,
     title: str = "",
 ) -> None:
     """Draw budgets per layer, the curves they were decided from, and what was measured.
@@ -80,7 +60,7 @@ def save_budget_figure(
         The retention curves.
     profiles : mapping of str to BudgetProfile
         By the name to show; all decided from these curves.
-    harm : mapping of str to sequence of HarmPoint, optional
+    harm : mapping of str to sequence of Asked, optional
         Measurements by the same names; a third panel shows them.
     title : str
         Stands above everything.
@@ -92,16 +72,9 @@ def save_budget_figure(
     MissingDependencyError
         If matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependencyError(
-            "drawing a picture needs matplotlib, which is not installed: pip install matplotlib"
-        )
+    figure = _figure((10.0, 8.6), dpi=100)
     if not profiles:
         raise InputError("there is no budget profile to draw; give at least one")
-    # Figure instead of pyplot: no display is looked for, and no global state stays behind.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
     # Two sub-figures, so that the legend beside the upper panel takes no width from the lower two.
     upper, lower = figure.subfigures(2, 1, squeeze=False)[:, 0]
     groups = _near_groups(profiles)
@@ -113,6 +86,70 @@ def save_budget_figure(
         _draw_harm(panels[1], harm, styles)
     if title:
         figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    _save(figure, path)
+
+
+def draw_frontier(points: Sequence[FrontierPoint], path: str | Path, *, title: str) -> None:
+    """Draw a frontier as a PNG: retention and, where it is known, predicted loss, over bytes.
+
+    Parameters
+    ----------
+    points : sequence of FrontierPoint
+        By rising size.
+    path : str or Path
+        The file to write, atomically.
+    title : str
+        Stands above everything.
+
+    Raises
+    ------
+    InputError
+        If the path cannot be written.
+    MissingDependencyError
+        If matplotlib is not installed.
+    """
+    losses = [point for point in points if point.predicted_loss is not None]
+    panels = 2 if losses else 1
+    figure = _figure((8, 1.2 + 3.6 * panels), dpi=125)
+    grid = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
+
+    def draw(axes: Axes, shown: Sequence[FrontierPoint], values: Sequence[Any], what: str) -> None:
+        kept = [100 * point.share for point in shown]
+        axes.plot(kept, values, color=COLOURS[2], marker="o", markersize=3)
+        axes.set_ylabel(what)
+        axes.grid(alpha=0.3)
+
+    retention = [point.value if point.retention is None else point.retention for point in points]
+    draw(grid[0], points, retention, "retention (share of score mass)")
+    grid[0].set(title=title, ylim=(0, 1.02))
+    priced = [(100 * point.share, point.value_per_mib) for point in points if point.value_per_mib]
+    if priced:  # unknown or zero throughout otherwise
+        price = grid[0].twinx()
+        price.plot(*zip(*priced, strict=True), color=COLOURS[1], linestyle="--", linewidth=1)
+        price.set_yscale("log")
+        price.set_ylabel("what one more MiB buys (dashed)", color=COLOURS[1])
+    if losses:
+        found = [point.predicted_loss for point in losses]
+        draw(grid[1], losses, found, "predicted loss, nats per token")
+        grid[1].set_ylim(bottom=0)
+    grid[-1].set(xlabel="bytes kept, % of the full cache", xscale="log")
+    grid[-1].xaxis.set_major_formatter(lambda value, _: f"{value:g}%")
+    grid[-1].xaxis.set_minor_formatter(lambda value, _: f"{value:g}%")
+    _save(figure, path)
+
+
+def _figure(inches: tuple[float, float], *, dpi: int) -> Figure:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependencyError(
+            "drawing a picture needs matplotlib, which is not installed: pip install matplotlib"
+        )
+    # Figure instead of pyplot: no display is looked for, and no global state stays behind.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=inches, dpi=dpi, layout="constrained")
+
+
+def _save(figure: Figure, path: str | Path) -> None:
     with atomic_write(path) as temporary:
         figure.savefig(temporary, format="png", metadata={"Software": "kvalloc"})
 
@@ -123,11 +160,9 @@ def _near_groups(profiles: Mapping[str, BudgetProfile]) -> list[list[str]]:
     for name, profile in profiles.items():
         for group in groups:
             other = profiles[group[0]]
-            same_kind = (other.level, other.context_tokens) == (
-                profile.level,
-                profile.context_tokens,
-            )
-            if same_kind and np.all(np.abs(_layer_shares(other) - _layer_shares(profile)) < NEAR):
+            apart = np.abs(_layer_shares(other) - _layer_shares(profile))
+            same_context = other.context_tokens == profile.context_tokens
+            if other.level == profile.level and same_context and np.all(apart < NEAR):
                 group.append(name)
                 break
         else:
@@ -161,35 +196,21 @@ def _draw_budgets(
     for group in groups:
         profile = profiles[group[0]]
         kept = profile.retained_bytes / profile.full_bytes
-        heads = profile.level == "head"
-        kind = ", mean of heads" if heads else ""
-        axes.plot(
-            100 * _layer_shares(profile),
-            label=textwrap.fill(f"{', '.join(group)}: {kept:.1%}{kind}", 26),
-            linestyle=":" if heads else "-",
-            linewidth=1.6,
-            markersize=4,
-            **styles[group[0]],
-        )
-    axes.set_title(
-        f"Budget of each layer (lines closer than {NEAR:.0%} drawn once)", loc="left", fontsize=11
-    )
-    axes.set_xlabel("layer")
-    axes.set_ylabel("kept entries, % of the prompt")
-    axes.set_ylim(0, None)
+        kind, line = (", mean of heads", ":") if profile.level == "head" else ("", "-")
+        label = textwrap.fill(f"{', '.join(group)}: {kept:.1%}{kind}", 26)
+        shape: dict[str, Any] = {"linestyle": line, "linewidth": 1.6, "markersize": 4}
+        axes.plot(100 * _layer_shares(profile), label=label, **shape, **styles[group[0]])
+    axes.set(xlabel="layer", ylabel=KEPT, ylim=(0, None))
     axes.margins(x=0.01)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(
-        title="kept bytes",
-        title_fontsize=8.5,
-        alignment="left",
-        fontsize=8.5,
-        frameon=False,
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        labelspacing=0.7,
-    )
-    _tidy(axes)
+    beside: dict[str, Any] = {
+        "loc": "center left",
+        "bbox_to_anchor": (1.0, 0.5),
+        "labelspacing": 0.7,
+    }
+    small: dict[str, Any] = {"fontsize": 8.5, "title_fontsize": 8.5}
+    axes.legend(title="kept bytes", alignment="left", frameon=False, **beside, **small)
+    _tidy(axes, f"Budget of each layer (lines closer than {NEAR:.0%} drawn once)")
 
 
 def _draw_curves(axes: Axes, scores: ScoreProfile) -> None:
@@ -207,63 +228,37 @@ def _draw_curves(axes: Axes, scores: ScoreProfile) -> None:
         axes.plot(kept, curves[layer], color=colour, linewidth=0.7, alpha=0.8)
     mean = curves[list(layers)].mean(axis=0)
     axes.plot(kept, mean, color="black", linewidth=2.2, label="mean over layers")
-    axes.set_title("Retention: share of the score mass kept", loc="left", fontsize=11)
-    axes.set_xlabel("kept entries, % of the prompt")
-    axes.set_ylabel("retention")
-    axes.set_xlim(0, 100)
-    axes.set_ylim(0, 1.01)
+    axes.set(xlabel=KEPT, ylabel="retention", xlim=(0, 100), ylim=(0, 1.01))
     axes.legend(fontsize=9, frameon=False, loc="lower right")
     legend = ScalarMappable(Normalize(0, deepest), cmap=colour_map)
     axes.figure.colorbar(legend, ax=axes, label="layer", pad=0.02)
-    _tidy(axes)
+    _tidy(axes, "Retention: share of the score mass kept")
 
 
 def _draw_harm(
     axes: Axes,
-    harm: Mapping[str, Sequence[HarmPoint]],
+    harm: Mapping[str, Sequence[Asked]],
     styles: Mapping[str, dict[str, Any]],
 ) -> None:
-    for label, points in harm.items():
+    for label, asked in harm.items():
         style = styles[label.split(" = ")[0]]
-        ordered = sorted(points, key=lambda point: point.share)
-        shares = [100 * point.share for point in ordered]
-        axes.plot(
-            shares,
-            [point.kl for point in ordered],
-            color=style["color"],
-            linewidth=1.5,
-        )
-        axes.plot([], [], label=_short(label), markersize=6, linewidth=1.5, **style)
-        for found in (True, False):
-            some = [point for point in ordered if point.all_found is found]
-            axes.plot(
-                [100 * point.share for point in some],
-                [point.kl for point in some],
-                linestyle="none",
-                marker=style["marker"],
-                markersize=7,
-                markerfacecolor=style["color"] if found else "white",
-                markeredgecolor=style["color"],
-            )
-    axes.set_title("Measured harm (filled: every needle found)", loc="left", fontsize=11)
-    axes.set_xlabel("kept entries, % of the prompt")
-    axes.set_ylabel("KL to the full cache, nats per token")
-    axes.set_xlim(0, 100)
-    axes.set_ylim(0, None)
-    # Below the panel, where no line can run through it.
-    axes.legend(
-        fontsize=8.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3
+        points = sorted((100 * a.share, a.kl, a.all_found) for a in asked if a.kl is not None)
+        axes.plot([p[0] for p in points], [p[1] for p in points], color=style["color"], lw=1.5)
+        axes.plot([], [], label=short_name(label, NARROW), markersize=6, linewidth=1.5, **style)
+        for share, kl, found in points:
+            fill = style["color"] if found else "white"
+            axes.plot(share, kl, markersize=7, markerfacecolor=fill, **style)
+    axes.set(
+        xlabel=KEPT, ylabel="KL to the full cache, nats per token", xlim=(0, 100), ylim=(0, None)
     )
-    _tidy(axes)
+    # Below the panel, where no line can run through it.
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 3}
+    axes.legend(fontsize=8.5, frameon=False, **below)
+    _tidy(axes, "Measured harm (filled: every needle found)")
 
 
-def _short(label: str, width: int = 20) -> str:
-    """The first of several names and how many more, where all are too long for a panel."""
-    first, *others = label.split(" = ")
-    return label if len(label) <= width else f"{first} = {len(others)} more"
-
-
-def _tidy(axes: Axes) -> None:
+def _tidy(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(visible=True, color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)

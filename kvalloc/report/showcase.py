@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from kvalloc.evaluate.caches import CacheRow, Reference
-from kvalloc.evaluate.showcase import NO_TIME, Asked, Decision, Experiment, Ladder
-from kvalloc.report.figure import HarmPoint
+from kvalloc.errors import plain
+from kvalloc.evaluate.scoring import Outcome, known
+from kvalloc.evaluate.showcase import NO_TIME, Asked, Decision, Experiment, Ladder, Questions
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.report.figure import save_budget_figure
 from kvalloc.report.terminal import table_lines
 
 MIB = 1024**2
 WIDTH = 80
 ANSWER_WIDTH = 20
 """Longer answers are cut in the table; the file of results holds them whole."""
+
+OWN_MODEL = (
+    "On your own model and prompts: 'kvalloc profile MODEL --prompts FILE --scorer tova --loss', "
+    "then 'kvalloc solve --budget 40%'; for single heads, '--loss fast --loss-level head', then "
+    "'--level head'."
+)
 
 
 def decision_table(decisions: Sequence[Decision]) -> list[str]:
@@ -34,35 +43,33 @@ def decision_table(decisions: Sequence[Decision]) -> list[str]:
     rows, notes = [], []
     for decision in decisions:
         profile, name = decision.profile, decision.solver
-        if decision.reason:
-            notes += textwrap.wrap(f"* {name}: {decision.reason}", WIDTH, subsequent_indent="  ")
-            name += " *"
         if profile is None:
-            rows.append((name, "-", *[""] * 7))
+            notes += textwrap.wrap(f"* {name}: {decision.reason}", WIDTH, subsequent_indent="  ")
+            rows.append((f"{name} *", "-", *[""] * 7))
             continue
         rows.append(
             (
                 name,
                 profile.level,
-                _number(profile.retention, 4),
+                _number(profile.retention, ".4f"),
                 f"{profile.retained_tokens:,}",
                 f"{profile.retained_bytes / profile.full_bytes:.1%}",
                 f"{profile.retained_bytes / MIB:.2f}",
-                "?" if profile.bound is None else f"{profile.bound / MIB:.2f}",
-                "?" if profile.gap is None else f"{profile.gap:.1%}",
+                _number(profile.bound and profile.bound / MIB, ".2f"),
+                _number(profile.gap, ".1%"),
                 f"{decision.seconds:.2f}",
             )
         )
-    return [*table_lines(headings, rows), *notes]
+    return [*table_lines(headings, rows, rule=True), *notes]
 
 
-def question_tables(references: Sequence[Reference], asked: Sequence[Asked]) -> list[str]:
+def question_tables(questions: Questions, asked: Sequence[Asked]) -> list[str]:
     """Lay out the answers of the full cache and of every reduced cache, question by question.
 
     Parameters
     ----------
-    references : sequence of Reference
-        The full cache's answers.
+    questions : Questions
+        With the full cache's answers.
     asked : sequence of Asked
         One a solver, all at the same bytes. Those with the same budgets as an earlier one were
         measured once and share its row.
@@ -74,26 +81,12 @@ def question_tables(references: Sequence[Reference], asked: Sequence[Asked]) -> 
     """
     lines: list[str] = []
     headings = ("cache", "answer", "found", "KL", "agree", "MiB", "read s", "write s")
-    for index, reference in enumerate(references):
-        case = reference.case
-        lines += [
-            "",
-            f"Question {index + 1} of {len(references)}: {case.n_tokens:,} tokens of "
-            f"{case.source}, needle at {case.depth:.0%}",
-        ]
-        full = (
-            "full",
-            _plain(reference.answer),
-            _yes(reference.found),
-            "-",
-            "-",
-            f"{reference.full_bytes / MIB:.2f}",
-            f"{reference.prefill_seconds:.2f}",
-            f"{reference.decode_seconds:.2f}",
-        )
-        right = ("right", case.number, *[""] * 6)
-        rows = [right, full, *(_answer_cells(entry, entry.rows[index]) for entry in _own(asked))]
-        lines += table_lines(headings, rows, left=(0, 1))
+    for index, (case, full) in enumerate(zip(questions.cases, questions.full, strict=True)):
+        title = f"Question {index + 1} of {len(questions.cases)}: {case.n_tokens:,} tokens of "
+        lines += ["", f"{title}{case.source}, needle at {case.depth:.0%}"]
+        rows = [("right", case.number, *[""] * 6), _answer_cells("full", full, of_full=True)]
+        rows += [_answer_cells(one.solver, one.outcomes[index]) for one in _own(asked)]
+        lines += table_lines(headings, rows, left=(0, 1), rule=True)
     return lines
 
 
@@ -112,20 +105,21 @@ def summary_table(asked: Sequence[Asked]) -> list[str]:
     """
     rows = []
     for entry in _own(asked):
-        agree = [row.top1_agreement for row in entry.rows if row.top1_agreement is not None]
+        agree = known(outcome.top1_agreement for outcome in entry.outcomes)
         rows.append(
             (
                 entry.solver,
-                _number(entry.profile.retention, 4),
-                f"{entry.n_found} of {len(entry.rows)}",
-                _number(entry.kl, 3),
+                _number(entry.profile.retention, ".4f"),
+                f"{entry.n_found} of {len(entry.outcomes)}",
+                _number(entry.kl, ".3f"),
                 f"{sum(agree) / len(agree):.0%}" if agree else "-",
                 f"{entry.profile.retained_bytes / MIB:.2f}",
             )
         )
     headings = ("all questions", "retention", "found", "KL", "agree", "MiB")
     twins = [(entry.solver, entry.same_as) for entry in asked if entry.same_as is not None]
-    return [*table_lines(headings, rows), *_grouped(twins, "the same budgets as {}, measured once")]
+    shared = _grouped(twins, "the same budgets as {}, measured once")
+    return [*table_lines(headings, rows, rule=True), *shared]
 
 
 def ladder_table(ladder: Ladder, solvers: Sequence[str]) -> list[str]:
@@ -145,28 +139,29 @@ def ladder_table(ladder: Ladder, solvers: Sequence[str]) -> list[str]:
     """
     if not ladder.asked:
         return [f"Nothing was asked: {NO_TIME}."]
+    twins = _twins(ladder.asked.values())
+    own = [solver for solver in solvers if solver not in twins]
+
+    def cell(solver: str, share: float) -> str:
+        asked = ladder.asked.get((solver, share))
+        if asked is None:
+            return ""
+        return f"{asked.n_found}/{len(asked.outcomes)} {_number(asked.kl, '.2f')}"
+
+    rows = [
+        (name, *(cell(name, share) for share in ladder.shares), _first_share(ladder, name))
+        for name in own
+    ]
     headings = ("kept", *map(_percent, ladder.shares), "all from")
-    rows = []
-    own = _own_rows(ladder, solvers)
-    for solver in own:
-        cells = []
-        for share in ladder.shares:
-            asked = ladder.asked.get((solver, share))
-            cells.append(
-                "" if asked is None else f"{asked.n_found}/{len(asked.rows)} {_number(asked.kl, 2)}"
-            )
-        rows.append((solver, *cells, _first_share(ladder, solver)))
-    lines = table_lines(headings, rows)
-    lines += _grouped(_twins(ladder, solvers), "the same budgets as {} wherever asked")
-    missing = sum(name in own for name, _ in ladder.skipped)
+    lines = table_lines(headings, rows, rule=True)
+    lines += _grouped(twins.items(), "the same budgets as {} wherever asked")
+    missing, cells = sum(name in own for name, _ in ladder.skipped), len(own) * len(ladder.shares)
     if missing:
-        lines.append(
-            f"{missing} of {len(own) * len(ladder.shares)} cells were not asked: {NO_TIME}"
-        )
+        lines.append(f"{missing} of {cells} cells were not asked: {NO_TIME}")
     return lines
 
 
-def harm_points(experiment: Experiment) -> dict[str, list[HarmPoint]]:
+def harm_points(experiment: Experiment) -> dict[str, list[Asked]]:
     """Collect measured harm by share for the picture, solvers of equal budgets once.
 
     Parameters
@@ -175,27 +170,42 @@ def harm_points(experiment: Experiment) -> dict[str, list[HarmPoint]]:
 
     Returns
     -------
-    dict of list of HarmPoint
+    dict of list of Asked
         By solver; those whose every measurement is another solver's share its line, under both
         names.
     """
-    cells: dict[str, list[Asked]] = {}
-    for asked in (*experiment.asked, *experiment.by_loss, *experiment.ladder.asked.values()):
-        cells.setdefault(asked.solver, []).append(asked)
-    labels = {name: name for name in cells}
-    for name, entries in cells.items():
-        twins = {entry.same_as for entry in entries}
-        if len(twins) == 1 and (twin := twins.pop()) in labels:
+    everything = [*experiment.asked, *experiment.by_loss, *experiment.ladder.asked.values()]
+    labels = {asked.solver: asked.solver for asked in everything}
+    for name, twin in _twins(everything).items():
+        if twin in labels:
             labels[twin] += f" = {name}"
             del labels[name]
     return {
-        label: [
-            HarmPoint(share=a.share, kl=a.kl, all_found=a.n_found == len(a.rows))
-            for a in cells[name]
-            if a.kl is not None
-        ]
+        label: [asked for asked in everything if asked.solver == name and asked.kl is not None]
         for name, label in labels.items()
     }
+
+
+def save_picture(
+    path: Path, scores: ScoreProfile, decisions: Sequence[Decision], experiment: Experiment
+) -> None:
+    """Draw all budgets, the curves that they come from, and what was measured.
+
+    Parameters
+    ----------
+    path : Path
+        The PNG to write.
+    scores : ScoreProfile
+    decisions : sequence of Decision
+        All for the same target.
+    experiment : Experiment
+    """
+    decided = {d.solver: d.profile for d in decisions if d.profile is not None}
+    decided |= {asked.solver: asked.profile for asked in experiment.by_loss}
+    target = next(iter(decided.values())).requested["value"]
+    model = scores.shape.model_id.rsplit("/", 1)[-1]
+    title = f"{model}: budgets for a retention of {target:g}, and by loss"
+    save_budget_figure(path, scores, decided, harm=harm_points(experiment), title=title)
 
 
 def lessons(experiment: Experiment) -> tuple[str, ...]:
@@ -211,64 +221,53 @@ def lessons(experiment: Experiment) -> tuple[str, ...]:
     tuple of str
         What was found, how retention and harm went together, and what deciding by loss gave.
     """
-    references, asked = experiment.references, experiment.asked
-    total, full = len(references), sum(reference.found for reference in references)
+    full, asked = experiment.full, experiment.asked
+    total = len(full)
     counts = ", ".join(f"{entry.solver} {entry.n_found}" for entry in _own(asked))
     first = (
-        f"Of {total} needle{'s' if total > 1 else ''} the full cache found {full}; with "
-        f"{asked[0].share:.0%} of the entries: {counts}."
+        f"Of {total} needle{'s' if total > 1 else ''} the full cache found "
+        f"{sum(bool(outcome.found) for outcome in full)}; with {asked[0].share:.0%} of the "
+        f"entries: {counts}."
     )
-    most = max(asked, key=lambda entry: entry.profile.retention or 0.0)
-    least = min(asked, key=_kl_or_infinity)
-    if _kl_or_infinity(most) > _kl_or_infinity(least):
-        seen = (
-            f"{most.solver} retains most of the attention ({_number(most.profile.retention, 3)}, "
-            f"KL {_number(most.kl, 2)}), {least.solver} does least harm "
-            f"({_number(least.profile.retention, 3)}, KL {_number(least.kl, 2)})"
-        )
+    top = max(asked, key=lambda entry: entry.profile.retention or 0.0)
+    best = min(asked, key=_kl_or_infinity)
+    kept, kl = _number(top.profile.retention, ".3f"), _number(top.kl, ".2f")
+    if _kl_or_infinity(top) > _kl_or_infinity(best):
+        other = f"{_number(best.profile.retention, '.3f')}, KL {_number(best.kl, '.2f')}"
+        seen = f"({kept}, KL {kl}), {best.solver} does least harm ({other})"
     else:
-        seen = (
-            f"{most.solver} retains most of the attention "
-            f"({_number(most.profile.retention, 3)}) and here also does least harm "
-            f"(KL {_number(most.kl, 2)})"
-        )
-    second = f"{seen}: retained attention is a weak guide to harm."
-    return (first, second, *_loss_lessons(experiment, least))
+        seen = f"({kept}) and here also does least harm (KL {kl})"
+    second = (
+        f"{top.solver} retains most of the attention {seen}: retained attention is a weak guide "
+        "to harm."
+    )
+    return (first, second, *_loss_lessons(experiment, best), OWN_MODEL)
 
 
 def _loss_lessons(experiment: Experiment, best: Asked) -> list[str]:
     """What budgets by measured loss gave beside the best of the others, share by share."""
-    total, lines = len(experiment.references), []
-    if experiment.by_loss:
-        loss, *same_ranking = experiment.by_loss
-        others = ", ".join(
-            f"{entry.solver} {entry.n_found} (KL {_number(entry.kl, 3)})"
-            for entry in (best, *same_ranking)
-        )
-        lines.append(
-            f"Budgets of {loss.solver} at the same bytes find {loss.n_found} of {total} "
-            f"(KL {_number(loss.kl, 3)}); {others}."
-        )
-        cells = experiment.ladder.asked
-        for share in experiment.ladder.shares:
-            cell = cells.get((loss.solver, share))
-            rest = [
-                asked
-                for (name, at), asked in cells.items()
-                if at == share and name != loss.solver and asked.kl is not None
-            ]
-            if cell is not None and rest:
-                near = min(rest, key=_kl_or_infinity)
-                lines.append(
-                    f"At {_percent(share)}: {loss.solver} {cell.n_found} of {total} (KL "
-                    f"{_number(cell.kl, 3)}), the best other {near.solver} {near.n_found} (KL "
-                    f"{_number(near.kl, 3)})."
-                )
-    lines.append(
-        "On your own model and prompts: 'kvalloc profile MODEL --prompts FILE --scorer tova "
-        "--loss', then 'kvalloc solve --budget 40%'; for single heads, '--loss fast --loss-level "
-        "head', then '--level head'."
+    if not experiment.by_loss:
+        return []
+    total, (loss, *same_ranking) = len(experiment.full), experiment.by_loss
+    others = ", ".join(
+        f"{entry.solver} {entry.n_found} (KL {_number(entry.kl, '.3f')})"
+        for entry in (best, *same_ranking)
     )
+    lines = [
+        f"Budgets of {loss.solver} at the same bytes find {loss.n_found} of {total} "
+        f"(KL {_number(loss.kl, '.3f')}); {others}."
+    ]
+    cells = experiment.ladder.asked
+    for share in experiment.ladder.shares:
+        cell = cells.get((loss.solver, share))
+        rest = [one for (name, at), one in cells.items() if at == share and name != loss.solver]
+        near = min(rest, key=_kl_or_infinity, default=None)
+        if cell is not None and near is not None and near.kl is not None:
+            lines.append(
+                f"At {_percent(share)}: {loss.solver} {cell.n_found} of {total} (KL "
+                f"{_number(cell.kl, '.3f')}), the best other {near.solver} {near.n_found} (KL "
+                f"{near.kl:.3f})."
+            )
     return lines
 
 
@@ -288,49 +287,39 @@ def _grouped(twins: Iterable[tuple[str, str]], text: str) -> list[str]:
     return lines
 
 
-def _twins(ladder: Ladder, solvers: Sequence[str]) -> list[tuple[str, str]]:
+def _twins(everything: Iterable[Asked]) -> dict[str, str]:
     """Solvers that share every measurement with one other solver, and which one."""
-    found = []
-    for solver in solvers:
-        cells = [cell for (name, _), cell in ladder.asked.items() if name == solver]
-        others = {cell.same_as for cell in cells}
-        if len(others) == 1 and (other := others.pop()) is not None:
-            found.append((solver, other))
-    return found
+    shared: dict[str, set[str | None]] = {}
+    for asked in everything:
+        shared.setdefault(asked.solver, set()).add(asked.same_as)
+    return {
+        name: other
+        for name, others in shared.items()
+        if len(others) == 1 and (other := next(iter(others))) is not None
+    }
 
 
-def _own_rows(ladder: Ladder, solvers: Sequence[str]) -> list[str]:
-    shared = {name for name, _ in _twins(ladder, solvers)}
-    return [solver for solver in solvers if solver not in shared]
-
-
-def _answer_cells(asked: Asked, row: CacheRow) -> tuple[str, ...]:
-    agree = "-" if row.top1_agreement is None else f"{row.top1_agreement:.0%}"
+def _answer_cells(name: str, outcome: Outcome, *, of_full: bool = False) -> tuple[str, ...]:
+    agree = "-" if of_full else _number(outcome.top1_agreement, ".0%", unknown="-")
     return (
-        asked.solver,
-        _plain(row.answer),
-        _yes(row.found),
-        _number(row.kl, 3),
+        name,
+        _short(outcome.answers[0]),
+        "yes" if outcome.found else "no",
+        "-" if of_full else _number(outcome.kl, ".3f"),
         agree,
-        f"{row.retained_bytes / MIB:.2f}",
-        f"{row.prefill_seconds:.2f}",
-        f"{row.decode_seconds:.2f}",
+        f"{(outcome.full_bytes if of_full else outcome.retained_bytes) / MIB:.2f}",
+        f"{outcome.prefill_seconds:.2f}",
+        f"{outcome.decode_seconds:.2f}",
     )
 
 
-def _plain(answer: str) -> str:
-    """Show an answer on one line, and control characters as what they are."""
-    line = " ".join(answer.split())
-    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
+def _short(answer: str) -> str:
+    line = plain(" ".join(answer.split()))
     return (line if len(line) <= ANSWER_WIDTH else f"{line[: ANSWER_WIDTH - 2]}..") or "(nothing)"
 
 
-def _yes(found: bool) -> str:
-    return "yes" if found else "no"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "?" if value is None else f"{value:.{digits}f}"
+def _number(value: float | None, form: str, *, unknown: str = "?") -> str:
+    return unknown if value is None else format(value, form)
 
 
 def _percent(share: float) -> str:

@@ -1,71 +1,44 @@
-"""Budgets per layer of several profiles, side by side, as bars in a terminal."""
+"""Tables and bars in a terminal."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
+from kvalloc.errors import InputError, plain
 
-from kvalloc.accounting import FloatArray
-from kvalloc.errors import InputError
-from kvalloc.formats.budget_profile import BudgetProfile
+if TYPE_CHECKING:
+    from kvalloc.accounting import FloatArray
+    from kvalloc.formats.budget_profile import BudgetProfile
 
+_MAX_WIDTH = 120
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_LEAST_BAR = 4
+_LABEL_WIDTH = 7
 _NUMBER_WIDTH = 5
+_MIN_BAR = 4
+_RULE = "    \n    \n -  \n    \n    \n    \n    \n    \n"
+"""A box for rich that has nothing but a line below the headings."""
 
 
-def budget_columns(
-    profiles: Mapping[str, BudgetProfile],
-    *,
-    width: int = 80,
-    unicode: bool = True,
-    max_rows: int = 40,
-) -> list[str]:
-    """Draw one row a layer and one column a profile: the kept share and its bar.
-
-    Profiles with the same budgets share a column, so that what is equal is seen at once. A full
-    bar is 100% of the context in every column. At head level a row shows the mean over the
-    layer's heads.
-
-    Parameters
-    ----------
-    profiles : mapping of str to BudgetProfile
-        By the name to show; all of one model.
-    width : int
-        Columns of the terminal. Where the profiles do not fit side by side, they go below each
-        other in blocks.
-    unicode : bool
-        Block characters, exact to an eighth of a column; ``#`` otherwise.
-    max_rows : int
-        Deeper models have neighbouring layers averaged into one row.
-
-    Returns
-    -------
-    list of str
-        Without trailing spaces, none longer than ``width``.
-
-    Raises
-    ------
-    InputError
-        If there is no profile, or they are of models of different depth.
-    """
-    columns = _merged(profiles)
-    label_width = 7
-    per_block = max(1, (width - label_width) // (2 + _NUMBER_WIDTH + 1 + _LEAST_BAR))
-    lines: list[str] = []
-    names = list(columns)
-    for begin in range(0, len(names), per_block):
-        block = {name: columns[name] for name in names[begin : begin + per_block]}
-        lines += [""] if lines else []
-        lines += _block(block, label_width, width, unicode, max_rows)
-    return lines
+def terminal_width() -> int:
+    """Columns of the terminal, 80 where there is none, and no more than is readable."""
+    return min(shutil.get_terminal_size((80, 24)).columns, _MAX_WIDTH)
 
 
 def table_lines(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Sequence[int] = (0,),
+    optional: Sequence[str] = (),
+    rule: bool = False,
 ) -> list[str]:
     r"""Align cells in columns as wide as they need.
+
+    Columns are one space apart where two do not fit into the terminal, and optional ones are left
+    out, the first named first, where even that is too wide.
 
     Parameters
     ----------
@@ -74,33 +47,66 @@ def table_lines(
     rows : sequence of sequence of str
         As many cells each.
     left : sequence of int
-        Columns that are flush left; numbers are flush right.
+        Columns that are flush left; numbers are flush right. Negative ones count from the end.
+    optional : sequence of str
+        Headings of columns that can be left out.
+    rule : bool
+        Draw a line below the headings.
 
     Returns
     -------
     list of str
-        Heading, rule and rows, without trailing spaces.
+        Without trailing spaces; each is one line, whatever is in the cells.
 
     Examples
     --------
-    >>> print("\n".join(table_lines(("solver", "MiB"), [("greedy", "5.53")])))
+    >>> print("\n".join(table_lines(("solver", "MiB"), [("greedy", "5.53")], rule=True)))
     solver   MiB
-    ------  ----
+    ------- ----
     greedy  5.53
     """
-    widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
-    rule = tuple("-" * width for width in widths)
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if i in left else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (headings, rule, *rows)
-    ]
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=10_000, color_system=None)  # nothing is ever folded
+    flush_left = {place % len(headings) for place in left}
+    shown = list(range(len(headings)))
+
+    def table(space: int) -> Table:
+        box = Box(_RULE, ascii=True) if rule else None
+        padding = (0, space - 1 if rule else space, 0, 0)
+        made = Table(box=box, padding=padding, pad_edge=False, show_edge=False)
+        for place in shown:
+            justify = "left" if place in flush_left else "right"
+            made.add_column(Text(headings[place]), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        for row in rows:
+            made.add_row(*(Text(plain(row[place])) for place in shown))
+        return made
+
+    def fits(space: int) -> bool:
+        return console.measure(table(space)).maximum <= terminal_width()
+
+    for name in optional:
+        if not fits(1) and name in headings:
+            shown.remove(list(headings).index(name))
+    with console.capture() as captured:
+        console.print(table(2 if fits(2) else 1))
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def bar(share: float, width: int, *, unicode: bool = True) -> str:
-    """Draw a bar of a share of a number of columns.
+def can_print_bars() -> bool:
+    """Whether stdout's encoding has the block characters."""
+    try:
+        ("█" + _EIGHTHS).encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def bar(share: float, width: int, *, unicode: bool | None = None) -> str:
+    """Draw a bar of a share (0..1) of a number of columns.
 
     Parameters
     ----------
@@ -108,19 +114,15 @@ def bar(share: float, width: int, *, unicode: bool = True) -> str:
         0..1.
     width : int
         Columns of a full bar.
-    unicode : bool
-        Exact to an eighth of a column; whole ``#`` otherwise.
-
-    Returns
-    -------
-    str
+    unicode : bool, optional
+        Exact to an eighth of a column; whole ``#`` otherwise. What stdout can show by default.
 
     Examples
     --------
-    >>> bar(0.5, 4), bar(0.28125, 4), bar(0.5, 4, unicode=False)
+    >>> bar(0.5, 4, unicode=True), bar(0.28125, 4, unicode=True), bar(0.5, 4, unicode=False)
     ('██', '█▏', '##')
     """
-    if not unicode:
+    if not (can_print_bars() if unicode is None else unicode):
         return "#" * round(share * width)
     eighths = round(share * width * 8)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
@@ -138,19 +140,48 @@ def merged_names(profiles: Mapping[str, BudgetProfile]) -> dict[str, BudgetProfi
     dict of BudgetProfile
         The first of each kind by the names of all, such as ``"greedy = ilp"``.
     """
-    groups: list[tuple[list[str], BudgetProfile]] = []
+    groups: dict[tuple[object, ...], list[str]] = {}
     for name, profile in profiles.items():
-        for names, other in groups:
-            if np.array_equal(other.budgets, profile.budgets):
-                names.append(name)
-                break
-        else:
-            groups.append(([name], profile))
-    return {" = ".join(names): profile for names, profile in groups}
+        key = (profile.budgets.shape, profile.budgets.tobytes())
+        groups.setdefault(key, []).append(name)
+    return {" = ".join(names): profiles[names[0]] for names in groups.values()}
 
 
-def _merged(profiles: Mapping[str, BudgetProfile]) -> dict[str, FloatArray]:
-    """Kept share of each layer, ``(n_layers,)``, by heading."""
+def budget_columns(
+    profiles: Mapping[str, BudgetProfile],
+    *,
+    width: int = 80,
+    unicode: bool | None = None,
+    max_rows: int = 40,
+) -> list[str]:
+    """Draw one row a layer and one column a profile: the kept share and its bar.
+
+    Profiles with the same budgets share a column, so that what is equal is seen at once. A full
+    bar is 100% of the context in every column. At head level a row shows the mean over the
+    layer's heads.
+
+    Parameters
+    ----------
+    profiles : mapping of str to BudgetProfile
+        By the name to show; all of one model.
+    width : int
+        Columns of the terminal. Where the profiles do not fit side by side, they go below each
+        other in blocks.
+    unicode : bool, optional
+        As in `bar`.
+    max_rows : int
+        Deeper models have neighbouring layers averaged into one row.
+
+    Returns
+    -------
+    list of str
+        Without trailing spaces, none longer than ``width``.
+
+    Raises
+    ------
+    InputError
+        If there is no profile, or they are of models of different depth.
+    """
     if not profiles:
         raise InputError("there is no budget profile to draw; give at least one")
     depths = {profile.shape.n_layers for profile in profiles.values()}
@@ -159,29 +190,33 @@ def _merged(profiles: Mapping[str, BudgetProfile]) -> dict[str, FloatArray]:
             f"profiles of models with {', '.join(map(str, sorted(depths)))} layers do not fit "
             "side by side; draw them one by one"
         )
-    return {
+    shares = {
         name: profile.budgets.mean(axis=1) / profile.context_tokens
         for name, profile in merged_names(profiles).items()
     }
+    per_block = max(1, (width - _LABEL_WIDTH) // (2 + _NUMBER_WIDTH + 1 + _MIN_BAR))
+    lines: list[str] = []
+    names = list(shares)
+    for begin in range(0, len(names), per_block):
+        block = {name: shares[name] for name in names[begin : begin + per_block]}
+        lines += [""] if lines else []
+        lines += _block(block, width, unicode, max_rows)
+    return lines
 
 
 def _block(
-    columns: Mapping[str, FloatArray],
-    label_width: int,
-    width: int,
-    unicode: bool,
-    max_rows: int,
+    columns: Mapping[str, FloatArray], width: int, unicode: bool | None, max_rows: int
 ) -> list[str]:
-    each = (width - label_width) // len(columns)
-    bar_width = max(_LEAST_BAR, min(30, each - 2 - _NUMBER_WIDTH - 1))
+    each = (width - _LABEL_WIDTH) // len(columns)
+    bar_width = max(_MIN_BAR, min(30, each - 2 - _NUMBER_WIDTH - 1))
     cell_width = _NUMBER_WIDTH + 1 + bar_width
-    heads = [_shortened(name, cell_width) for name in columns]
-    lines = [f"{'layer':<{label_width - 2}}" + "".join(f"  {h:<{cell_width}}" for h in heads)]
+    heads = [short_name(name, cell_width) for name in columns]
+    lines = [f"{'layer':<{_LABEL_WIDTH - 2}}" + "".join(f"  {h:<{cell_width}}" for h in heads)]
     depth = len(next(iter(columns.values())))
     step = -(-depth // max_rows)
     for first in range(0, depth, step):
         last = min(depth, first + step) - 1
-        line = f"{first if step == 1 else f'{first}-{last}':>{label_width - 2}}"
+        line = f"{first if step == 1 else f'{first}-{last}':>{_LABEL_WIDTH - 2}}"
         for shares in columns.values():
             share = float(shares[first : last + 1].mean())
             drawn = bar(min(share, 1.0), bar_width, unicode=unicode)
@@ -190,7 +225,7 @@ def _block(
     return [line.rstrip() for line in lines]
 
 
-def _shortened(name: str, width: int) -> str:
+def short_name(name: str, width: int) -> str:
     """A heading that fits: the first of several names and how many more, else cut."""
     if len(name) <= width:
         return name

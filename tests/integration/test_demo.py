@@ -173,11 +173,11 @@ def test_a_file_where_the_folder_should_be(tmp_path):
     assert "taken is a file" in done.stderr
 
 
-@pytest.mark.parametrize("limit", ["0", "-5"])
-def test_no_time_at_all_is_refused(tmp_path, limit):
+@pytest.mark.parametrize("limit", ["0", "-5", "nan", "inf"])
+def test_a_time_limit_that_is_no_positive_number_is_refused(tmp_path, limit):
     done = run("--quick", "--time-limit", limit, folder=tmp_path)
-    assert done.returncode == 2
-    assert "leaves no time" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--time-limit is {limit} s, expected a number above 0" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

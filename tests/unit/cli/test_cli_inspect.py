@@ -85,3 +85,41 @@ def test_an_evaluation_of_another_form_does_no_harm(tmp_path, capsys, evaluation
     plain = make_budget_profile(np.full((2, 2), 20))
     dataclasses.replace(plain, evaluation=evaluation).save(file)
     assert "evaluated" not in shown(capsys, file)
+
+
+NASTY = "a\x1b[31m\nb\x07"
+SHOWN = "a\\x1b[31m\\nb\\x07"
+
+
+def test_control_characters_from_a_file_are_shown_escaped(tmp_path, capsys):
+    """They would colour a terminal, move its cursor or forge a line of the output."""
+    scores = dataclasses.replace(make_losses(), text_description=NASTY)
+    scores.save(tmp_path / "s.safetensors")
+    budgets = make_budget_profile(np.full((2, 2), 20), created=NASTY)
+    rows = [{"task": NASTY, "kl": 0.1}]
+    evaluation = {"settings": {"split": NASTY, "seed": 7}, "rows": rows}
+    dataclasses.replace(budgets, evaluation=evaluation).save(tmp_path / "p.json")
+    for name, count in (("s.safetensors", 1), ("p.json", 3)):
+        said = shown(capsys, tmp_path / name)
+        assert said.count(SHOWN) == count
+        assert said.replace("\n", "").isprintable()
+
+
+def test_control_characters_of_an_error_are_shown_escaped(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / "x\x1b]0;y\x07.json")]) == 2
+    assert "x\\x1b]0;y\\x07.json" in capsys.readouterr().err
+
+
+def test_what_is_no_file_of_ours_is_told_by_its_first_bytes(tmp_path, capsys):
+    """Also where the reader's own words for it are others than those of today."""
+    file = tmp_path / "x.bin"
+    make_losses().save(file)
+    for data in (b"\x00" * 20, file.read_bytes()[:-7], b"plain text, and nothing else"):
+        file.write_bytes(data)
+        assert main(["inspect", str(file)]) == 2
+        said = capsys.readouterr().err
+        assert "expected a score profile, a budget profile or a saved cache" in said
+        assert "'kvalloc generate --save-cache'" in said
+    assert main(["inspect", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is a folder, expected a score profile, a budget profile or a saved cache" in said

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from factories import make_budget_profile, make_scores, make_shape
 
-from kvalloc.cli import output, picture
+from kvalloc.cli import inspect, output
 from kvalloc.cli.inspect import tokens_for
 from kvalloc.cli.progress import LINE_EVERY_SECONDS, ProgressBar, slow
+from kvalloc.report.terminal import bar
 
 
 @pytest.mark.parametrize(
@@ -51,29 +52,20 @@ def test_an_unknown_gap_is_not_zero():
     assert output.gap_text(0.0328) == "3.28%"
 
 
-def test_a_table_moves_together_where_it_would_not_fit(capsys, monkeypatch):
-    rows = [["a", "1", "end"], ["bb", "22", "e"]]
-    output.print_table(["name", "n", "z"], rows)
-    assert capsys.readouterr().out.splitlines() == ["name   n  z", "a      1  end", "bb    22  e"]
-    monkeypatch.setattr(output, "terminal_width", lambda: 12)
-    output.print_table(["name", "n", "z"], rows)
-    assert capsys.readouterr().out.splitlines()[0] == "name  n z"
-
-
 def test_nan_is_never_printed_as_json():
     with pytest.raises(ValueError, match="JSON"):
         output.print_json({"x": float("nan")})
 
 
 def test_bars_are_exact_to_an_eighth():
-    assert picture.bar(0.0, 8) == ""
-    assert picture.bar(1.0, 8) == "█" * 8
-    assert picture.bar(0.5 + 3 / 64, 8) == "████▍"
-    assert picture.bar(0.26, 8, unicode=False) == "##"
+    assert bar(0.0, 8, unicode=True) == ""
+    assert bar(1.0, 8, unicode=True) == "█" * 8
+    assert bar(0.5 + 3 / 64, 8, unicode=True) == "████▍"
+    assert bar(0.26, 8, unicode=False) == "##"
 
 
 def test_a_whole_bar_is_a_round_share_not_below_the_largest():
-    assert [picture.bar_scale(share) for share in (0.01, 0.05, 0.051, 0.3, 0.51, 1.0)] == [
+    assert [inspect.bar_scale(share) for share in (0.01, 0.05, 0.051, 0.3, 0.51, 1.0)] == [
         0.05,
         0.05,
         0.1,
@@ -88,7 +80,7 @@ def test_a_whole_bar_is_a_round_share_not_below_the_largest():
 def test_the_picture_has_a_line_a_layer_and_fits(width, level):
     budgets = [[10, 10], [40, 40], [20, 20]] if level == "layer" else [[10, 30], [40, 6], [5, 5]]
     profile = make_budget_profile(budgets, level=level)
-    lines = picture.budget_picture(profile, width=width, unicode=True)
+    lines = inspect.budget_picture(profile, width=width, unicode=True)
     assert len(lines) == 4
     assert all(len(line) <= width for line in lines[1:])
     if level == "layer":
@@ -102,10 +94,10 @@ def test_the_picture_has_a_line_a_layer_and_fits(width, level):
 def test_sliding_layers_are_named_and_do_not_count_for_the_spread():
     shape = make_shape(layer_types=("sliding", "full", "sliding"), sliding_window=9)
     profile = make_budget_profile([[8, 8], [20, 20], [8, 8]], shape=shape, level="layer")
-    lines = picture.budget_picture(profile, width=80, unicode=False)
+    lines = inspect.budget_picture(profile, width=80, unicode=False)
     assert lines[1].endswith("sliding")
     assert not lines[2].endswith("sliding")
-    assert picture.budget_spread(profile) == (20, 20.0, 20)
+    assert inspect.budget_spread(profile) == (20, 20.0, 20)
 
 
 def test_tokens_for_a_retention_are_the_fewest_that_reach_it():

@@ -11,11 +11,13 @@ from tiny_models import VOCABULARY, tiny_model
 from transformers import DynamicCache
 
 from kvalloc.errors import InputError
-from kvalloc.evaluate.caches import evaluate_cache, measure_references, needed_bytes, stored_bytes
+from kvalloc.evaluate.caches import needed_bytes, stored_bytes
 from kvalloc.evaluate.kl import divergence
+from kvalloc.evaluate.methods import CacheMethod
+from kvalloc.evaluate.scoring import measure, measure_full
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
-from kvalloc.prompts.needle import NeedleCase
+from kvalloc.prompts.cases import Case, Turn
 
 PROMPT_TOKENS = 40
 
@@ -29,6 +31,9 @@ class NumberTokenizer:
         return " ".join(str(token) for token in ids)
 
 
+TOKENIZER = NumberTokenizer()
+
+
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def model(request):
     model = tiny_model(request.param)
@@ -36,25 +41,17 @@ def model(request):
     return model
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return NumberTokenizer()
+def references_of(model, *, max_new_tokens=6, tokenizer=TOKENIZER):
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, VOCABULARY, (2, PROMPT_TOKENS), generator=generator)
+    turn = Turn(answers=("1234567",), max_new_tokens=max_new_tokens)
+    cases = [Case(input_ids=tuple(row), turns=(turn,)) for row in ids.tolist()]
+    return [measure_full(model, tokenizer, case) for case in cases]
 
 
 @pytest.fixture(scope="module")
-def cases():
-    ids = torch.randint(
-        2, VOCABULARY, (2, PROMPT_TOKENS), generator=torch.Generator().manual_seed(5)
-    )
-    return [
-        NeedleCase(input_ids=tuple(row), key="k", number="1234567", depth=0.5, source="random")
-        for row in ids.tolist()
-    ]
-
-
-@pytest.fixture(scope="module")
-def references(model, tokenizer, cases):
-    return measure_references(model, tokenizer, cases, max_new_tokens=6)
+def references(model):
+    return references_of(model)
 
 
 def profile_of(model, kept: int) -> BudgetProfile:
@@ -68,78 +65,63 @@ def profile_of(model, kept: int) -> BudgetProfile:
     )
 
 
-def rows_of(model, tokenizer, references, profile, max_new_tokens=6):
-    return list(
-        evaluate_cache(
-            model,
-            tokenizer,
-            references,
-            lambda: profile.cache(model, allow_other_model=True),
-            max_new_tokens=max_new_tokens,
-        )
-    )
+def outcomes_of(model, references, make_cache):
+    method = CacheMethod(make_cache=make_cache)
+    return [measure(model, TOKENIZER, method, reference) for reference in references]
+
+
+def reduced(model, references, kept):
+    profile = profile_of(model, kept)
+    return outcomes_of(model, references, lambda: profile.cache(model, allow_other_model=True))
 
 
 def test_the_reference_is_what_generate_says(model, references):
     for reference in references:
         ids = torch.tensor([reference.case.input_ids])
         generated = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        assert list(reference.answer_ids) == generated[0, PROMPT_TOKENS:].tolist()
-        assert reference.answer == " ".join(map(str, reference.answer_ids))
-        assert reference.logits.shape == (5, VOCABULARY)
+        (turn,) = reference.turns
+        assert list(turn.answer.ids) == generated[0, PROMPT_TOKENS:].tolist()
+        assert reference.outcome.answers == (" ".join(map(str, turn.answer.ids)),)
+        assert turn.logits.shape == (5, VOCABULARY)
 
 
 def test_reference_bytes_are_a_plain_caches(model, references):
     for reference in references:
+        full_bytes = reference.outcome.full_bytes
         cache = DynamicCache(config=model.config)
         model(torch.tensor([reference.case.input_ids]), past_key_values=cache)
-        assert reference.full_bytes == shape_of(model).full_bytes(PROMPT_TOKENS)
+        assert full_bytes == shape_of(model).full_bytes(PROMPT_TOKENS)
         # after the prompt, sliding layers of transformers keep all of it behind a view
-        assert (reference.full_bytes < stored_bytes(cache)) == (model.config.model_type != "llama")
-        assert needed_bytes(cache) == reference.full_bytes
+        assert (full_bytes < stored_bytes(cache)) == (model.config.model_type != "llama")
+        assert needed_bytes(cache) == full_bytes
         model(torch.tensor([[5]]), past_key_values=cache)
         assert needed_bytes(cache) == shape_of(model).full_bytes(PROMPT_TOKENS + 1)
 
 
-def test_an_identical_cache_is_exactly_zero_apart(model, tokenizer, references):
-    rows = list(
-        evaluate_cache(
-            model,
-            tokenizer,
-            references,
-            lambda: DynamicCache(config=model.config),
-            max_new_tokens=6,
-        )
-    )
-    for row, reference in zip(rows, references, strict=True):
-        assert row.kl == 0.0
-        assert row.top1_agreement == 1.0
-        assert row.answer == reference.answer
-        assert row.retained_bytes >= row.full_bytes == reference.full_bytes
+def test_a_cache_that_keeps_everything_is_exactly_zero_apart(model, references):
+    plain = outcomes_of(model, references, lambda: DynamicCache(config=model.config))
+    for outcome, reference in zip(plain, references, strict=True):
+        assert outcome.answers == reference.outcome.answers
+        assert outcome.retained_bytes >= outcome.full_bytes == reference.outcome.full_bytes
+    for outcome in plain + reduced(model, references, PROMPT_TOKENS):
+        assert outcome.kl == 0.0
+        assert outcome.top1_agreement == 1.0
 
 
-def test_a_profile_of_100_percent_is_exactly_zero_apart(model, tokenizer, references):
-    for row in rows_of(model, tokenizer, references, profile_of(model, PROMPT_TOKENS)):
-        assert row.kl == 0.0
-        assert row.top1_agreement == 1.0
+def test_a_reduced_cache_is_measured(model, references):
+    outcomes = reduced(model, references, 10)
+    granted = profile_of(model, 10).retained_bytes
+    assert all(one.retained_bytes == granted < one.full_bytes for one in outcomes)
+    assert all(one.kl is not None and one.kl > 0 for one in outcomes)
+    assert all(one.prefill_seconds > 0 and one.decode_seconds > 0 for one in outcomes)
+    assert not any(one.found for one in outcomes)
 
 
-def test_a_reduced_cache_is_measured(model, tokenizer, references):
-    profile = profile_of(model, 10)
-    rows = rows_of(model, tokenizer, references, profile)
-    assert all(row.retained_bytes == profile.retained_bytes for row in rows)
-    assert all(row.retained_bytes < row.full_bytes for row in rows)
-    assert all(row.kl is not None and row.kl > 0 for row in rows)
-    assert all(row.prefill_seconds > 0 and row.decode_seconds > 0 for row in rows)
-    assert not any(row.found for row in rows)
-
-
-def test_kl_equals_one_token_at_a_time(model, tokenizer, references):
+def test_kl_equals_one_token_at_a_time(model, references):
     """Teacher forcing in one forward is feeding the answer token by token."""
     profile = profile_of(model, 10)
-    for row, reference in zip(
-        rows_of(model, tokenizer, references, profile), references, strict=True
-    ):
+    outcomes = reduced(model, references, 10)
+    for outcome, reference in zip(outcomes, references, strict=True):
         logits = []
         for cache in (
             DynamicCache(config=model.config),
@@ -149,48 +131,39 @@ def test_kl_equals_one_token_at_a_time(model, tokenizer, references):
                 model(torch.tensor([reference.case.input_ids]), past_key_values=cache)
                 steps = [
                     model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
-                    for token in reference.answer_ids[:-1]
+                    for token in reference.turns[0].answer.ids[:-1]
                 ]
             logits.append(torch.stack(steps))
         by_hand = divergence(*logits)
-        assert row.kl == pytest.approx(by_hand.kl, rel=1e-3, abs=1e-5)
-        assert row.top1_agreement == by_hand.top1_agreement
+        assert outcome.kl == pytest.approx(by_hand.kl, rel=1e-3, abs=1e-5)
+        assert outcome.top1_agreement == by_hand.top1_agreement
 
 
-def test_decoding_leaves_no_trace_in_the_teacher_forced_part(model, tokenizer, references):
-    profile = profile_of(model, 10)
-    long = rows_of(model, tokenizer, references, profile, max_new_tokens=6)
-    short = rows_of(model, tokenizer, references, profile, max_new_tokens=1)
-    assert [row.kl for row in long] == [row.kl for row in short]
+def test_decoding_leaves_no_trace_in_the_teacher_forced_part(model, references):
+    short_turn = replace(references[0].case.turns[0], max_new_tokens=1)
+    short = [replace(r, case=replace(r.case, turns=(short_turn,))) for r in references]
+    long_kl = [outcome.kl for outcome in reduced(model, references, 10)]
+    assert long_kl == [outcome.kl for outcome in reduced(model, short, 10)]
 
 
-def test_an_end_mark_ends_the_answer(model, tokenizer, cases, references):
+def test_an_end_mark_ends_the_answer(model, references):
     class Ending(NumberTokenizer):
-        eos_token_id = references[0].answer_ids[2]
+        eos_token_id = references[0].turns[0].answer.ids[2]
 
-    (stopped,) = measure_references(model, Ending(), cases[:1], max_new_tokens=6)
-    first = references[0].answer_ids.index(Ending.eos_token_id)
-    assert stopped.answer_ids == references[0].answer_ids[: first + 1]
-
-
-def test_an_answer_of_one_token_has_no_kl(model, tokenizer, cases):
-    references = measure_references(model, tokenizer, cases, max_new_tokens=1)
-    for row in rows_of(model, tokenizer, references, profile_of(model, 10)):
-        assert row.kl is None
-        assert row.top1_agreement is None
+    stopped, _ = references_of(model, tokenizer=Ending())
+    ids = references[0].turns[0].answer.ids
+    assert stopped.turns[0].answer.ids == ids[: ids.index(Ending.eos_token_id) + 1]
 
 
-def test_found_is_read_from_the_answer(model, tokenizer, references):
-    answer_ids = references[0].answer_ids
-    digits = replace(references[0].case, number=str(answer_ids[0]))
-    reference = replace(references[0], case=digits, answer=f"it is {answer_ids[0]}")
-    assert reference.found
-    assert not replace(reference, answer="no idea").found
+def test_an_answer_of_one_token_has_no_kl(model):
+    for outcome in reduced(model, references_of(model, max_new_tokens=1), 10):
+        assert outcome.kl is None
+        assert outcome.top1_agreement is None
 
 
-def test_an_answer_without_tokens_is_refused(model, tokenizer, cases):
+def test_an_answer_without_tokens_is_refused(model):
     with pytest.raises(InputError, match="at least 1"):
-        measure_references(model, tokenizer, cases, max_new_tokens=0)
+        references_of(model, max_new_tokens=0)
 
 
 def test_a_view_counts_with_what_it_keeps_alive():

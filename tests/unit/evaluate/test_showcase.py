@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
-import torch
+from demo_cases import CASE, make_outcome
 from factories import make_scores
 
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, SolverError
 from kvalloc.evaluate import showcase
-from kvalloc.evaluate.caches import CacheRow, Reference
-from kvalloc.evaluate.record import demo_record
 from kvalloc.evaluate.showcase import (
     NO_TIME,
     Asked,
@@ -25,38 +24,8 @@ from kvalloc.evaluate.showcase import (
     decide,
     rules_of,
 )
-from kvalloc.prompts.needle import NeedleCase
 
-CASE = NeedleCase(input_ids=(1, 2), key="anchor", number="1234567", depth=0.5, source="made up")
 SHARES = (0.2, 0.4, 0.6, 0.8)
-
-
-def make_reference(answer: str = "1234567.") -> Reference:
-    return Reference(
-        case=CASE,
-        answer=answer,
-        answer_ids=(1, 2),
-        logits=torch.zeros(1, 3),
-        full_bytes=1000,
-        prefill_seconds=0.0,
-        decode_seconds=0.0,
-    )
-
-
-def make_row(
-    answer: str = "1234567", kl: float | None = 0.5, retained_bytes: int = 500
-) -> CacheRow:
-    return CacheRow(
-        case=CASE,
-        answer=answer,
-        found=CASE.is_found(answer),
-        kl=kl,
-        top1_agreement=None if kl is None else 0.5,
-        retained_bytes=retained_bytes,
-        full_bytes=1000,
-        prefill_seconds=0.1,
-        decode_seconds=0.2,
-    )
 
 
 @pytest.fixture
@@ -76,9 +45,7 @@ class FakeQuestions(Questions):
     def ask(self, solver, share, profile):
         self.order.append((solver, share))
         answer = "1234567" if share >= self.finds_from else "7"
-        return Asked(
-            solver=solver, share=share, profile=profile, rows=(make_row(answer),), same_as=None
-        )
+        return Asked(solver=solver, share=share, profile=profile, outcomes=(make_outcome(answer),))
 
 
 def forever() -> float:
@@ -86,7 +53,7 @@ def forever() -> float:
 
 
 def test_every_registered_solver_is_in_the_table(scores):
-    decisions = {d.solver: d for d in decide(scores, {"target_retention": 0.8})}
+    decisions = {d.solver: d for d in decide(scores, target_retention=0.8)}
     assert {"uniform", "greedy", "ilp", "pyramid", "adaptive_head"} <= set(decisions)
     assert next(iter(decisions)) == "uniform"
     for name in ("uniform", "greedy", "ilp", "pyramid"):
@@ -94,16 +61,14 @@ def test_every_registered_solver_is_in_the_table(scores):
         assert profile is not None
         assert profile.level == "layer"
         assert profile.retention >= 0.8 - 1e-9
-        assert decisions[name].enforceable
         assert decisions[name].reason == ""
 
 
 def test_a_solver_for_heads_is_asked_for_heads(scores):
-    (by_heads,) = [d for d in decide(scores, {"budget": 0.5}) if d.solver == "adaptive_head"]
+    (by_heads,) = [d for d in decide(scores, budget=0.5) if d.solver == "adaptive_head"]
     assert by_heads.profile is not None
     assert by_heads.profile.level == "head"
     assert by_heads.reason == ""
-    assert by_heads.enforceable
 
 
 def test_a_solver_that_cannot_is_listed_with_its_reason(scores, monkeypatch):
@@ -111,29 +76,31 @@ def test_a_solver_that_cannot_is_listed_with_its_reason(scores, monkeypatch):
         raise SolverError("not today")
 
     monkeypatch.setattr(showcase, "solve", refuse)
-    decisions = decide(scores, {"budget": 0.5})
+    decisions = decide(scores, budget=0.5)
     assert decisions
     for decision in decisions:
         assert decision.profile is None
         assert decision.reason == "not today"
-        assert not decision.enforceable
 
 
 def test_no_solver_at_all_is_one_clear_error(scores, monkeypatch):
     monkeypatch.setattr(showcase, "solver_names", list)
     with pytest.raises(SolverError, match="not installed"):
-        decide(scores, {"budget": 0.5})
+        decide(scores, budget=0.5)
 
 
 def test_equal_budgets_are_asked_once(scores, monkeypatch):
     calls = []
 
-    def measured(model, tokenizer, references, make_cache):
+    def measured(*_):
         calls.append(1)
-        return iter([make_row()])
+        return make_outcome()
 
-    monkeypatch.setattr(showcase, "evaluate_cache", measured)
-    questions = Questions(None, None, [make_reference()])  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        showcase, "measure_full", lambda *_: SimpleNamespace(outcome=make_outcome())
+    )
+    monkeypatch.setattr(showcase, "measure", measured)
+    questions = Questions(None, None, [CASE])  # type: ignore[arg-type]
     profiles = {name: solve(scores, budget=0.5, solver=name) for name in ("greedy", "uniform")}
     first = questions.ask("greedy", 0.5, profiles["greedy"])
     again = questions.ask("ilp", 0.5, profiles["greedy"])
@@ -145,20 +112,20 @@ def test_equal_budgets_are_asked_once(scores, monkeypatch):
         None,
         None,
     )
-    assert again.rows is first.rows
+    assert again.outcomes is first.outcomes
     assert len(calls) == 2
 
 
 def test_every_solver_that_can_be_applied_is_asked(scores):
-    decisions = decide(scores, {"budget": 0.5})
+    decisions = decide(scores, budget=0.5)
     asked, missing = ask_each(decisions, 0.5, FakeQuestions(0.4), deadline=forever())
-    assert {entry.solver for entry in asked} == {d.solver for d in decisions if d.enforceable}
+    assert {entry.solver for entry in asked} == {d.solver for d in decisions if d.profile}
     assert "adaptive_head" in {entry.solver for entry in asked}
     assert {entry.solver for entry in asked} | set(missing) == {d.solver for d in decisions}
 
 
 def test_without_time_the_first_two_are_asked_all_the_same(scores):
-    decisions = decide(scores, {"budget": 0.5})
+    decisions = decide(scores, budget=0.5)
     questions = FakeQuestions(0.4, seconds=10.0)
     asked, missing = ask_each(decisions, 0.5, questions, deadline=time.monotonic())
     assert [entry.solver for entry in asked] == ["uniform", "greedy"]
@@ -173,7 +140,7 @@ def test_the_ladder_is_climbed_whole_where_there_is_time(scores):
     assert set(ladder.asked) == {
         (name, share) for name in ("uniform", "greedy") for share in SHARES
     }
-    assert ladder.skipped == ()
+    assert ladder.skipped == []
     assert ladder.first_share("uniform") == 0.6
     assert len(questions.order) == len(set(questions.order)) == 8
 
@@ -221,35 +188,33 @@ def test_progress_counts_seconds_up_to_the_deadline(scores):
     assert seen[-1] == (100, 100)
 
 
-def test_found_and_kl_are_taken_from_the_rows(scores):
+def test_found_and_kl_are_taken_from_the_outcomes(scores):
     profile = solve(scores, budget=0.5)
-    rows = (make_row("1234567", kl=0.25), make_row("12", kl=0.75), make_row("1", kl=None))
-    asked = Asked(solver="greedy", share=0.5, profile=profile, rows=rows, same_as=None)
-    assert asked.n_found == 1
-    assert asked.kl == 0.5
-    unknown = Asked(solver="greedy", share=0.5, profile=profile, rows=rows[2:], same_as=None)
+    outcomes = (make_outcome("1234567", 0.25), make_outcome("12", 0.75), make_outcome("1", None))
+    asked = Asked(solver="greedy", share=0.5, profile=profile, outcomes=outcomes)
+    assert (asked.n_found, asked.kl, asked.all_found) == (1, 0.5, False)
+    unknown = Asked(solver="greedy", share=0.5, profile=profile, outcomes=outcomes[2:])
     assert unknown.kl is None
 
 
 def test_the_record_is_plain_json(scores):
-    decisions = decide(scores, {"budget": 0.5})
+    decisions = decide(scores, budget=0.5)
     refused = Decision(solver="never", profile=None, reason="no", seconds=0.0)
-    ladder = climb(
-        rules_of(scores, ["uniform"]), FakeQuestions(0.6), shares=SHARES, deadline=forever()
-    )
     profile = solve(scores, budget=0.5)
-    asked = Asked(solver="greedy", share=0.5, profile=profile, rows=(make_row(),), same_as=None)
+    asked = Asked(solver="greedy", share=0.5, profile=profile, outcomes=(make_outcome(),))
+    rules = rules_of(scores, ["uniform"])
     experiment = Experiment(
-        references=(make_reference(),),
+        cases=(CASE,),
+        full=(make_outcome(kl=0.0),),
         capacity_bytes=profile.retained_bytes,
         decisions=tuple(decisions),
         asked=(asked,),
         by_loss=(),
-        ladder=ladder,
+        ladder=climb(rules, FakeQuestions(0.6), shares=SHARES, deadline=forever()),
     )
-    record = json.loads(json.dumps(demo_record([*decisions, refused], experiment), allow_nan=False))
+    record = json.loads(json.dumps(experiment.record([*decisions, refused]), allow_nan=False))
     assert [d["solver"] for d in record["decisions"]] == [*(d.solver for d in decisions), "never"]
-    assert record["decisions"][-1]["reason"] == "no"
+    assert (record["decisions"][-1]["reason"], record["decisions"][-1]["level"]) == ("no", None)
     assert record["asked"][0]["rows"][0]["number"] == "1234567"
     assert len(record["ladder"]) == 4
     assert record["full_cache"][0]["found"] is True

@@ -15,7 +15,7 @@ def layers(*budgets: int):
 
 
 def test_one_row_a_layer_and_the_share_kept():
-    lines = budget_columns({"greedy": layers(10, 20, 40)}, width=60)
+    lines = budget_columns({"greedy": layers(10, 20, 40)}, width=60, unicode=True)
     assert lines[0].split() == ["layer", "greedy"]
     assert [line.split()[:2] for line in lines[1:]] == [["0", "25%"], ["1", "50%"], ["2", "100%"]]
     bars = [line.split()[2] for line in lines[1:]]
@@ -80,6 +80,17 @@ def test_nothing_to_draw_is_refused():
         budget_columns({"a": layers(10, 20), "b": layers(10, 20, 30)})
 
 
-def test_tables_are_aligned():
-    lines = table_lines(("name", "n"), [("a", "1"), ("long name", "1,000")])
-    assert lines == ["name           n", "---------  -----", "a              1", "long name  1,000"]
+def test_tables_are_aligned_and_narrow_ones_move_together(monkeypatch):
+    rows = [("a", "1", "end"), ("bb", "2,200", "e")]
+    lines = table_lines(("name", "n", "z"), rows, left=(0, -1))
+    assert lines == ["name      n  z", "a         1  end", "bb    2,200  e"]
+    ruled = table_lines(("name", "n"), [("long [b]name", "1")], rule=True)
+    assert ruled == ["name          n", "------------- -", "long [b]name  1"]
+    monkeypatch.setenv("COLUMNS", "14")
+    assert table_lines(("name", "n", "z"), rows, left=(0, -1))[0] == "name     n z"
+    monkeypatch.setenv("COLUMNS", "13")
+    assert table_lines(("name", "n", "z"), rows, optional=("z",))[0] == "name      n"
+
+
+def test_control_characters_in_a_cell_are_shown_escaped():
+    assert table_lines(("n",), [("a\x1b[31m\nb",)]) == ["n", "a\\x1b[31m\\nb"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import struct
+from types import SimpleNamespace
 
 import pytest
 from factories import make_scores, make_shape
 
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, MissingDependencyError
-from kvalloc.report.figure import HarmPoint, save_budget_figure
+from kvalloc.report.figure import save_budget_figure
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -40,8 +41,8 @@ def test_it_is_a_png_of_1000_pixels(tmp_path, scores, profiles):
 
 def test_harm_gets_a_panel(tmp_path, scores, profiles):
     points = [
-        HarmPoint(share=0.8, kl=0.1, all_found=True),
-        HarmPoint(share=0.2, kl=1.0, all_found=False),
+        SimpleNamespace(share=0.8, kl=0.1, all_found=True),
+        SimpleNamespace(share=0.2, kl=1.0, all_found=False),
     ]
     harm = {"uniform": points, "greedy = ilp": points[:1]}
     save_budget_figure(tmp_path / "b.png", scores, profiles, harm=harm)

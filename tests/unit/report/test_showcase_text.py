@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-import torch
+from demo_cases import CASE, make_outcome
 from factories import make_scores
 
 from kvalloc.allocation.decision import solve
-from kvalloc.evaluate.caches import CacheRow, Reference
 from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder, decide
-from kvalloc.prompts.needle import NeedleCase
 from kvalloc.report.showcase import (
     decision_table,
     harm_points,
@@ -21,33 +20,8 @@ from kvalloc.report.showcase import (
     summary_table,
 )
 
-CASE = NeedleCase(
-    input_ids=tuple(range(1500)), key="anchor", number="1234567", depth=0.42, source="polk_1845"
-)
-REFERENCE = Reference(
-    case=CASE,
-    answer="1234567.",
-    answer_ids=(1, 2),
-    logits=torch.zeros(1, 3),
-    full_bytes=69_120_000,
-    prefill_seconds=3.1,
-    decode_seconds=0.9,
-)
+QUESTIONS = SimpleNamespace(cases=(CASE,), full=(make_outcome(kl=0.0),))
 SHARES = (0.125, 0.2, 0.3, 0.4, 0.6, 0.8)
-
-
-def make_row(answer: str, kl: float | None) -> CacheRow:
-    return CacheRow(
-        case=CASE,
-        answer=answer,
-        found=CASE.is_found(answer),
-        kl=kl,
-        top1_agreement=None if kl is None else 0.75,
-        retained_bytes=20_582_400,
-        full_bytes=69_120_000,
-        prefill_seconds=3.2,
-        decode_seconds=0.8,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +35,14 @@ def ask(scores):
         # greedy retains most whatever the curves
         rule = "greedy" if solver in ("greedy", "ilp") else "uniform"
         profile = solve(scores, budget=0.5, solver=rule)
-        rows = (make_row(answer, kl),)
-        return Asked(solver=solver, share=share, profile=profile, rows=rows, same_as=same_as)
+        known = {"solver": solver, "share": share, "profile": profile, "same_as": same_as}
+        return Asked(**known, outcomes=(make_outcome(answer, kl),))
 
     return make
 
 
 def test_decisions_of_all_kinds(scores):
-    decisions = decide(scores, {"target_retention": 0.9})
+    decisions = decide(scores, target_retention=0.9)
     refused = Decision(solver="never", profile=None, reason="no such luck", seconds=0.0)
     lines = decision_table([*decisions, refused])
     assert max(map(len, lines)) <= 80
@@ -86,7 +60,7 @@ def test_answers_are_shown_as_they_are(ask):
         ask("greedy", "7\n\x1b[31m and then some more words", 0.2),
         ask("pyramid", "", None),
     ]
-    lines = question_tables([REFERENCE], asked)
+    lines = question_tables(QUESTIONS, asked)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= 80
     assert "1,500 tokens of polk_1845, needle at 42%" in text
@@ -102,7 +76,7 @@ def test_answers_are_shown_as_they_are(ask):
 def test_solvers_with_the_same_budgets_share_a_row(ask):
     twins = [ask(f"a_long_name_{i}", "7", 0.2, same_as="greedy") for i in range(9)]
     asked = [ask("uniform", "1234567.", 0.1), ask("greedy", "7", 0.2), *twins]
-    assert "a_long_name" not in "\n".join(question_tables([REFERENCE], asked))
+    assert "a_long_name" not in "\n".join(question_tables(QUESTIONS, asked))
     lines = summary_table(asked)
     assert max(map(len, lines)) <= 80
     rows = [line.split() for line in lines]
@@ -116,7 +90,7 @@ def test_solvers_with_the_same_budgets_share_a_row(ask):
 
 def make_ladder(ask, cells: dict[tuple[str, float], str], skipped=()) -> Ladder:
     asked = {(n, s): ask(n, answer, 0.5, share=s) for (n, s), answer in cells.items()}
-    return Ladder(shares=SHARES, asked=asked, skipped=tuple(skipped))
+    return Ladder(shares=SHARES, asked=asked, skipped=list(skipped))
 
 
 def test_the_ladder_names_the_first_share(ask):
@@ -169,12 +143,13 @@ def an_experiment(asked, by_loss=(), cells=None) -> Experiment:
     cells = cells or {}
     shares = tuple(sorted({share for _, share in cells}))
     return Experiment(
-        references=(REFERENCE,),
+        cases=QUESTIONS.cases,
+        full=QUESTIONS.full,
         capacity_bytes=1,
         decisions=(),
         asked=tuple(asked),
         by_loss=tuple(by_loss),
-        ladder=Ladder(shares=shares, asked=cells, skipped=()),
+        ladder=Ladder(shares=shares, asked=cells, skipped=[]),
     )
 
 
