@@ -18,7 +18,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LABEL_WIDTH = 7
 _NUMBER_WIDTH = 5
 _MIN_BAR = 4
-_RULE = "    \n    \n -  \n    \n    \n    \n    \n    \n"
+_RULE = "    \n    \n -- \n    \n    \n    \n    \n    \n"
 """A box for rich that has nothing but a line below the headings."""
 
 
@@ -62,7 +62,7 @@ def table_lines(
     --------
     >>> print("\n".join(table_lines(("solver", "MiB"), [("greedy", "5.53")], rule=True)))
     solver   MiB
-    ------- ----
+    ------------
     greedy  5.53
     """
     from rich.box import Box

@@ -85,7 +85,7 @@ def test_tables_are_aligned_and_narrow_ones_move_together(monkeypatch):
     lines = table_lines(("name", "n", "z"), rows, left=(0, -1))
     assert lines == ["name      n  z", "a         1  end", "bb    2,200  e"]
     ruled = table_lines(("name", "n"), [("long [b]name", "1")], rule=True)
-    assert ruled == ["name          n", "------------- -", "long [b]name  1"]
+    assert ruled == ["name          n", "---------------", "long [b]name  1"]
     monkeypatch.setenv("COLUMNS", "14")
     assert table_lines(("name", "n", "z"), rows, left=(0, -1))[0] == "name     n z"
     monkeypatch.setenv("COLUMNS", "13")
