@@ -68,8 +68,9 @@ def measure(
     """Prefill of one prompt in each way, in turns; and what deciding alone took."""
     options = {"budget": arguments.share, "level": arguments.level}
     part = arguments.measured_tokens
-    target, sampled = PromptTarget(**options), PromptTarget(**options, measured_tokens=part)
-    held = PromptTarget(**options, hold=True)
+    target = PromptTarget.parse(**options)
+    sampled = PromptTarget.parse(**options, measured_tokens=part)
+    held = PromptTarget.parse(**options, hold=True)
     make = {
         "plain": lambda: DynamicCache(config=model.config),
         "stored": lambda: profile.cache(model),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
     from kvalloc.measure import profile
-    from kvalloc.online.per_prompt import apply
+    from kvalloc.online.application import apply
     from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
     from kvalloc.runtime import load_cache
     from kvalloc.shape import ModelShape
@@ -35,7 +35,7 @@ _WHERE = {
     "Solution": "kvalloc.problem",
     "Solver": "kvalloc.problem",
     "Termination": "kvalloc.problem",
-    "apply": "kvalloc.online.per_prompt",
+    "apply": "kvalloc.online.application",
     "load_cache": "kvalloc.runtime",
     "load_profile": "kvalloc.formats.shipped_profiles",
     "profile": "kvalloc.measure",

@@ -148,7 +148,7 @@ class CacheChoice:
         from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 
         measured = self.measured_tokens
-        target = PromptTarget(**self.target, measured_tokens=measured, hold=self.hold)
+        target = PromptTarget.parse(**self.target, measured_tokens=measured, hold=self.hold)
         return make_prompt_cache(loaded.model, target, **picked)
 
     def policy_options(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def read_target(target_retention: float | None) -> PromptTarget | None:
     from kvalloc.online.per_prompt import PromptTarget
 
     Request.parse(target_retention=target_retention)
-    return PromptTarget(target_retention=target_retention)
+    return PromptTarget.parse(target_retention=target_retention)
 
 
 def check_adapts(profiles: Mapping[str, BudgetProfile], adapt: float | None) -> None:
@@ -85,7 +85,7 @@ def cache_methods(
         if adapt is not None:
             makers[f"{name} --adapt {adapt:g}"] = partial(own, adapt=adapt)
     if target is not None:
-        makers[f"--target-retention {target.target_retention:g}"] = partial(
+        makers[f"--target-retention {target.request.target.value:g}"] = partial(
             make_prompt_cache, loaded.model, target
         )
     for make in makers.values():

@@ -13,7 +13,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.accounting.stored_bytes import stored_bytes
-from kvalloc.errors import InputError, ProfileFileError, option
+from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write
 from kvalloc.formats.budget_checks import budget_fault
 from kvalloc.formats.policy import Policy
@@ -333,13 +333,9 @@ class BudgetProfile:
         }
         # The core must not depend on torch: the runtime is looked up by name when it is wanted.
         where, name = "kvalloc.runtime", "make_cache"
-        if adapt is not None:
+        if adapt is not None or measured_tokens is not None or hold:
             where, name = "kvalloc.online.per_prompt", "make_adapting_cache"
             options |= {"adapt": adapt, "measured_tokens": measured_tokens, "hold": hold}
-        elif measured_tokens is not None or hold:
-            given = "hold" if hold else "measured_tokens"
-            adapts = option("adapt")
-            raise InputError(f"{option(given)} says how {adapts} measures; give {adapts}, too")
         cache: Cache = getattr(importlib.import_module(where), name)(self, model, **options)
         return cache
 

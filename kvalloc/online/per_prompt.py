@@ -7,50 +7,80 @@ same solvers as everywhere decide, then the prompt is prefilled with eviction.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self, Unpack
 
 import numpy as np
 from torch import nn
 
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.decision import decide
-from kvalloc.allocation.request import Request
+from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.errors import InputError, option
-from kvalloc.formats.budget_profile import BudgetProfile, Level, Policy
-from kvalloc.formats.shipped_profiles import load_profile
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.prompt_scores import check_measured_tokens, prompt_scores
 from kvalloc.models.attention import AttentionStates
 from kvalloc.models.loading import shape_of
 from kvalloc.online.adaptation import adapt_budgets, check_adapt, may_move
-from kvalloc.online.applying import Applied
 from kvalloc.problem.registry import get_solver
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import make_cache, with_policy
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
 
-__all__ = ["PromptTarget", "apply", "make_adapting_cache", "make_prompt_cache"]
+__all__ = ["PromptOptions", "PromptTarget", "make_adapting_cache", "make_prompt_cache"]
+
+_OF_A_PROMPT = (
+    *("target_retention", "budget", "budget_tokens", "memory"),
+    *("level", "min_tokens", "max_tokens", "page"),
+)
+"""What of a request can be asked of each prompt: one has no loss curves, for example."""
+
+
+class PromptOptions(RequestOptions, total=False):
+    """What is to be reached for each prompt, and how it is measured and decided.
+
+    Of the options of a request: one of the targets that are no loss, `level`, `min_tokens`,
+    `max_tokens` and `page`. `memory` is for all rows of a batch together, each getting what it
+    would if all were as long.
+
+    Parameters
+    ----------
+    solver : str
+        Who decides; ``"auto"`` by default.
+    solver_options : mapping
+        Its options.
+    scorer : str
+        Whose scores are measured, and rank the entries unless another policy is named; ``"xkv"``
+        by default.
+    scorer_options : mapping
+        Its parameters, such as ``window``.
+    sinks : int
+        First tokens, never evicted; 4 by default.
+    """
+
+    solver: str | None
+    solver_options: Mapping[str, Any] | None
+    scorer: str | None
+    scorer_options: Mapping[str, Any] | None
+    sinks: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTarget:
-    """What is to be reached for each prompt, and how it is measured and decided.
+    """What `PromptOptions` mean, checked.
 
     Attributes
     ----------
-    target_retention, budget, budget_tokens, memory, min_tokens, max_tokens, page, level
-        As for `kvalloc.solve`; exactly one of the first four. ``memory`` is for all rows of a
-        batch together, each getting what it would if all were as long.
+    request : Request
+        What is to be reached.
+    scorer : Scorer
+        Whose scores are measured.
     solver : str
         Who decides.
-    solver_options : mapping or None
+    solver_options : mapping
         Its options.
-    scorer : str
-        Whose scores are measured, and rank the entries unless another policy is named.
-    scorer_options : mapping or None
-        Its parameters, such as ``window``.
     sinks : int
         First tokens, never evicted.
     measured_tokens : int or None
@@ -64,69 +94,70 @@ class PromptTarget:
         If a value is out of range, there is no such solver or scorer, or not exactly one target.
     """
 
-    target_retention: float | None = None
-    budget: str | float | None = None
-    budget_tokens: int | None = None
-    memory: str | int | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    page: int = 1
-    level: Level = "layer"
+    request: Request
+    scorer: Scorer
     solver: str = "auto"
-    solver_options: Mapping[str, Any] | None = None
-    scorer: str = "xkv"
-    scorer_options: Mapping[str, Any] | None = None
+    solver_options: Mapping[str, Any]
     sinks: int = 4
     measured_tokens: int | None = None
     hold: bool = False
 
     def __post_init__(self) -> None:
-        self.request(1)
-        get_solver(self.solver, **(self.solver_options or {}))
+        get_solver(self.solver, **self.solver_options)
         if self.sinks < 0:
             raise InputError(f"sinks is {self.sinks!r}, expected a number of tokens >= 0")
-        scorer = self.make_scorer()
-        _check_hold(self.hold, scorer, self.measured_tokens)
-        check_measured_tokens(self.measured_tokens, self.sinks + scorer.window)
+        protected = self.sinks + self.scorer.window
+        _check_measurement(self.scorer, protected, self.measured_tokens, self.hold)
 
-    def request(self, rows: int) -> Request:
-        """The target for a prompt that is one of several rows."""
-        return Request.parse(
-            target_retention=self.target_retention,
-            budget=self.budget,
-            budget_tokens=self.budget_tokens,
-            memory=self.memory,
-            min_tokens=self.min_tokens,
-            max_tokens=self.max_tokens,
-            page=self.page,
-            level=self.level,
-            batch=rows,
+    @classmethod
+    def parse(
+        cls,
+        *,
+        measured_tokens: int | None = None,
+        hold: bool = False,
+        **asked: Unpack[PromptOptions],
+    ) -> Self:
+        """The target that keywords make; see `PromptOptions`."""
+        given: dict[str, Any] = {name: each for name, each in asked.items() if each is not None}
+        scorer = get_scorer(given.pop("scorer", "xkv"), **given.pop("scorer_options", {}))
+        options = given.pop("solver_options", {})
+        own = {name: given.pop(name) for name in ("solver", "sinks") if name in given}
+        for name in given:
+            if name in RequestOptions.__annotations__ and name not in _OF_A_PROMPT:
+                raise InputError(
+                    f"{option(name)} cannot be asked of each prompt; leave it out, or decide once "
+                    "with 'kvalloc solve' and apply the profile"
+                )
+        return cls(
+            request=Request.parse(**given),
+            scorer=scorer,
+            solver_options=options,
+            measured_tokens=measured_tokens,
+            hold=hold,
+            **own,
         )
-
-    def make_scorer(self) -> Scorer:
-        """The scorer that is measured with."""
-        return get_scorer(self.scorer, **(self.scorer_options or {}))
 
     def undecided(self, shape: ModelShape) -> BudgetProfile:
         """What holds until a prompt has come: its sinks and window, and everything is kept."""
-        scorer = self.make_scorer()
-        context = self.sinks + scorer.window
+        context = self.sinks + self.scorer.window
         return BudgetProfile(
             shape=shape,
-            level=self.level,
+            level=self.request.level,
             context_tokens=context,
             budgets=np.full((shape.n_layers, shape.n_kv_heads), context, dtype=np.int64),
             policy=Policy(
-                scorer=scorer.name,
-                scorer_parameters=dict(scorer.parameters()),
+                scorer=self.scorer.name,
+                scorer_parameters=self.scorer.parameters(),
                 sinks=self.sinks,
-                window=scorer.window,
+                window=self.scorer.window,
             ),
             detail="everything, until a prompt has come",
         )
 
 
-def _check_hold(hold: bool, scorer: Scorer, measured_tokens: int | None) -> None:
+def _check_measurement(
+    scorer: Scorer, protected_tokens: int, measured_tokens: int | None, hold: bool
+) -> None:
     if not hold:
         scorer.check_prompt_only()
     elif measured_tokens is not None:
@@ -134,105 +165,58 @@ def _check_hold(hold: bool, scorer: Scorer, measured_tokens: int | None) -> None
             "a held prompt is measured whole and without another prefill, so "
             f"{option('measured_tokens')} spares nothing; leave out one of them"
         )
+    check_measured_tokens(measured_tokens, protected_tokens)
 
 
 States = Mapping[int, AttentionStates]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SolveForPrompt:
-    """Decides each row for itself; see `kvalloc.runtime.deciding.DecideHeld`."""
+class _PromptDecider:
+    """Measures each row of a prompt, and decides; see `kvalloc.runtime.deciding.DecideHeld`.
 
-    target: PromptTarget
-    undecided: BudgetProfile
-
-    @property
-    def hold(self) -> bool:
-        return self.target.hold
-
-    @property
-    def scorer(self) -> Scorer:
-        return self.target.make_scorer()
-
-    def __call__(self, decoder: nn.Module, rows: Sequence[IntArray]) -> list[BudgetProfile]:
-        return [self._row(decoder, row, len(rows)) for row in rows]
-
-    def from_states(
-        self, decoder: nn.Module, rows: Sequence[IntArray], states: Sequence[States]
-    ) -> list[BudgetProfile]:
-        pairs = zip(rows, states, strict=True)
-        return [self._row(decoder, row, len(rows), seen) for row, seen in pairs]
-
-    def _row(
-        self, decoder: nn.Module, row: IntArray, rows: int, states: States | None = None
-    ) -> BudgetProfile:
-        target, policy, scorer = self.target, self.undecided.policy, self.scorer
-        if row.size <= target.sinks + scorer.window:
-            return self.undecided
-        scores = prompt_scores(
-            decoder,
-            row,
-            scorer=scorer,
-            sinks=target.sinks,
-            shape=self.undecided.shape,
-            measured_tokens=target.measured_tokens,
-            states=states,
-        )
-        options = dict(target.solver_options or {})
-        request = target.request(rows)
-        decided = decide(
-            scores, request, solver=target.solver, solver_options=options, priced=False
-        )
-        return decided.with_policy(policy)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _MoveForPrompt:
-    """Moves a stored decision for each row; see `kvalloc.runtime.deciding.DecideHeld`.
-
-    The scores are those that the stored budgets were decided from, also where the entries are
-    picked by another policy.
+    Attributes
+    ----------
+    otherwise : BudgetProfile
+        What a row gets where there is nothing to decide.
+    is_open : callable
+        Whether there is something to decide for a row of so many tokens.
+    decided : callable
+        The budgets of a row, from its scores and the number of rows.
+    scorer, sinks, measured_tokens, hold
+        How a row is measured; see `PromptTarget`.
     """
 
-    stored: BudgetProfile
-    policy: Policy | None
-    limit: float
+    otherwise: BudgetProfile
+    is_open: Callable[[int], bool]
+    decided: Callable[[ScoreProfile, int], BudgetProfile]
+    scorer: Scorer
+    sinks: int
     measured_tokens: int | None
-    hold: bool = False
-
-    @property
-    def scorer(self) -> Scorer:
-        policy = self.stored.policy
-        return get_scorer(policy.scorer, **policy.scorer_parameters)
+    hold: bool
 
     def __call__(self, decoder: nn.Module, rows: Sequence[IntArray]) -> list[BudgetProfile]:
-        return self._picked([self._row(decoder, row) for row in rows])
+        return self.from_states(decoder, rows, [None] * len(rows))
 
     def from_states(
-        self, decoder: nn.Module, rows: Sequence[IntArray], states: Sequence[States]
+        self, decoder: nn.Module, rows: Sequence[IntArray], states: Sequence[States | None]
     ) -> list[BudgetProfile]:
-        pairs = zip(rows, states, strict=True)
-        return self._picked([self._row(decoder, row, seen) for row, seen in pairs])
-
-    def _picked(self, moved: list[BudgetProfile]) -> list[BudgetProfile]:
-        return moved if self.policy is None else [one.with_policy(self.policy) for one in moved]
-
-    def _row(
-        self, decoder: nn.Module, row: IntArray, states: States | None = None
-    ) -> BudgetProfile:
-        stored = self.stored
-        if not may_move(stored, self.limit, int(row.size)):
-            return stored
-        scores = prompt_scores(
-            decoder,
-            row,
-            scorer=self.scorer,
-            sinks=stored.policy.sinks,
-            shape=stored.shape,
-            measured_tokens=self.measured_tokens,
-            states=states,
-        )
-        return adapt_budgets(stored, scores, self.limit)
+        found = []
+        for row, seen in zip(rows, states, strict=True):
+            if not self.is_open(int(row.size)):
+                found.append(self.otherwise)
+                continue
+            scores = prompt_scores(
+                decoder,
+                row,
+                scorer=self.scorer,
+                sinks=self.sinks,
+                shape=self.otherwise.shape,
+                measured_tokens=self.measured_tokens,
+                states=seen,
+            )
+            found.append(self.decided(scores, len(rows)))
+        return found
 
 
 def make_prompt_cache(
@@ -241,8 +225,7 @@ def make_prompt_cache(
     *,
     policy: str | Policy | None = None,
     policy_options: Mapping[str, Any] | None = None,
-    decode_every: int | None = None,
-    prompt_tokens: int | None = None,
+    **options: Any,
 ) -> BudgetCache:
     """A cache whose budgets are decided from its prompt.
 
@@ -257,7 +240,7 @@ def make_prompt_cache(
     model : transformers.PreTrainedModel
     target : PromptTarget
         What is to be reached.
-    policy, policy_options, decode_every, prompt_tokens
+    policy, policy_options, **options
         As for `kvalloc.runtime.make_cache`.
 
     Returns
@@ -276,20 +259,34 @@ def make_prompt_cache(
     XKV, Section IV-A.
     """
     undecided = with_policy(target.undecided(shape_of(model)), policy, policy_options)
-    return make_cache(
-        undecided,
-        model,
-        decode_every=decode_every,
-        prompt_tokens=prompt_tokens,
-        decide=_SolveForPrompt(target=target, undecided=undecided),
+
+    def decided(scores: ScoreProfile, rows: int) -> BudgetProfile:
+        found = decide(
+            scores,
+            replace(target.request, batch=rows),
+            solver=target.solver,
+            solver_options=dict(target.solver_options),
+            priced=False,
+        )
+        return found.with_policy(undecided.policy)
+
+    decider = _PromptDecider(
+        otherwise=undecided,
+        is_open=lambda tokens: tokens > target.sinks + target.scorer.window,
+        decided=decided,
+        scorer=target.scorer,
+        sinks=target.sinks,
+        measured_tokens=target.measured_tokens,
+        hold=target.hold,
     )
+    return make_cache(undecided, model, **options, decide=decider)
 
 
 def make_adapting_cache(
     profile: BudgetProfile,
     model: Any,
     *,
-    adapt: float,
+    adapt: float | None = None,
     measured_tokens: int | None = None,
     hold: bool = False,
     policy: str | Policy | None = None,
@@ -303,15 +300,17 @@ def make_adapting_cache(
     profile : BudgetProfile
         The stored decision.
     model : transformers.PreTrainedModel
-    adapt : float
+    adapt : float, optional
         Share of its own budget that a unit may gain or lose, 0..1, at the same total; see
-        `kvalloc.online.adaptation.adapt_budgets`. At 0 nothing is measured.
+        `kvalloc.online.adaptation.adapt_budgets`. By default, and at 0, nothing is measured, and
+        the budgets stay.
     measured_tokens : int, optional
         Longest mini-prefill, tokens; the whole prompt by default.
     hold : bool
         Run no mini-prefill: hold the prompt's full cache, decide from it, then evict.
     policy, policy_options, **options
-        As for `kvalloc.runtime.make_cache`.
+        As for `kvalloc.runtime.make_cache`. The scores are those that the stored budgets were
+        decided from, also where another policy picks the entries.
 
     Returns
     -------
@@ -322,160 +321,32 @@ def make_adapting_cache(
     KVAllocError
         As `kvalloc.runtime.make_cache` and `kvalloc.online.adaptation.check_adapt`.
     """
+    if adapt is None:
+        if measured_tokens is not None or hold:
+            name = "hold" if hold else "measured_tokens"
+            raise InputError(
+                f"with a stored profile nothing is measured; leave out {option(name)}, or give "
+                f"{option('adapt')}"
+            )
+        options |= {"policy": policy, "policy_options": policy_options}
+        return make_cache(profile, model, **options)
     check_adapt(profile, adapt)
-    check_measured_tokens(measured_tokens, profile.policy.protected_tokens)
-    scorer = get_scorer(profile.policy.scorer, **profile.policy.scorer_parameters)
-    _check_hold(hold, scorer, measured_tokens)
+    limit, own = adapt, profile.policy
+    scorer = get_scorer(own.scorer, **own.scorer_parameters)
+    _check_measurement(scorer, own.protected_tokens, measured_tokens, hold)
     changed = with_policy(profile, policy, policy_options)
-    move = _MoveForPrompt(
-        stored=profile,
-        policy=None if policy is None else changed.policy,
-        limit=adapt,
+
+    def decided(scores: ScoreProfile, rows: int) -> BudgetProfile:
+        moved = adapt_budgets(profile, scores, limit)
+        return moved if policy is None else moved.with_policy(changed.policy)
+
+    decider = _PromptDecider(
+        otherwise=changed,
+        is_open=lambda tokens: may_move(profile, limit, tokens),
+        decided=decided,
+        scorer=scorer,
+        sinks=own.sinks,
         measured_tokens=measured_tokens,
         hold=hold,
     )
-    return make_cache(changed, model, **options, decide=move if adapt else None)
-
-
-def apply(
-    model: Any,
-    profile: BudgetProfile | str | Path | None = None,
-    *,
-    target_retention: float | None = None,
-    budget: str | float | None = None,
-    budget_tokens: int | None = None,
-    memory: str | int | None = None,
-    adapt: float | None = None,
-    measured_tokens: int | None = None,
-    hold: bool = False,
-    level: Level | None = None,
-    solver: str | None = None,
-    solver_options: Mapping[str, Any] | None = None,
-    min_tokens: int | None = None,
-    max_tokens: int | None = None,
-    page: int | None = None,
-    scorer: str | None = None,
-    scorer_options: Mapping[str, Any] | None = None,
-    sinks: int | None = None,
-    allow_other_model: bool = False,
-    policy: str | Policy | None = None,
-    policy_options: Mapping[str, Any] | None = None,
-    decode_every: int | None = None,
-) -> Applied:
-    """From now on, each ``model.generate()`` reduces its prompt.
-
-    To the budgets of a stored profile, or to budgets decided from each prompt itself::
-
-        with kvalloc.apply(model, profile):              # a stored decision
-        with kvalloc.apply(model, profile, adapt=0.25):  # the same, moved by each prompt
-        with kvalloc.apply(model, target_retention=0.9): # decided for each prompt (XKV)
-            model.generate(**inputs)
-
-    It ends with the ``with``; without one, with ``remove()`` of what is returned. Every call gets
-    a fresh cache, one that brings its own ``past_key_values`` keeps it.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A model that can generate.
-    profile : BudgetProfile, str or Path, optional
-        Budgets made for this model, their file, or the name of shipped ones. Without any, exactly
-        one target is given.
-    target_retention, budget, budget_tokens, memory : optional
-        What each prompt is to reach, as for `kvalloc.solve`.
-    adapt : float, optional
-        Let each prompt move the profile's budgets by at most this share; see
-        `make_adapting_cache`.
-    measured_tokens : int, optional
-        Longest mini-prefill, tokens; the whole prompt by default.
-    hold : bool
-        With a target or adapt: run no mini-prefill, but hold each prompt's full cache, decide from
-        it, and then evict. Nearly as fast as a stored profile, at the peak memory of a full cache.
-    level, solver, solver_options, min_tokens, max_tokens, page, scorer, scorer_options, sinks
-        How a target is measured and decided; see `PromptTarget`. They do not go with a profile.
-    allow_other_model : bool
-        Accept the profile of a model of another name with the same sizes.
-    policy, policy_options, decode_every : optional
-        As for `kvalloc.runtime.make_cache`.
-
-    Returns
-    -------
-    Applied
-        Its ``last_cache`` tells what the latest call stored.
-
-    Raises
-    ------
-    KVAllocError
-        As `kvalloc.runtime.make_cache`, and for a profile and a target at once, or neither.
-    """
-    picked: dict[str, Any] = {
-        "policy": policy,
-        "policy_options": policy_options,
-        "decode_every": decode_every,
-    }
-    targets = {
-        "target_retention": target_retention,
-        "budget": budget,
-        "budget_tokens": budget_tokens,
-        "memory": memory,
-    }
-    deciding = {
-        "level": level,
-        "solver": solver,
-        "solver_options": solver_options,
-        "min_tokens": min_tokens,
-        "max_tokens": max_tokens,
-        "page": page,
-        "scorer": scorer,
-        "scorer_options": scorer_options,
-        "sinks": sinks,
-    }
-    asked: dict[str, Any] = {
-        name: value for name, value in (targets | deciding).items() if value is not None
-    }
-    if profile is None:
-        if adapt is not None:
-            moves = f"{option('adapt')} moves the budgets of a stored profile"
-            raise InputError(f"{moves}; give one, too")
-        target = PromptTarget(measured_tokens=measured_tokens, hold=hold, **asked)
-        return Applied(model, _for_target(model, target, picked))
-    if asked:
-        raise InputError(
-            f"a profile and {option(next(iter(asked)))} are two decisions at once; give the "
-            f"profile, with {option('adapt')} if each prompt is to move it, or a target alone"
-        )
-    picked["allow_other_model"] = allow_other_model
-    if adapt is not None:
-        picked |= {"adapt": adapt, "measured_tokens": measured_tokens, "hold": hold}
-    elif measured_tokens is not None or hold:
-        name = "hold" if hold else "measured_tokens"
-        raise InputError(
-            f"with a stored profile nothing is measured; leave out {option(name)}, or give "
-            f"{option('adapt')}"
-        )
-    return Applied(model, _for_profile(model, _stored(profile), picked))
-
-
-def _stored(profile: object) -> BudgetProfile:
-    """A profile as it was given, or from its file, or a shipped one by its name."""
-    if isinstance(profile, str | Path):
-        return load_profile(profile)
-    if not isinstance(profile, BudgetProfile):
-        raise InputError(
-            f"the profile is a {type(profile).__name__}, expected a BudgetProfile, its file, or "
-            "the name of a shipped one"
-        )
-    return profile
-
-
-def _for_target(
-    model: Any, target: PromptTarget, options: dict[str, Any]
-) -> Callable[[int | None], BudgetCache]:
-    return lambda tokens: make_prompt_cache(model, target, prompt_tokens=tokens, **options)
-
-
-def _for_profile(
-    model: Any, profile: BudgetProfile, options: dict[str, Any]
-) -> Callable[[int | None], BudgetCache]:
-    make: Callable[..., BudgetCache] = make_adapting_cache if "adapt" in options else make_cache
-    return lambda tokens: make(profile, model, prompt_tokens=tokens, **options)
+    return make_cache(changed, model, **options, decide=decider if adapt else None)

@@ -191,7 +191,7 @@ def test_rows_can_be_reordered_repeated_and_selected(tiny: ModuleType) -> None:
 
 def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    cache = make_prompt_cache(model, PromptTarget(target_retention=0.6, sinks=2))
+    cache = make_prompt_cache(model, PromptTarget.parse(target_retention=0.6, sinks=2))
     run(model, tiny.prompt(CONTEXT, 3), cache)
     own = cache.row_profiles[1:]
     cache.batch_select_indices(torch.tensor([False, True, True]))
@@ -202,7 +202,7 @@ def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(tiny: Mod
 
 def test_rows_of_an_empty_cache_are_repeated_in_vain(tiny: ModuleType) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
-    cache = make_prompt_cache(model, PromptTarget(target_retention=0.6, sinks=2))
+    cache = make_prompt_cache(model, PromptTarget.parse(target_retention=0.6, sinks=2))
     cache.decide({"input_ids": ids})
     own = cache.row_profiles
     cache.batch_repeat_interleave(3)

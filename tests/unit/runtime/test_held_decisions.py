@@ -47,7 +47,8 @@ def test_a_held_prompt_is_decided_as_by_a_mini_prefill(
     def make(hold: bool) -> Any:
         if adapt is not None:
             return stored.cache(model, adapt=adapt, hold=hold)
-        return make_prompt_cache(model, PromptTarget(target_retention=0.7, hold=hold, **TARGET))
+        target = PromptTarget.parse(target_retention=0.7, hold=hold, **TARGET)
+        return make_prompt_cache(model, target)
 
     by_itself, held, opened = make(False), make(True), make(True)
     logits = run(model, ids, by_itself)
@@ -79,7 +80,7 @@ def test_padded_rows_of_a_held_prompt_are_decided_as_if_alone(
     ids, mask = tiny.prompt(CONTEXT, 3), torch.ones(3, CONTEXT, dtype=torch.long)
     for row, pads in enumerate((0, 20, 31)):
         mask[row, slice(0, pads) if side == "left" else slice(CONTEXT - pads, CONTEXT)] = 0
-    target = PromptTarget(target_retention=0.8, hold=True, scorer=scorer, **TARGET)
+    target = PromptTarget.parse(target_retention=0.8, hold=True, scorer=scorer, **TARGET)
     cache = make_prompt_cache(model, target)
     run(model, ids, cache, mask)
     for row in range(3):
@@ -92,7 +93,7 @@ def test_padded_rows_of_a_held_prompt_are_decided_as_if_alone(
 
 def test_a_held_prompt_is_decided_where_gradients_are_recorded(tiny: ModuleType) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    target = PromptTarget(target_retention=0.8, hold=True, **TARGET)
+    target = PromptTarget.parse(target_retention=0.8, hold=True, **TARGET)
     cache, expected = make_prompt_cache(model, target), make_prompt_cache(model, target)
     run(model, ids, expected)
     model(ids, past_key_values=cache)
@@ -102,7 +103,7 @@ def test_a_held_prompt_is_decided_where_gradients_are_recorded(tiny: ModuleType)
 
 def test_what_does_not_go_with_holding_is_refused(tiny: ModuleType, model: Any) -> None:
     stored = tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS)
-    with pytest.raises(InputError, match="hold says how adapt measures; give adapt"):
+    with pytest.raises(InputError, match="nothing is measured; leave out hold, or give adapt"):
         stored.cache(model, hold=True)
     with pytest.raises(InputError, match="leave out hold, or give adapt"):
         kvalloc.apply(model, stored, hold=True)
@@ -111,7 +112,7 @@ def test_what_does_not_go_with_holding_is_refused(tiny: ModuleType, model: Any) 
     with pytest.raises(UnsupportedRequestError, match="leave out decode_every, or do not hold"):
         stored.cache(model, adapt=0.3, hold=True, decode_every=3)
     with pytest.raises(UnsupportedRequestError, match="looks at tokens that come after"):
-        PromptTarget(target_retention=0.8, scorer="lookahead", **TARGET)
+        PromptTarget.parse(target_retention=0.8, scorer="lookahead", **TARGET)
     embedded = model.get_input_embeddings()(tiny.prompt(CONTEXT)).detach()
     with pytest.raises(UnsupportedRequestError, match="inputs_embeds"):
         model(inputs_embeds=embedded, past_key_values=stored.cache(model, adapt=0.3, hold=True))

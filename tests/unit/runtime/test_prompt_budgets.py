@@ -101,7 +101,7 @@ def test_padded_rows_are_decided_as_if_alone(
     mask[1, hidden] = 0
     stored = tiny.make_profile(model, CONTEXT, 0.4)
     if adapt is None:
-        cache = make_prompt_cache(model, PromptTarget(target_retention=0.7, **TARGET))
+        cache = make_prompt_cache(model, PromptTarget.parse(target_retention=0.7, **TARGET))
     else:
         cache = stored.cache(model, adapt=adapt)
     run(model, ids, cache, mask)
@@ -212,7 +212,7 @@ def test_short_prompts_keep_everything(tiny: ModuleType, model: Any) -> None:
 
 
 def test_a_cache_decides_anew_after_reset_and_after_a_failure(tiny: ModuleType, model: Any) -> None:
-    target = PromptTarget(target_retention=0.7, **TARGET)
+    target = PromptTarget.parse(target_retention=0.7, **TARGET)
     cache = make_prompt_cache(model, target)
     first, second = tiny.prompt(CONTEXT, seed=1), tiny.prompt(50, seed=2)
     run(model, first, cache)
@@ -277,8 +277,8 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
     run(model, ids, cache)
     with pytest.raises(UnsupportedRequestError, match="holds one already"):
         cache.decide({"input_ids": ids})
-    small = make_prompt_cache(model, PromptTarget(memory=1000, **TARGET))
-    with pytest.raises(InfeasibleError, match="too little"):
+    small = make_prompt_cache(model, PromptTarget.parse(memory=1000, **TARGET))
+    with pytest.raises(InfeasibleError, match="memory=1000 is below the floors"):
         run(model, ids, small)
     assert not small.retained_bytes
     announced = make_cache(profile, model, prompt_tokens=CONTEXT)
@@ -296,7 +296,7 @@ def test_budgets_that_each_prompt_hands_out_do_not_move(tiny: ModuleType, model:
 def test_a_loaded_cache_decides_for_no_other_prompt(
     tiny: ModuleType, model: Any, tmp_path: Path
 ) -> None:
-    target = PromptTarget(target_retention=0.6, **TARGET)
+    target = PromptTarget.parse(target_retention=0.6, **TARGET)
     cache = make_prompt_cache(model, target)
     run(model, tiny.prompt(CONTEXT, 2), cache)
     cache.save(tmp_path / "saved")

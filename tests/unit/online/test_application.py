@@ -67,6 +67,10 @@ def test_a_plain_call_lasts_until_it_is_removed(tiny: ModuleType, model: Any) ->
         ({"target_retention": 0.9, "adapt": 0.2}, "stored profile"),
         ({"target_retention": 0.9, "decode_every": 0}, "decode_every is 0"),
         ({"target_retention": 0.9, "policy": "none"}, "no policy or scorer 'none'"),
+        ({"target_retention": 0.9, "allow_other_model": True}, "allow_other_model accepts the st"),
+        ({"target_loss": 0.1}, "target_loss cannot be asked of each prompt"),
+        ({"budget": "20%", "bits": "16,8"}, "bits cannot be asked of each prompt"),
+        ({"budget": "20%", "sink": 3}, "no option 'sink'"),
     ],
 )
 def test_targets_that_cannot_be_are_refused_on_entering(

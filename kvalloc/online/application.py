@@ -1,0 +1,256 @@
+"""`kvalloc.apply`: every ``generate()`` of a model gets a reduced cache, for a while."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError, option
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.shipped_profiles import load_profile
+from kvalloc.online.per_prompt import (
+    PromptOptions,
+    PromptTarget,
+    make_adapting_cache,
+    make_prompt_cache,
+)
+from kvalloc.runtime.cache import BudgetCache
+from kvalloc.runtime.refusals import check_generate
+
+__all__ = ["Applied", "apply"]
+
+_APPLIED = "_kvalloc_applied"
+
+
+def apply(
+    model: Any,
+    profile: BudgetProfile | str | Path | None = None,
+    *,
+    adapt: float | None = None,
+    measured_tokens: int | None = None,
+    hold: bool = False,
+    allow_other_model: bool = False,
+    policy: str | Policy | None = None,
+    policy_options: Mapping[str, Any] | None = None,
+    decode_every: int | None = None,
+    **asked: Unpack[PromptOptions],
+) -> Applied:
+    """From now on, each ``model.generate()`` reduces its prompt.
+
+    To the budgets of a stored profile, or to budgets decided from each prompt itself::
+
+        with kvalloc.apply(model, profile):              # a stored decision
+        with kvalloc.apply(model, profile, adapt=0.25):  # the same, moved by each prompt
+        with kvalloc.apply(model, target_retention=0.9): # decided for each prompt (XKV)
+            model.generate(**inputs)
+
+    It ends with the ``with``; without one, with ``remove()`` of what is returned. Every call gets
+    a fresh cache, one that brings its own ``past_key_values`` keeps it.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model that can generate.
+    profile : BudgetProfile, str or Path, optional
+        Budgets made for this model, their file, or the name of shipped ones. Without any, exactly
+        one target is given.
+    adapt : float, optional
+        Let each prompt move the profile's budgets by at most this share; see
+        `kvalloc.online.per_prompt.make_adapting_cache`.
+    measured_tokens : int, optional
+        With a target or adapt: longest mini-prefill, tokens; the whole prompt by default.
+    hold : bool
+        With a target or adapt: run no mini-prefill, but hold each prompt's full cache, decide from
+        it, and then evict. Nearly as fast as a stored profile, at the peak memory of a full cache.
+    allow_other_model : bool
+        With a profile: accept that of a model of another name with the same sizes.
+    policy, policy_options, decode_every : optional
+        As for `kvalloc.runtime.make_cache`.
+    **asked
+        What each prompt is to reach, and how that is measured and decided; see
+        `kvalloc.online.per_prompt.PromptOptions`. It does not go with a profile.
+
+    Returns
+    -------
+    Applied
+        Its ``last_cache`` tells what the latest call stored.
+
+    Raises
+    ------
+    KVAllocError
+        As `kvalloc.runtime.make_cache`, and for a profile and a target at once, or neither.
+    """
+    picked: dict[str, Any] = {
+        "policy": policy,
+        "policy_options": policy_options,
+        "decode_every": decode_every,
+    }
+    measured: dict[str, Any] = {"measured_tokens": measured_tokens, "hold": hold}
+    if profile is None:
+        if adapt is not None:
+            raise InputError(
+                f"{option('adapt')} moves the budgets of a stored profile; give one, too"
+            )
+        if allow_other_model:
+            raise InputError(
+                f"{option('allow_other_model')} accepts the stored profile of another model, and "
+                "here the budgets are decided from each prompt; leave it out, or give a profile"
+            )
+        target = PromptTarget.parse(**measured, **asked)
+        return Applied(model, partial(make_prompt_cache, model, target, **picked))
+    given = [name for name, value in asked.items() if value is not None]
+    if given:
+        raise InputError(
+            f"a profile and {option(given[0])} are two decisions at once; give the profile, with "
+            f"{option('adapt')} if each prompt is to move it, or a target alone"
+        )
+    if isinstance(profile, str | Path):
+        profile = load_profile(profile)
+    if not isinstance(profile, BudgetProfile):
+        raise InputError(
+            f"the profile is a {type(profile).__name__}, expected a BudgetProfile, its file, or "
+            "the name of a shipped one"
+        )
+    picked |= {"allow_other_model": allow_other_model, "adapt": adapt, **measured}
+    return Applied(model, partial(make_adapting_cache, profile, model, **picked))
+
+
+class Applied:
+    """Reduced caches in effect: from now on until `remove`, or until the ``with`` is left.
+
+    Every ``generate()`` gets a fresh cache. A call that brings its own ``past_key_values`` keeps
+    it, and so do calls of ``model(...)``, which are left alone. Prompts may be prefilled in chunks
+    (``prefill_chunk_size``). Nesting works: the latest one counts, in whichever order they end.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model that can generate.
+    make : callable
+        Makes a cache; ``prompt_tokens`` is the prompt's length where it arrives in several
+        forwards, else None.
+
+    Attributes
+    ----------
+    last_cache : BudgetCache or None
+        The cache of the latest ``generate()``; None before the first.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model cannot generate.
+    KVAllocError
+        As `make`, which is called once.
+    """
+
+    def __init__(self, model: Any, make: Callable[..., BudgetCache]) -> None:
+        generate = getattr(model, "generate", None)
+        if generate is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot generate; pass the model with its language-model "
+                "head"
+            )
+        self.last_cache: BudgetCache | None = None
+        chunked = _chunk_size(model, {}) is not None
+        # Made once, so that what cannot work is refused here; held, so that the hooks stay.
+        self._held: BudgetCache | None = make(prompt_tokens=1 if chunked else None)
+        self._model = model
+        self._before = vars(model).get("generate", _MISSING)
+        model.generate = _reduced(self, model, generate, make)
+
+    @property
+    def active(self) -> bool:
+        """Whether it is still in effect."""
+        return self._held is not None
+
+    def remove(self) -> None:
+        """Let the model generate as before; does nothing the second time."""
+        if self._held is None:
+            return
+        self._held = None
+        # One that ended earlier, below a later one, is still in the chain: take it out, too.
+        current = vars(self._model).get("generate")
+        while (applied := getattr(current, _APPLIED, None)) is not None and not applied.active:
+            current = applied._before
+            if current is _MISSING:
+                del self._model.generate
+            else:
+                self._model.generate = current
+
+    def __enter__(self) -> Applied:
+        if not self.active:
+            raise UnsupportedRequestError(
+                "these budgets have been removed from the model; call kvalloc.apply() again"
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+_MISSING = object()
+
+
+def _reduced(
+    applied: Applied, model: Any, generate: Callable[..., Any], make: Callable[..., BudgetCache]
+) -> Callable[..., Any]:
+    """`generate` with a cache of `make`, while that is in effect."""
+
+    @wraps(generate)
+    def reduced_generate(*args: Any, **kwargs: Any) -> Any:
+        if not applied.active or kwargs.get("past_key_values") is not None:
+            return generate(*args, **kwargs)
+        arguments = _named(generate, args, kwargs)
+        check_generate(model, arguments)
+        ids = _prompt(args, arguments)
+        chunked = _chunk_size(model, arguments) is not None
+        tokens = int(ids.shape[1]) if chunked and ids is not None else None
+        cache = make(prompt_tokens=tokens)
+        if chunked and ids is not None:  # a chunk alone would not show the prompt
+            name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
+            cache.decide({name: ids, "attention_mask": arguments.get("attention_mask")})
+        applied.last_cache = cache
+        return generate(*args, **{**kwargs, "past_key_values": cache})
+
+    setattr(reduced_generate, _APPLIED, applied)
+    return reduced_generate
+
+
+def _named(
+    generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments by name: a generation config often comes second, by its place."""
+    try:
+        bound = inspect.signature(generate).bind_partial(*args).arguments
+    except TypeError:  # more than it takes, which it says better itself
+        return kwargs
+    return {**bound, **kwargs}
+
+
+def _chunk_size(model: Any, arguments: dict[str, Any]) -> int | None:
+    """Tokens of a prefill chunk, or None where the prompt runs in one piece."""
+    sources = [arguments.get("generation_config"), getattr(model, "generation_config", None)]
+    if arguments.get("prefill_chunk_size") is not None:
+        return int(arguments["prefill_chunk_size"])
+    values = (getattr(source, "prefill_chunk_size", None) for source in sources)
+    return next((value for value in values if value is not None), None)
+
+
+def _prompt(args: tuple[Any, ...], arguments: dict[str, Any]) -> Tensor | None:
+    """The prompt that ``generate()`` was given, if it can be read off."""
+    named = (arguments.get(name) for name in ("inputs_embeds", "inputs", "input_ids"))
+    for tensor in (*named, *args[:1]):
+        if isinstance(tensor, Tensor) and tensor.ndim >= 2:
+            return tensor
+    return None
