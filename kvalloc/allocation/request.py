@@ -62,10 +62,13 @@ class Option:
         What its value looks like; empty for the choices of a ``Literal``, and for a switch.
     group : str
         Heading in the help under which it stands.
+    least : int or None
+        Smallest number that the command line takes.
     """
 
     metavar: str
     group: str
+    least: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
-from kvalloc.cli import eval_options as options
-from kvalloc.cli.eval_methods import cache_methods, check_adapts, read_target
+import typer
+
+from kvalloc.allocation.request import Option, Request
+from kvalloc.cli import targets
 from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
 from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, size
-from kvalloc.cli.peers import peer_methods, read_peers
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
+    from kvalloc.evaluate.caches import MakeCache
     from kvalloc.evaluate.methods import Method
     from kvalloc.evaluate.scoring import Score
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -31,32 +34,103 @@ EXAMPLES = """\
   kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
 """
 
+CACHES, PROMPTS, RESULTS = "What is compared", "On which prompts", "Results"
 
+
+class EvalOptions(TypedDict, total=False):
+    """What ``kvalloc eval`` compares, and on which prompts.
+
+    Parameters
+    ----------
+    profile : sequence of str
+        A budget profile, or the name of a shipped one.
+    peer : sequence of str
+        A press of kvpress on the same prompts, at the profiles' share of entries or at one of its
+        own: kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%. Needs an environment with
+        kvpress: 'make peers'.
+    adapt : float
+        Every profile also with budgets that each prompt moves by at most this share, at the same
+        total.
+    target_retention : float
+        Also budgets that are decided for each prompt, to retain this share of its attention mass.
+    allow_other_model : bool
+        Accept profiles of a model of the same sizes.
+    prompts : Path
+        Your own prompts as a task of its own: LongBench's fields, or 'prompt' with 'answer' or
+        'answers'.
+    metric : str
+        Of `prompts`, instead of the dataset's own: contains, all, exact, f1, rouge-l,
+        classification, edit, retrieval, count.
+    question : {"inside", "after"}, default "inside"
+        Whether the question is part of what is compressed, or comes after.
+    turns : int, default 1
+        Questions about each prompt.
+    split : {"development", "held-out"}, default "development"
+        Whose texts and words; held-out ones are for the final word only.
+    samples : int, default 6
+        Prompts of each task.
+    context : int
+        Longest prompt, tokens; 1024 by default, and `prompts` as long as they are.
+    seed : int, default 0
+        Of the prompts.
+    into_profile : bool
+        Also write each budget profile's rows into its own file.
+    """
+
+    profile: Annotated[Sequence[str] | None, Option("P.json", CACHES)]
+    peer: Annotated[Sequence[str] | None, Option("kvpress:NAME", CACHES)]
+    adapt: Annotated[float | None, Option("SHARE", CACHES)]
+    target_retention: Annotated[float | None, Option("R", CACHES)]
+    allow_other_model: Annotated[bool | None, Option("", CACHES)]
+    prompts: Annotated[Path | None, Option("FILE.jsonl", PROMPTS)]
+    metric: Annotated[str | None, Option("NAME", PROMPTS)]
+    question: Annotated[Literal["inside", "after"] | None, Option("", PROMPTS)]
+    turns: Annotated[int | None, Option("N", PROMPTS, least=1)]
+    split: Annotated[Literal["development", "held-out"] | None, Option("", PROMPTS)]
+    samples: Annotated[int | None, Option("N", PROMPTS, least=1)]
+    context: Annotated[int | None, Option("N", PROMPTS, least=1)]
+    seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
+    into_profile: Annotated[bool | None, Option("", RESULTS)]
+
+
+TaskNames = Annotated[
+    str | None,
+    typer.Option(
+        "--tasks",
+        "--task",
+        metavar="NAMES",
+        help="Several with commas; needle,kl by default: needle, needle-keys, pairs, tracking, "
+        "common-words, frequent-words, labels, qa, quote, code, kl, perplexity.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="OUT.json",
+        help="Also write rows and every answer to a file.",
+        rich_help_panel=RESULTS,
+    ),
+]
+STANDING: EvalOptions = {"question": "inside", "turns": 1, "split": "development"}
+DEFAULTS: EvalOptions = {**STANDING, "profile": (), "peer": (), "samples": 6, "seed": 0}
 DEFAULT_CONTEXT = 1024
+SETTINGS = (*STANDING, "samples", "seed", "metric", "adapt", "target_retention")
+"""Options that the evaluation's record holds, where they were given."""
 
 
+@targets.takes(EvalOptions)
 def eval(
     model: ModelName,
-    profile: options.Profile = None,
-    peer: options.Peer = None,
-    adapt: options.Adapt = None,
-    target_retention: options.TargetRetention = None,
-    tasks: options.Tasks = None,
-    prompts: options.Prompts = None,
-    metric: options.Metric = None,
-    question: options.Question = "inside",
-    turns: options.Turns = 1,
-    split: options.Split = "development",
-    samples: options.Samples = 6,
-    context: options.Context = None,
-    seed: options.Seed = 0,
-    output: options.Output = None,
-    into_profile: options.IntoProfile = False,
-    allow_other_model: options.AllowOtherModel = False,
+    tasks: TaskNames = None,
+    output: Output = None,
     dtype: Dtype = "float32",
     device: Device = None,
     json: Json = False,
     quiet: Quiet = False,
+    **options: Unpack[EvalOptions],
 ) -> None:
     """Measure what budget profiles do to a model's answers, the full cache beside them.
 
@@ -65,46 +139,42 @@ def eval(
     95% bootstrap interval over the prompts.
     """
     from kvalloc.evaluate.pairing import rows as paired_rows
-    from kvalloc.evaluate.result_file import evaluation_record
+    from kvalloc.evaluate.result_file import evaluation_of, evaluation_record, save_evaluation
     from kvalloc.files import check_writable
+    from kvalloc.interop.kvpress import peer_methods, read_peers
     from kvalloc.models.loading import require_run_packages
 
-    given = dict(locals())
     require_run_packages()
     if output is not None:
         check_writable(output)
-    target = read_target(target_retention)
-    profiles = _profiles(profile or [], others=bool(peer) or target is not None)
-    check_adapts(profiles, adapt)
-    files = _files(profile or []) if into_profile else {}
-    peers = read_peers(peer or [], profiles.values())
-    standing = _standing(question, split, turns)
-    wanted = _wanted(tasks, prompts, metric, cut=context is not None)
+    asked: dict[str, Any] = {**DEFAULTS, **{k: v for k, v in options.items() if v is not None}}
+    profiles = _profiles(asked)
+    files = _files(asked["profile"]) if "into_profile" in asked else {}
+    peers = read_peers(asked["peer"], profiles.values())
+    wanted = _wanted(tasks, asked)
     loaded = load(model, dtype=dtype, device=device, quiet=quiet)
-    methods = cache_methods(
-        loaded, profiles, adapt=adapt, target=target, allow_other_model=allow_other_model
-    )
-    methods |= peer_methods(peers, loaded.tokenizer)
-    longest = context or DEFAULT_CONTEXT
-    if context is not None or tasks is not None or prompts is None:
-        _check_context(loaded, longest)
-    cases = [
-        (task, task.make(loaded.tokenizer, samples, longest, seed, **standing)) for task in wanted
-    ]
-    _check_lengths(loaded, cases)
+    methods = _cache_methods(loaded, profiles, asked) | peer_methods(peers, loaded.tokenizer)
+    cases = _cases(loaded, wanted, asked, by_rule=tasks is not None or "prompts" not in asked)
+    context = asked.get("context", DEFAULT_CONTEXT)
     for name, budgets in profiles.items():
-        note(f"{name}: {_describe(budgets)}", quiet=quiet or json)
-    scores = _scores(loaded, methods, cases, longest, quiet=quiet)
+        share = budgets.retained_bytes / budgets.full_bytes
+        what = f"{budgets.solver}, {budgets.level} level, {share:.1%} of the bytes"
+        note(f"{name}: {what}", quiet=quiet or json)
+    scores = _scores(loaded, methods, cases, context, quiet=quiet)
     rows = paired_rows(scores)
+    settings = {"tasks": [task.name for task in wanted], "context": context, "dtype": dtype}
     record = evaluation_record(
         model_id=loaded.model_id,
-        settings=_settings(given, [task.name for task in wanted], longest),
+        settings={**settings, **{name: asked[name] for name in SETTINGS if name in asked}},
         profiles=profiles,
         rows=rows,
         scores=scores,
         cases={task.name: some for task, some in cases},
     )
-    _save(record, output, {file: profiles[name] for name, file in files.items()})
+    if output is not None:
+        save_evaluation(record, output)
+    for name, file in files.items():
+        replace(profiles[name], evaluation=evaluation_of(record, name)).save(file)
     _note_slid_out(rows[0], quiet=quiet)
     if json:
         print_json(rows)
@@ -112,33 +182,29 @@ def eval(
         _print_rows(rows)
 
 
-def _settings(given: Mapping[str, Any], tasks: list[str], context: int) -> dict[str, Any]:
-    """What the evaluation's record tells of how it was asked for."""
-    names = ("split", "question", "turns", "samples", "seed", "metric", "dtype")
-    optional = ("adapt", "target_retention")
-    return {
-        "tasks": tasks,
-        "context": context,
-        **{name: given[name] for name in names},
-        **{name: given[name] for name in optional if given[name] is not None},
-    }
-
-
-def _profiles(names: list[str], *, others: bool) -> dict[str, BudgetProfile]:
+def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
+    """What is compared, by short names; refuses what no prompt could be asked with."""
     from kvalloc.formats.shipped_profiles import load_profile
+    from kvalloc.online.adaptation import check_adapt
 
-    if not names and not others:
+    if "target_retention" in asked:
+        Request.parse(target_retention=asked["target_retention"])
+    elif not asked["profile"] and not asked["peer"]:
         raise InputError("there is nothing to evaluate; give at least one --profile")
     profiles: dict[str, BudgetProfile] = {}
-    for name in names:
+    for name in asked["profile"]:
         short = Path(name).stem
         if short in profiles:
             raise InputError(f"two profiles are called {short}; rename one of the files")
         profiles[short] = load_profile(name)
+    if "adapt" in asked and not profiles:
+        raise InputError("--adapt moves the budgets of a --profile; give one")
+    for profile in profiles.values() if "adapt" in asked else ():
+        check_adapt(profile, asked["adapt"])
     return profiles
 
 
-def _files(names: list[str]) -> dict[str, Path]:
+def _files(names: Sequence[str]) -> dict[str, Path]:
     """Where to write evaluations into; refused for shipped profiles, before anything runs."""
     from kvalloc.files import check_writable
 
@@ -151,22 +217,17 @@ def _files(names: list[str]) -> dict[str, Path]:
     return {Path(name).stem: Path(name) for name in names}
 
 
-def _standing(question: str, split: str, turns: int) -> dict[str, Any]:
-    from kvalloc.prompts.splits import check_split
-
-    if question not in ("inside", "after"):
-        raise InputError(f"--question {question} is neither inside nor after; choose one of them")
-    if split not in ("development", "held-out"):
-        raise InputError(f"--split {split} is neither development nor held-out; choose one of them")
-    return {"after": question == "after", "split": check_split(split), "turns": turns}
-
-
-def _wanted(
-    names: str | None, prompts: Path | None, metric: str | None, *, cut: bool
-) -> list[Task]:
+def _wanted(names: str | None, asked: Mapping[str, Any]) -> list[Task]:
     from kvalloc.prompts.tasks import find_tasks
     from kvalloc.prompts.tasks.longbench import file_task, read_records
 
+    choices = {"question": ("inside", "after"), "split": ("development", "held-out")}
+    for name, some in choices.items():
+        if asked[name] not in some:
+            raise InputError(
+                f"--{name} {asked[name]} is neither {' nor '.join(some)}; choose one of them"
+            )
+    prompts, metric = asked.get("prompts"), asked.get("metric")
     if names is None:
         names = "" if prompts is not None else "needle,kl"
     chosen = [name.strip() for name in names.split(",") if name.strip()]
@@ -174,37 +235,68 @@ def _wanted(
         raise InputError("--tasks names no task; give some such as needle,kl")
     wanted = find_tasks(chosen)
     if prompts is not None:
-        wanted.append(file_task(prompts, read_records(prompts, metric=metric), cut=cut))
+        records = read_records(prompts, metric=metric)
+        wanted.append(file_task(prompts, records, cut="context" in asked))
     elif metric is not None:
         raise InputError("--metric is for --prompts; every task has a metric of its own")
     return wanted
 
 
-def _check_context(loaded: LoadedModel, context: int) -> None:
-    limit = _limit(loaded)
-    if limit is not None and context > limit:
+def _cache_methods(
+    loaded: LoadedModel, profiles: Mapping[str, BudgetProfile], asked: Mapping[str, Any]
+) -> dict[str, Method]:
+    """Caches of stored budgets, and of budgets for each prompt, by the names of their rows.
+
+    Raises
+    ------
+    KVAllocError
+        If a profile is of another model, before anything runs.
+    """
+    from kvalloc.evaluate.methods import CacheMethod
+    from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+
+    makers: dict[str, MakeCache] = {}
+    allowed = asked.get("allow_other_model", False)
+    for name, budgets in profiles.items():
+        makers[name] = own = partial(budgets.cache, loaded.model, allow_other_model=allowed)
+        if "adapt" in asked:
+            makers[f"{name} --adapt {asked['adapt']:g}"] = partial(own, adapt=asked["adapt"])
+    if "target_retention" in asked:
+        target = PromptTarget.parse(target_retention=asked["target_retention"])
+        name = f"--target-retention {asked['target_retention']:g}"
+        makers[name] = partial(make_prompt_cache, loaded.model, target)
+    for make in makers.values():
+        make()
+    return {name: CacheMethod(make_cache=make) for name, make in makers.items()}
+
+
+def _cases(
+    loaded: LoadedModel, wanted: Sequence[Task], asked: Mapping[str, Any], *, by_rule: bool
+) -> list[tuple[Task, list[Case]]]:
+    """The prompts; refuses one that leaves no room for its answer, before anything runs."""
+    from kvalloc.models.loading import shape_of
+
+    context = asked.get("context", DEFAULT_CONTEXT)
+    limit = shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens or float("inf")
+    if ("context" in asked or by_rule) and context > limit:
         raise InputError(
             f"--context {context} is beyond the {limit} tokens of {loaded.model_id}; ask for less"
         )
-
-
-def _check_lengths(loaded: LoadedModel, cases: list[tuple[Task, list[Case]]]) -> None:
-    """Refuse a prompt that leaves no room for its answer, before anything runs."""
-    limit = _limit(loaded)
+    standing = {name: asked[name] for name in ("split", "turns")}
+    standing["after"] = asked["question"] == "after"
+    cases = [
+        (task, task.make(loaded.tokenizer, asked["samples"], context, asked["seed"], **standing))
+        for task in wanted
+    ]
     for task, some in cases:
         for case in some:
-            if limit is not None and case.longest_tokens > limit:
+            if case.longest_tokens > limit:
                 raise InputError(
                     f"{case.source or task.name}: a prompt of {case.n_tokens} tokens and its "
                     f"answer go beyond the {limit} tokens of {loaded.model_id}; "
                     "give a shorter prompt, or ask for a shorter --context"
                 )
-
-
-def _limit(loaded: LoadedModel) -> int | None:
-    from kvalloc.models.loading import shape_of
-
-    return shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
+    return cases
 
 
 def _scores(
@@ -219,27 +311,18 @@ def _scores(
     from kvalloc.evaluate.scoring import evaluate
 
     total = sum(len(some) for _, some in cases) * (1 + len(methods))
+    finished = iter(range(1, total + 1))
     with ProgressBar("evaluating", unit="prompts", quiet=quiet) as progress:
-        finished = 0
-
-        def done() -> None:
-            nonlocal finished
-            finished += 1
-            progress(finished, total)
-
         return list(
-            evaluate(loaded.model, loaded.tokenizer, cases, methods, context=context, done=done)
+            evaluate(
+                loaded.model,
+                loaded.tokenizer,
+                cases,
+                methods,
+                context=context,
+                done=lambda: progress(next(finished), total),
+            )
         )
-
-
-def _save(record: dict[str, Any], output: Path | None, files: dict[Path, BudgetProfile]) -> None:
-    """Write the whole record, and into each profile's file what is about it."""
-    from kvalloc.evaluate.result_file import evaluation_of, save_evaluation
-
-    if output is not None:
-        save_evaluation(record, output)
-    for file, profile in files.items():
-        replace(profile, evaluation=evaluation_of(record, file.stem)).save(file)
 
 
 def _note_slid_out(full: dict[str, Any], *, quiet: bool) -> None:
@@ -252,58 +335,44 @@ def _note_slid_out(full: dict[str, Any], *, quiet: bool) -> None:
         )
 
 
-def _describe(budgets: BudgetProfile) -> str:
-    share = budgets.retained_bytes / budgets.full_bytes
-    return f"{budgets.solver}, {budgets.level} level, {share:.1%} of the bytes"
+COLUMNS = (
+    *(("task", "task", ""), ("cache", "name", ""), ("bytes", "bytes", "")),
+    *(("share", "share", ".1%"), ("KL", "kl", ".4f"), ("95% of KL", "ci95", ".4f")),
+    *(("agree", "top1_agreement", ".0%"), ("score", "score", ".0%")),
+    *(("ppl", "perplexity", ".2f"), ("n", "n", "d")),
+)
+PAIRED = (
+    *(("task", "task", ""), ("cache", "name", ""), ("against", "against", "")),
+    *(("KL by KL", "kl_ratio", ".3f"), ("95%", "kl_ratio_ci95", ".3f")),
+    *(("KL - KL", "kl_difference", "+.4f"), ("95%", "kl_difference_ci95", "+.4f")),
+    *(("score", "score_difference", "+.0%"), ("95%", "score_difference_ci95", "+.0%")),
+)
+"""Columns of the two tables: heading, what stands there, and how a number is shown."""
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    headings = ("task", "cache", "bytes", "share", "KL", "95% of KL", "agree", "score", "ppl", "n")
-    print_table(headings, [_cells(row) for row in rows])
-    paired = [(row, one) for row in rows for one in row["paired"] if _tells(one)]
+    for row in rows:
+        stored = row["retained_bytes"]
+        row |= {"bytes": size(stored), "share": stored / row["full_bytes"]}
+    _print(COLUMNS, rows)
+    paired = []
+    for row in rows:
+        for one in row["paired"]:
+            shown = {**row, **one}
+            if one["kl_ratio"] is None:  # against the full cache: the KL itself is the difference
+                shown |= {"kl_difference": None, "kl_difference_ci95": None}
+            if one["kl_ratio"] is not None or one["score_difference"] is not None:
+                paired.append(shown)
     if paired:
-        against = ("against", "KL by KL", "95%", "KL - KL", "95%", "score", "95%")
-        print_table(("task", "cache", *against), [_paired_cells(row, one) for row, one in paired])
+        _print(PAIRED, paired)
 
 
-def _tells(paired: dict[str, Any]) -> bool:
-    """Whether a comparison says more than the rows: KL to the full cache is a comparison itself."""
-    return paired["kl_ratio"] is not None or paired["score_difference"] is not None
+def _print(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]) -> None:
+    headings = [heading for heading, _, _ in columns]
+    print_table(headings, [[_shown(row[key], form) for _, key, form in columns] for row in rows])
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [
-        row["task"],
-        row["name"],
-        size(row["retained_bytes"]),
-        f"{row['retained_bytes'] / row['full_bytes']:.1%}",
-        _shown(row["kl"], ".4f"),
-        _interval(row["ci95"], ".4f"),
-        _shown(row["top1_agreement"], ".0%"),
-        _shown(row["score"], ".0%"),
-        _shown(row["perplexity"], ".2f"),
-        str(row["n"]),
-    ]
-
-
-def _paired_cells(row: dict[str, Any], paired: dict[str, Any]) -> list[str]:
-    to_full = paired["kl_ratio"] is None
-    return [
-        row["task"],
-        row["name"],
-        paired["against"],
-        _shown(paired["kl_ratio"], ".3f"),
-        _interval(paired["kl_ratio_ci95"], ".3f"),
-        "-" if to_full else _shown(paired["kl_difference"], "+.4f"),
-        "-" if to_full else _interval(paired["kl_difference_ci95"], "+.4f"),
-        _shown(paired["score_difference"], "+.0%"),
-        _interval(paired["score_difference_ci95"], "+.0%"),
-    ]
-
-
-def _shown(value: float | None, form: str) -> str:
+def _shown(value: Any, form: str) -> str:
+    if isinstance(value, list):
+        return "..".join(format(end, form) for end in value)
     return "-" if value is None else format(value, form)
-
-
-def _interval(ends: list[float] | None, form: str) -> str:
-    return "-" if ends is None else "..".join(format(end, form) for end in ends)

@@ -125,6 +125,7 @@ def _flag(name: str, hint: Any, text: str, default: str) -> Any:
             *names,
             metavar=metavar or None,
             help=text,
+            min=shown.least,
             rich_help_panel=shown.group,
             show_default=default or False,
         ),

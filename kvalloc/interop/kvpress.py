@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import InputError, MissingDependencyError
+from kvalloc.errors import InputError, MissingDependencyError, option
 from kvalloc.evaluate.caches import stored_bytes
 from kvalloc.evaluate.methods import Compressed
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from kvalloc.evaluate.methods import Method
+    from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.models.attention import AttentionStates, Compute
 
 KVPRESS = "kvpress:"
@@ -294,7 +296,7 @@ class KvpressMethod:
         press.compression_ratio = max(0.0, 1 - (n_kept + 0.01) / n_tokens)
         start = time.perf_counter()
         try:
-            with torch.inference_mode(), _named(model, self.tokenizer_path), _unmasked(model):
+            with torch.inference_mode(), _as_it_was(model, self.tokenizer_path):
                 reading = self.reader.read(model, prompt_ids)
                 if _only_hooks(press):
                     _remember_scores(press, self.reader.scores)
@@ -304,6 +306,58 @@ class KvpressMethod:
             raise InputError(f"{self.name} fails on a prompt of {n_tokens} tokens: {error}") from (
                 error
             )
+
+
+def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[PeerName]:
+    """Read what was typed, and refuse it before a model is loaded.
+
+    Parameters
+    ----------
+    texts : sequence of str
+        Such as ``kvpress:SnapKV`` or ``kvpress:TOVA@20%``.
+    profiles : iterable of BudgetProfile
+        What they are compared to: a peer without a share keeps what these keep, once for each
+        share that differs by a thousandth of the entries.
+
+    Returns
+    -------
+    list of PeerName
+        Each with its share, none twice.
+
+    Raises
+    ------
+    InputError
+        If a name is none, or there is neither a share nor a profile.
+    MissingDependencyError
+        If kvpress is not installed here.
+    """
+    shares = sorted({_share(profile) for profile in profiles}, reverse=True)
+    names: list[PeerName] = []
+    for text in texts:
+        name = read_peer_name(text)
+        if name.share is None and not shares:
+            raise InputError(
+                f"{name} has nothing to be compared to at equal entries; give "
+                f"a {option('profile')}, or a share: {name}@20%"
+            )
+        make_press(name)
+        wanted = shares if name.share is None else [name.share]
+        names += [replace(name, share=share) for share in wanted]
+    return list(dict.fromkeys(names))
+
+
+def peer_methods(names: Sequence[PeerName], tokenizer: Any) -> dict[str, Method]:
+    """The peers, by what they are called in the table; each prompt is read once for all."""
+    reader = PromptReader()
+    path = getattr(tokenizer, "name_or_path", None)
+    return {
+        str(name): KvpressMethod(name=name, reader=reader, tokenizer_path=path) for name in names
+    }
+
+
+def _share(profile: BudgetProfile) -> float:
+    """Share of all entries that a profile keeps, in thousandths."""
+    return round(profile.retained_tokens / (profile.budgets.size * profile.context_tokens), 3)
 
 
 def _read(model: PreTrainedModel, prompt_ids: tuple[int, ...]) -> Reading:
@@ -444,33 +498,25 @@ def _finished(model: Any, cache: Any, reading: Reading, start: float) -> PeerCom
 
 
 @contextmanager
-def _unmasked(model: Any) -> Iterator[None]:
-    """Masks of head-wise presses live on the modules and would leak into the next prompt."""
+def _as_it_was(model: Any, tokenizer_path: str | None) -> Iterator[None]:
+    """Undo what presses leave on the model, and let those that load its tokenizer find it.
+
+    Masks of head-wise presses live on the modules and would leak into the next prompt.
+    """
 
     def clear() -> None:
         for layer in _layers(model):
             if getattr(layer.self_attn, "masked_key_indices", None) is not None:
                 layer.self_attn.masked_key_indices = None
 
-    clear()
-    try:
-        yield
-    finally:
-        clear()
-
-
-@contextmanager
-def _named(model: Any, path: str | None) -> Iterator[None]:
-    """Let a press that loads the tokenizer by the model's name find it."""
-    if path is None:
-        yield
-        return
     name = model.config.name_or_path
-    model.config.name_or_path = path
+    clear()
+    model.config.name_or_path = tokenizer_path or name
     try:
         yield
     finally:
         model.config.name_or_path = name
+        clear()
 
 
 def _layers(model: Any) -> Any:

@@ -14,7 +14,6 @@ from tiny_models import VOCABULARY, tiny_model
 from transformers import DynamicCache
 
 from kvalloc.cli.main import main
-from kvalloc.cli.peers import read_peers
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
@@ -23,6 +22,7 @@ from kvalloc.interop.kvpress import (
     PromptReader,
     make_press,
     read_peer_name,
+    read_peers,
 )
 from kvalloc.models.loading import shape_of
 
@@ -285,7 +285,7 @@ def test_peers_keep_what_the_profiles_keep(model):
     assert [str(name) for name in names] == [
         "kvpress:Recent@50%", "kvpress:Recent@20%", "kvpress:Wrapped(Recent)@5%"
     ]  # fmt: skip
-    with pytest.raises(InputError, match="give a --profile"):
+    with pytest.raises(InputError, match="give a profile"):
         read_peers(["kvpress:Recent"], [])
 
 
