@@ -122,7 +122,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def sizes_of(model: Any, shape: Any) -> Sizes:
     """The sizes of a loaded model."""
-    from kvalloc.measure.beginning import decoder_layers
+    from kvalloc.models.structure import decoder_layers
 
     weights = sum(one.numel() for layer in decoder_layers(model) for one in layer.parameters())
     return Sizes(

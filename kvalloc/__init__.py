@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
     from kvalloc.runtime import load_cache
     from kvalloc.shape import ModelShape
-    from kvalloc.tuning import refine
-    from kvalloc.tuning.fixed_budgets import tune
+    from kvalloc.tuning import refine, tune
 
 __version__ = "0.1.0.dev0"
 
@@ -42,7 +41,7 @@ _WHERE = {
     "refine": "kvalloc.tuning",
     "shipped_profiles": "kvalloc.formats.shipped_profiles",
     "solve": "kvalloc.allocation.decision",
-    "tune": "kvalloc.tuning.fixed_budgets",
+    "tune": "kvalloc.tuning",
 }
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,7 +86,7 @@ def profile(
     """
     given = dict(locals())
     # Everything that can be refused without the model is refused before it is loaded.
-    folder = _check(given)
+    _check(given)
     recipe = _recipe(given)
     texts = [] if recipe else _read(text or [], prompts or [])
     wanted = _wanted(given)
@@ -100,20 +99,19 @@ def profile(
             )
         ]
         wanted["samples"] = len(texts)
-    measured = _measure(loaded, texts, output, folder, wanted, quiet=quiet)
+    measured = _measure(loaded, texts, output, wanted, quiet=quiet)
     _report(measured, output, time.perf_counter() - start, json=json, quiet=quiet)
 
 
-def _check(given: Mapping[str, Any]) -> Path:
-    """Refuse options that contradict each other; the folder for finished samples."""
-    chosen, folder = _check_output(
+def _check(given: Mapping[str, Any]) -> None:
+    """Refuse options that contradict each other."""
+    chosen = _check_output(
         given["output"], given["scorer"], _scorer_options(given), resume=given["resume"]
     )
     if given["sinks"] is not None and given["count_sinks"]:
         raise InputError("--sinks and --count-sinks contradict each other; give one of them")
     _check_probes(given["probes"], given["loss"])
     _check_loss(given["loss"], given["loss_level"], _policies(given), chosen, _sinks(given))
-    return folder
 
 
 def _recipe(given: Mapping[str, Any]) -> Recipe | None:
@@ -133,7 +131,7 @@ def _recipe(given: Mapping[str, Any]) -> Recipe | None:
 
 
 def _wanted(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `kvalloc.measure.profile_to_file` is told."""
+    """What `kvalloc.measure.profile` is told."""
     ratio = given["sampling_ratio"]
     same = (
         *("samples", "context", "scorer", "count_sinks", "share_length", "seed", "loss"),
@@ -163,18 +161,18 @@ def _policies(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(names.split(",")) if names else ()
 
 
-def _check_output(
-    output: Path, scorer: str, parameters: dict[str, Any], *, resume: bool
-) -> tuple[Scorer, Path]:
-    """Refuse what is wrong with output and scorer; that and the folder for finished samples."""
+def _check_output(output: Path, scorer: str, parameters: dict[str, Any], *, resume: bool) -> Scorer:
+    """Refuse what is wrong with output and scorer."""
     from kvalloc.files import check_writable
+    from kvalloc.measure.checkpoint import check_unfinished, checkpoint_folder
     from kvalloc.models.loading import require_run_packages
     from kvalloc.scorers import get_scorer
 
     check_writable(output)
     chosen = get_scorer(scorer, **parameters)
     require_run_packages()
-    return chosen, _partial_folder(output, resume=resume)
+    check_unfinished(checkpoint_folder(output), resume=resume)
+    return chosen
 
 
 def _check_probes(probes: int | None, loss: str | None) -> None:
@@ -203,36 +201,25 @@ def _measure(
     loaded: LoadedModel,
     texts: list[Document | Prompt],
     output: Path,
-    folder: Path,
     options: dict[str, Any],
     *,
     quiet: bool,
 ) -> ScoreProfile:
     from kvalloc.cli.progress import ProgressBar
-    from kvalloc.measure import profile_to_file
+    from kvalloc.measure import profile
 
-    try:
-        # losses are counted as the layers of a prefill that take as long
-        unit = "layers" if options["loss"] is None else "steps"
-        with ProgressBar("profiling", unit=unit, quiet=quiet) as progress:
-            return profile_to_file(
-                loaded.model,
-                loaded.tokenizer,
-                texts,
-                output,
-                progress=progress,
-                model_id=loaded.model_id,
-                **options,
-            )
-    except KeyboardInterrupt:
-        if _drop_if_empty(folder):
-            raise
-        raise KeyboardInterrupt(
-            f"interrupted; the finished samples are in {folder}: go on with the same command and "
-            "--resume"
-        ) from None
-    finally:
-        _drop_if_empty(folder)
+    # losses are counted as the layers of a prefill that take as long
+    unit = "layers" if options["loss"] is None else "steps"
+    with ProgressBar("profiling", unit=unit, quiet=quiet) as progress:
+        return profile(
+            loaded.model,
+            loaded.tokenizer,
+            texts,
+            output=output,
+            progress=progress,
+            model_id=loaded.model_id,
+            **options,
+        )
 
 
 def _read(text: list[Path], prompts: list[Path]) -> list[Document | Prompt]:
@@ -242,25 +229,6 @@ def _read(text: list[Path], prompts: list[Path]) -> list[Document | Prompt]:
     for file in prompts:
         texts += read_prompts(file)
     return texts or [*default_texts()]
-
-
-def _partial_folder(output: Path, *, resume: bool) -> Path:
-    from kvalloc.measure.checkpoint import checkpoint_folder
-
-    folder = checkpoint_folder(output)
-    if not resume and folder.is_dir() and any(folder.iterdir()):
-        raise InputError(
-            f"{folder} holds an unfinished measurement; go on with --resume, or delete the folder "
-            "to start over"
-        )
-    return folder
-
-
-def _drop_if_empty(folder: Path) -> bool:
-    """Remove a checkpoint without any finished sample: nothing is lost, nothing is left over."""
-    if folder.is_dir() and not any(folder.glob("sample_*")):
-        shutil.rmtree(folder, ignore_errors=True)
-    return not folder.exists()
 
 
 def _report(

@@ -128,48 +128,33 @@ def refined(
         As `kvalloc.refine`.
     """
     from kvalloc.cli.progress import ProgressBar
-    from kvalloc.measure.checkpoint import checkpoint_folder
+    from kvalloc.measure.checkpoint import check_unfinished, checkpoint_folder
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
     from kvalloc.tuning import refine, refinement_prompts
-    from kvalloc.tuning.measurement import Store
 
-    # files that cannot be read are refused before the model is loaded
+    # what cannot be read or resumed is refused before the model is loaded
     prompts = refinement_prompts(wanted.prompts) if wanted.prompts else None
-    folder = checkpoint_folder(output)
+    check_unfinished(checkpoint_folder(output), resume=wanted.resume)
     loaded = load(wanted.model, dtype=wanted.dtype, device=wanted.device, quiet=quiet)
-    try:
-        with ProgressBar("refining", unit="prompts", quiet=quiet) as progress:
-            decided = refine(
-                scores,
-                loaded.model,
-                loaded.tokenizer,
-                prompts,
-                rounds=wanted.rounds,
-                probes=wanted.probes,
-                solver=solver,
-                solver_options=solver_options,
-                time_limit=time_limit,
-                checkpoint=folder,
-                resume=wanted.resume,
-                progress=progress,
-                keep_checkpoint=True,
-                model_id=loaded.model_id,
-                request=request,
-            )
-        decided.save(output)
-        Store.remove_folder(folder)
-        return decided
-    except KeyboardInterrupt:
-        if not _drop_if_empty(folder):
-            raise KeyboardInterrupt(
-                f"interrupted; what was measured is in {folder}: go on with the same command and "
-                "--resume"
-            ) from None
-        raise
-    finally:
-        _drop_if_empty(folder)
+    with ProgressBar("refining", unit="prompts", quiet=quiet) as progress:
+        return refine(
+            scores,
+            loaded.model,
+            loaded.tokenizer,
+            prompts,
+            rounds=wanted.rounds,
+            probes=wanted.probes,
+            solver=solver,
+            solver_options=solver_options,
+            time_limit=time_limit,
+            output=output,
+            resume=wanted.resume,
+            progress=progress,
+            model_id=loaded.model_id,
+            request=request,
+        )
 
 
 def refinement_fields(decided: BudgetProfile) -> dict[str, str]:
@@ -203,12 +188,3 @@ def refinement_fields(decided: BudgetProfile) -> dict[str, str]:
     if beyond is not None:
         fields["least bytes"] = f"{size(beyond)} of decided layers was too little"
     return fields
-
-
-def _drop_if_empty(folder: Path) -> bool:
-    """Remove a folder without any finished measurement; whether it is gone."""
-    import shutil
-
-    if folder.is_dir() and not any(folder.glob("measured_*")):
-        shutil.rmtree(folder, ignore_errors=True)
-    return not folder.exists()

@@ -24,7 +24,7 @@ from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
     from kvalloc.models.loading import LoadedModel
-    from kvalloc.tuning.fixed_budgets import Tuned
+    from kvalloc.tuning.tuned_profile import Tuned
 
 EXAMPLES = """\
   kvalloc tune demo --prompts calibration.jsonl --budget 20% -o p.json
@@ -73,11 +73,19 @@ def tune(
     require_run_packages()
     shares = list(dict.fromkeys(parse_share(one) for one in budget))
     files = _files(output, shares)
-    states = _states(files, resume=resume)
+    _check_outputs(files, resume=resume)
     recipe = read_recipe(tasks, question, lengths, context=context, given=bool(text or prompts))
     texts = [] if recipe else _texts(text or [], prompts or [])
-    choose = _mixing_options if by_prompt else _options
-    wanted = choose(scorer, window, policies, steps) | _combining(combine, by_prompt=by_prompt)
+    if combine is not None and not by_prompt:
+        raise InputError("--combine goes with --by-prompt: other profiles have one policy a head")
+    wanted = _options(
+        by_prompt=by_prompt,
+        scorer=scorer,
+        window=window,
+        policies=policies,
+        combine=combine,
+        steps=steps,
+    )
     loaded = load(model, dtype=dtype, device=device, quiet=quiet)
     if recipe:
         texts = [
@@ -92,10 +100,7 @@ def tune(
         ]
         samples = len(texts)
     wanted |= {"shares": shares, "context": context, "samples": samples, "seed": seed}
-    wanted |= {"state_files": states, "resume": resume}
-    rows = _tuned(loaded, texts, files, wanted, by_prompt=by_prompt, quiet=quiet)
-    for state in states:
-        state.unlink(missing_ok=True)
+    rows = _tuned(loaded, texts, files, wanted | {"resume": resume}, quiet=quiet)
     if json:
         print_json(rows)
     elif not quiet:
@@ -108,20 +113,14 @@ def _files(output: Path, shares: list[float]) -> list[Path]:
     return [output.with_name(f"{output.stem}-{share * 100:g}{output.suffix}") for share in shares]
 
 
-def _states(files: list[Path], *, resume: bool) -> list[Path]:
-    """Where each descent's state is kept; refused before anything is loaded."""
+def _check_outputs(files: list[Path], *, resume: bool) -> None:
+    """Refused before anything is loaded."""
     from kvalloc.files import check_writable
-    from kvalloc.measure.checkpoint import checkpoint_folder
+    from kvalloc.measure.checkpoint import check_unfinished, checkpoint_folder
 
-    states = [checkpoint_folder(file) for file in files]
-    for file, state in zip(files, states, strict=True):
+    for file in files:
         check_writable(file)
-        if not resume and state.exists():
-            raise InputError(
-                f"{state} holds an unfinished descent; go on with --resume, or delete the file to "
-                "start over"
-            )
-    return states
+        check_unfinished(checkpoint_folder(file), resume=resume)
 
 
 def _tuned(
@@ -130,35 +129,23 @@ def _tuned(
     files: list[Path],
     options: dict[str, Any],
     *,
-    by_prompt: bool,
     quiet: bool,
 ) -> list[dict[str, Any]]:
     """Decide one budget after the other, each written as soon as it is decided."""
     from kvalloc.cli.progress import ProgressBar
-    from kvalloc.tuning.fixed_budgets import tune_shares
-    from kvalloc.tuning.per_prompt import tune_by_prompt
+    from kvalloc.tuning import tune_each
 
-    rows = []
-    try:
-        with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
-            found = (tune_by_prompt if by_prompt else tune_shares)(
-                loaded.model,
-                loaded.tokenizer,
-                texts,
-                model_id=loaded.model_id,
-                progress=progress,
-                **options,
-            )
-            for file, tuned in zip(files, found, strict=True):
-                tuned.profile.save(file)
-                rows.append(_row(file, tuned))
-    except KeyboardInterrupt:
-        if not any(state.exists() for state in options["state_files"]):
-            raise
-        raise KeyboardInterrupt(
-            "interrupted; the steps so far are kept: go on with the same command and --resume"
-        ) from None
-    return rows
+    with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
+        found = tune_each(
+            loaded.model,
+            loaded.tokenizer,
+            texts,
+            outputs=files,
+            model_id=loaded.model_id,
+            progress=progress,
+            **options,
+        )
+        return [_row(file, tuned) for file, tuned in zip(files, found, strict=True)]
 
 
 def _texts(text: list[Path], prompts: list[Path]) -> list[Any]:
@@ -173,37 +160,29 @@ def _texts(text: list[Path], prompts: list[Path]) -> list[Any]:
 
 
 def _options(
-    scorer: str | None, window: int | None, policies: str | None, steps: int | None
+    *,
+    by_prompt: bool,
+    scorer: str | None,
+    window: int | None,
+    policies: str | None,
+    combine: str | None,
+    steps: int | None,
 ) -> dict[str, Any]:
-    from kvalloc.measure.loss_policies import read_scorer
-    from kvalloc.tuning.descent import Descent
+    from dataclasses import replace
 
-    options: dict[str, Any] = {"scorer": read_scorer(_with_window(scorer or "xkv", window))}
+    from kvalloc.tuning.fixed_budgets import FixedBudgets
+    from kvalloc.tuning.score_mixing import MixedScores
+
+    moves = MixedScores if by_prompt else FixedBudgets
+    options: dict[str, Any] = {"by_prompt": by_prompt}
+    if scorer is not None or window is not None:
+        name = scorer or moves.own_scorer
+        options["scorer"] = name if window is None else f"{name}:window={window}"
+    if combine is not None:
+        options["combine"] = combine
     if steps is not None:
-        options["descent"] = Descent(steps=steps)
+        options["descent"] = replace(moves.settings, steps=steps)
     return options | _named(policies)
-
-
-def _mixing_options(
-    scorer: str | None, window: int | None, policies: str | None, steps: int | None
-) -> dict[str, Any]:
-    from kvalloc.tuning.per_prompt import DEFAULT_SCORER
-    from kvalloc.tuning.score_mixing import Weighing
-
-    options: dict[str, Any] = {"scorer": _with_window(scorer or DEFAULT_SCORER, window)}
-    if steps is not None:
-        options["weighing"] = Weighing(steps=steps)
-    return options | _named(policies)
-
-
-def _combining(combine: str | None, *, by_prompt: bool) -> dict[str, Any]:
-    if combine is not None and not by_prompt:
-        raise InputError("--combine goes with --by-prompt: other profiles have one policy a head")
-    return {} if combine is None else {"combine": combine}
-
-
-def _with_window(scorer: str, window: int | None) -> str:
-    return scorer if window is None else f"{scorer}:window={window}"
 
 
 def _named(policies: str | None) -> dict[str, Any]:
@@ -213,16 +192,16 @@ def _named(policies: str | None) -> dict[str, Any]:
 
 
 def _row(file: Path, tuned: Tuned) -> dict[str, Any]:
-    profile = tuned.profile
+    profile, course = tuned.profile, tuned.course
     return {
         "output": str(file),
         "retained_bytes": profile.retained_bytes,
         "full_bytes": profile.full_bytes,
-        "held_out_loss": float(tuned.held_out_losses.mean()),
-        "uniform_loss": float(tuned.uniform_losses.mean()),
+        "held_out_loss": float(course.held_out_losses.mean()),
+        "uniform_loss": float(course.uniform_losses.mean()),
         "held_out_interval": profile.requested["predicted_interval"],
-        "held_out_prompts": int(tuned.held_out_losses.size),
-        "stages": [{"step": step, "held_out_loss": loss} for step, loss in tuned.stages],
+        "held_out_prompts": int(course.held_out_losses.size),
+        "stages": [{"step": step, "held_out_loss": loss} for step, loss in course.stages],
         "policies": [policy.title for policy in profile.policies],
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvalloc.measure.profiling import profile, profile_to_file
+from kvalloc.measure.profiling import profile
 from kvalloc.prompts.texts import Document, Prompt, default_texts, read_prompts, read_texts
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "Prompt",
     "default_texts",
     "profile",
-    "profile_to_file",
     "read_prompts",
     "read_texts",
 ]

@@ -1,72 +1,47 @@
-"""Finished samples on disk, so that a killed measurement loses nothing that was finished."""
+"""Finished pieces of a job on disk, so that a killed job loses nothing that was finished."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
-from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError, option
-from kvalloc.files import atomic_write
+from kvalloc.files import atomic_write, check_writable, versions
 
-_FORMAT = 1
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+Array = npt.NDArray[Any]
+
+MEASURED_WITH = ("numpy", "torch", "transformers")
+"""Whose versions a measurement names."""
+
+_FORMAT = 2
 _MANIFEST = "manifest.json"
-_LOSSES = ("losses", "loss_stderr", "other_losses", "other_loss_stderr")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredSample:
-    """What one sample gave.
-
-    Attributes
-    ----------
-    curves : ndarray of float64, (n_layers, n_kv_heads, n_points)
-        Retention at the profile's ranks.
-    masses : ndarray of float64, (n_layers, n_kv_heads)
-        Evictable score mass.
-    interpolation_error : float
-        Largest difference between a curve and its interpolation.
-    losses, loss_stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_levels), or None
-        Loss curves and their standard errors, where those are measured.
-    other_losses, other_loss_stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_policies,
-            n_levels), or None
-        The same with other policies.
-    fidelity : ndarray of float64, (n_layers, n_kv_heads, n_bits), or None
-        What each bit width leaves of the attention output, where that was asked for.
-    shared : ndarray of float64, (n_runs, n_kv_heads, n_points), or None
-        Joint curves of the runs of layers that share, where those are measured.
-    """
-
-    curves: FloatArray
-    masses: FloatArray
-    interpolation_error: float
-    losses: FloatArray | None = None
-    loss_stderr: FloatArray | None = None
-    other_losses: FloatArray | None = None
-    other_loss_stderr: FloatArray | None = None
-    fidelity: FloatArray | None = None
-    shared: FloatArray | None = None
-
-
-def checkpoint_folder(output: str | Path) -> Path:
-    """Where the samples of an unfinished ``output`` are kept: ``OUT.partial`` beside it."""
-    target = Path(output)
-    return target.with_name(f"{target.name}.partial")
+_LOCK = "lock"
+_VALUES = "kvalloc.values"
+_FINGERPRINT_ELEMENTS = 16
 
 
 class Checkpoint:
-    """A folder with one file for each finished sample and a manifest of the job.
+    """A folder that one process owns, with a manifest of its job and a file for each piece.
+
+    It is used in a ``with``. When that ends, the folder stays if it holds a finished piece and
+    `finish` was not called.
 
     Parameters
     ----------
-    folder : str or Path
-        Created if missing; its parent must exist.
-    job : dict
+    output : str or Path
+        What the job writes in the end; the folder is ``OUTPUT.partial``.
+    job : mapping
         Everything that decides the numbers, as plain JSON values.
     resume : bool
         Whether to go on with what the folder holds.
@@ -74,117 +49,176 @@ class Checkpoint:
     Raises
     ------
     InputError
-        If the folder holds an unfinished job and `resume` is False, if it holds another job, or
-        if it cannot be written to.
+        On entering: if another process works in the folder, it holds an unfinished job and `resume`
+        is False, it holds another job, or it cannot be written to. Nothing is changed then.
     """
 
-    def __init__(self, folder: str | Path, job: dict[str, Any], *, resume: bool) -> None:
-        self._folder = Path(folder)
-        if (self._folder / _MANIFEST).exists():
-            self._check_unfinished(job, resume=resume)
-            return
+    def __init__(self, output: str | Path, job: Mapping[str, Any], *, resume: bool) -> None:
+        check_writable(output)
+        self.folder = checkpoint_folder(output)
+        self._job: dict[str, Any] = json.loads(json.dumps({**job, "format": _FORMAT}))
+        self._resume = resume
+
+    def __enter__(self) -> Self:
+        check_unfinished(self.folder, resume=self._resume)
         try:
-            self._folder.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise InputError(
-                f"cannot create the folder {self._folder} for finished samples "
-                f"({error.strerror}); write to another folder"
+                f"cannot create the folder {self.folder} for finished work ({error.strerror}); "
+                "write to another folder"
             ) from error
-        with atomic_write(self._folder / _MANIFEST) as temporary:
-            manifest = {"format": _FORMAT, "job": job}
-            temporary.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        self._lock = _locked(self.folder)
+        try:
+            self._begin()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
 
-    def save(self, index: int, sample: MeasuredSample) -> None:
-        """Keep a finished sample: whole or not at all."""
-        from safetensors.numpy import save_file
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        kept = any(self.folder.glob("*.safetensors"))
+        if not kept:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.release()
+        if kept and isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(
+                f"interrupted; what was finished is in {self.folder}: go on with the same command "
+                f"and {option('resume', True)}"
+            ) from None
 
-        arrays = {
-            "curves": np.ascontiguousarray(sample.curves),
-            "masses": np.ascontiguousarray(sample.masses),
-            "interpolation_error": np.array([sample.interpolation_error]),
-        }
-        for name in (*_LOSSES, "fidelity"):
-            array = getattr(sample, name)
-            if array is not None:
-                arrays[name] = np.ascontiguousarray(array)
-        if sample.shared is not None:
-            arrays["shared"] = np.ascontiguousarray(sample.shared)
-        with atomic_write(self._file(index)) as temporary:
-            save_file(arrays, temporary)
-
-    def load(
-        self, index: int, curves_shape: tuple[int, int, int], n_runs: int = 0
-    ) -> MeasuredSample | None:
-        """A finished sample, or None when there is none that can be trusted.
+    def save(
+        self, name: str, arrays: Mapping[str, Array], values: Mapping[str, Any] | None = None
+    ) -> None:
+        """Keep a finished piece: whole or not at all.
 
         Parameters
         ----------
-        index : int
-            Which sample.
-        curves_shape : tuple of int
-            ``(n_layers, n_kv_heads, n_points)``.
-        n_runs : int
-            Runs of layers that share.
+        name : str
+        arrays : mapping of str to ndarray
+        values : mapping, optional
+            Plain JSON values beside them.
+
+        Raises
+        ------
+        InputError
+            If it cannot be written, as on a full disk; earlier pieces stay.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        from safetensors.numpy import save
+
+        told = {_VALUES: json.dumps(values or {})}
+        content = save({key: np.ascontiguousarray(one) for key, one in arrays.items()}, told)
+        with atomic_write(self._file(name)) as temporary:
+            temporary.write_bytes(content)
+
+    def load(self, name: str) -> tuple[dict[str, Array], dict[str, Any]] | None:
+        """Arrays and values of a finished piece; None when there is none that can be trusted."""
+        from safetensors import SafetensorError, safe_open
 
         try:
-            arrays = load_file(self._file(index))
-            sample = MeasuredSample(
-                curves=arrays["curves"],
-                masses=arrays["masses"],
-                interpolation_error=float(arrays["interpolation_error"][0]),
-                **{name: arrays.get(name) for name in _LOSSES},
-                fidelity=arrays.get("fidelity"),
-                shared=arrays.get("shared"),
-            )
-        except (OSError, SafetensorError, KeyError, IndexError):
-            return None  # missing or damaged: measured again
-        sound = sample.curves.shape == curves_shape and sample.masses.shape == curves_shape[:2]
-        sound &= bool(np.isfinite(sample.curves).all())
-        if n_runs:
-            wanted, shared = (n_runs, *curves_shape[1:]), sample.shared
-            sound &= shared is not None and shared.shape == wanted
-            sound &= shared is not None and bool(np.isfinite(shared).all())
-        return sample if sound else None
+            with safe_open(self._file(name), framework="np") as file:
+                values = json.loads((file.metadata() or {})[_VALUES])
+                return {key: file.get_tensor(key) for key in file.keys()}, values  # noqa: SIM118
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return None  # missing or damaged
 
-    def remove(self) -> None:
-        """Delete the folder: the job is done."""
-        self.remove_folder(self._folder)
+    def holds(self, name: str) -> bool:
+        """Whether there is a file for this piece, damaged or not."""
+        return self._file(name).exists()
 
-    @staticmethod
-    def remove_folder(folder: str | Path) -> None:
-        """Delete the folder of a job that is done."""
-        shutil.rmtree(folder, ignore_errors=True)
+    def finish(self) -> None:
+        """Delete all pieces: the job is done, and its result is saved."""
+        for file in self.folder.glob("*.safetensors"):
+            file.unlink()
 
-    def _file(self, index: int) -> Path:
-        return self._folder / f"sample_{index:05d}.safetensors"
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
 
-    def _check_unfinished(self, job: dict[str, Any], *, resume: bool) -> None:
-        if not resume:
-            raise InputError(
-                f"{self._folder} holds an unfinished measurement; go on with "
-                f"{option('resume', True)}, or delete the folder to start over"
-            )
+    def _begin(self) -> None:
+        """Write the manifest, or compare it with the one that is there."""
+        manifest = self.folder / _MANIFEST
+        if not manifest.exists():
+            with atomic_write(manifest) as temporary:
+                temporary.write_text(json.dumps(self._job, indent=1), encoding="utf-8")
+            return
         try:
-            manifest = json.loads((self._folder / _MANIFEST).read_text(encoding="utf-8"))
-            begun, version = manifest["job"], manifest["format"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            begun = dict(json.loads(manifest.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
             raise InputError(
-                f"{self._folder / _MANIFEST} cannot be read; delete the folder to start over"
+                f"{manifest} cannot be read; delete the folder to start over"
             ) from error
-        if version != _FORMAT:
-            begun = {**begun, "format": version}
-            job = {**job, "format": _FORMAT}
-        wanted = json.loads(json.dumps(job))
-        for field in sorted({*begun, *wanted}):
-            if begun.get(field) != wanted.get(field):
+        for field in sorted({*begun, *self._job}):
+            if begun.get(field) != self._job.get(field):
                 raise InputError(
-                    f"cannot resume {self._folder}: it was begun with {field} "
-                    f"{_brief(begun.get(field))}, now it is {_brief(wanted.get(field))}; repeat "
-                    "the first command, or delete the folder to start over"
+                    f"cannot resume {self.folder}: it was begun with {field} "
+                    f"{_brief(begun.get(field))}, now it is {_brief(self._job.get(field))}; "
+                    "repeat the first command, or delete the folder to start over"
                 )
+
+
+def checkpoint_folder(output: str | Path) -> Path:
+    """Where finished pieces of an unfinished ``output`` are kept: ``OUTPUT.partial`` beside it."""
+    target = Path(output)
+    return target.with_name(f"{target.name}.partial")
+
+
+def check_unfinished(folder: Path, *, resume: bool) -> None:
+    """Refuse, before anything is loaded, to work in a folder that is another job's.
+
+    Raises
+    ------
+    InputError
+        If another process works in it, or it is not empty and `resume` is False.
+    """
+    if (folder / _LOCK).exists():
+        _locked(folder).release()
+    if not resume and folder.is_dir() and any(folder.iterdir()):
+        raise InputError(
+            f"{folder} holds unfinished work; go on with {option('resume', True)}, or delete the "
+            "folder to start over"
+        )
+
+
+def job_record(model: Any) -> dict[str, Any]:
+    """What of a model and of this machine decides the numbers of any job."""
+    return {
+        "weights": fingerprint(model),
+        "dtype": str(model.dtype),
+        "device": model.get_input_embeddings().weight.device.type,
+        "versions": versions(*MEASURED_WITH),
+    }
+
+
+def fingerprint(model: Any) -> str:
+    """A few elements of every weight: tells apart two models of one name, at no cost."""
+    import torch
+
+    hasher = hashlib.sha256()
+    with torch.inference_mode():
+        for name, weight in model.named_parameters():
+            hasher.update(f"{name} {tuple(weight.shape)}".encode())
+            few = weight.flatten()[:_FINGERPRINT_ELEMENTS].double().cpu()
+            hasher.update(few.numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def _locked(folder: Path) -> BaseFileLock:
+    """The folder's lock, which the system takes back when this process ends in any way."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(
+            f"another process is at work in {folder}; wait for it, or write to another file"
+        ) from None
+    return lock
 
 
 def _brief(value: object, limit: int = 60) -> str:

@@ -1,14 +1,22 @@
-"""From scores to retention curves, in float64."""
+"""What one layer gives: retention curves, joint curves of adjacent layers, fidelity of bits."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting.stored_bytes import BIT_WIDTHS
+from kvalloc.errors import InputError, option
 from kvalloc.formats.score_profile import interpolate_curves
+from kvalloc.formats.sharing_groups import FIRST_SHARED_LAYER, LONGEST_RUN, runs_of
+
+if TYPE_CHECKING:
+    from kvalloc.models.attention import AttentionStates
 
 
 def retention_curves(scores: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
@@ -83,3 +91,154 @@ def on_grid(curves: FloatArray, ranks: IntArray) -> tuple[FloatArray, float]:
         float(np.abs(np.interp(everywhere, at, stored) - exact).max()) for stored, exact in rows
     )
     return values, error
+
+
+def check_share_length(share_length: int, full_layers: Sequence[int]) -> None:
+    """Refuse a length of runs that cannot be measured.
+
+    Raises
+    ------
+    InputError
+        If it is out of range, or the model has no adjacent layers that could share.
+    """
+    if not 1 <= share_length <= LONGEST_RUN:
+        raise InputError(
+            f"the share length is {share_length}, expected 1 (nothing is shared) to {LONGEST_RUN} "
+            "layers"
+        )
+    if share_length > 1 and not len(runs_of(full_layers, share_length)):
+        raise InputError(
+            "no layers of this model can share entries: there are no two adjacent ones of full "
+            f"attention from layer {FIRST_SHARED_LAYER} on; leave out the share length"
+        )
+
+
+class SharedRuns:
+    """Joint curves of each run of layers, as soon as its last layer has been seen.
+
+    Entries are ranked by the sum over the run's layers of a head's scores, each layer's divided by
+    its score mass over all heads, so that layers count alike; the curve is the sum over the
+    layers of the kept share. Equal to the sum of the layers' own contributions where they rank
+    entries alike, and below it elsewhere (MPCache, Sec. 4.4).
+
+    Parameters
+    ----------
+    full_layers : sequence of int
+        Layers that will be added, rising.
+    longest : int
+        Most layers in a run; 1 measures nothing and keeps nothing.
+    """
+
+    def __init__(self, full_layers: Sequence[int], longest: int) -> None:
+        self.runs: IntArray = runs_of(full_layers, longest)
+        self._index = {(first, length): n for n, (first, length) in enumerate(self.runs.tolist())}
+        # Scores of the layers before: the only ones that are held.
+        self._recent: deque[tuple[int, npt.NDArray[Any], FloatArray]] = deque(maxlen=longest - 1)
+
+    def add(
+        self, layer: int, scores: npt.NDArray[Any], masses: FloatArray
+    ) -> Iterator[tuple[int, FloatArray]]:
+        """Take a layer's scores; the runs that end with it, and their curves.
+
+        Parameters
+        ----------
+        layer : int
+        scores : ndarray, (batch, n_kv_heads, n_evictable)
+            Of the entries that can be evicted.
+        masses : ndarray of float64, (batch, n_kv_heads)
+            Their sums.
+
+        Yields
+        ------
+        run : int
+            Index into ``runs``.
+        curves : ndarray of float64, (batch, n_kv_heads, n_evictable + 1)
+            What the run's layers keep together, as a function of the entries.
+        """
+        wanted = [length for first, length in self._index if first + length - 1 == layer]
+        if wanted:
+            joint, empty = _shares(scores, masses)
+            for before, other, mass in reversed(self._recent):
+                length = layer - before + 1
+                if length > max(wanted):
+                    break
+                more, none = _shares(other, mass)
+                joint, empty = joint + more, empty + none
+                if length in wanted:
+                    curves, kept = retention_curves(joint)
+                    curves *= kept[..., None]
+                    yield self._index[before, length], curves + empty[:, None, None]
+        if self._recent.maxlen:
+            self._recent.append((layer, scores, masses))
+
+
+def _shares(scores: npt.NDArray[Any], masses: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Scores as shares of their layer's mass; and where it has none, what a head keeps anyway."""
+    whole = masses.sum(axis=1)
+    with_mass = np.where(whole > 0, whole, 1.0)
+    shares: FloatArray = scores / with_mass[:, None, None]
+    return shares, np.where(whole > 0, 0.0, 1.0 / masses.shape[1])
+
+
+FIDELITY_ROWS = 8
+"""Rows of attention output that bits are judged by where the scorer has no window: XKV's ows."""
+
+
+def checked_widths(bits: Sequence[int] | None) -> tuple[int, ...]:
+    """Bit widths to measure, the widest first; none by default.
+
+    Raises
+    ------
+    InputError
+        If one is not 16, 8 or 4, or there is none in a list.
+    """
+    if bits is None:
+        return ()
+    widths = tuple(sorted(set(bits), reverse=True))
+    if not widths or any(width not in BIT_WIDTHS for width in widths):
+        known = ", ".join(map(str, BIT_WIDTHS))
+        raise InputError(
+            f"the bits are {list(bits)}, expected some of {known}, such as "
+            f"{option('bits', (16, 8, 4))}"
+        )
+    return widths
+
+
+def layer_fidelity(
+    states: AttentionStates, bits: tuple[int, ...], *, window: int, model_id: str
+) -> FloatArray:
+    """Fidelity of each bit width in one layer.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What the layer's attention sees.
+    bits : tuple of int
+        From `checked_widths`.
+    window : int
+        The scorer's window, tokens; `FIDELITY_ROWS` stand in where it has none.
+    model_id : str
+        Named in errors.
+
+    Returns
+    -------
+    ndarray of float64, (batch, n_kv_heads, n_bits)
+
+    Raises
+    ------
+    InputError
+        If the attention output is not finite.
+    """
+    # The runtime loads torch, and naming a scorer does not.
+    from kvalloc.runtime.quantization import output_fidelity
+
+    found = np.ones((*states.keys.shape[:2], len(bits)))
+    for place, width in enumerate(bits):
+        fidelity = output_fidelity(states, bits=width, rows=window or FIDELITY_ROWS)
+        found[..., place] = fidelity.double().cpu().numpy()
+        if not np.isfinite(found[..., place]).all():
+            raise InputError(
+                f"the attention output of {model_id} in layer {states.layer} at {width} bits is "
+                "not finite; load the model in float32 or bfloat16, or check its weights"
+            )
+    return found

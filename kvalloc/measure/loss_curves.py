@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.errors import InputError
+from kvalloc.measure.job import Job
+from kvalloc.measure.loss_plan import LossLevel
+from kvalloc.measure.loss_probe import LossProbe
+from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.refusals import check_kept
-from kvalloc.runtime.selection import select_entries
-
-if TYPE_CHECKING:
-    from kvalloc.measure.loss_probe import LossProbe
-
-LossLevel = Literal["layer", "head"]
-
+from kvalloc.runtime.selection import keep_best
 
 _Place = tuple[int, int, int]
 """KV head, policy and level that a loss belongs to."""
@@ -61,20 +60,78 @@ class MeasuredLosses:
 
     Attributes
     ----------
-    losses : ndarray of float64, (n_layers, n_kv_heads or 1, n_levels)
+    losses : ndarray of float64, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels)
         Mean over the continuation's predictions of KL(full cache || reduced cache), nats per
-        token; 0 in sliding layers and at the last level, where nothing is hidden.
-    stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_levels)
+        token, of the scorer's best entries and then of the probe's policies; 0 in sliding layers
+        and at the last level, where nothing is hidden.
+    stderr : ndarray of float64, of the same shape
         Standard error of that mean.
-    other_losses, other_stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_policies,
-            n_levels), or None
-        The same with the probe's policies, where it has any.
     """
 
     losses: FloatArray
     stderr: FloatArray
-    other_losses: FloatArray | None = None
-    other_stderr: FloatArray | None = None
+
+
+def sample_losses(
+    job: Job, index: int, *, layer_done: Callable[[], None], only: BoolArray | None = None
+) -> MeasuredLosses:
+    """Loss curves of one sample of a job, as its plan says.
+
+    Parameters
+    ----------
+    job : Job
+    index : int
+        Of the sample.
+    layer_done : callable
+        Called after each layer.
+    only : ndarray of bool, optional
+        Which figures to measure; see `measure_losses`. Where the plan has `probes` and it is not
+        given, all are estimated.
+
+    Returns
+    -------
+    MeasuredLosses
+
+    Raises
+    ------
+    InputError
+        If the sample cannot be measured, or a loss is not finite.
+    UnsupportedModelError
+        If the model's layers cannot be seen.
+    """
+    plan, name = job.losses, job.shape.model_id
+    assert plan is not None  # only a job with a plan measures losses
+    try:
+        probe = LossProbe.of_sample(
+            job.model,
+            job.samples,
+            index,
+            job.scorer,
+            sinks=job.sinks,
+            shape=job.shape,
+            continuation_tokens=plan.continuation_tokens,
+            policies=[policy_of(policy) for policy in job.policies[1:]],
+        )
+        asked = LossJob(
+            n_layers=job.shape.n_layers,
+            context_tokens=job.context_tokens,
+            sinks=job.sinks,
+            window=job.scorer.window,
+            level=plan.level,
+        )
+        how: dict[str, Any] = {"batch": plan.batch, "layer_done": layer_done}
+        if only is not None or (plan.method == "measured" and plan.probes is None):
+            found = measure_losses(probe, job.loss_levels, asked, only=only, **how)
+        else:
+            found = estimate_losses(probe, job.loss_levels, asked, **how)
+    except InputError as error:
+        raise InputError(f"sample {index}: {error}") from error
+    if not np.isfinite(found.losses).all():
+        raise InputError(
+            f"the losses of {name} in sample {index} are not finite; load the model in float32 or "
+            "bfloat16, or check its weights"
+        )
+    return found
 
 
 def measure_losses(
@@ -109,7 +166,9 @@ def measure_losses(
     MeasuredLosses
     """
     losses, stderr = _nothing_lost(probe, levels, job)
-    for layer, variants in _variants_by_layer(probe, levels, job):
+    budgets = _budgets(probe, levels, job)
+    for layer in sorted(probe.scores):
+        variants = _variants(_kept_by_policy(probe, layer, budgets, job), job)
         if only is not None:
             here = only[layer]
             variants = [one for one in variants if any(here[place] for place in one[0])]
@@ -121,7 +180,7 @@ def measure_losses(
                     losses[layer, *place] = values.mean()
                     stderr[layer, *place] = _stderr(values)
         layer_done()
-    return _by_policy(losses, stderr)
+    return MeasuredLosses(losses=losses, stderr=stderr)
 
 
 def estimate_losses(
@@ -181,7 +240,7 @@ def estimate_losses(
                 losses[layer, :, policy, level] = values.mean(axis=-1)
                 stderr[layer, :, policy, level] = [_stderr(each) for each in values]
         layer_done()
-    return _by_policy(losses, stderr)
+    return MeasuredLosses(losses=losses, stderr=stderr)
 
 
 def _by_unit(numbers: Tensor, heads: int) -> Tensor:
@@ -206,63 +265,61 @@ def _nothing_lost(
     return np.zeros(shape), np.zeros(shape)
 
 
-def _by_policy(losses: FloatArray, stderr: FloatArray) -> MeasuredLosses:
-    """The scorer's own and the others."""
-    own = MeasuredLosses(losses=losses[:, :, 0], stderr=stderr[:, :, 0])
-    if losses.shape[2] == 1:
-        return own
-    return replace(own, other_losses=losses[:, :, 1:], other_stderr=stderr[:, :, 1:])
-
-
-def _variants_by_layer(
-    probe: LossProbe, levels: IntArray, job: LossJob
-) -> Iterator[tuple[int, list[_Variant]]]:
-    budgets = _budgets(probe, levels, job)
-    for layer in sorted(probe.scores):
-        yield layer, _variants(_kept_by_policy(probe, layer, budgets, job), job)
-
-
 def _budgets(probe: LossProbe, levels: IntArray, job: LossJob) -> list[int]:
     """The levels below the last one at the length of the prompt."""
     context, protected = job.context_tokens, job.protected_tokens
-    return _tokens_of_prompt(levels[:-1], context, probe.n_tokens, protected)
+    return [budget_of_prompt(probe, int(one), context, protected) for one in levels[:-1]]
 
 
-def _stderr(values: FloatArray) -> float:
-    return float(values.std(ddof=1)) / values.size**0.5 if values.size > 1 else 0.0
+def budget_of_prompt(probe: LossProbe, tokens: int, context_tokens: int, protected: int) -> int:
+    """The same share of a prompt's evictable entries as `tokens` are of the reference context's."""
+    share = (tokens - protected) / (context_tokens - protected)
+    evictable = max(0, probe.n_tokens - protected)
+    return min(probe.n_tokens, protected + round(share * evictable))
 
 
-def _tokens_of_prompt(
-    levels: IntArray, context_tokens: int, n_tokens: int, protected_tokens: int
-) -> list[int]:
-    share = (levels - protected_tokens) / (context_tokens - protected_tokens)
-    evictable = max(0, n_tokens - protected_tokens)
-    return [min(n_tokens, protected_tokens + round(float(s) * evictable)) for s in share]
+def kept_entries(
+    probe: LossProbe, layer: int, place: int, budgets: list[int], *, sinks: int, window: int
+) -> list[Tensor]:
+    """What one policy keeps of a layer at some budgets, all of them from the same prefill.
+
+    Parameters
+    ----------
+    probe : LossProbe
+    layer : int
+    place : int
+        0 for the best entries of the probe's scorer, then the probe's policies.
+    budgets : list of int
+    sinks, window : int
+        First and last tokens that every budget includes.
+
+    Returns
+    -------
+    list of Tensor of bool, (n_kv_heads, n_tokens)
+    """
+    scores = probe.scores[layer]
+    rows = [torch.full((1, scores.shape[0]), one, device=scores.device) for one in budgets]
+    if place == 0:
+        return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
+    policy = probe.policies[place - 1]
+    with torch.no_grad():
+        found = policy.keep_each(probe.prompt_states[layer], rows, sinks=sinks, window=window)
+    for one, row in zip(found, rows, strict=True):
+        check_kept(policy, one, row)
+    return [one[0] for one in found]
 
 
 def _kept_by_policy(
     probe: LossProbe, layer: int, budgets: list[int], job: LossJob
 ) -> list[list[Tensor]]:
-    """What each policy keeps at each budget, ``(n_kv_heads, n_tokens)`` each; the scorer's first.
+    return [
+        kept_entries(probe, layer, place, budgets, sinks=job.sinks, window=job.window)
+        for place in range(1 + len(probe.policies))
+    ]
 
-    Every policy at the same budgets, so all of them come from the same prefill and, where losses
-    are estimated, from the same gradients.
-    """
-    scores, room = probe.scores[layer], {"sinks": job.sinks, "window": job.window}
-    own = []
-    for budget in budgets:
-        best = select_entries(scores[None], budget, **room)[0]
-        own.append(torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True))
-    kept = [own]
-    for policy in probe.policies:
-        n_kv_heads = scores.shape[0]
-        each = [torch.full((1, n_kv_heads), budget, device=scores.device) for budget in budgets]
-        with torch.no_grad():
-            found = policy.keep_each(probe.prompt_states[layer], each, **room)
-        for one, wanted in zip(found, each, strict=True):
-            check_kept(policy, one, wanted)
-        kept.append([one[0] for one in found])
-    return kept
+
+def _stderr(values: FloatArray) -> float:
+    return float(values.std(ddof=1)) / values.size**0.5 if values.size > 1 else 0.0
 
 
 def _variants(kept: list[list[Tensor]], job: LossJob) -> list[_Variant]:

@@ -1,22 +1,23 @@
-"""How losses are measured beside retention, and on one sample."""
+"""How losses are measured beside retention: by which method, and with which policies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+import inspect
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from kvalloc.accounting import BoolArray, IntArray
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, option
+from kvalloc.formats.policy import Policy
+from kvalloc.problem.registry import SCORERS, names
 
 if TYPE_CHECKING:
-    from kvalloc.formats.policy import Policy
-    from kvalloc.measure.loss_curves import LossLevel, MeasuredLosses
     from kvalloc.scorers import Scorer
-    from kvalloc.shape import ModelShape
 
+LossLevel = Literal["layer", "head"]
 LossMethod = Literal["measured", "fast"]
 
 DEFAULT_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
@@ -44,7 +45,7 @@ class LossPlan:
         over all samples (`kvalloc.measure.probing`); all figures by default.
     policies : tuple of str
         Policies whose losses are measured beside those of the scorer's best entries, as
-        `kvalloc.measure.loss_policies.named_policies` reads them.
+        `named_policies` reads them.
 
     Raises
     ------
@@ -61,10 +62,11 @@ class LossPlan:
     policies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, choices in (("method", ("measured", "fast")), ("level", ("layer", "head"))):
-            if getattr(self, name) not in choices:
+        for name, choices in (("method", LossMethod), ("level", LossLevel)):
+            if getattr(self, name) not in get_args(choices):
                 raise InputError(
-                    f"the loss {name} is {getattr(self, name)!r}, expected {' or '.join(choices)}"
+                    f"the loss {name} is {getattr(self, name)!r}, expected "
+                    f"{' or '.join(get_args(choices))}"
                 )
         if self.continuation_tokens < 1 or self.batch < 1:
             raise InputError("a loss needs a continuation and a batch of at least 1")
@@ -79,15 +81,7 @@ class LossPlan:
             )
 
     def named_policies(self, scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
-        """The policies beside the scorer's own; see `kvalloc.measure.loss_policies`.
-
-        Raises
-        ------
-        InputError, UnsupportedRequestError
-            If one of them cannot be.
-        """
-        from kvalloc.measure.loss_policies import named_policies
-
+        """The policies beside the scorer's own, as `named_policies` reads them."""
         return named_policies(self.policies, scorer, sinks=sinks)
 
     def levels(self, context_tokens: int, protected_tokens: int) -> IntArray:
@@ -107,90 +101,173 @@ class LossPlan:
         tokens = [protected_tokens + round(share * evictable) for share in self.shares]
         return np.unique([*tokens, context_tokens]).astype(np.int64)
 
-    def measure(
-        self,
-        model: Any,
-        shape: ModelShape,
-        scorer: Scorer,
-        token_ids: IntArray,
-        answer_ids: IntArray | None,
-        *,
-        context_tokens: int,
-        sinks: int,
-        layer_done: Callable[[], None],
-        only: BoolArray | None = None,
-        question_ids: IntArray | None = None,
-    ) -> MeasuredLosses:
-        """Loss curves of one sample.
-
-        Parameters
-        ----------
-        model : transformers.PreTrainedModel
-        shape : ModelShape
-        scorer : Scorer
-            Ranks the entries.
-        token_ids : ndarray of int64, (n_tokens,)
-            The prompt.
-        answer_ids : ndarray of int64, (n_answer,), or None
-            The continuation; what the model writes by default.
-        context_tokens, sinks : int
-            Of the score profile.
-        layer_done : callable
-            Called after each layer.
-        only : ndarray of bool, optional
-            Which figures to measure; see `kvalloc.measure.loss_curves.measure_losses`. Where there
-            are `probes` and it is not given, all are estimated.
-        question_ids : ndarray of int64, (n_question,), optional
-            What is read between prompt and continuation, and not reduced.
-
-        Returns
-        -------
-        MeasuredLosses
-
-        Raises
-        ------
-        UnsupportedModelError
-            If the model's layers cannot be seen.
-        """
-        import torch
-
-        from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
-        from kvalloc.measure.loss_probe import LossProbe
-        from kvalloc.runtime.policies import policy_of
-
-        device = model.get_input_embeddings().weight.device
-        probe = LossProbe(
-            model,
-            torch.from_numpy(token_ids).to(device),
-            scorer,
-            sinks=sinks,
-            shape=shape,
-            answer_ids=None if answer_ids is None else torch.from_numpy(answer_ids).to(device),
-            continuation_tokens=self.continuation_tokens,
-            question_ids=None if question_ids is None else torch.from_numpy(question_ids),
-            policies=[policy_of(one) for one in self.named_policies(scorer, sinks=sinks)],
-        )
-        job = LossJob(
-            n_layers=shape.n_layers,
-            context_tokens=context_tokens,
-            sinks=sinks,
-            window=scorer.window,
-            level=self.level,
-        )
-        levels = self.levels(context_tokens, job.protected_tokens)
-        if only is not None or (self.method == "measured" and self.probes is None):
-            return measure_losses(
-                probe, levels, job, batch=self.batch, only=only, layer_done=layer_done
-            )
-        return estimate_losses(probe, levels, job, batch=self.batch, layer_done=layer_done)
-
     def record(self) -> dict[str, Any]:
         """What decides the numbers, as plain values."""
-        return {
-            **({"policies": list(self.policies)} if self.policies else {}),
-            **({} if self.probes is None else {"probes": self.probes}),
-            "method": self.method,
-            "level": self.level,
-            "shares": list(self.shares),
-            "continuation_tokens": self.continuation_tokens,
-        }
+        values = asdict(self)
+        del values["batch"]
+        return values
+
+
+FOLLOWED = ("pool", "pooling", "group_reduce")
+"""What a policy's scorer takes over from the score profile's unless it is told otherwise."""
+
+
+USUAL = ("critical", "tova", "snapkv:window=1:pool=1")
+"""What the word ``usual`` stands for: rankings that differ, and are each the best of many heads
+(docs/loss_studies.md has the figures)."""
+
+
+def own_policy(scorer: Scorer, sinks: int) -> Policy:
+    """The best entries of a scorer."""
+    return Policy(
+        scorer=scorer.name,
+        scorer_parameters=dict(scorer.parameters()),
+        sinks=sinks,
+        window=scorer.window,
+    )
+
+
+def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
+    """The policies that some texts ask for, all with the same sinks and window.
+
+    A text is the name of a policy, which ranks by the profile's scorer, or of a scorer, whose
+    best entries stay; then its options as ``:KEY=VALUE``, such as ``snapkv:window=4:pool=1``. A
+    policy's text can name options of the scorer, too (``critical:window=4``). Pooling and window
+    are the profile's unless they are given. The text ``usual`` stands for those of `USUAL`.
+
+    Parameters
+    ----------
+    texts : sequence of str
+        As typed; they become the policies' labels.
+    scorer : Scorer
+        The score profile's. A text that asks for its best entries is left out, since those are
+        measured in any case.
+    sinks : int
+        Of the score profile.
+
+    Returns
+    -------
+    tuple of Policy
+
+    Raises
+    ------
+    InputError
+        If there is no such policy, scorer or option, a text is given twice, or a scorer looks at
+        more of the last tokens than the profile's window.
+    UnsupportedRequestError
+        If a policy does more than choose what is kept.
+    """
+    own = own_policy(scorer, sinks)
+    found: list[Policy] = []
+    stripped = (text.strip() for text in texts)
+    for text in [each for one in stripped for each in (USUAL if one == "usual" else (one,))]:
+        policy = _named(text, own, scorer)
+        if replace(policy, label="") == own:
+            continue
+        same = next((one for one in found if replace(one, label=policy.label) == policy), None)
+        if same is not None:
+            raise InputError(
+                f"{policy.label!r} and {same.label!r} are the same policy; name it once"
+            )
+        found.append(policy)
+    return tuple(found)
+
+
+def read_scorer(text: str) -> Scorer:
+    """A scorer written as NAME or NAME:KEY=VALUE:...
+
+    Raises
+    ------
+    InputError
+        If it is not, or there is no such scorer or parameter.
+    """
+    from kvalloc.scorers import get_scorer
+
+    name, options = read_named(text)
+    return get_scorer(name, **options)
+
+
+def read_named(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a policy or scorer written as NAME or NAME:KEY=VALUE:...
+
+    Raises
+    ------
+    InputError
+        If it is not.
+    """
+    name, *pairs = text.strip().split(":")
+    return name, _options(text, pairs)
+
+
+def _named(text: str, own: Policy, scorer: Scorer) -> Policy:
+    from kvalloc.runtime.policies import changed_policy, policy_names, policy_of
+    from kvalloc.runtime.policies.by_head import check_chooses_only
+
+    name, *pairs = text.split(":")
+    options = _options(text, pairs)
+    if name in policy_names():
+        policy = _with_scorer_options(name, options, own, scorer)
+    else:
+        policy = changed_policy(own, name, {**_followed(name, own), **options})
+    policy = replace(policy, label=text)
+    if (least := policy.scorer_parameters.get("window", 0)) > own.window:
+        raise InputError(
+            f"the policy {text!r} looks at the last {least} tokens, but the score profile protects "
+            f"a window of {own.window}; profile with {option('window', least)}, or give it "
+            "a smaller one"
+        )
+    built = policy_of(policy)
+    check_chooses_only(built)
+    return replace(policy, parameters=dict(built.parameters()))
+
+
+def _with_scorer_options(name: str, options: dict[str, Any], own: Policy, scorer: Scorer) -> Policy:
+    from kvalloc.runtime.policies import changed_policy, policy_class
+    from kvalloc.scorers import get_scorer
+
+    mine = set(inspect.signature(policy_class(name).__init__).parameters)
+    of_scorer = {key: value for key, value in options.items() if key not in mine}
+    if of_scorer:
+        other = get_scorer(scorer.name, **{**own.scorer_parameters, **of_scorer})
+        own = replace(own, scorer_parameters=dict(other.parameters()))
+    return changed_policy(own, name, {key: options[key] for key in options if key in mine})
+
+
+def _followed(name: str, own: Policy) -> dict[str, Any]:
+    """The profile's pooling, as far as a scorer has any."""
+    from kvalloc.scorers import scorer_class
+
+    if name not in names(SCORERS):
+        return {}  # which is told to the user where it is looked up
+    if not scorer_class(name).follows:
+        return {}
+    takes = inspect.signature(scorer_class(name).__init__).parameters
+    given = own.scorer_parameters
+    return {key: given[key] for key in FOLLOWED if key in given and key in takes}
+
+
+def _options(text: str, pairs: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key or not value.strip():
+            raise InputError(
+                f"the policy {text!r} is not NAME or NAME:KEY=VALUE, such as snapkv:window=4"
+            )
+        if key in options:
+            raise InputError(f"the policy {text!r} gives {key} twice; give it once")
+        options[key] = _value(value.strip())
+    return options
+
+
+def _value(text: str) -> bool | int | float | str:
+    """A text as the number or truth that it reads as; scorers and policies check the type."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -10,20 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError, UnsupportedModelError
-from kvalloc.measure.beginning import begun_at, decoder_layers
-from kvalloc.measure.later_states import with_later
-from kvalloc.measure.mini_prefill import evaluating
-from kvalloc.measure.stored_attention import attend_over_stored
+from kvalloc.measure.mini_prefill import begun_at, evaluating, layers_of
 from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.structure import decoder_of
 from kvalloc.runtime.holding import end_tokens
+from kvalloc.runtime.later_cache import HeldPrompt
+from kvalloc.runtime.later_passes import run_later_passes
 
 if TYPE_CHECKING:
+    from kvalloc.measure.sampling import SampleSet
     from kvalloc.models.attention import Compute
     from kvalloc.runtime.policies import EvictionPolicy
     from kvalloc.scorers import Scorer
@@ -77,6 +78,8 @@ class LossProbe:
 
     Attributes
     ----------
+    prompt_ids : Tensor of int64, (n_tokens,)
+        As given.
     scores : dict of int to Tensor, (n_kv_heads, n_tokens)
         The scorer's scores of each full-attention layer.
     policies : tuple of EvictionPolicy
@@ -114,8 +117,8 @@ class LossProbe:
             raise InputError("a loss needs a prompt and a continuation of at least one token")
         if answer_ids is not None and answer_ids.numel() == 0:
             raise InputError("an answer without a token cannot be measured; leave it out")
-        self._model = model
-        self._layers = decoder_layers(model)
+        self._model, self.prompt_ids = model, prompt_ids
+        self._layers = layers_of(model)
         self._scorer, self._sinks, self._shape = scorer, sinks, shape
         question = prompt_ids[:0] if question_ids is None else question_ids.to(prompt_ids.device)
         self._unmeasured = max(0, int(question.numel()) - 1)
@@ -129,7 +132,7 @@ class LossProbe:
         self.prompt_states: dict[int, AttentionStates] = {}
         with torch.no_grad(), evaluating(model):
             first = self._prefill(prompt_ids)
-            self._look_later(prompt_ids, first)
+            self._look_later(first)
             if answer_ids is None:
                 if question.numel():
                     first = self._read(question)
@@ -142,6 +145,23 @@ class LossProbe:
             self._log_probabilities = self._measured(logits).float().log_softmax(dim=-1)
             self._probabilities = self._log_probabilities.exp()
             self._some_impossible = bool((self._log_probabilities == float("-inf")).any())
+
+    @classmethod
+    def of_sample(
+        cls, model: Any, samples: SampleSet, index: int, scorer: Scorer, **options: Any
+    ) -> Self:
+        """The probe of one of some samples, with its answer and question; options as above."""
+        device = model.get_input_embeddings().weight.device
+        prompt, answer, question = (
+            None if ids is None else torch.from_numpy(ids).to(device)
+            for ids in (
+                samples.token_ids[index],
+                samples.answer_ids[index],
+                samples.question_ids[index],
+            )
+        )
+        assert prompt is not None
+        return cls(model, prompt, scorer, answer_ids=answer, question_ids=question, **options)
 
     @property
     def n_measured(self) -> int:
@@ -244,6 +264,25 @@ class LossProbe:
             if self._some_impossible:
                 terms = terms.masked_fill(self._log_probabilities == float("-inf"), 0.0)
             return terms.sum(dim=-1).mean()
+
+    def cache_loss(self, cache: Any) -> float:
+        """Mean KL(full cache || this cache), whatever the cache's policy does with entries.
+
+        Parameters
+        ----------
+        cache : transformers.Cache
+            Empty; holds the prompt and its continuation afterwards.
+
+        Returns
+        -------
+        float
+            Nats per token.
+        """
+        with torch.no_grad(), evaluating(self._model):
+            ids, more = self.prompt_ids[None], self.continuation_ids[None]
+            self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            logits = self._model(input_ids=more, past_key_values=cache).logits
+            return float(self.divergence(logits).mean())
 
     def outputs(self, layer: int, keep: Tensor | None) -> Tensor:
         """What a layer's heads put out on the continuation when entries are hidden there.
@@ -358,31 +397,48 @@ class LossProbe:
             mask=None,  # a prompt without padding is plainly causal
         )
 
-    def _look_later(self, prompt_ids: Tensor, first: Tensor) -> None:
+    def _look_later(self, first: Tensor) -> None:
         """Let the model run on where scorers ask for it, and score what had to wait for that."""
         own = () if self._scorer.later is None else (self._scorer,)
-        wanted = {
+        every = {
             layer: (*own, *(each for one in self.policies for each in one.later_scorers(layer)))
             for layer in self.prompt_states
         }
-        n_tokens = int(prompt_ids.numel())
-        self.prompt_states = with_later(
-            self.prompt_states,
-            wanted,
-            model=self._model,
-            shape=self._shape,
-            prompt_ids=prompt_ids,
-            first_token=first,
-            stored={
-                layer: (keys[None, :, :n_tokens], self._values[layer][None, :, :n_tokens])
-                for layer, keys in self._keys.items()
-            },
-            sinks=self._sinks,
-        )
+        wanted = {layer: scorers for layer, scorers in every.items() if scorers}
+        if wanted:
+            notes = run_later_passes(self._held_prompt(first), wanted, sinks=self._sinks)
+            self.prompt_states = {
+                layer: replace(states, later=notes.get(layer))
+                for layer, states in self.prompt_states.items()
+            }
         for layer, states in self.prompt_states.items() if own else ():
             self.scores[layer] = self._scorer.score(states, sinks=self._sinks)[0]
         if not self.policies:
             self.prompt_states = {}
+
+    def _held_prompt(self, first: Tensor) -> HeldPrompt:
+        """The prompt as later passes go on from it; `first` is what the model would say next."""
+        n_tokens, ids, full = int(self.prompt_ids.numel()), self.prompt_ids, self._shape.full_layers
+        stored = {
+            layer: (keys[None, :, :n_tokens], self._values[layer][None, :, :n_tokens])
+            for layer, keys in self._keys.items()
+        }
+        return HeldPrompt(
+            decoder=decoder_of(self._model),
+            head=self._model.get_output_embeddings(),
+            ends=end_tokens(self._model),
+            stored={layer: stored[layer] for layer in full},
+            sliding={
+                layer: _slid(each, self._shape)
+                for layer, each in stored.items()
+                if layer not in full
+            },
+            n_prompt=n_tokens,
+            visible=None,
+            next_positions=torch.tensor([n_tokens], device=ids.device),
+            first_tokens=first,
+            ids=ids[None],
+        )
 
     def _measured(self, logits: Tensor) -> Tensor:
         """Predictions of the answer: those inside the question do not count."""
@@ -484,3 +540,80 @@ class LossProbe:
             keep,
             window=None if full else self._shape.sliding_window,
         )
+
+
+def _slid(stored: tuple[Tensor, Tensor], shape: ModelShape) -> Any:
+    """A sliding layer of transformers' own after that prompt."""
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    assert shape.sliding_window is not None  # a model with sliding layers has one
+    layer = DynamicSlidingWindowLayer(shape.sliding_window)
+    layer.update(*stored)
+    return layer
+
+
+def attend_over_stored(
+    states: AttentionStates,
+    keys: Tensor,
+    values: Tensor,
+    keep: Tensor | None,
+    *,
+    window: int | None,
+) -> Tensor:
+    """Attention of new tokens over what is stored and over each other.
+
+    The variants are folded into the rows of one product with the stored keys, which are therefore
+    never copied.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        Of the new tokens, (n_variants, n_heads, n_new, head_dim).
+    keys, values : Tensor, (n_kv_heads, n_stored, head_dim)
+        Shared by all variants.
+    keep : Tensor of bool, (n_variants, n_kv_heads, n_stored), or None
+        What each variant sees of them; all by default. Of float: the logarithm of how much of each
+        entry is kept.
+    window : int or None
+        Tokens that a sliding layer sees; None for full attention.
+
+    Returns
+    -------
+    Tensor, (n_variants, n_new, n_query_heads, head_dim)
+    """
+    variants, _, n_new, head_dim = states.queries.shape
+    n_kv_heads, stored = keys.shape[:2]
+    queries = states.queries.reshape(variants, n_kv_heads, -1, n_new, head_dim)
+    rows = queries.transpose(0, 1).reshape(n_kv_heads, -1, head_dim)
+    before = (rows @ keys.transpose(1, 2)).float() * states.scaling
+    before = before.view(n_kv_heads, variants, -1, n_new, stored)
+    among = (queries @ states.keys[:, :, None].transpose(-1, -2)).float() * states.scaling
+    visible = _visible(n_new, stored, window, before.device)
+    if states.softcap is not None:
+        before = states.softcap * torch.tanh(before / states.softcap)
+        among = states.softcap * torch.tanh(among / states.softcap)
+    before.masked_fill_(~visible[:, :stored], float("-inf"))
+    among.masked_fill_(~visible[:, stored:], float("-inf"))
+    if keep is not None:
+        kept = keep.transpose(0, 1)[:, :, None, None]
+        if kept.dtype == torch.bool:
+            before.masked_fill_(~kept, float("-inf"))
+        else:  # logarithms of how much is kept of each entry
+            before = before + kept
+    logits = [before.transpose(0, 1), among]
+    if states.sink_logits is not None:
+        extra = states.sink_logits.float().view(1, n_kv_heads, -1, 1, 1)
+        logits.append(extra.expand(*among.shape[:-1], 1))
+    weights = torch.cat(logits, dim=-1).softmax(dim=-1).to(values.dtype)
+    seen = weights[..., :stored].transpose(0, 1).reshape(n_kv_heads, -1, stored) @ values
+    output = seen.view(n_kv_heads, variants, -1, n_new, head_dim).transpose(0, 1)
+    output = output + weights[..., stored : stored + n_new] @ states.values[:, :, None]
+    return output.reshape(variants, -1, n_new, head_dim).transpose(1, 2).contiguous()
+
+
+def _visible(n_new: int, stored: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of stored and new tokens each new token sees, ``(n_new, stored + n_new)``."""
+    place = torch.arange(stored + n_new, device=device)
+    distance = place[stored:, None] - place
+    visible: Tensor = distance >= 0
+    return visible if window is None else visible & (distance < window)

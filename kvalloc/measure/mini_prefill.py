@@ -7,12 +7,12 @@ attention would begin (XKV, Section IV-A and Figure 7).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates, intercept_attention
-from kvalloc.models.structure import decoder_of
+from kvalloc.models.structure import decoder_layers, decoder_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,3 +95,51 @@ def evaluating(module: Any) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+def layers_of(model: Any) -> Any:
+    """The decoder layers of a model, in order.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If they are not where they are in transformers' decoders.
+    """
+    layers = decoder_layers(model)
+    if layers is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps its decoder layers where kvalloc does not find them, so "
+            "no loss can be measured on it"
+        )
+    return layers
+
+
+@contextmanager
+def begun_at(layers: Any, begin: int, hidden: Tensor, n_variants: int) -> Iterator[None]:
+    """Let the decoder begin at one layer, with what is known to enter it."""
+
+    def enter(
+        module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        start = hidden.expand(n_variants, -1, -1)
+        if args:
+            return (start, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": start}
+
+    def skip(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    with ExitStack() as stack:
+        for layer in layers[:begin]:
+            stack.callback(_put_back, layer, layer.__dict__.get("forward"))
+            layer.forward = skip
+        handle = layers[begin].register_forward_pre_hook(enter, with_kwargs=True)
+        stack.callback(handle.remove)
+        yield
+
+
+def _put_back(layer: Any, own_forward: Any) -> None:
+    if own_forward is None:
+        del layer.__dict__["forward"]
+    else:  # a layer spread over devices has a forward of its own
+        layer.forward = own_forward

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import erfc, exp, pi, sqrt
 
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.measure.checkpoint import Checkpoint
+from kvalloc.measure.job import Job, MeasuredSample
 
 OPERATING_SHARES = (0.1, 0.2, 0.5)
 """Shares of all entries around whose solutions figures are measured."""
@@ -122,3 +125,75 @@ def _expected_improvement(gap: FloatArray, uncertain: FloatArray) -> FloatArray:
         density = exp(-away * away / 2) / sqrt(2 * pi)
         found[at] = uncertain[at] * max(0.0, density - away * erfc(away / sqrt(2)) / 2)
     return found
+
+
+def probed_samples(
+    job: Job,
+    estimated: list[MeasuredSample],
+    kept: Checkpoint | None,
+    sample_done: Callable[[int], None],
+) -> tuple[list[MeasuredSample], BoolArray]:
+    """Measure the undecided figures of every sample, and scale the estimates to them.
+
+    Parameters
+    ----------
+    job : Job
+        With `LossPlan.probes`.
+    estimated : list of MeasuredSample
+        With estimated losses.
+    kept : Checkpoint or None
+        Holds the second pass of sample i as sample ``n_samples + i``.
+    sample_done : callable
+        Called with the number of samples done.
+
+    Returns
+    -------
+    samples : list of MeasuredSample
+    where : ndarray of bool, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels)
+        Which figures were measured.
+    """
+    plan = job.losses
+    assert plan is not None  # only a job with probes comes here
+    assert plan.probes is not None
+    losses, stderr = _stacked(estimated)
+    shape, full = losses.shape, list(job.shape.full_layers)
+    # of each layer or head, all its policies and levels compete
+    options = losses[:, full].reshape(shape[0], len(full) * shape[2], -1)
+    chosen = choose_probes(options, np.tile(job.loss_levels, shape[3]), plan.probes)
+    where = np.zeros(shape[1:], dtype=np.bool_)
+    where[full] = chosen.reshape(len(full), *shape[2:])
+    measured = []
+    for index, sample in enumerate(estimated):
+        measured.append(_measured(job, index, sample, where, kept))
+        sample_done(index + 1)
+    probed, errors = _stacked(measured)
+    n_levels, curves = shape[-1], (shape[0], -1, shape[-1])
+    scaled = scaled_to_probes(
+        losses.reshape(curves), probed.reshape(curves), where.reshape(-1, n_levels)
+    ).reshape(shape)
+    ratio = np.divide(scaled, losses, out=np.ones(shape), where=losses > 0)
+    errors = np.where(where, errors, stderr * ratio)
+    return [
+        replace(sample, losses=own, loss_stderr=error)
+        for sample, own, error in zip(estimated, scaled, errors, strict=True)
+    ], where
+
+
+def _measured(
+    job: Job, index: int, sample: MeasuredSample, where: BoolArray, kept: Checkpoint | None
+) -> MeasuredSample:
+    """One sample's measured figures, from the checkpoint where they are there."""
+    from kvalloc.measure.loss_curves import sample_losses  # loads torch
+
+    place = len(job.samples.token_ids) + index
+    done = job.finished(kept, place)
+    if done is None:
+        found = sample_losses(job, index, layer_done=lambda: None, only=where)
+        done = replace(sample, losses=found.losses, loss_stderr=found.stderr)
+        job.keep(kept, place, done)
+    return done
+
+
+def _stacked(samples: list[MeasuredSample]) -> list[FloatArray]:
+    """Losses and errors, (n_samples, n_layers, n_kv_heads or 1, 1 + n_policies, n_levels)."""
+    return [np.stack([getattr(one, name) for one in samples]) for name in ("losses", "loss_stderr")]

@@ -5,81 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
-from kvalloc.files import check_writable, utc_date, versions
+from kvalloc.files import utc_date, versions
 from kvalloc.formats.score_profile import ScoreProfile, rank_grid
-from kvalloc.measure.checkpoint import Checkpoint, MeasuredSample, checkpoint_folder
-from kvalloc.measure.curves import on_grid, retention_curves
-from kvalloc.measure.fidelity import checked_widths, layer_fidelity
-from kvalloc.measure.job import MEASURED_WITH, Job
-from kvalloc.measure.loss_plan import LossMethod, LossPlan
+from kvalloc.measure.checkpoint import MEASURED_WITH, Checkpoint
+from kvalloc.measure.curves import (
+    SharedRuns,
+    check_share_length,
+    checked_widths,
+    layer_fidelity,
+    on_grid,
+    retention_curves,
+)
+from kvalloc.measure.job import Job, MeasuredSample
+from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan
 from kvalloc.measure.mini_prefill import mini_prefill
-from kvalloc.measure.probed import probed_samples
+from kvalloc.measure.probing import probed_samples
 from kvalloc.measure.sampling import choose_samples
-from kvalloc.measure.shared import SharedRuns, check_share_length
 from kvalloc.models.loading import require_run_packages, shape_of
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
-    from kvalloc.measure.loss_curves import LossLevel
     from kvalloc.models.attention import AttentionStates
 
 Progress = Callable[[int, int], None]
 
 
-def profile(
-    model: Any,
-    tokenizer: Any,
-    texts: Iterable[str | Document | Prompt],
-    *,
-    samples: int | None = None,
-    sampling_ratio: float = 0.1,
-    context: int = 1024,
-    scorer: str | Scorer = "xkv",
-    window: int | None = None,
-    pool: int | None = None,
-    group_reduce: str | None = None,
-    sinks: int = 4,
-    count_sinks: bool = False,
-    seed: int = 0,
-    batch: int = 1,
-    loss: LossMethod | LossPlan | None = None,
-    loss_level: LossLevel = "layer",
-    probes: int | None = None,
-    loss_policies: Sequence[str] = (),
-    share_length: int = 1,
-    progress: Progress | None = None,
-    checkpoint: str | Path | None = None,
-    resume: bool = False,
-    keep_checkpoint: bool = False,
-    model_id: str | None = None,
-    bits: Sequence[int] | None = None,
-) -> ScoreProfile:
-    """Measure how concentrated the attention of every layer and KV head is.
+class ProfileOptions(TypedDict, total=False):
+    """What decides the numbers of a score profile, beside model and text.
 
-    Each sample runs through the decoder once, without a KV cache and without the head. In each
-    full-attention layer the scorer's scores are turned into the head's retention curve at once
-    and dropped. Curves are exact up to 4096 tokens of context; above that they are stored on a
-    grid and the interpolation error is measured.
-
-    Parameters
+    Attributes
     ----------
-    model : transformers.PreTrainedModel
-        A causal language model; the same afterwards.
-    tokenizer : transformers.PreTrainedTokenizerBase
-        Its tokenizer.
-    texts : iterable of str, Document or Prompt
-        Running text (a string counts as such) is cut into samples of exactly `context` tokens;
-        a prompt is one sample, its middle dropped when it is longer, its curve stretched over
-        the reference ranks by the share kept when it is shorter.
     samples : int, optional
         How many samples; by default the share `sampling_ratio` of all there are, rounded up.
     sampling_ratio : float
@@ -115,20 +78,92 @@ def profile(
     share_length : int
         Also measure what each run of 2 to so many adjacent layers keeps when its layers keep the
         same entries, which sharing them needs (MPCache, Sec. 4.4); 1 for nothing, 4 at most.
-    progress : callable, optional
-        Called with (layers done, layers in all); measuring a layer's losses counts as several.
-    checkpoint : str or Path, optional
-        A folder where each finished sample is kept; removed on success unless `keep_checkpoint`.
-    resume : bool
-        Go on with what `checkpoint` holds; the arrays are bit-identical to an unbroken run.
-    keep_checkpoint : bool
-        Leave the folder to the caller.
-    model_id : str, optional
-        Instead of what the model's config says.
     bits : sequence of int, optional
         Bit widths, of 16, 8 and 4, whose effect on the attention output of the window's rows is
         measured too (`kvalloc.runtime.quantization.output_fidelity`). Costs another pass over keys
         and values for each width below 16, so it is off by default.
+    """
+
+    samples: int | None
+    sampling_ratio: float
+    context: int
+    scorer: str | Scorer
+    window: int | None
+    pool: int | None
+    group_reduce: str | None
+    sinks: int
+    count_sinks: bool
+    seed: int
+    batch: int
+    loss: LossMethod | LossPlan | None
+    loss_level: LossLevel
+    probes: int | None
+    loss_policies: Sequence[str]
+    share_length: int
+    bits: Sequence[int] | None
+
+
+DEFAULTS: ProfileOptions = {
+    "samples": None,
+    "sampling_ratio": 0.1,
+    "context": 1024,
+    "scorer": "xkv",
+    "window": None,
+    "pool": None,
+    "group_reduce": None,
+    "sinks": 4,
+    "count_sinks": False,
+    "seed": 0,
+    "batch": 1,
+    "loss": None,
+    "loss_level": "layer",
+    "probes": None,
+    "loss_policies": (),
+    "share_length": 1,
+    "bits": None,
+}
+
+
+def profile(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str | Document | Prompt],
+    *,
+    output: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+    model_id: str | None = None,
+    **options: Unpack[ProfileOptions],
+) -> ScoreProfile:
+    """Measure how concentrated the attention of every layer and KV head is.
+
+    Each sample runs through the decoder once, without a KV cache and without the head. In each
+    full-attention layer the scorer's scores are turned into the head's retention curve at once
+    and dropped. Curves are exact up to 4096 tokens of context; above that they are stored on a
+    grid and the interpolation error is measured.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model; the same afterwards.
+    tokenizer : transformers.PreTrainedTokenizerBase
+        Its tokenizer.
+    texts : iterable of str, Document or Prompt
+        Running text (a string counts as such) is cut into samples of exactly `context` tokens;
+        a prompt is one sample, its middle dropped when it is longer, its curve stretched over
+        the reference ranks by the share kept when it is shorter.
+    output : str or Path, optional
+        The score profile to write, atomically. Each finished sample is kept in ``OUTPUT.partial``
+        until then.
+    resume : bool
+        Go on with what an earlier, killed call left there; the arrays are bit-identical to an
+        unbroken run.
+    progress : callable, optional
+        Called with (layers done, layers in all); measuring a layer's losses counts as several.
+    model_id : str, optional
+        Instead of what the model's config says.
+    **options
+        See `ProfileOptions`.
 
     Returns
     -------
@@ -138,8 +173,9 @@ def profile(
     Raises
     ------
     InputError
-        If text, prompts or arguments cannot be used, the context is beyond the model's limit,
-        a score is not finite, or the checkpoint is of another job.
+        If text, prompts or options cannot be used, the context is beyond the model's limit, a score
+        is not finite, or the output cannot be written or has unfinished work of another job beside
+        it.
     UnsupportedModelError
         If the model has no attention that kvalloc can see.
     MissingDependencyError
@@ -149,86 +185,60 @@ def profile(
     ----------
     XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Section IV, Eq. 4.
     """
+    if resume and output is None:
+        raise InputError("there is nothing to resume from; name the output")
     require_run_packages()
     shape = shape_of(model, model_id=model_id)
-    chosen_scorer = _scorer(scorer, window=window, pool=pool, group_reduce=group_reduce)
-    chosen_scorer.check_prompt_only()
-    sinks = 0 if count_sinks else sinks
-    _check_sizes(shape, context, sinks, chosen_scorer.window, batch)
-    check_share_length(share_length, shape.full_layers)
-    protected = sinks + chosen_scorer.window
-    chosen = choose_samples(
-        texts,
-        tokenizer,
-        context_tokens=context,
-        least_tokens=protected + 1,
-        samples=samples,
-        sampling_ratio=sampling_ratio,
-        seed=seed,
-    )
-    job = Job(
-        model=model,
-        shape=shape,
-        scorer=chosen_scorer,
-        sinks=sinks,
-        context_tokens=context,
-        ranks=rank_grid(context - protected, context),
-        samples=chosen,
-        batch=batch,
-        losses=_loss_plan(loss, loss_level, loss_policies, probes),
-        bits=checked_widths(bits),
-        share_length=share_length,
-    )
-    _ = job.policies  # refuses what cannot be, before anything is measured
-    kept = None
-    if checkpoint is not None:
-        kept = Checkpoint(checkpoint, job.record(), resume=resume)
-    result = measure_job(job, kept, progress)
-    if kept is not None and not keep_checkpoint:
-        kept.remove()
+    job = _job(model, tokenizer, texts, shape, options)
+    if output is None:
+        return measure_job(job, None, progress)
+    with Checkpoint(output, job.record(), resume=resume) as kept:
+        result = measure_job(job, kept, progress)
+        result.save(output)
+        kept.finish()
     return result
 
 
-def profile_to_file(
+def _job(
     model: Any,
     tokenizer: Any,
     texts: Iterable[str | Document | Prompt],
-    output: str | Path,
-    *,
-    resume: bool = False,
-    **options: Any,
-) -> ScoreProfile:
-    """Measure and save; what was finished survives until the file stands.
-
-    Parameters
-    ----------
-    model, tokenizer, texts
-        See `profile`.
-    output : str or Path
-        The score profile to write, atomically. Finished samples are kept in ``OUTPUT.partial``
-        until then.
-    resume : bool
-        Go on with what an earlier, killed call finished.
-    **options
-        The other options of `profile`.
-
-    Returns
-    -------
-    ScoreProfile
-
-    Raises
-    ------
-    KVAllocError
-        As `profile`, and if the output cannot be written, before anything is measured.
-    """
-    check_writable(output)
-    folder = checkpoint_folder(output)
-    result = profile(
-        model, tokenizer, texts, checkpoint=folder, resume=resume, keep_checkpoint=True, **options
+    shape: ModelShape,
+    options: ProfileOptions,
+) -> Job:
+    """The options as a job; refuses what cannot be, before anything is measured."""
+    if unknown := sorted(options.keys() - DEFAULTS.keys()):
+        raise TypeError(f"profile() got an unexpected keyword argument {unknown[0]!r}")
+    given: ProfileOptions = {**DEFAULTS, **options}
+    scorer = _scorer(given)
+    scorer.check_prompt_only()
+    context, sinks = given["context"], 0 if given["count_sinks"] else given["sinks"]
+    _check_sizes(shape, context, sinks, scorer.window, given["batch"])
+    check_share_length(given["share_length"], shape.full_layers)
+    protected = sinks + scorer.window
+    job = Job(
+        model=model,
+        shape=shape,
+        scorer=scorer,
+        sinks=sinks,
+        context_tokens=context,
+        ranks=rank_grid(context - protected, context),
+        samples=choose_samples(
+            texts,
+            tokenizer,
+            context_tokens=context,
+            least_tokens=protected + 1,
+            samples=given["samples"],
+            sampling_ratio=given["sampling_ratio"],
+            seed=given["seed"],
+        ),
+        batch=given["batch"],
+        losses=_loss_plan(given),
+        bits=checked_widths(given["bits"]),
+        share_length=given["share_length"],
     )
-    result.save(output)
-    Checkpoint.remove_folder(folder)
-    return result
+    _ = job.policies
+    return job
 
 
 def measure_job(
@@ -262,11 +272,8 @@ def _measure_all(
     done = 0
     results: list[MeasuredSample] = []
     for group in job.groups():
-        finished = []
-        if kept is not None:
-            n_runs = len(job.shared_runs)
-            finished = [kept.load(i, job.curves_shape, n_runs) for i in group]
-        found = [sample for sample in finished if sample is not None and job.has_all(sample)]
+        finished = [job.finished(kept, index) for index in group]
+        found = [sample for sample in finished if sample is not None]
         if len(found) == len(group):
             results += found
         else:  # a part of a group runs again with its companions: the same sums, bit for bit
@@ -279,9 +286,8 @@ def _measure_all(
             measured = _measure_group(job, group, layer_done)
             if job.losses is not None:
                 measured = _with_losses(job, group, measured, layer_done)
-            if kept is not None:
-                for index, sample in zip(group, measured, strict=True):
-                    kept.save(index, sample)
+            for index, sample in zip(group, measured, strict=True):
+                job.keep(kept, index, sample)
             results += measured
         done += n_layers * len(group)
         if progress is not None:
@@ -296,13 +302,12 @@ def _measure_group(
     import torch
 
     ids = np.stack([job.samples.token_ids[index] for index in group])
-    curves = np.ones((len(group), *job.curves_shape))
-    masses = np.zeros((len(group), *job.curves_shape[:2]))
-    errors = np.zeros(len(group))
-    fidelity = np.ones((len(group), *job.curves_shape[:2], len(job.bits)))
+    sizes = {name: (len(group), *size) for name, size in job.sizes().items()}
+    curves, masses = np.ones(sizes["curves"]), np.zeros(sizes["masses"])
+    fidelity = np.ones(sizes.get("fidelity", 0))
+    shared, errors = np.zeros(sizes.get("shared", 0)), np.zeros(len(group))
     layers = job.shape.full_layers
     runs = SharedRuns(layers, job.share_length)
-    shared = np.zeros((len(group), len(runs.runs), *job.curves_shape[1:]))
     first, end = job.sinks, ids.shape[1] - job.scorer.window
 
     def look(states: AttentionStates) -> None:
@@ -345,84 +350,52 @@ def _with_losses(
     job: Job, group: list[int], measured: list[MeasuredSample], layer_done: Callable[[int], None]
 ) -> list[MeasuredSample]:
     """The same samples with their loss curves, measured one by one."""
-    assert job.losses is not None
-    n_layers = len(job.shape.full_layers)
-    done = n_layers * len(group)  # the mini-prefills
+    from kvalloc.measure.loss_curves import sample_losses  # loads torch
+
+    done = len(job.shape.full_layers) * len(group)  # the mini-prefills
+
+    def one_more() -> None:
+        nonlocal done
+        done += job.loss_layers
+        layer_done(done // len(group))
+
     complete = []
     for index, sample in zip(group, measured, strict=True):
-
-        def one_more() -> None:
-            nonlocal done
-            done += job.loss_layers
-            layer_done(done // len(group))
-
-        try:
-            found = job.losses.measure(
-                job.model,
-                job.shape,
-                job.scorer,
-                job.samples.token_ids[index],
-                job.samples.answer_ids[index],
-                context_tokens=job.context_tokens,
-                sinks=job.sinks,
-                layer_done=one_more,
-                question_ids=job.samples.question_ids[index],
-            )
-        except InputError as error:
-            raise InputError(f"sample {index}: {error}") from error
-        others = found.losses if found.other_losses is None else found.other_losses
-        if not (np.isfinite(found.losses).all() and np.isfinite(others).all()):
-            raise InputError(
-                f"the losses of {job.shape.model_id} in sample {index} are not finite; load the "
-                "model in float32 or bfloat16, or check its weights"
-            )
-        complete.append(
-            replace(
-                sample,
-                losses=found.losses,
-                loss_stderr=found.stderr,
-                other_losses=found.other_losses,
-                other_loss_stderr=found.other_stderr,
-            )
-        )
+        found = sample_losses(job, index, layer_done=one_more)
+        complete.append(replace(sample, losses=found.losses, loss_stderr=found.stderr))
     return complete
 
 
-def _loss_plan(
-    loss: LossMethod | LossPlan | None,
-    level: LossLevel,
-    policies: Sequence[str],
-    probes: int | None,
-) -> LossPlan | None:
-    if probes is not None and (loss is None or isinstance(loss, LossPlan)):
+def _loss_plan(given: ProfileOptions) -> LossPlan | None:
+    loss, probes, policies = given["loss"], given["probes"], given["loss_policies"]
+    if loss is not None and not isinstance(loss, LossPlan):
+        return LossPlan(
+            method=loss, level=given["loss_level"], probes=probes, policies=tuple(policies)
+        )
+    if probes is not None:
         raise InputError("probes are of measured losses: add loss='measured', or name them there")
-    if policies and (loss is None or isinstance(loss, LossPlan)):
+    if policies:
         raise InputError(
             "loss_policies are measured by their losses: say how with loss='measured' or 'fast', "
             "or name the policies in the plan"
         )
-    if loss is None or isinstance(loss, LossPlan):
-        return loss
-    return LossPlan(method=loss, level=level, probes=probes, policies=tuple(policies))
+    return loss
 
 
 def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
+    stacked = {name: np.stack([one.arrays()[name] for one in results]) for name in job.sizes()}
     losses: dict[str, Any] = {}
     if job.losses is not None:
-        several = ("other_losses", "other_loss_stderr") if len(job.policies) > 1 else ()
         losses = {
             "loss_tokens": job.loss_levels,
             "loss_method": job.losses.method if job.losses.probes is None else "fast",
             "loss_policies": job.policies[1:],
-            **{name: _stacked(results, name) for name in ("losses", "loss_stderr", *several)},
         }
-    fidelities = [result.fidelity for result in results]
-    together: dict[str, Any] = {}
-    if job.share_length > 1:
-        shared = [result.shared for result in results if result.shared is not None]
-        together = {"shared_runs": job.shared_runs, "shared_curves": np.stack(shared)}
+        for name in ("losses", "loss_stderr"):
+            losses[name] = stacked[name][:, :, :, 0]
+            if len(job.policies) > 1:
+                losses[f"other_{name}"] = stacked[name][:, :, :, 1:]
     return ScoreProfile(
-        **together,
         **losses,
         shape=job.shape,
         scorer=job.scorer.name,
@@ -431,11 +404,13 @@ def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
         sinks=job.sinks,
         window=job.scorer.window,
         ranks=job.ranks,
-        curves=np.stack([result.curves for result in results]),
-        masses=np.stack([result.masses for result in results]),
+        curves=stacked["curves"],
+        masses=stacked["masses"],
         sample_tokens=np.array([ids.size for ids in job.samples.token_ids], dtype=np.int64),
         bit_widths=np.array(job.bits, dtype=np.int64) if job.bits else None,
-        bit_fidelity=np.stack([f for f in fidelities if f is not None]) if job.bits else None,
+        bit_fidelity=stacked.get("fidelity"),
+        shared_runs=job.shared_runs if job.share_length > 1 else None,
+        shared_curves=stacked.get("shared"),
         interpolation_error=max(result.interpolation_error for result in results),
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
@@ -444,17 +419,16 @@ def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
     )
 
 
-def _stacked(results: list[MeasuredSample], name: str) -> FloatArray:
-    return np.stack([getattr(result, name) for result in results])
-
-
-def _scorer(scorer: str | Scorer, **parameters: int | str | None) -> Scorer:
-    given = {name: value for name, value in parameters.items() if value is not None}
+def _scorer(given: ProfileOptions) -> Scorer:
+    scorer = given["scorer"]
+    named = {"window": given["window"], "pool": given["pool"]}
+    every: dict[str, Any] = {**named, "group_reduce": given["group_reduce"]}
+    parameters = {name: value for name, value in every.items() if value is not None}
     if not isinstance(scorer, Scorer):
-        return get_scorer(scorer, **given)
-    if given:
+        return get_scorer(scorer, **parameters)
+    if parameters:
         raise InputError(
-            f"{', '.join(given)} cannot be given together with a ready scorer; set it there"
+            f"{', '.join(parameters)} cannot be given together with a ready scorer; set it there"
         )
     return scorer
 

@@ -104,9 +104,6 @@ def prompt_scores(
         samples=SampleSet(
             token_ids=(measured,), description=f"one prompt of {n_tokens} tokens{part}"
         ),
-        batch=1,
-        losses=None,
-        share_length=1,
         states=states,
     )
     return measure_job(job)

@@ -182,7 +182,7 @@ def joint_rankings(members: list[Rankings], *, sinks: int, window: int) -> Ranki
 
     ``sum over layers of r / sum over all heads' evictable entries of r``, times the mean mass of a
     layer over their number, so that a group is on the scale of one layer. This is what the
-    curves of shared layers are measured by (`kvalloc.measure.shared.SharedRuns`), in float64 as
+    curves of shared layers are measured by (`kvalloc.measure.curves.SharedRuns`), in float64 as
     there. A layer without any mass has no say.
 
     Parameters

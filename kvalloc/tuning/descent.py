@@ -1,16 +1,19 @@
-"""Descent on the loss of the whole reduced cache, in the budgets and policies of all heads.
+"""Descent on the loss of the whole reduced cache, whatever it is that moves.
 
-How much of each entry is kept is made a smooth function of its head's budget and policy; the
-gradient of the loss then says at once which heads are starved and which have entries to spare.
+Loss curves add up what each unit does alone. Harm is not additive at small budgets, so here all
+units are reduced together. How much of each entry is kept is made a smooth function of what moves
+(`Moves`); the gradient of the loss then says at once which heads are starved and which have
+entries to spare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,29 +24,44 @@ from kvalloc.formats.policy import Policy
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.runtime.policies import policy_of
 from kvalloc.scorers import get_scorer
-from kvalloc.tuning.descent_settings import DescentSettings, between
-from kvalloc.tuning.descent_state import StateFile, adam_tensors, restore_adam
 
 if TYPE_CHECKING:
+    from kvalloc.measure.checkpoint import Checkpoint
     from kvalloc.measure.sampling import SampleSet
     from kvalloc.shape import ModelShape
 
+Decision = Mapping[str, npt.NDArray[Any]]
+"""What a descent has come to, by name."""
 
+_PIECE = "descent"
 _LEAST_PART = 1e-6
-_SCALE_FLOOR = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Descent(DescentSettings):
-    """How the descent goes.
-
-    The learning rate is that of the logits of shares and policies, and the softness a share of the
-    prompt's entries, over which a head's rank threshold is smeared.
+class Descent:
+    """How long a descent goes, on how much, and what it is judged by.
 
     Attributes
     ----------
+    steps : int
+        Steps of Adam.
+    batch : int
+        Prompts a step, in turn.
+    continuation_tokens : int
+        Tokens after each prompt on which the distributions are compared, at most.
+    learning_rate : float
+        Of the variables.
+    softness : tuple of float
+        At the beginning and at the end: how far the threshold between kept and evicted entries is
+        smeared.
+    held_out : float
+        Share of the prompts that no step sees; they choose among the stages of the descent.
+    checks : int
+        How often the held-out prompts are asked.
     temperature : tuple of float
-        At the beginning and at the end: of each head's softmax over the policies.
+        At the beginning and at the end: of each head's softmax over the policies. Of fixed budgets.
+    other_weight : float
+        What every scorer but the first counts at the beginning. Of mixed scores.
 
     Raises
     ------
@@ -51,172 +69,174 @@ class Descent(DescentSettings):
         If a value is out of range.
     """
 
-    steps: int = 60
-    batch: int = 5
-    continuation_tokens: int = 16
-    learning_rate: float = 0.25
-    softness: tuple[float, float] = (0.04, 0.004)
+    steps: int
+    batch: int
+    continuation_tokens: int
+    learning_rate: float
+    softness: tuple[float, float]
+    held_out: float = 0.2
+    checks: int
     temperature: tuple[float, float] = (1.0, 0.05)
-    checks: int = 3
+    other_weight: float = 0.1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.temperature) <= 0:
-            raise InputError("temperatures must be above 0")
+        least = min(self.steps, self.batch, self.continuation_tokens, self.checks)
+        if least < 1 or not 0 < self.held_out < 1:
+            raise InputError(
+                "a descent needs at least one step, prompt, token and check, and a share of held "
+                "out prompts between 0 and 1"
+            )
+        if min(*self.softness, *self.temperature, self.learning_rate, self.other_weight) <= 0:
+            raise InputError(
+                "softness, temperature, learning rate and the weight of other scorers must be "
+                "above 0"
+            )
+
+    @property
+    def check_steps(self) -> set[int]:
+        """After how many steps the held-out prompts are asked."""
+        return {self.steps * number // self.checks for number in range(1, self.checks + 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DescentJob:
-    """What is decided, and how."""
+    """What is decided, and how.
+
+    Attributes
+    ----------
+    shape : ModelShape
+    share : float
+        Of all entries at the reference context, sinks and window included, 0..1.
+    context : int
+        Reference context, tokens.
+    policies : tuple of Policy
+        On offer, all with the same sinks and window.
+    descent : Descent
+    """
 
     shape: ModelShape
     share: float
     context: int
-    protected: int
+    policies: tuple[Policy, ...]
     descent: Descent
+
+    @property
+    def protected(self) -> int:
+        """Sinks and window, tokens."""
+        return self.policies[0].protected_tokens
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """``(n_full_layers, n_kv_heads)``."""
+        return len(self.shape.full_layers), self.shape.n_kv_heads
 
     @property
     def evictable_share(self) -> float:
         """Share of the evictable entries that all heads keep in the mean."""
-        wanted = self.share * self.context - self.protected
-        return wanted / (self.context - self.protected)
+        return (self.share * self.context - self.protected) / (self.context - self.protected)
+
+    def evictable_total(self, n_tokens: int) -> int:
+        """Evictable entries that all heads keep together of a prompt of that length."""
+        room, (layers, heads) = n_tokens - self.protected, self.size
+        # what is whole but for a rounding error is whole
+        return int(self.evictable_share * room * layers * heads + 1e-6)
 
     def budgets(self, shares: FloatArray, n_tokens: int) -> IntArray:
-        """Whole numbers of entries at a length, sinks and window included, `(n_full, n_heads)`."""
+        """Whole numbers of entries at a length, sinks and window included.
+
+        Parameters
+        ----------
+        shares : ndarray of float64, (n_full_layers, n_kv_heads)
+            Of the evictable entries.
+        n_tokens : int
+        """
         room = n_tokens - self.protected
-        total = int(self.evictable_share * room * shares.size)
-        kept = apportion(shares.ravel() * room, total, maximum=np.full(shares.size, room))
+        total, most = self.evictable_total(n_tokens), np.full(shares.size, room)
+        kept = apportion(shares.ravel() * room, total, maximum=most)
         return kept.reshape(shares.shape) + self.protected
+
+    def by_layer(self, evictable: Tensor, always: float) -> dict[int, Tensor]:
+        """How much of the evictable entries stays, with sinks and window beside them.
+
+        Parameters
+        ----------
+        evictable : Tensor, (n_full_layers, n_kv_heads, n_evictable)
+        always : float
+            Of sinks and window.
+        """
+        own = self.policies[0]
+        whole = torch.nn.functional.pad(evictable, (own.sinks, own.window), value=always)
+        return dict(zip(self.shape.full_layers, whole, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPrompt:
-    """A prompt with its full cache, and every policy's ranking.
+    """A prompt with its full cache, and what every policy makes of its entries.
 
     Attributes
     ----------
     probe : LossProbe
-    ranks : Tensor of int32, (n_policies, n_full_layers, n_kv_heads, n_tokens)
-        Place of each entry, from 0; sinks and window come first.
+    table : Tensor, (n_policies, n_full_layers, n_kv_heads, n_evictable)
+        See `Moves.table`.
     """
 
     probe: LossProbe
-    ranks: Tensor
-
-    @classmethod
-    def read(
-        cls,
-        model: Any,
-        found: SampleSet,
-        index: int,
-        policies: Sequence[Policy],
-        shape: ModelShape,
-        descent: Descent,
-    ) -> ReadPrompt:
-        """Read one of the samples with the full cache, and let every policy rank its entries."""
-        device = model.get_input_embeddings().weight.device
-        built = [policy_of(policy) for policy in policies]
-        own = policies[0]
-        answer, question = found.answer_ids[index], found.question_ids[index]
-        probe = LossProbe(
-            model,
-            torch.from_numpy(found.token_ids[index]).to(device),
-            get_scorer(own.scorer, **own.scorer_parameters),
-            sinks=own.sinks,
-            shape=shape,
-            answer_ids=None if answer is None else torch.from_numpy(answer).to(device),
-            continuation_tokens=descent.continuation_tokens,
-            question_ids=None if question is None else torch.from_numpy(question),
-            policies=built,
-        )
-        layers = [
-            torch.stack(
-                [_ranks(policy.scorer.score(states, sinks=own.sinks)[0], own) for policy in built]
-            )
-            for _, states in sorted(probe.prompt_states.items())
-        ]
-        probe.prompt_states.clear()  # their queries are not needed again
-        return cls(probe=probe, ranks=torch.stack(layers, dim=1))
-
-    def soft_loss(
-        self, job: DescentJob, shares: Tensor, mixture: Tensor, softness: float
-    ) -> Tensor:
-        """Loss with the policies' soft masks mixed, differentiable in shares and mixture."""
-        n_tokens = self.probe.n_tokens
-        room = n_tokens - job.protected
-        threshold = shares * room + (job.protected - 0.5)
-        parts = torch.sigmoid((threshold[None, ..., None] - self.ranks) / (softness * room))
-        mixed = torch.einsum("lhp,plht->lht", mixture, parts)
-        mixed = mixed.clamp(min=_LEAST_PART).masked_fill(self.ranks[0] < job.protected, 1.0)
-        return self.probe.soft_loss(dict(zip(job.shape.full_layers, mixed, strict=True)))
-
-    def hard_loss(self, job: DescentJob, shares: FloatArray, places: IntArray) -> float:
-        """Loss of the budgets themselves, with one policy a head."""
-        budgets = torch.from_numpy(job.budgets(shares, self.probe.n_tokens))
-        index = torch.from_numpy(places)[None, ..., None].expand(1, *self.ranks.shape[1:])
-        ranks = self.ranks.gather(0, index.to(self.ranks.device))[0]
-        keep = ranks < budgets.to(ranks.device)[..., None]
-        settled = self.probe.settle(dict(zip(job.shape.full_layers, keep, strict=True)))
-        return float(settled.losses.mean())
+    table: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """The best stage of a descent on the held-out prompts."""
+class Moves(Protocol):
+    """What a descent moves, and which entries stay for it.
 
-    shares: FloatArray
-    places: IntArray
-    held_out_losses: FloatArray
-    uniform_losses: FloatArray
-    stages: tuple[tuple[int, float], ...]
+    Attributes
+    ----------
+    own_scorer, other_scorers, settings
+        What is on offer, and how the descent goes, unless the user says otherwise.
+    loss_floor : float
+        Nats per token: what is lost below it counts little beside what is lost elsewhere.
+    variables : mapping of str to Tensor
+        What Adam moves.
+    start, equal : mapping of str to ndarray
+        Decisions: where the descent begins, and equal budgets with the first policy.
+    """
 
+    own_scorer: ClassVar[str]
+    other_scorers: ClassVar[tuple[str, ...]]
+    settings: ClassVar[Descent]
+    loss_floor: ClassVar[float]
+    variables: Mapping[str, Tensor]
+    start: Decision
+    equal: Decision
 
-def descend(
-    job: DescentJob,
-    train: Sequence[ReadPrompt],
-    held_out: Sequence[ReadPrompt],
-    n_policies: int,
-    seed: int,
-    done: Callable[[int], None],
-    state: StateFile | None = None,
-) -> Stage:
-    """Adam on the logits of shares and policies; the best stage, equal budgets among them."""
-    descent = job.descent
-    size = (len(job.shape.full_layers), job.shape.n_kv_heads)
-    device = train[0].ranks.device
-    theta = torch.zeros(size, device=device, requires_grad=True)
-    mixing = torch.zeros(*size, n_policies, device=device, requires_grad=True)
-    variables = {"theta": theta, "mixing": mixing}
-    adam = torch.optim.Adam([theta, mixing], lr=descent.learning_rate)
-    course = _resumed(state, adam, variables)
-    if course is None:
-        course = _begun(job, train, held_out)
-    else:
-        done(course.steps_done)
-    order = np.random.default_rng(seed).permutation(len(train))
-    for step in range(course.steps_done, descent.steps):
-        softness = descent.softness_at(step)
-        temperature = between(descent.temperature, 1 - step / descent.steps)
-        adam.zero_grad()
-        for place in range(descent.batch):
-            which = int(order[(step * descent.batch + place) % len(train)])
-            shares = _shares(theta, job.evictable_share)
-            mixture = (mixing / temperature).softmax(dim=-1)
-            loss = train[which].soft_loss(job, shares, mixture, softness) / course.scales[which]
-            slopes = torch.autograd.grad(loss / descent.batch, [theta, mixing])
-            for variable, slope in zip((theta, mixing), slopes, strict=True):
-                variable.grad = slope if variable.grad is None else variable.grad + slope
-        adam.step()
-        course = replace(course, steps_done=step + 1)
-        if step + 1 in descent.check_steps:
-            with torch.no_grad():
-                now = _shares(theta, job.evictable_share).double().cpu().numpy()
-                places = mixing.argmax(dim=-1).cpu().numpy()
-            course = course.checked(now, places, _losses(job, held_out, now, places))
-        if state is not None:
-            state.save({**adam_tensors(adam, variables), **course.tensors()}, course.values())
-        done(step + 1)
-    return course.stage()
+    def __init__(self, job: DescentJob, device: torch.device) -> None: ...
+
+    @staticmethod
+    def table(scores: Tensor, protected: int) -> Tensor:
+        """What is kept in memory of scores, `(n_policies, n_layers, n_kv_heads, n_evictable)`."""
+
+    def soft_parts(self, prompt: ReadPrompt, left: float) -> Tensor:
+        """Which part of each evictable entry stays, 0..1, differentiable in the variables.
+
+        Parameters
+        ----------
+        prompt : ReadPrompt
+        left : float
+            Share of the steps that are still to come: 1 at the beginning.
+        """
+
+    def decision(self) -> Decision:
+        """What the variables stand for now."""
+
+    def kept(self, prompt: ReadPrompt, decision: Decision) -> Tensor:
+        """Which evictable entries stay, bool, `(n_full_layers, n_kv_heads, n_evictable)`."""
+
+    def budgets(self, decision: Decision, prompts: Sequence[ReadPrompt]) -> IntArray:
+        """At the reference context, `(n_full_layers, n_kv_heads)`, protected entries included."""
+
+    def profile_fields(self, decision: Decision) -> dict[str, Any]:
+        """What else of a `kvalloc.BudgetProfile` says what was decided."""
+
+    def detail(self, losses: FloatArray, uniform: FloatArray) -> str:
+        """One sentence on what came of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,111 +247,152 @@ class Course:
     ----------
     steps_done : int
     scales : tuple of float
-        What each prompt's loss is divided by.
-    uniform : ndarray of float64, (n_held_out,)
-        Held-out losses of equal budgets.
-    shares, places : ndarray, (n_full_layers, n_kv_heads)
-        The best so far: shares of the evictable entries, and policies.
-    losses : ndarray of float64, (n_held_out,)
-        Its held-out losses.
+        What each prompt's loss is divided by, so that no kind of prompt drowns another.
+    uniform_losses : ndarray of float64, (n_held_out,)
+        Of the whole reduced cache on each held-out prompt, with equal budgets, nats per token.
+    decision : mapping of str to ndarray
+        The best so far.
+    held_out_losses : ndarray of float64, (n_held_out,)
+        The same with the decision.
     stages : tuple of (int, float)
         Mean held-out loss after so many steps.
     """
 
     steps_done: int
     scales: tuple[float, ...]
-    uniform: FloatArray
-    shares: FloatArray
-    places: IntArray
-    losses: FloatArray
+    uniform_losses: FloatArray
+    decision: Decision
+    held_out_losses: FloatArray
     stages: tuple[tuple[int, float], ...]
 
-    def checked(self, shares: FloatArray, places: IntArray, losses: FloatArray) -> Course:
+    def checked(self, decision: Decision, losses: FloatArray, floor: float) -> Course:
         """With the held-out losses of what the descent has come to."""
         known = replace(self, stages=(*self.stages, (self.steps_done, float(losses.mean()))))
-        if _score(losses, self.uniform) < _score(self.losses, self.uniform):
-            return replace(known, shares=shares, places=places, losses=losses)
+        over = self.uniform_losses + floor  # each over that of equal budgets
+        if (losses / over).mean() < (self.held_out_losses / over).mean():
+            return replace(known, decision=decision, held_out_losses=losses)
         return known
 
-    def stage(self) -> Stage:
-        """The best that was seen."""
-        return Stage(
-            shares=self.shares,
-            places=self.places,
-            held_out_losses=self.losses,
-            uniform_losses=self.uniform,
-            stages=self.stages,
-        )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """For a `StateFile`."""
-        return {name: torch.from_numpy(getattr(self, name)) for name in _COURSE_ARRAYS}
-
-    def values(self) -> dict[str, Any]:
-        """For a `StateFile`."""
-        return {"steps_done": self.steps_done, "scales": self.scales, "stages": self.stages}
-
-
-_COURSE_ARRAYS = ("uniform", "shares", "places", "losses")
-
-
-def _begun(job: DescentJob, train: Sequence[ReadPrompt], held_out: Sequence[ReadPrompt]) -> Course:
-    """Equal budgets with the first policy, and what they lose."""
-    size = (len(job.shape.full_layers), job.shape.n_kv_heads)
-    equal, first = np.full(size, job.evictable_share), np.zeros(size, dtype=np.int64)
-    uniform = _losses(job, held_out, equal, first)
-    return Course(
-        steps_done=0,
-        scales=tuple(sample.hard_loss(job, equal, first) + _SCALE_FLOOR for sample in train),
-        uniform=uniform,
-        shares=equal,
-        places=first,
-        losses=uniform,
-        stages=((0, float(uniform.mean())),),
+def read_prompt(
+    model: Any, found: SampleSet, index: int, job: DescentJob, moves: type[Moves]
+) -> ReadPrompt:
+    """Read one of the samples with the full cache, and let every policy score its entries."""
+    own, built = job.policies[0], [policy_of(policy) for policy in job.policies]
+    probe = LossProbe.of_sample(
+        model,
+        found,
+        index,
+        get_scorer(own.scorer, **own.scorer_parameters),
+        sinks=own.sinks,
+        shape=job.shape,
+        continuation_tokens=job.descent.continuation_tokens,
+        policies=built,
     )
+    evictable = slice(own.sinks, probe.n_tokens - own.window)
+    layers = [
+        torch.stack(
+            [one.scorer.score(states, sinks=own.sinks)[0][:, evictable] for one in built]
+        ).float()
+        for _, states in sorted(probe.prompt_states.items())
+    ]
+    probe.prompt_states.clear()  # their queries are not needed again
+    return ReadPrompt(probe=probe, table=moves.table(torch.stack(layers, dim=1), job.protected))
 
 
-def _resumed(
-    state: StateFile | None, adam: torch.optim.Adam, variables: dict[str, Tensor]
-) -> Course | None:
-    """Where a killed descent stood, its variables put back; None where there is none."""
-    found = None if state is None else state.load()
-    if found is None:
-        return None
-    tensors, values = found
-    restore_adam(adam, variables, tensors)
-    return Course(
-        steps_done=int(values["steps_done"]),
-        scales=tuple(values["scales"]),
-        stages=tuple((int(step), float(loss)) for step, loss in values["stages"]),
-        **{name: tensors[name].numpy() for name in _COURSE_ARRAYS},
-    )
+def descend(
+    job: DescentJob,
+    moves: Moves,
+    train: Sequence[ReadPrompt],
+    held_out: Sequence[ReadPrompt],
+    *,
+    seed: int,
+    done: Callable[[int], None],
+    kept: Checkpoint | None = None,
+) -> Course:
+    """Adam on what moves; the best stage on the held-out prompts, the beginning among them.
+
+    Parameters
+    ----------
+    job : DescentJob
+    moves : Moves
+    train, held_out : sequence of ReadPrompt
+    seed : int
+        Of the prompts' order.
+    done : callable
+        Called with the number of steps done.
+    kept : Checkpoint, optional
+        Where the descent goes on from, and where each step is kept.
+
+    Returns
+    -------
+    Course
+
+    Raises
+    ------
+    InputError
+        If what the checkpoint holds cannot be read, or a step cannot be written.
+    """
+    descent, variables = job.descent, list(moves.variables.values())
+    adam = torch.optim.Adam(variables, lr=descent.learning_rate)
+    course = None if kept is None else _resumed(kept, adam, moves.variables)
+    if course is None:
+        course = _begun(job, moves, train, held_out)
+    else:
+        done(course.steps_done)
+    order = np.random.default_rng(seed).permutation(len(train))
+    for step in range(course.steps_done, descent.steps):
+        adam.zero_grad()
+        for place in range(descent.batch):
+            which = int(order[(step * descent.batch + place) % len(train)])
+            parts = moves.soft_parts(train[which], 1 - step / descent.steps)
+            soft = train[which].probe.soft_loss(job.by_layer(parts.clamp(min=_LEAST_PART), 1.0))
+            loss = soft / course.scales[which] / descent.batch
+            loss.backward(inputs=variables)  # type: ignore[no-untyped-call]
+        adam.step()
+        course = replace(course, steps_done=step + 1)
+        if step + 1 in descent.check_steps:
+            with torch.no_grad():
+                now = moves.decision()
+            losses = hard_losses(job, moves, held_out, now)
+            course = course.checked(now, losses, moves.loss_floor)
+        if kept is not None:
+            _keep(kept, course, adam, moves.variables)
+        done(step + 1)
+    return course
 
 
-def _shares(theta: Tensor, mean: float) -> Tensor:
-    """``sigmoid(theta + lambda)`` with the given mean, lambda's own derivative included."""
-    with torch.no_grad():
-        low, high = -40.0 - theta.max(), 40.0 - theta.min()
-        for _ in range(60):
-            middle = (low + high) / 2
-            below = torch.sigmoid(theta + middle).mean() < mean
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        slope = torch.sigmoid(theta + low) * torch.sigmoid(-theta - low)
-        weights = slope / slope.sum()
-    # the mean stays what it is: what one head's theta brings, lambda takes from all
-    shift = (weights * theta).sum()
-    return torch.sigmoid(theta + low - (shift - shift.detach()))
-
-
-def _score(losses: FloatArray, uniform: FloatArray) -> float:
-    """What stages are compared by: each prompt's loss over that of equal budgets."""
-    return float((losses / (uniform + _SCALE_FLOOR)).mean())
-
-
-def _losses(
-    job: DescentJob, samples: Sequence[ReadPrompt], shares: FloatArray, places: IntArray
+def hard_losses(
+    job: DescentJob, moves: Moves, prompts: Sequence[ReadPrompt], decision: Decision
 ) -> FloatArray:
-    return np.array([sample.hard_loss(job, shares, places) for sample in samples])
+    """Losses with exactly the entries that a cache would keep, nats per token, `(n_prompts,)`."""
+    found = []
+    for one in prompts:
+        settled = one.probe.settle(job.by_layer(moves.kept(one, decision), True))
+        found.append(float(settled.losses.mean()))
+    return np.array(found)
+
+
+def between(ends: tuple[float, float], left: float) -> float:
+    """Between a value at the beginning, with all the way left (1), and one at the end (0)."""
+    return ends[1] + (ends[0] - ends[1]) * left
+
+
+def solved_for_mean(part: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """Where a rising function of one number, `part`, is 0, by bisection without a gradient."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = part(middle) < 0
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return low
+
+
+def ranks_of(scores: Tensor) -> Tensor:
+    """Place of each entry in the order in which it is kept, from 0, along the last axis."""
+    # stable: among equal scores the earlier position wins, as at run time
+    best = torch.argsort(scores, dim=-1, descending=True, stable=True)
+    place = torch.arange(best.shape[-1], device=best.device)
+    return torch.empty_like(best).scatter_(-1, best, place.expand_as(best))
 
 
 def held_out(n_samples: int, share: float, seed: int) -> set[int]:
@@ -342,14 +403,68 @@ def held_out(n_samples: int, share: float, seed: int) -> set[int]:
     return {int(draw.integers(low, high)) for low, high in zip(edges, edges[1:], strict=False)}
 
 
-def _ranks(scores: Tensor, policy: Policy) -> Tensor:
-    """Place of each entry in the order in which it is kept, `(n_kv_heads, n_tokens)`."""
-    n_tokens = scores.shape[-1]
-    place = torch.arange(n_tokens, device=scores.device)
-    always = (place < policy.sinks) | (place >= n_tokens - policy.window)
-    order = scores.float().masked_fill(always, float("inf"))
-    # stable: among equal scores the earlier position wins, as at run time
-    best = torch.argsort(order, dim=-1, descending=True, stable=True)
-    ranks = torch.empty_like(best)
-    ranks.scatter_(-1, best, place.expand_as(best))
-    return ranks.int()
+def _begun(
+    job: DescentJob, moves: Moves, train: Sequence[ReadPrompt], held_out: Sequence[ReadPrompt]
+) -> Course:
+    """Where nothing has moved yet, and what that loses."""
+    uniform = losses = hard_losses(job, moves, held_out, moves.equal)
+    if moves.start is not moves.equal:
+        losses = hard_losses(job, moves, held_out, moves.start)
+    scales = hard_losses(job, moves, train, moves.start) + moves.loss_floor
+    return Course(
+        steps_done=0,
+        scales=tuple(scales.tolist()),
+        uniform_losses=uniform,
+        decision=moves.start,
+        held_out_losses=losses,
+        stages=((0, float(losses.mean())),),
+    )
+
+
+def _keep(
+    kept: Checkpoint, course: Course, adam: torch.optim.Adam, variables: Mapping[str, Tensor]
+) -> None:
+    arrays = {f"decision.{name}": array for name, array in course.decision.items()}
+    arrays |= {name: getattr(course, name) for name in ("uniform_losses", "held_out_losses")}
+    for name, variable in variables.items():
+        arrays[name] = variable.detach().cpu().numpy()
+        for key, value in adam.state[variable].items():
+            arrays[f"{name}.{key}"] = value.cpu().numpy()
+    values = {name: getattr(course, name) for name in ("steps_done", "scales", "stages")}
+    kept.save(_PIECE, arrays, values)
+
+
+def _resumed(
+    kept: Checkpoint, adam: torch.optim.Adam, variables: Mapping[str, Tensor]
+) -> Course | None:
+    """Where a killed descent stood, its variables put back; None where there is none."""
+    found = kept.load(_PIECE)
+    if found is None:
+        if kept.holds(_PIECE):
+            raise InputError(
+                f"{kept.folder} cannot be read as the state of a descent; delete it to start over"
+            )
+        return None
+    arrays, values = found
+    with torch.no_grad():
+        for name, variable in variables.items():
+            variable.copy_(torch.from_numpy(arrays[name]))
+            adam.state[variable] = {
+                key: torch.from_numpy(arrays[f"{name}.{key}"]).to(
+                    "cpu" if key == "step" else variable.device
+                )
+                for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+    prefix = "decision."
+    return Course(
+        steps_done=int(values["steps_done"]),
+        scales=tuple(values["scales"]),
+        stages=tuple((int(step), float(loss)) for step, loss in values["stages"]),
+        uniform_losses=arrays["uniform_losses"],
+        held_out_losses=arrays["held_out_losses"],
+        decision={
+            name.removeprefix(prefix): array
+            for name, array in arrays.items()
+            if name.startswith(prefix)
+        },
+    )

@@ -1,362 +1,133 @@
-"""Budgets and policies of single heads, decided on the loss of the whole reduced cache.
-
-Loss curves add up what each unit does alone. Harm is not additive at small budgets, so here all
-units are reduced together (`kvalloc.tuning.descent`).
-"""
+"""Budgets and policies of single heads, the same for every prompt, as what a descent moves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from kvalloc.accounting import FloatArray
-from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.policy import Policy
-from kvalloc.measure.loss_policies import named_policies
-from kvalloc.measure.sampling import SampleSet, choose_samples
-from kvalloc.models.loading import require_run_packages, shape_of
-from kvalloc.runtime.policies import policy_of
-from kvalloc.runtime.policies.score import Score
-from kvalloc.scorers import Scorer, get_scorer
-from kvalloc.tuning.descent import Descent, DescentJob, ReadPrompt, Stage, descend, held_out
-from kvalloc.tuning.descent_record import descent_record, descent_states, provenance
-from kvalloc.units import parse_share
-
-if TYPE_CHECKING:
-    from kvalloc.prompts.texts import Document, Prompt
-
-
-DEFAULT_POLICIES = (
-    *("xkv:window=4:pool=1", "criticalkv:window=8", "tova", "keydiff", "streaming"),
-    "expected_attention",
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.tuning.descent import (
+    Decision,
+    Descent,
+    DescentJob,
+    Moves,
+    ReadPrompt,
+    between,
+    ranks_of,
+    solved_for_mean,
 )
-"""What a head chooses from, beside the scorer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tuned:
-    """What a descent came to.
+class FixedBudgets(Moves):
+    """Logits of shares, ``theta``, and of each head's policies, ``mixing``.
 
-    Attributes
-    ----------
-    profile : BudgetProfile
-    held_out_losses : ndarray of float64, (n_held_out,)
-        Loss of the whole reduced cache on each held-out prompt, nats per token.
-    uniform_losses : ndarray of float64, (n_held_out,)
-        The same of equal budgets with the first policy.
-    stages : tuple of (int, float)
-        Mean held-out loss after so many steps.
-    """
-
-    profile: BudgetProfile
-    held_out_losses: FloatArray
-    uniform_losses: FloatArray
-    stages: tuple[tuple[int, float], ...]
-
-
-def tune(
-    model: Any,
-    tokenizer: Any,
-    texts: Iterable[str | Document | Prompt],
-    *,
-    budget: str | float,
-    by_prompt: bool = False,
-    state_file: str | Path | None = None,
-    resume: bool = False,
-    **options: Any,
-) -> BudgetProfile:
-    """Decide budgets and policies of all heads together, for one size.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A causal language model; the same afterwards.
-    tokenizer : transformers.PreTrainedTokenizerBase
-    texts : iterable of str, Document or Prompt
-        Prompts of all the kinds that are to come, such as those of
-        `kvalloc.prompts.calibration.calibration_prompts`.
-    budget : str or float
-        Share of all entries, such as ``"20%"`` or 0.2.
-    by_prompt : bool
-        Whether each prompt hands out its entries among the heads by score; what is decided is how
-        much each scorer's scores count in each head.
-    state_file : str or Path, optional
-        Where the descent's state is kept after each step, and deleted when it is done.
-    resume : bool
-        Whether to go on with what a killed call left in `state_file`. The numbers are those of an
-        unbroken one.
-    **options
-        Of `tune_shares`, or with `by_prompt` of `kvalloc.tuning.per_prompt.tune_by_prompt`.
-
-    Returns
-    -------
-    BudgetProfile
-        ``predicted_loss`` is that of the held-out prompts.
-
-    Raises
-    ------
-    InputError
-        As `tune_shares`; if `state_file` holds another descent, or any without `resume`.
-    UnsupportedRequestError
-        If a policy does not rank entries by one score.
-
-    Examples
-    --------
-    >>> from kvalloc.models.loading import load_model  # doctest: +SKIP
-    >>> demo = load_model("demo")  # doctest: +SKIP
-    >>> prompts = calibration_prompts(demo.tokenizer, 16, 1024)  # doctest: +SKIP
-    >>> kvalloc.tune(demo.model, demo.tokenizer, prompts, budget="20%")  # doctest: +SKIP
-    """
-    if resume and state_file is None:
-        raise InputError("there is nothing to resume from; name the state_file")
-    files = None if state_file is None else [Path(state_file)]
-    tune_all: Callable[..., Iterator[Tuned]] = tune_shares
-    if by_prompt:
-        from kvalloc.tuning.per_prompt import tune_by_prompt  # late: it takes much from here
-
-        tune_all = tune_by_prompt
-    (found,) = tune_all(
-        model,
-        tokenizer,
-        texts,
-        shares=[parse_share(budget)],
-        state_files=files,
-        resume=resume,
-        **options,
-    )
-    for file in files or ():
-        file.unlink(missing_ok=True)
-    return found.profile
-
-
-def tune_shares(
-    model: Any,
-    tokenizer: Any,
-    texts: Iterable[str | Document | Prompt],
-    *,
-    shares: Sequence[float],
-    scorer: str | Scorer = "xkv",
-    policies: Sequence[str] = DEFAULT_POLICIES,
-    context: int = 1024,
-    samples: int | None = None,
-    sinks: int = 4,
-    seed: int = 0,
-    descent: Descent | None = None,
-    model_id: str | None = None,
-    state_files: Sequence[Path] | None = None,
-    resume: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Tuned]:
-    """Decide budgets and policies of all heads together, on what the reduced cache really does.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A causal language model; the same afterwards.
-    tokenizer : transformers.PreTrainedTokenizerBase
-    texts : iterable of str, Document or Prompt
-        As for `kvalloc.profile`; prompts of all the kinds that are to come.
-    shares : sequence of float
-        Of all entries at the reference context, sinks and window included, 0..1. Each is decided
-        for itself; the prompts are read once.
-    scorer : str or Scorer
-        What ranks the entries where no other policy is better. Its window is never evicted.
-    policies : sequence of str
-        What else each head chooses from, named as for ``kvalloc profile --loss-policies``; any
-        scorer, with its options. ``usual`` stands for those that are the default.
-    context, samples, sinks, seed
-        As for `kvalloc.profile`; all prompts by default. All of them are held in memory with
-        their full caches.
-    descent : Descent, optional
-        How it goes.
-    model_id : str, optional
-        Instead of what the model's config says.
-    state_files : sequence of Path, optional
-        For each share, where its descent's state is kept; the caller deletes them.
-    resume : bool
-        Whether to go on with what they hold.
-    progress : callable, optional
-        Called with (steps done, steps in all); reading a prompt counts as one.
-
-    Yields
-    ------
-    Tuned
-        In the order of the shares, each as soon as it is decided.
-
-    Raises
-    ------
-    InputError
-        If a share leaves no room beside sinks and window, there are fewer than two prompts, or
-        text, prompts or policies cannot be used.
-    UnsupportedRequestError
-        If a policy does not rank entries by one score.
-
-    Notes
-    -----
     Entry t of a head with n evictable entries, budget share s and policy p is kept to the part
-    ``sigmoid((s n - rank_p(t) - 1/2) / (tau n))``, the head's mixture of policies is a softmax,
-    and the shares are ``sigmoid(theta + lambda)`` with the one lambda that meets the budget. tau
-    and the softmax's temperature fall until each head has one policy and a sharp budget. The loss
-    is each prompt's KL over that of equal budgets on it, so that no kind of prompt drowns another.
+    ``sigmoid((s n - rank_p(t) - 1/2) / (tau n))``, the head's mixture of policies is a softmax, and
+    the shares are ``sigmoid(theta + lambda)`` with the one lambda that meets the budget. tau (the
+    softness) and the softmax's temperature fall until each head has one policy and a sharp budget.
+    See `kvalloc.tuning.descent.Moves`.
+
+    Parameters
+    ----------
+    job : DescentJob
+    device : torch.device
     """
-    require_run_packages()
-    descent = descent or Descent()
-    shape = shape_of(model, model_id=model_id)
-    own_scorer = scorer if isinstance(scorer, Scorer) else get_scorer(scorer)
-    usual = {"usual": DEFAULT_POLICIES}
-    named = [each for one in policies for each in usual.get(one, (one,))]
-    chosen = scoring_policies(own_scorer, named, sinks)
-    protected = chosen[0].protected_tokens
-    check_shares(shares, protected, context)
-    found = prompts_to_tune_on(texts, tokenizer, context, protected, samples, seed)
-    n_prompts = len(found.token_ids)
-    record = descent_record(model, shape, context, chosen, found, descent, seed)
-    states = descent_states(state_files, shares, record, resume=resume)
-    total, tell = n_prompts + descent.steps * len(shares), progress or (lambda done, total: None)
-    read = []
-    for index in range(n_prompts):
-        read.append(ReadPrompt.read(model, found, index, chosen, shape, descent))
-        tell(index + 1, total)
-    held = held_out(n_prompts, descent.held_out, seed)
-    for number, share in enumerate(shares):
-        before = n_prompts + number * descent.steps
-        job = DescentJob(
-            shape=shape, share=share, context=context, protected=protected, descent=descent
-        )
-        stage = descend(
-            job,
-            [one for place, one in enumerate(read) if place not in held],
-            [one for place, one in enumerate(read) if place in held],
-            len(chosen),
-            seed,
-            lambda step, before=before: tell(before + step, total),  # type: ignore[misc]
-            states[number],
-        )
-        yield Tuned(
-            profile=_to_profile(job, chosen, found, stage, seed),
-            held_out_losses=stage.held_out_losses,
-            uniform_losses=stage.uniform_losses,
-            stages=stage.stages,
-        )
 
-
-def prompts_to_tune_on(
-    texts: Iterable[str | Document | Prompt],
-    tokenizer: Any,
-    context: int,
-    protected: int,
-    samples: int | None,
-    seed: int,
-) -> SampleSet:
-    """All prompts of a descent, those that are held out among them.
-
-    Raises
-    ------
-    InputError
-        If there are fewer than two, or one is too short or cannot be read.
-    """
-    found = choose_samples(
-        texts,
-        tokenizer,
-        context_tokens=context,
-        least_tokens=protected + 2,
-        samples=samples,
-        sampling_ratio=1.0,
-        seed=seed,
+    own_scorer: ClassVar[str] = "xkv"
+    other_scorers: ClassVar[tuple[str, ...]] = (
+        *("xkv:window=4:pool=1", "criticalkv:window=8", "tova", "keydiff", "streaming"),
+        "expected_attention",
     )
-    if len(found.token_ids) < 2:
-        raise InputError("a descent needs at least two prompts: one to learn from, one held out")
-    return found
-
-
-def check_shares(shares: Sequence[float], protected: int, context: int) -> None:
-    """Refuse budgets that leave nothing to decide.
-
-    Raises
-    ------
-    InputError
-        If there is none, or one has no room beside sinks and window or keeps everything.
-    """
-    if not shares:
-        raise InputError("there is no budget to decide for; ask for at least one share")
-    for share in shares:
-        if not protected / context < share < 1:
-            raise InputError(
-                f"{share:.1%} of {context:,} tokens is not more than the {protected} of sinks and "
-                "window and less than all; ask for another budget"
-            )
-
-
-def scoring_policies(scorer: Scorer, others: Sequence[str], sinks: int) -> tuple[Policy, ...]:
-    """The scorer's best entries, and the others, all with its window.
-
-    Raises
-    ------
-    InputError
-        If a policy is not known, or named twice.
-    UnsupportedRequestError
-        If one does not rank entries by one score.
-    """
-    own = Policy(
-        scorer=scorer.name,
-        scorer_parameters=dict(scorer.parameters()),
-        sinks=sinks,
-        window=scorer.window,
+    settings: ClassVar[Descent] = Descent(
+        steps=60,
+        batch=5,
+        continuation_tokens=16,
+        learning_rate=0.25,
+        softness=(0.04, 0.004),
+        checks=3,
     )
-    chosen = (own, *named_policies(others, scorer, sinks=sinks))
-    for policy in chosen:
-        if type(policy_of(policy)) is not Score:
-            raise UnsupportedRequestError(
-                f"the policy {policy.title!r} may keep at a small budget what it does not keep at "
-                "a larger one, so its budget cannot be made smooth; name scorers, such as "
-                f"{', '.join(DEFAULT_POLICIES)}"
-            )
-    return chosen
+    loss_floor: ClassVar[float] = 0.02
+
+    def __init__(self, job: DescentJob, device: torch.device) -> None:
+        self._job = job
+        self._theta = torch.zeros(job.size, device=device, requires_grad=True)
+        size = (*job.size, len(job.policies))
+        self._mixing = torch.zeros(size, device=device, requires_grad=True)
+        self.variables: Mapping[str, Tensor] = {"theta": self._theta, "mixing": self._mixing}
+        self.equal: Decision = {
+            "shares": np.full(job.size, job.evictable_share),
+            "places": np.zeros(job.size, dtype=np.int64),
+        }
+        self.start = self.equal
+
+    @staticmethod
+    def table(scores: Tensor, protected: int) -> Tensor:
+        """Ranks; sinks and window come first."""
+        return (ranks_of(scores) + protected).int()
+
+    def soft_parts(self, prompt: ReadPrompt, left: float) -> Tensor:
+        """The policies' soft masks, mixed."""
+        job = self._job
+        shares = shares_of(self._theta, job.evictable_share)
+        mixture = (self._mixing / between(job.descent.temperature, left)).softmax(dim=-1)
+        room = prompt.probe.n_tokens - job.protected
+        threshold = shares * room + (job.protected - 0.5)
+        softness = between(job.descent.softness, left) * room
+        parts = torch.sigmoid((threshold[None, ..., None] - prompt.table) / softness)
+        return torch.einsum("lhp,plht->lht", mixture, parts)
+
+    def decision(self) -> Decision:
+        """Shares of the evictable entries, and each head's place among the policies."""
+        shares = shares_of(self._theta, self._job.evictable_share)
+        places = self._mixing.argmax(dim=-1)
+        return {"shares": shares.double().cpu().numpy(), "places": places.cpu().numpy()}
+
+    def kept(self, prompt: ReadPrompt, decision: Decision) -> Tensor:
+        """The best entries of each head by its policy."""
+        budgets = self._job.budgets(decision["shares"], prompt.probe.n_tokens)
+        ranks = prompt.table
+        index = torch.from_numpy(decision["places"]).to(ranks.device)[None, ..., None]
+        own = ranks.gather(0, index.expand(1, *ranks.shape[1:]))[0]
+        return own < torch.from_numpy(budgets).to(ranks.device)[..., None]
+
+    def budgets(self, decision: Decision, prompts: Sequence[ReadPrompt]) -> IntArray:
+        """Those that were decided."""
+        return self._job.budgets(decision["shares"], self._job.context)
+
+    def profile_fields(self, decision: Decision) -> dict[str, Any]:
+        """The policies that heads really have."""
+        shape, policies, places = self._job.shape, self._job.policies, decision["places"]
+        used = [0, *(int(place) for place in np.unique(places) if place)]
+        table = np.zeros((shape.n_layers, shape.n_kv_heads), dtype=np.int64)
+        table[list(shape.full_layers)] = np.searchsorted(used, places)
+        return {
+            "other_policies": tuple(policies[place] for place in used[1:]),
+            "unit_policies": table if len(used) > 1 else None,
+        }
+
+    def detail(self, losses: FloatArray, uniform: FloatArray) -> str:
+        """One sentence on what came of it."""
+        return (
+            f"loss of the whole reduced cache on {losses.size} prompts that were held out of the "
+            f"descent and chose its best stage: {losses.mean():.4f} nats per token, "
+            f"{uniform.mean():.4f} with equal budgets"
+        )
 
 
-def _to_profile(
-    job: DescentJob,
-    policies: Sequence[Policy],
-    found: SampleSet,
-    tuned: Stage,
-    seed: int,
-) -> BudgetProfile:
-    """Budgets at the reference context, and the policies that heads really have."""
-    shape, full = job.shape, list(job.shape.full_layers)
-    budgets = np.zeros((shape.n_layers, shape.n_kv_heads), dtype=np.int64)
-    window = shape.sliding_window or job.context
-    budgets[:] = min(window, job.context)
-    budgets[full] = job.budgets(tuned.shares, job.context)
-    used = [0, *(int(place) for place in np.unique(tuned.places) if place)]
-    table = np.zeros_like(budgets)
-    table[full] = np.searchsorted(used, tuned.places)
-    several = len(used) > 1
-    reached, uniform = tuned.held_out_losses.mean(), tuned.uniform_losses.mean()
-    return BudgetProfile(
-        shape=shape,
-        level="head",
-        context_tokens=job.context,
-        budgets=budgets,
-        policy=policies[0],
-        other_policies=tuple(policies[place] for place in used[1:]),
-        unit_policies=table if several else None,
-        **provenance(
-            job.share,
-            job.descent,
-            policies,
-            found,
-            held_out_losses=tuned.held_out_losses,
-            uniform_losses=tuned.uniform_losses,
-            seed=seed,
-            detail=(
-                f"loss of the whole reduced cache on {tuned.held_out_losses.size} prompts that "
-                f"were held out of the descent and chose its best stage: {reached:.4f} nats per "
-                f"token, {uniform:.4f} with equal budgets"
-            ),
-        ),
-    )
+def shares_of(theta: Tensor, mean: float) -> Tensor:
+    """``sigmoid(theta + lambda)`` with the given mean, lambda's own derivative included."""
+    with torch.no_grad():
+        shift = solved_for_mean(
+            lambda one: torch.sigmoid(theta + one).mean() - mean,
+            -40.0 - theta.max(),
+            40.0 - theta.min(),
+        )
+        slope = torch.sigmoid(theta + shift) * torch.sigmoid(-theta - shift)
+        weights = slope / slope.sum()
+    # the mean stays what it is: what one head's theta brings, lambda takes from all
+    moved = (weights * theta).sum()
+    return torch.sigmoid(theta + shift - (moved - moved.detach()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,13 @@ from torch import Tensor
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
-from kvalloc.files import atomic_write
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import Checkpoint
+from kvalloc.measure.loss_curves import budget_of_prompt, kept_entries
 from kvalloc.measure.loss_probe import LossProbe, Settled
 from kvalloc.measure.sampling import SampleSet
 from kvalloc.problem import AllocationProblem
 from kvalloc.runtime.policies import policy_of
-from kvalloc.runtime.refusals import check_kept
-from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers import get_scorer
 from kvalloc.tuning.neighbours import Figures, kinds_of, policies_at
 
@@ -53,31 +50,6 @@ class Measured:
     changes: FloatArray
 
 
-class Store(Checkpoint):
-    """Finished measurements on disk, each under the digest of what was measured."""
-
-    def fetch(self, digest: str) -> Measured | None:
-        """A finished measurement, or None when there is none that can be trusted."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
-
-        try:
-            arrays = load_file(self._measured(digest))
-            return Measured(loss=float(arrays["loss"][0]), changes=arrays["changes"])
-        except (OSError, SafetensorError, KeyError, IndexError):
-            return None
-
-    def put(self, digest: str, measured: Measured) -> None:
-        """Keep one: whole or not at all."""
-        from safetensors.numpy import save_file
-
-        with atomic_write(self._measured(digest)) as temporary:
-            save_file({"loss": np.array([measured.loss]), "changes": measured.changes}, temporary)
-
-    def _measured(self, digest: str) -> Path:
-        return self._folder / f"measured_{digest}.safetensors"
-
-
 class JointProbes:
     """The prompts of a refinement, each read once with the full cache.
 
@@ -89,7 +61,7 @@ class JointProbes:
     samples : SampleSet
     continuation_tokens : int
         Predictions that are compared, at most.
-    store : Store, optional
+    kept : Checkpoint, optional
         Where finished measurements are kept.
     """
 
@@ -100,10 +72,10 @@ class JointProbes:
         samples: SampleSet,
         *,
         continuation_tokens: int = 24,
-        store: Store | None = None,
+        kept: Checkpoint | None = None,
     ) -> None:
         self._model, self._scores, self._samples = model, scores, samples
-        self._continuation_tokens, self._store = continuation_tokens, store
+        self._continuation_tokens, self._kept = continuation_tokens, kept
         self._scorer = get_scorer(scores.scorer, **scores.scorer_parameters)
         self._policies = [policy_of(policy) for policy in scores.loss_policies]
         self._probes: OrderedDict[int, LossProbe] = OrderedDict()
@@ -136,10 +108,10 @@ class JointProbes:
         InputError
             If a loss is not finite.
         """
-        digest = _digest(index, problem, choice, figures)
-        found = None if self._store is None else self._store.fetch(digest)
-        if found is not None and found.changes.size == figures.size:
-            return found
+        name = f"measured_{_digest(index, problem, choice, figures)}"
+        found = None if self._kept is None else self._kept.load(name)
+        if found is not None:
+            return Measured(loss=found[1]["loss"], changes=found[0]["changes"])
         probe = self._probe(index)
         masks = self._masks(probe, problem, choice, figures)
         settled = probe.settle(
@@ -155,10 +127,9 @@ class JointProbes:
                 f"the losses of {self._scores.shape.model_id} on prompt {index} are not finite; "
                 "load the model in float32 or bfloat16, or check its weights"
             )
-        measured = Measured(loss=loss, changes=changes)
-        if self._store is not None:
-            self._store.put(digest, measured)
-        return measured
+        if self._kept is not None:
+            self._kept.save(name, {"changes": changes}, {"loss": loss})
+        return Measured(loss=loss, changes=changes)
 
     def _changes(
         self,
@@ -194,30 +165,21 @@ class JointProbes:
         units = np.concatenate([np.arange(problem.n_units), figures.units])
         options = np.concatenate([choice, figures.options])
         for unit, option in set(zip(units.tolist(), options.tolist(), strict=True)):
-            budget = self._budget(probe, problem, int(problem.tokens[unit, option]))
+            tokens = int(problem.tokens[unit, option])
+            budget = budget_of_prompt(
+                probe, tokens, problem.context_tokens, problem.protected_tokens
+            )
             of = wanted.setdefault((int(problem.layers[unit]), int(places[unit, option])), {})
             of.setdefault(budget, []).append((unit, option))
         masks: _Masks = {}
+        room = {"sinks": self._scores.sinks, "window": self._scores.window}
         for (layer, place), by_budget in sorted(wanted.items()):
             budgets = sorted(by_budget)
-            for budget, kept in zip(budgets, self._kept(probe, layer, place, budgets), strict=True):
+            each = kept_entries(probe, layer, place, budgets, **room)
+            for budget, kept in zip(budgets, each, strict=True):
                 for unit, option in by_budget[budget]:
                     masks[unit, option] = kept[_heads(problem, unit)]
         return masks
-
-    def _kept(self, probe: LossProbe, layer: int, place: int, budgets: list[int]) -> list[Tensor]:
-        """What a policy keeps of a layer at some budgets, ``(n_kv_heads, n_tokens)`` each."""
-        scores = probe.scores[layer]
-        rows = [torch.full((1, scores.shape[0]), one, device=scores.device) for one in budgets]
-        sinks, window = self._scores.sinks, self._scores.window
-        if place == 0:
-            return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
-        policy = probe.policies[place - 1]
-        with torch.no_grad():
-            found = policy.keep_each(probe.prompt_states[layer], rows, sinks=sinks, window=window)
-        for one, row in zip(found, rows, strict=True):
-            check_kept(policy, one, row)
-        return [one[0] for one in found]
 
     def _keep(
         self, masks: _Masks, problem: AllocationProblem, layer: int, choice: IntArray
@@ -227,30 +189,19 @@ class JointProbes:
         order = units[np.argsort(problem.heads[units])].tolist()
         return torch.cat([masks[unit, int(choice[unit])] for unit in order])
 
-    def _budget(self, probe: LossProbe, problem: AllocationProblem, tokens: int) -> int:
-        """The same share of a prompt's evictable entries."""
-        protected = problem.protected_tokens
-        share = (tokens - protected) / (problem.context_tokens - protected)
-        evictable = max(0, probe.n_tokens - protected)
-        return min(probe.n_tokens, protected + round(share * evictable))
-
     def _probe(self, index: int) -> LossProbe:
         if index in self._probes:
             self._probes.move_to_end(index)
             return self._probes[index]
-        device = self._model.get_input_embeddings().weight.device
-        answer = self._samples.answer_ids[index]
-        question = self._samples.question_ids[index]
         try:
-            probe = LossProbe(
+            probe = LossProbe.of_sample(
                 self._model,
-                torch.from_numpy(self._samples.token_ids[index]).to(device),
+                self._samples,
+                index,
                 self._scorer,
                 sinks=self._scores.sinks,
                 shape=self._scores.shape,
-                answer_ids=None if answer is None else torch.from_numpy(answer).to(device),
                 continuation_tokens=self._continuation_tokens,
-                question_ids=None if question is None else torch.from_numpy(question),
                 policies=self._policies,
             )
         except InputError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,15 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.result import to_budget_profile
 from kvalloc.errors import InputError
-from kvalloc.files import versions
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.measure.checkpoint import Checkpoint, job_record
 from kvalloc.measure.sampling import SampleSet
 from kvalloc.models.loading import shape_of
 from kvalloc.problem import Solver
 from kvalloc.problem.registry import get_solver, options_of
 from kvalloc.prompts.texts import Document, Prompt
-from kvalloc.tuning.measurement import JointProbes, Store
+from kvalloc.tuning.measurement import JointProbes
 from kvalloc.tuning.refine_prompts import chosen_prompts, refinement_prompts
 from kvalloc.tuning.rounds import Search
 
@@ -42,9 +43,8 @@ def refine(
     solver: str | Solver = "auto",
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
-    checkpoint: str | Path | None = None,
+    output: str | Path | None = None,
     resume: bool = False,
-    keep_checkpoint: bool = False,
     progress: Progress | None = None,
     model_id: str | None = None,
     **asked: Any,
@@ -84,12 +84,11 @@ def refine(
         Of the choice of held-out prompts.
     solver, solver_options, time_limit
         As in `kvalloc.solve`.
-    checkpoint : str or Path, optional
-        A folder where finished measurements are kept; removed on success unless `keep_checkpoint`.
+    output : str or Path, optional
+        The budget profile to write. Finished measurements are kept in ``OUTPUT.partial`` until
+        then.
     resume : bool
-        Go on with what `checkpoint` holds: the numbers are those of an unbroken run.
-    keep_checkpoint : bool
-        Leave the folder to the caller.
+        Go on with what a killed call left there: the numbers are those of an unbroken run.
     progress : callable, optional
         Called with (prompts measured, prompts to measure at most).
     model_id : str, optional
@@ -129,40 +128,42 @@ def refine(
         context = scores.context_tokens
         texts = refinement_prompts(tokenizer=tokenizer, context_tokens=context)
     samples, tasks = chosen_prompts(texts, tokenizer, scores)
-    store = None
-    if checkpoint is not None:
-        record = _record(model, scores, request, samples, continuation_tokens, probes)
-        store = Store(checkpoint, record, resume=resume)
-    run = Search(
-        probes=JointProbes(
-            model, scores, samples, continuation_tokens=continuation_tokens, store=store
-        ),
-        solver=chosen,
-        time_limit=time_limit,
-        target_loss=request.target.max_loss,
-        tasks=tasks,
-        held_out_share=held_out_share,
-        seed=seed,
-        most_probes=probes,
-        progress=progress,
-        rounds=rounds,
-    )
-    best, told = run.search(problem)
     options = options_of(solver) if isinstance(solver, Solver) else {**(solver_options or {})}
-    decided = to_budget_profile(scores, request, best.problem, best.checked, chosen.name, options)
-    refinement = {
-        "text_digest": samples.digest(),
-        "answers_digest": samples.answers_digest(),
-        "text_description": samples.description,
-        **run.summary(best, told),
-    }
-    if store is not None and not keep_checkpoint:
-        store.remove()
-    return replace(
-        decided,
-        predicted_loss=refinement["predicted_loss"],
-        refinement=refinement,
-    )
+    with ExitStack() as stack:
+        kept = None
+        if output is not None:
+            record = _record(model, scores, request, samples, continuation_tokens, probes)
+            kept = stack.enter_context(Checkpoint(output, record, resume=resume))
+        run = Search(
+            probes=JointProbes(
+                model, scores, samples, continuation_tokens=continuation_tokens, kept=kept
+            ),
+            solver=chosen,
+            time_limit=time_limit,
+            target_loss=request.target.max_loss,
+            tasks=tasks,
+            held_out_share=held_out_share,
+            seed=seed,
+            most_probes=probes,
+            progress=progress,
+            rounds=rounds,
+        )
+        best, told = run.search(problem)
+        refinement = {
+            "text_digest": samples.digest(),
+            "answers_digest": samples.answers_digest(),
+            "text_description": samples.description,
+            **run.summary(best, told),
+        }
+        decided = replace(
+            to_budget_profile(scores, request, best.problem, best.checked, chosen.name, options),
+            predicted_loss=refinement["predicted_loss"],
+            refinement=refinement,
+        )
+        if kept is not None and output is not None:
+            decided.save(output)
+            kept.finish()
+    return decided
 
 
 def refinement_request(asked: dict[str, Any]) -> Request:
@@ -195,18 +196,13 @@ def _record(
     probes: int | None,
 ) -> dict[str, Any]:
     """Everything that decides a measurement, for the checkpoint; rounds may be added later."""
-    from kvalloc.measure.fingerprint import fingerprint
-    from kvalloc.measure.job import MEASURED_WITH
-
     return {
+        **job_record(model),
         "refining": request.target.record(),
         "level": request.level,
         "scores": scores.digest(),
-        "weights": fingerprint(model),
-        "dtype": str(model.dtype),
         "text_digest": samples.digest(),
         "answers": samples.answers_digest(),
         "continuation_tokens": continuation_tokens,
         "probes": probes,
-        "versions": versions(*MEASURED_WITH),
     }

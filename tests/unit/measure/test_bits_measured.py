@@ -14,8 +14,7 @@ from tiny_models import WordTokenizer, tiny_model, words
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure import profile, profile_to_file
-from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
+from kvalloc.measure import profile
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime.quantization import output_fidelity, quantised_keys, quantised_values
 
@@ -188,24 +187,6 @@ def test_a_profile_holds_what_was_measured(kind: str) -> None:
     assert matched == 2
     told = solve(found, budget="25%", bits=(16, 8, 4))
     assert told.bits is not None
-
-
-def test_a_resumed_measurement_is_the_same(tmp_path: Path) -> None:
-    model, out = tiny_model(), tmp_path / "s.safetensors"
-    whole = measure(model, bits=(8, 4))
-    folder = checkpoint_folder(out)
-    measure(model, bits=(8, 4), checkpoint=folder, keep_checkpoint=True)
-    (folder / "sample_00001.safetensors").unlink()
-    options: dict[str, Any] = {"context": 60, "samples": 2, "model_id": "tests/tiny"}
-    again = profile_to_file(
-        model, TOKENIZER, [words(300)], out, resume=True, bits=(8, 4), **options
-    )
-    np.testing.assert_array_equal(again.bit_fidelity, whole.bit_fidelity)  # type: ignore[arg-type]
-    assert not folder.exists()
-    measure(model, bits=(8, 4), checkpoint=folder, keep_checkpoint=True)
-    with pytest.raises(InputError, match="begun with bits"):
-        profile_to_file(model, TOKENIZER, [words(300)], out, resume=True, **options)
-    Checkpoint.remove_folder(folder)
 
 
 def test_bits_that_there_are_not() -> None:

@@ -1,71 +1,123 @@
-"""Finished samples survive, whole or not at all."""
+"""Finished pieces survive, whole or not at all, in a folder that one process owns."""
+
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from cli_tools import files_in
 
 from kvalloc.errors import InputError
-from kvalloc.measure.checkpoint import Checkpoint, MeasuredSample, checkpoint_folder
+from kvalloc.measure.checkpoint import Checkpoint, check_unfinished, checkpoint_folder
 
 JOB = {"scorer": "xkv", "context_tokens": 100, "versions": {"torch": "2"}}
-SHAPE = (2, 3, 5)
+ARRAYS = {"curves": np.random.default_rng(0).random((2, 3, 5)), "masses": np.arange(3)}
 
 
-def sample(seed: int = 0) -> MeasuredSample:
-    rng = np.random.default_rng(seed)
-    return MeasuredSample(
-        curves=rng.random(SHAPE), masses=rng.random(SHAPE[:2]), interpolation_error=rng.random()
-    )
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "s.safetensors"
 
 
-def test_a_sample_comes_back_bit_for_bit(tmp_path):
-    Checkpoint(tmp_path / "x", JOB, resume=False).save(3, sample())
-    kept = Checkpoint(tmp_path / "x", dict(JOB), resume=True)
-    found = kept.load(3, SHAPE)
-    assert found is not None
-    assert np.array_equal(found.curves, sample().curves)
-    assert np.array_equal(found.masses, sample().masses)
-    assert found.interpolation_error == sample().interpolation_error
-    assert kept.load(2, SHAPE) is None
-    kept.remove()
-    assert not (tmp_path / "x").exists()
+def begun(output, job=JOB):
+    """A job that was left with one finished piece."""
+    with Checkpoint(output, job, resume=False) as kept:
+        kept.save("piece", ARRAYS, {"error": 0.1, "steps": [1, 2]})
+    return checkpoint_folder(output)
+
+
+def test_a_piece_comes_back_bit_for_bit(output):
+    folder = begun(output)
+    assert folder == output.with_name("s.safetensors.partial")
+    with Checkpoint(output, dict(JOB), resume=True) as kept:
+        arrays, values = kept.load("piece")
+        assert arrays.keys() == ARRAYS.keys()
+        assert all(arrays[name].tobytes() == ARRAYS[name].tobytes() for name in ARRAYS)
+        assert values == {"error": 0.1, "steps": [1, 2]}
+        assert kept.load("other") is None
+        kept.finish()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 100, None])
-def test_a_damaged_sample_is_none(tmp_path, content):
-    kept = Checkpoint(tmp_path / "x", JOB, resume=False)
-    kept.save(0, sample())
-    file = tmp_path / "x" / "sample_00000.safetensors"
+def test_a_damaged_piece_is_none(output, content):
+    file = begun(output) / "piece.safetensors"
     file.write_bytes(file.read_bytes()[:-8] if content is None else content)
-    assert kept.load(0, SHAPE) is None
-    kept.save(0, sample())
-    assert kept.load(0, (2, 3, 6)) is None
+    with Checkpoint(output, JOB, resume=True) as kept:
+        assert kept.load("piece") is None
+        assert kept.holds("piece")
+        assert not kept.holds("other")
 
 
-def test_an_unfinished_job_is_not_overwritten(tmp_path):
-    Checkpoint(tmp_path / "x", JOB, resume=False)
-    with pytest.raises(InputError, match="unfinished measurement; go on with resume=True"):
-        Checkpoint(tmp_path / "x", JOB, resume=False)
+def test_a_job_without_a_finished_piece_leaves_nothing(output):
+    with pytest.raises(KeyboardInterrupt) as error, Checkpoint(output, JOB, resume=True):
+        raise KeyboardInterrupt
+    assert str(error.value) == ""
+    assert not list(output.parent.iterdir())
 
 
-def test_another_job_is_refused_with_what_differs(tmp_path):
-    Checkpoint(tmp_path / "x", JOB, resume=False)
-    with pytest.raises(InputError, match="begun with context_tokens 100, now it is 200"):
-        Checkpoint(tmp_path / "x", {**JOB, "context_tokens": 200}, resume=True)
-    (tmp_path / "x" / "manifest.json").write_text("{")
-    with pytest.raises(InputError, match="manifest.json cannot be read"):
-        Checkpoint(tmp_path / "x", JOB, resume=True)
+def test_an_interruption_says_how_to_go_on(output):
+    with (
+        pytest.raises(KeyboardInterrupt, match="what was finished is in .*and resume=True"),
+        Checkpoint(output, JOB, resume=False) as kept,
+    ):
+        kept.save("piece", ARRAYS)
+        raise KeyboardInterrupt
+    assert checkpoint_folder(output).is_dir()
 
 
-def test_resume_without_anything_starts(tmp_path):
-    kept = Checkpoint(tmp_path / "x", JOB, resume=True)
-    assert kept.load(0, SHAPE) is None
+def test_unfinished_work_is_neither_overwritten_nor_mixed_up(output):
+    folder = begun(output)
+    before = files_in(folder)
+    for job, resume, said in (
+        (JOB, False, "unfinished work; go on with resume=True, or delete"),
+        ({**JOB, "context_tokens": 200}, True, "begun with context_tokens 100, now it is 200"),
+    ):
+        with pytest.raises(InputError, match=said), Checkpoint(output, job, resume=resume):
+            pass
+    with pytest.raises(InputError, match="unfinished work"):
+        check_unfinished(folder, resume=False)
+    check_unfinished(folder, resume=True)
+    assert files_in(folder) == before
+    (folder / "manifest.json").write_text("{")
+    with (
+        pytest.raises(InputError, match=r"manifest.json cannot be read"),
+        Checkpoint(output, JOB, resume=True),
+    ):
+        pass
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
-    with pytest.raises(InputError, match="cannot create the folder"):
+def test_a_folder_that_cannot_be_made(output, tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
         Checkpoint(tmp_path / "no" / "x", JOB, resume=False)
+    checkpoint_folder(output).write_text("a file")
+    with (
+        pytest.raises(InputError, match="cannot create the folder"),
+        Checkpoint(output, JOB, resume=True),
+    ):
+        pass
 
 
-def test_the_folder_stands_beside_the_output(tmp_path):
-    folder = checkpoint_folder(tmp_path / "s.safetensors")
-    assert folder == tmp_path / "s.safetensors.partial"
+def test_another_process_is_refused_and_touches_nothing(output):
+    """While one works; and not any more when it was killed."""
+    code = (
+        "import sys; from kvalloc.measure.checkpoint import Checkpoint\n"
+        f"with Checkpoint({str(output)!r}, {JOB!r}, resume=False) as kept:\n"
+        "    kept.save('piece', {}); print('begun', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"begun\n"
+        before = files_in(output.parent)
+        for resume in (False, True):
+            with (
+                pytest.raises(InputError, match="another process is at work in .*wait for it"),
+                Checkpoint(output, JOB, resume=resume),
+            ):
+                pass
+            with pytest.raises(InputError, match="another process is at work"):
+                check_unfinished(checkpoint_folder(output), resume=resume)
+        assert files_in(output.parent) == before
+        other.kill()
+    with Checkpoint(output, JOB, resume=True) as kept:
+        assert kept.holds("piece")

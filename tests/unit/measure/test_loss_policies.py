@@ -14,10 +14,9 @@ from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure import profile, profile_to_file
+from kvalloc.measure import profile
 from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
-from kvalloc.measure.loss_plan import LossPlan
-from kvalloc.measure.loss_policies import named_policies
+from kvalloc.measure.loss_plan import LossPlan, named_policies
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime.policies import policy_of
@@ -115,9 +114,7 @@ LEVELS = LossPlan(shares=(0.0, 0.2, 0.6)).levels(40, SINKS + WINDOW)
 def test_each_policy_gets_the_losses_that_it_gets_as_the_scorer(run: Any, level: Any) -> None:
     """H2O looks at all queries, TOVA at the last, KeyDiff at none."""
     found = run(make_probe("tova", "keydiff", "h2o"), LEVELS, job(level))
-    assert found.other_losses is not None
-    assert found.other_stderr is not None
-    for place, name in enumerate(("tova", "keydiff", "h2o")):
+    for place, name in enumerate(("tova", "keydiff", "h2o"), start=1):
         model = tiny_model("llama", initializer_range=0.15)
         ids = torch.randint(2, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
         alone = LossProbe(
@@ -130,12 +127,13 @@ def test_each_policy_gets_the_losses_that_it_gets_as_the_scorer(run: Any, level:
         )
         expected = run(alone, LEVELS, job(level))
         close: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-7}
-        np.testing.assert_allclose(found.other_losses[:, :, place], expected.losses, **close)
-        np.testing.assert_allclose(found.other_stderr[:, :, place], expected.stderr, **close)
+        for array in ("losses", "stderr"):
+            mine, own = getattr(found, array)[:, :, place], getattr(expected, array)[:, :, 0]
+            np.testing.assert_allclose(mine, own, **close)
     plain = run(make_probe(), LEVELS, job(level))
-    assert plain.other_losses is None
-    np.testing.assert_allclose(found.losses, plain.losses, rtol=1e-4, atol=1e-8)
-    assert (found.other_losses[..., 1] != found.losses[:, :, None, 1]).any()
+    assert plain.losses.shape[2] == 1
+    np.testing.assert_allclose(found.losses[:, :, :1], plain.losses, rtol=1e-4, atol=1e-8)
+    assert (found.losses[:, :, 1:, 1] != found.losses[:, :, :1, 1]).any()
 
 
 def test_policies_that_keep_the_same_are_run_once() -> None:
@@ -149,10 +147,9 @@ def test_policies_that_keep_the_same_are_run_once() -> None:
 
     probe.losses = counted  # type: ignore[method-assign]
     found = measure_losses(probe, LEVELS, job("head"), batch=64)
-    assert found.other_losses is not None
     # sinks and window alone are the same for all: one variant a head instead of three
     assert max(seen) <= 2 * (1 + 3 * 2)
-    assert (found.other_losses[..., 0] == found.losses[:, :, None, 0]).all()
+    assert (found.losses[:, :, 1:, 0] == found.losses[:, :, :1, 0]).all()
 
 
 def test_critical_keeps_what_the_policy_keeps() -> None:
@@ -179,7 +176,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("method", ["measured", "fast"])
 def test_profiles_hold_them_and_budgets_come_of_them(tmp_path: Any, method: str) -> None:
     output = tmp_path / "s.safetensors"
-    profile_to_file(tiny_model(), TOKENIZER, [words(300)], output, loss=method, **OPTIONS)
+    profile(tiny_model(), TOKENIZER, [words(300)], output=output, loss=method, **OPTIONS)
     found = ScoreProfile.load(output)
     assert [each.title for each in found.policies] == ["snapkv", "tova", "critical"]
     assert found.other_losses is not None
@@ -187,42 +184,6 @@ def test_profiles_hold_them_and_budgets_come_of_them(tmp_path: Any, method: str)
     assert found.other_losses.shape == (*found.losses.shape[:3], 2, found.losses.shape[3])
     decided = solve(found, budget="40%", objective="loss", level="head")
     assert all(check.passed for check in verify(decided, found))
-
-
-def test_a_killed_measurement_goes_on_with_its_policies(tmp_path: Any) -> None:
-    class Killed(Exception):
-        pass
-
-    def stop(done: int, total: int) -> None:
-        if done >= total - 1:
-            raise Killed
-
-    options = {**OPTIONS, "loss": "fast"}
-    with pytest.raises(Killed):
-        profile(
-            tiny_model(),
-            TOKENIZER,
-            [words(300)],
-            checkpoint=tmp_path / "x",
-            progress=stop,
-            **options,
-        )
-    other = {**options, "loss_policies": ("tova",)}
-    with pytest.raises(InputError, match="begun with losses"):
-        profile(
-            tiny_model(), TOKENIZER, [words(300)], checkpoint=tmp_path / "x", resume=True, **other
-        )
-    model, forwards = tiny_model(), []
-    model.register_forward_hook(lambda *_: forwards.append(1))
-    resumed = profile(
-        model, TOKENIZER, [words(300)], checkpoint=tmp_path / "x", resume=True, **options
-    )
-    whole, every = tiny_model(), []
-    whole.register_forward_hook(lambda *_: every.append(1))
-    unbroken = profile(whole, TOKENIZER, [words(300)], **options)
-    assert resumed.other_losses.tobytes() == unbroken.other_losses.tobytes()  # type: ignore[union-attr]
-    assert resumed.loss_policies == unbroken.loss_policies
-    assert 0 < len(forwards) < len(every)
 
 
 def test_policies_need_losses() -> None:

@@ -123,33 +123,6 @@ def test_probed_figures_are_those_that_measuring_everything_gives(
     assert again.digest() == found.digest()
 
 
-def test_a_killed_second_pass_goes_on_where_it_was(tmp_path: Path) -> None:
-    class Killed(Exception):
-        pass
-
-    seen: list[tuple[int, int]] = []
-
-    def stop(done: int, total: int) -> None:
-        seen.append((done, total))
-        if 4 * done >= 3 * total:  # one sample of the second pass is done
-            raise Killed
-
-    plan = LossPlan(level="head", probes=5, **PLAN)
-    with pytest.raises(Killed):
-        measured(loss=plan, checkpoint=tmp_path / "x", progress=stop)
-    assert len(list((tmp_path / "x").glob("sample_*"))) == 3
-    resumed = measured(loss=plan, checkpoint=tmp_path / "x", resume=True)
-    unbroken = measured(loss=plan, progress=lambda done, total: seen.append((done, total)))
-    assert resumed.losses is not None
-    assert np.array_equal(resumed.losses, unbroken.losses)
-    assert np.array_equal(resumed.loss_stderr, unbroken.loss_stderr)
-    assert seen[-1][0] == seen[-1][1]
-    measured(loss=plan, checkpoint=tmp_path / "y", keep_checkpoint=True)
-    other = LossPlan(level="head", probes=6, **PLAN)
-    with pytest.raises(InputError, match="begun with losses"):
-        measured(loss=other, checkpoint=tmp_path / "y", resume=True)
-
-
 def test_probes_that_cannot_be_are_refused() -> None:
     for options, message in (
         ({"loss": "fast", "probes": 3}, "3 probes of fast losses"),

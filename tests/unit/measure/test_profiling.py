@@ -1,8 +1,10 @@
 """From a model and text to a score profile."""
 
 import contextlib
+import dataclasses
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,15 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import scorer_oracle
 import torch
+from cli_tools import files_in
 from tiny_models import WordTokenizer, tiny_model, words
 
 import kvalloc
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure import Prompt, profile, profile_to_file
-from kvalloc.measure.checkpoint import Checkpoint
+from kvalloc.measure import Prompt, profile
+from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
+from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.models.attention import intercept_attention
 from kvalloc.scorers.xkv import XKV
 
@@ -199,22 +204,55 @@ def stop_after(layers: int):
     return progress
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_stopped_job_goes_on_and_gives_the_same_bits(tmp_path, batch):
-    folder = tmp_path / "s.safetensors.partial"
-    options = {"samples": 5, "batch": batch, "checkpoint": folder}
-    whole = measure(samples=5, batch=batch)
+LOSSES = {"shares": (0.0, 0.2, 0.6), "continuation_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({}, 3),
+        ({"batch": 2}, 3),
+        ({"bits": (8, 4)}, 3),
+        ({"share_length": 2}, 5),
+        ({"loss": LossPlan(**LOSSES)}, 3),
+        ({"loss": LossPlan(method="fast", level="head", policies=("tova",), **LOSSES)}, 3),
+        ({"loss": LossPlan(level="head", probes=5, policies=("tova",), **LOSSES)}, 3),
+    ],
+)
+def test_a_stopped_job_goes_on_and_gives_the_same_bits(tmp_path, options, layers):
+    model, output, calls = tiny_model(num_hidden_layers=layers), tmp_path / "s.safetensors", []
+    whole = measure(model, samples=5, progress=lambda *counts: calls.append(counts), **options)
+    assert calls[-1][0] == calls[-1][1]
+    before_last = calls[-2][0]
     with pytest.raises(Killed):
-        measure(**options, progress=stop_after(8))  # in the middle of a sample
-    done = len(list(folder.glob("sample_*")))
-    assert done == 2
-    first = []
-    again = measure(**options, resume=True, progress=lambda done, total: first.append(done))
-    assert first[0] == 3 * batch  # what was finished did not run again
-    for name in ARRAYS:
-        assert np.array_equal(getattr(whole, name), getattr(again, name))
-    assert whole.text_digest == again.text_digest
-    assert not folder.exists()
+        measure(model, samples=5, output=output, progress=stop_after(before_last), **options)
+    folder = tmp_path / "s.safetensors.partial"
+    assert len(list(folder.glob("sample_*"))) >= 4
+    model.register_forward_hook(lambda *_: calls.append("forward"))
+    calls.clear()
+    again = measure(model, samples=5, output=output, resume=True, **options)
+    n_resumed = len(calls)
+    measure(model, samples=5, **options)
+    assert not calls or n_resumed < len(calls) - n_resumed  # what was finished did not run again
+    for field in dataclasses.fields(whole):
+        mine, theirs = getattr(again, field.name), getattr(whole, field.name)
+        if isinstance(mine, np.ndarray):
+            assert mine.tobytes() == theirs.tobytes(), field.name
+    assert again.text_digest == whole.text_digest
+    assert list(tmp_path.iterdir()) == [output]
+    assert ScoreProfile.load(output).digest() == again.digest()
+
+
+def test_a_sample_that_another_job_would_give_is_measured_again(tmp_path):
+    output = tmp_path / "s.safetensors"
+    with pytest.raises(Killed):
+        measure(output=output, progress=stop_after(8))
+    kept = checkpoint_folder(output) / "sample_00000.safetensors"
+    arrays = safetensors.numpy.load_file(kept)
+    arrays["curves"] = arrays["curves"][:, :, :-1]
+    safetensors.numpy.save_file(arrays, kept, {"kvalloc.values": '{"interpolation_error": 0}'})
+    again = measure(output=output, resume=True)
+    assert np.array_equal(again.curves, measure().curves)
 
 
 @pytest.mark.parametrize(
@@ -224,36 +262,58 @@ def test_a_stopped_job_goes_on_and_gives_the_same_bits(tmp_path, batch):
         ({"context": 50}, "context_tokens"),
         ({"seed": 1}, "text_digest"),
         ({"model": tiny_model(seed=1)}, "weights"),
+        ({"bits": (8,)}, "bits"),
+        ({"loss": "fast"}, "losses"),
     ],
 )
 def test_another_job_is_not_resumed(tmp_path, changes, said):
-    folder = tmp_path / "x"
+    output = tmp_path / "x"
     with pytest.raises(Killed):
-        measure(checkpoint=folder, progress=stop_after(4))
+        measure(output=output, progress=stop_after(4))
     with pytest.raises(InputError, match=f"begun with {said}"):
-        measure(**{"checkpoint": folder, "resume": True, **changes})
+        measure(**{"output": output, "resume": True, **changes})
 
 
 def test_the_file_stands_before_the_samples_go(tmp_path, monkeypatch):
-    output = tmp_path / "s.safetensors"
-    removed = []
-    keep = Checkpoint.remove_folder
+    output, removed = tmp_path / "s.safetensors", []
+    finish = Checkpoint.finish
 
-    def spy(folder):
+    def spy(self):
         removed.append(ScoreProfile.load(output).n_samples)
-        keep(folder)
+        finish(self)
 
-    monkeypatch.setattr(Checkpoint, "remove_folder", staticmethod(spy))
-    options = {"context": 60, "samples": 3}
-    found = profile_to_file(tiny_model(), TOKENIZER, [words(300)], output, **options)
+    monkeypatch.setattr(Checkpoint, "finish", spy)
+    found = measure(output=output)
     assert removed == [3]
     assert list(tmp_path.iterdir()) == [output]
     assert ScoreProfile.load(output).digest() == found.digest()
 
 
-def test_an_output_that_cannot_be_written_shows_at_once(tmp_path):
+def test_what_cannot_be_written_or_resumed_shows_before_anything_is_measured(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
-        profile_to_file(tiny_model(), TOKENIZER, [words(300)], tmp_path / "no" / "s.safetensors")
+        measure(output=tmp_path / "no" / "s.safetensors")
+    with pytest.raises(InputError, match="name the output"):
+        measure(resume=True)
+    with pytest.raises(TypeError, match="colour"):
+        measure(colour=1)
+
+
+@pytest.mark.parametrize("layers", [8, 2])
+def test_a_full_disk_is_told_in_one_line_and_loses_no_sample(tmp_path, layers):
+    output = tmp_path / "s.safetensors"
+    with pytest.raises(Killed):
+        measure(output=output, progress=stop_after(layers))
+    before = files_in(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(InputError, match="cannot write .*: File too large") as error:
+            measure(output=output, resume=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(error.value)
+    assert files_in(tmp_path) == before
+    assert np.array_equal(measure(output=output, resume=True).curves, measure().curves)
 
 
 def test_a_killed_process_is_resumed(tmp_path):
@@ -263,15 +323,15 @@ def test_a_killed_process_is_resumed(tmp_path):
             """
             import os, signal, sys
             from tiny_models import WordTokenizer, tiny_model, words
-            from kvalloc.measure import profile_to_file
+            from kvalloc.measure import profile
 
             def progress(done, total):
                 if sys.argv[2] == "die" and done == 7:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            profile_to_file(
-                tiny_model(), WordTokenizer(), [words(300)], sys.argv[1], context=60, samples=4,
-                resume=sys.argv[2] == "resume", progress=progress,
+            profile(
+                tiny_model(), WordTokenizer(), [words(300)], output=sys.argv[1], context=60,
+                samples=4, resume=sys.argv[2] == "resume", progress=progress,
             )
             """
         )
@@ -287,7 +347,7 @@ def test_a_killed_process_is_resumed(tmp_path):
     assert run(output, "die") == -signal.SIGKILL
     assert not output.exists()
     manifest = json.loads((tmp_path / "s.safetensors.partial" / "manifest.json").read_text())
-    assert manifest["job"]["samples"] == 4
+    assert manifest["samples"] == 4
     assert run(output, "resume") == 0
     assert run(whole, "whole") == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == [

@@ -9,7 +9,7 @@ from tiny_models import WordTokenizer, tiny_model, words
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure import Prompt, profile, profile_to_file
+from kvalloc.measure import Prompt, profile
 from kvalloc.measure.loss_plan import LossPlan
 
 TOKENIZER = WordTokenizer()
@@ -29,7 +29,7 @@ def test_losses_lie_beside_the_retention_curves(tmp_path, method, level, heads):
     output = tmp_path / "s.safetensors"
     plan = LossPlan(method=method, level=level, **PLAN)
     options = {"context": 60, "samples": 2, "model_id": "tests/tiny", "loss": plan}
-    profile_to_file(tiny_model(), TOKENIZER, [words(300)], output, **options)
+    profile(tiny_model(), TOKENIZER, [words(300)], output=output, **options)
     found = ScoreProfile.load(output)
     assert np.array_equal(found.curves, plain.curves)
     assert found.loss_tokens.tolist() == [12, 26, 41, 60]
@@ -56,40 +56,6 @@ def test_answers_are_what_the_loss_is_measured_on():
     given = measure([answered], samples=1, loss=plan)
     assert np.array_equal(own.curves, given.curves)
     assert not np.allclose(own.losses, given.losses)
-
-
-def test_a_killed_measurement_goes_on_where_it_was(tmp_path):
-    class Killed(Exception):
-        pass
-
-    def stop(done, total):
-        if done >= total - 1:
-            raise Killed
-
-    plan = LossPlan(**PLAN)
-    with pytest.raises(Killed):
-        measure(loss=plan, checkpoint=tmp_path / "x", progress=stop)
-    model, forwards = tiny_model(), []
-    model.register_forward_hook(lambda *_: forwards.append(1))
-    resumed = measure(loss=plan, checkpoint=tmp_path / "x", resume=True, model=model)
-    whole = tiny_model()
-    every = []
-    whole.register_forward_hook(lambda *_: every.append(1))
-    unbroken = measure(loss=plan, model=whole)
-    assert resumed.losses.tobytes() == unbroken.losses.tobytes()
-    assert 0 < len(forwards) < len(every)
-
-
-def test_another_plan_is_not_gone_on_with(tmp_path):
-    def stop(done, total):
-        if done >= total - 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure(loss=LossPlan(**PLAN), checkpoint=tmp_path / "x", progress=stop)
-    other = LossPlan(**{**PLAN, "continuation_tokens": 4})
-    with pytest.raises(InputError, match="begun with losses"):
-        measure(loss=other, checkpoint=tmp_path / "x", resume=True)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from tiny_models import WordTokenizer, tiny_model, words
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import runs_of, similarity
-from kvalloc.measure import profile, profile_to_file
-from kvalloc.measure.shared import SharedRuns
+from kvalloc.measure import profile
+from kvalloc.measure.curves import SharedRuns
 
 TOKENIZER = WordTokenizer()
 
@@ -116,22 +116,11 @@ def test_saved_and_loaded(tmp_path):
     model = tiny_model(num_hidden_layers=5)
     options = {"context": 60, "samples": 2, "model_id": "tests/tiny", "share_length": 2}
     file = tmp_path / "s.safetensors"
-    made = profile_to_file(model, TOKENIZER, [words(300)], file, **options)
+    made = profile(model, TOKENIZER, [words(300)], output=file, **options)
     again = ScoreProfile.load(file)
     assert np.array_equal(again.shared_runs, made.shared_runs)
     assert np.array_equal(again.shared_curves, made.shared_curves)
     assert again.digest() == made.digest()
-
-
-def test_a_finished_sample_is_not_measured_again(tmp_path, monkeypatch):
-    model = tiny_model(num_hidden_layers=5)
-    options = {"context": 60, "samples": 2, "model_id": "tests/tiny", "share_length": 2}
-    folder = tmp_path / "s.partial"
-    whole = profile(model, TOKENIZER, [words(300)], **options)
-    profile(model, TOKENIZER, [words(300)], checkpoint=folder, keep_checkpoint=True, **options)
-    monkeypatch.setattr("kvalloc.measure.profiling.mini_prefill", None)
-    again = profile(model, TOKENIZER, [words(300)], checkpoint=folder, resume=True, **options)
-    assert np.array_equal(again.shared_curves, whole.shared_curves)
 
 
 def test_what_cannot_be_measured_is_refused():

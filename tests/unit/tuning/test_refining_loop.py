@@ -133,12 +133,12 @@ def test_a_killed_refinement_goes_on_where_it_was(
         if done == 9:
             raise Killed
 
-    asked: dict[str, Any] = {"budget": "35%", "checkpoint": tmp_path / "x"}
+    asked: dict[str, Any] = {"budget": "35%", "output": tmp_path / "x"}
     with pytest.raises(Killed):
         run(scores, model, progress=stop, **asked)
-    files = list((tmp_path / "x").glob("measured_*"))
+    files = list((tmp_path / "x.partial").glob("measured_*"))
     assert len(files) == 9
-    with pytest.raises(InputError, match="unfinished measurement.*resume=True"):
+    with pytest.raises(InputError, match="unfinished work.*resume=True"):
         run(scores, model, **asked)
     with pytest.raises(InputError, match="begun with continuation_tokens 5, now it is 4"):
         run(scores, model, resume=True, **{**asked, "continuation_tokens": 4})
@@ -149,7 +149,7 @@ def test_a_killed_refinement_goes_on_where_it_was(
     assert np.array_equal(resumed.budgets, unbroken.budgets)
     assert resumed.refinement == unbroken.refinement
     assert before
-    assert not (tmp_path / "x").exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]
 
 
 def test_fewest_bytes_within_a_held_out_loss(model: Any, scores: ScoreProfile) -> None:
