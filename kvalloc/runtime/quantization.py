@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
-from kvalloc.scorers.window_rows import window_attention
+from kvalloc.scorers.attention_rows import window_attention
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.parameters import NonNegative, OddWidth, Positive
-from kvalloc.scorers.window_rows import window_scores
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvalloc.scorers.pooled import PooledScorer
 
 
 @dataclass(frozen=True, kw_only=True)
-class CAKE(Scorer):
+class CAKE(PooledScorer):
     """Mean plus `gamma` times the variance of the window's attention, average-pooled.
 
     This is the method's choice of entries; its choice of budgets is the solver ``proportional``.
@@ -47,13 +41,3 @@ class CAKE(Scorer):
     window: Positive = 32
     pool: OddWidth = 5
     gamma: NonNegative = 200.0
-
-    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`."""
-        return window_scores(
-            states,
-            window=self.window,
-            sinks=sinks,
-            pool=self.pool,
-            variance_weight=self.gamma,
-        )

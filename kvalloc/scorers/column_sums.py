@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.window_rows import attention_rows, protected_columns
+from kvalloc.scorers.attention_rows import attention_rows, protected_columns
 
 if TYPE_CHECKING:
     from torch import Tensor

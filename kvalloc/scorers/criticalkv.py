@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.parameters import NonNegative, OddWidth, Positive
+from kvalloc.scorers.pooled import PooledScorer, Pooling
 from kvalloc.scorers.projected_values import projected_value_norms
-from kvalloc.scorers.window_rows import Pooling, window_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticalKV(Scorer):
+class CriticalKV(PooledScorer):
     """``(A + epsilon) * || V W_O ||_1``, with A the pooled mean attention of the window.
 
     Keeping the most of it minimises an upper bound of the change of the layer's output (Theorem
@@ -65,12 +64,6 @@ class CriticalKV(Scorer):
         UnsupportedModelError
             If the layer's output projection cannot be read.
         """
-        attention = window_scores(
-            states,
-            window=self.window,
-            sinks=sinks,
-            pool=self.pool,
-            pooling=self.pooling,
-        )
+        attention = super().score(states, sinks=sinks)
         scores = attention.add_(self.epsilon).mul_(projected_value_norms(states))
         return without_protected(scores, states, sinks=sinks, window=self.window)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.models.rope import known_frequencies, rotate
+from kvalloc.scorers.attention_rows import protected_columns
 from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.parameters import NonNegative, Positive
-from kvalloc.scorers.window_rows import protected_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,24 +94,18 @@ class ExpectedAttention(Scorer):
         frequencies = _frequencies(states)
         before = states.observed
         start = 0 if before is None else before.n_tokens
-        batch, n_heads, n_new, head_dim = states.queries.shape
-        real = ~protected_columns(states, sinks=sinks)[:, 0, -n_new:]
-        real = real.expand(batch, n_new)
-        totals = {
-            "count": real.sum(dim=-1).double(),
-            "sum": torch.zeros(batch, n_heads, head_dim, dtype=torch.float64, device=real.device),
-            "outer": torch.zeros(
-                batch, n_heads, head_dim, head_dim, dtype=torch.float64, device=real.device
-            ),
-        }
+        batch, _, n_new, _ = states.queries.shape
+        real = ~protected_columns(states, sinks=sinks)[:, :, -n_new:].expand(batch, 1, n_new)
+        totals = {"count": real.sum(dim=(1, 2)).double()}
         for first in range(0, n_new, _BLOCK_TOKENS):
             block = states.queries[:, :, first : first + _BLOCK_TOKENS].float()
             positions = torch.arange(first, first + block.shape[2], device=real.device) + start
             block = rotate(block, -positions, frequencies)
-            block = block * real[:, None, first : first + _BLOCK_TOKENS, None]
-            totals["sum"] += block.sum(dim=2).double()
+            block = block * real[:, :, first : first + _BLOCK_TOKENS, None]
+            found = {"sum": block.sum(dim=2).double()}
             if self.covariance:
-                totals["outer"] += (block.transpose(2, 3) @ block).double()
+                found["outer"] = (block.transpose(2, 3) @ block).double()
+            totals |= {name: totals.get(name, 0.0) + each for name, each in found.items()}
         if before is not None:
             totals = {name: total + before.totals[name] for name, total in totals.items()}
         return Observed(n_tokens=start + n_new, totals=totals)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers.attention_rows import protected_columns
 from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.parameters import Positive
-from kvalloc.scorers.window_rows import protected_columns
 
 if TYPE_CHECKING:
     from torch import Tensor

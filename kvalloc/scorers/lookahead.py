@@ -8,22 +8,20 @@ from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.later_pass import Later, LaterStep
-from kvalloc.scorers.parameters import Count, OddWidth, Positive
-from kvalloc.scorers.window_rows import (
-    Reduction,
+from kvalloc.scorers.attention_rows import (
     attention_rows,
-    pooled_votes,
     window_attention,
 )
+from kvalloc.scorers.later_pass import Later, LaterStep
+from kvalloc.scorers.parameters import Count, OddWidth, Positive
+from kvalloc.scorers.pooled import PooledScorer, Reduction
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lookahead(Scorer):
+class Lookahead(PooledScorer):
     """Attention of the first tokens that the model itself would say, and of the prompt's last ones.
 
     After the prompt the model drafts `tokens` tokens greedily with the full cache. How much their
@@ -132,14 +130,7 @@ class Lookahead(Scorer):
             n_rows += rows.shape[3]
         if self.row_reduce == "mean":
             votes = votes / n_rows.clamp(min=1)[:, None, None, None]
-        return pooled_votes(
-            votes,
-            states,
-            window=self.window,
-            sinks=sinks,
-            pool=self.pool,
-            group_reduce=self.group_reduce,
-        )
+        return self.pooled(votes, states, sinks=sinks)
 
     def query_rows(self, n_tokens: int) -> int:
         """Those that vote."""

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep
-from kvalloc.scorers.parameters import OddWidth, Positive, Range
-from kvalloc.scorers.window_rows import (
-    Reduction,
+from kvalloc.scorers.attention_rows import (
     attention_logits,
     attention_softmax,
-    pooled_votes,
 )
+from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep
+from kvalloc.scorers.parameters import OddWidth, Positive, Range
+from kvalloc.scorers.pooled import PooledScorer, Reduction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +25,7 @@ _LEAST_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reconstruction(Scorer):
+class Reconstruction(PooledScorer):
     """Largest attention that an entry gets while the model repeats the prompt, teacher-forced.
 
     The prompt comes a second time, in pieces of `chunk` tokens, over its own full cache. The
@@ -135,13 +133,10 @@ class Reconstruction(Scorer):
         noted = self.later_notes(states)
         assert noted.columns is not None  # `observe_later` made it
         n_kv_heads, n_tokens = states.keys.shape[1:3]
-        return pooled_votes(
+        return self.pooled(
             noted.columns.view(noted.columns.shape[0], n_kv_heads, -1, n_tokens),
             states,
-            window=self.window,
             sinks=sinks,
-            pool=self.pool,
-            group_reduce=self.group_reduce,
         )
 
 

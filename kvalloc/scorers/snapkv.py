@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.parameters import OddWidth, Positive
-from kvalloc.scorers.window_rows import Pooling, Reduction, window_scores
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvalloc.scorers.pooled import PooledScorer, Pooling, Reduction
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(Scorer):
+class SnapKV(PooledScorer):
     """Mean attention of the last `window` tokens to each earlier one, pooled.
 
     The method sums the rows; the mean ranks alike and makes masses comparable between windows.
@@ -50,7 +44,3 @@ class SnapKV(Scorer):
     pool: OddWidth = 5
     pooling: Pooling = "avg"
     group_reduce: Reduction = "mean"
-
-    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`."""
-        return window_scores(states, sinks=sinks, **self.parameters())

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.parameters import Positive
-from kvalloc.scorers.window_rows import protected_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,9 +48,7 @@ class Streaming(Scorer):
         """Scores of one layer's entries: ``(position + 1) / n_tokens``; see `Scorer.score`."""
         import torch
 
-        batch, n_kv_heads, n_tokens, _ = states.keys.shape
+        n_tokens = states.keys.shape[2]
         recency = torch.arange(1, n_tokens + 1, dtype=torch.float32, device=states.keys.device)
-        recency /= n_tokens
-        recency[max(n_tokens - self.window, 0) :] = 0.0
-        scores = recency.expand(batch, n_kv_heads, n_tokens)
-        return scores.masked_fill(protected_columns(states, sinks=sinks), 0.0)
+        scores = (recency / n_tokens).expand(states.keys.shape[:3]).clone()
+        return without_protected(scores, states, sinks=sinks, window=self.window)

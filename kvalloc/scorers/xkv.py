@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers.base import Scorer
 from kvalloc.scorers.parameters import OddWidth, Positive
-from kvalloc.scorers.window_rows import Reduction, window_scores
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvalloc.scorers.pooled import PooledScorer, Reduction
 
 
 @dataclass(frozen=True, kw_only=True)
-class XKV(Scorer):
+class XKV(PooledScorer):
     """Mean attention of the last `window` tokens to each earlier one, average-pooled.
 
     Parameters
@@ -45,7 +39,3 @@ class XKV(Scorer):
     window: Positive = 8
     pool: OddWidth = 7
     group_reduce: Reduction = "mean"
-
-    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
-        """Scores of one layer's entries; see `Scorer.score`."""
-        return window_scores(states, sinks=sinks, **self.parameters())

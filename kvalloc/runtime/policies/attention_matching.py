@@ -15,9 +15,9 @@ from kvalloc.runtime.matching import match_attention
 from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import Scorer
+from kvalloc.scorers.attention_rows import attention_logits, attention_softmax
 from kvalloc.scorers.later_pass import Later, LaterStep
 from kvalloc.scorers.parameters import Above0, Count
-from kvalloc.scorers.window_rows import attention_logits, attention_softmax
 
 if TYPE_CHECKING:
     from torch import Tensor

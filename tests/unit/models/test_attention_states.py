@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers")
 from kvalloc.errors import UnsupportedModelError  # noqa: E402
 from kvalloc.models.attention import intercept_attention  # noqa: E402
 from kvalloc.models.rope import layer_frequencies, rotate  # noqa: E402
+from kvalloc.scorers.attention_rows import attention_rows  # noqa: E402
 from kvalloc.scorers.expected_attention import ExpectedAttention  # noqa: E402
 from kvalloc.scorers.projected_values import projected_value_norms  # noqa: E402
-from kvalloc.scorers.window_rows import attention_rows  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

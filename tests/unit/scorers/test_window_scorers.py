@@ -10,7 +10,7 @@ from scorer_oracle import make_states
 
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers import window_rows
+from kvalloc.scorers import attention_rows
 from kvalloc.scorers.snapkv import SnapKV
 from kvalloc.scorers.xkv import XKV
 
@@ -72,7 +72,7 @@ def test_agrees_with_the_whole_matrix(window, pool, pooling, group_reduce, sinks
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_scored_in_float32_block_by_block(dtype, monkeypatch):
-    monkeypatch.setattr(window_rows, "_KEY_BLOCK_TOKENS", 7)
+    monkeypatch.setattr(attention_rows, "_KEY_BLOCK_TOKENS", 7)
     states = make_states(dtype=dtype)
     found = XKV(window=5).score(states, sinks=2)
     expected = scorer_oracle.window_scores(states, window=5, sinks=2, pool=7)

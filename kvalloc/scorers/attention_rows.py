@@ -1,12 +1,11 @@
-"""What scorers with an observation window share: a few attention rows, pooled, per KV head.
+"""Attention rows, logits and protected columns, computed again from what a layer's attention sees.
 
-Only the window's rows are computed again from queries and keys, so the cost is
-``window x n_tokens`` and the full attention matrix never exists.
+Only the rows that are asked for are computed, so the full attention matrix never exists.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates
@@ -14,109 +13,7 @@ from kvalloc.models.attention import AttentionStates
 if TYPE_CHECKING:
     from torch import Tensor
 
-Pooling = Literal["avg", "max"]
-Reduction = Literal["mean", "max"]
-
 _KEY_BLOCK_TOKENS = 4096
-
-
-def window_scores(
-    states: AttentionStates,
-    *,
-    window: int,
-    sinks: int,
-    pool: int,
-    pooling: Pooling = "avg",
-    group_reduce: Reduction = "mean",
-    variance_weight: float = 0.0,
-) -> Tensor:
-    """Attention of the last tokens to each earlier one, pooled and reduced to KV heads.
-
-    Softmax over all keys with the causal mask, mean over the window's rows, the window's own
-    columns dropped, the sinks set to 0, pooling along the tokens, then the mean (or maximum) over
-    the query heads that share a KV head.
-
-    Parameters
-    ----------
-    states : AttentionStates
-        What one layer's attention sees.
-    window : int
-        Rows that vote and columns that are dropped, tokens.
-    sinks : int
-        First columns, set to 0 before pooling: a sink can hold most of a head's mass, and the
-        pooling would smear it over its neighbours.
-    pool : int
-        Odd pooling width, tokens; stride 1; 1 turns it off. Zeros beyond the ends count.
-    pooling : {"avg", "max"}
-        How neighbours are pooled.
-    group_reduce : {"mean", "max"}
-        How the query heads of one KV head are reduced.
-    variance_weight : float
-        Of the (unbiased) variance over the window's rows, which is added to their mean.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads, n_tokens)
-        0 in the columns of padding, sinks and window.
-    """
-    n_tokens = int(states.keys.shape[2])
-    if n_tokens - window <= min(sinks, n_tokens):
-        return states.keys.new_zeros(states.keys.shape[:3]).float()
-    rows = window_attention(states, window)
-    votes = rows.mean(dim=3)
-    if variance_weight and rows.shape[3] > 1:
-        votes = votes + variance_weight * rows.var(dim=3)
-    return pooled_votes(
-        votes,
-        states,
-        window=window,
-        sinks=sinks,
-        pool=pool,
-        pooling=pooling,
-        group_reduce=group_reduce,
-    )
-
-
-def pooled_votes(
-    votes: Tensor,
-    states: AttentionStates,
-    *,
-    window: int,
-    sinks: int,
-    pool: int,
-    pooling: Pooling = "avg",
-    group_reduce: Reduction = "mean",
-) -> Tensor:
-    """Scores from what each query head gives each entry: the second half of `window_scores`.
-
-    Parameters
-    ----------
-    votes : Tensor of float32, (batch, n_kv_heads, group, n_tokens)
-    states : AttentionStates
-        What one layer's attention sees.
-    window, sinks, pool, pooling, group_reduce
-        As for `window_scores`.
-
-    Returns
-    -------
-    Tensor of float32, (batch, n_kv_heads, n_tokens)
-    """
-    from torch.nn import functional
-
-    batch, _, n_tokens, _ = states.keys.shape
-    scores = states.keys.new_zeros(states.keys.shape[:3]).float()
-    n_scored = n_tokens - window
-    if n_scored <= min(sinks, n_tokens):
-        return scores
-    protected = protected_columns(states, sinks=sinks)[..., :n_scored]
-    votes = votes[..., :n_scored].masked_fill(protected[:, :, None], 0.0)
-    if pool > 1:
-        pooled = functional.avg_pool1d if pooling == "avg" else functional.max_pool1d
-        flat = votes.reshape(batch, -1, n_scored)
-        votes = pooled(flat, pool, stride=1, padding=pool // 2).view(votes.shape)
-    reduced = votes.mean(dim=2) if group_reduce == "mean" else votes.amax(dim=2)
-    scores[..., :n_scored] = reduced.masked_fill_(protected, 0.0)
-    return scores
 
 
 def window_attention(states: AttentionStates, window: int) -> Tensor:

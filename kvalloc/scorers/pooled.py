@@ -1,0 +1,83 @@
+"""What scorers share that pool the votes of a few queries: the window's, or later ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers.attention_rows import protected_columns, window_attention
+from kvalloc.scorers.base import Scorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Pooling = Literal["avg", "max"]
+Reduction = Literal["mean", "max"]
+
+
+class PooledScorer(Scorer):
+    """Attention of the last `window` tokens to each earlier one, pooled and reduced to KV heads.
+
+    Softmax over all keys with the causal mask, mean over the window's rows, the window's own
+    columns dropped, the sinks set to 0, pooling along the tokens, then the mean (or maximum) over
+    the query heads that share a KV head. What of it is no parameter of a scorer is as here.
+
+    Attributes
+    ----------
+    window : int
+        Rows that vote and columns that are dropped, tokens.
+    pool : int
+        Odd pooling width, tokens; stride 1; 1 turns it off. Zeros beyond the ends count.
+    pooling : {"avg", "max"}
+        How neighbours are pooled.
+    group_reduce : {"mean", "max"}
+        How the query heads of one KV head are reduced.
+    gamma : float
+        Weight of the (unbiased) variance over the window's rows, which is added to their mean.
+    """
+
+    pool: int
+    pooling: Pooling = "avg"
+    group_reduce: Reduction = "mean"
+    gamma: float = 0.0
+
+    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Scores of one layer's entries; see `Scorer.score`."""
+        rows = window_attention(states, self.window)
+        votes = rows.mean(dim=3)
+        if self.gamma and rows.shape[3] > 1:
+            votes = votes + self.gamma * rows.var(dim=3)
+        return self.pooled(votes, states, sinks=sinks)
+
+    def pooled(self, votes: Tensor, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Scores from what each query head gives each entry.
+
+        Parameters
+        ----------
+        votes : Tensor of float32, (batch, n_kv_heads, group, n_tokens)
+        states : AttentionStates
+            What one layer's attention sees.
+        sinks : int
+            First columns, set to 0 before pooling: a sink can hold most of a head's mass, and the
+            pooling would smear it over its neighbours.
+
+        Returns
+        -------
+        Tensor of float32, (batch, n_kv_heads, n_tokens)
+            0 in the columns of padding, sinks and window.
+        """
+        from torch.nn import functional
+
+        scores = states.keys.new_zeros(states.keys.shape[:3]).float()
+        n_scored = scores.shape[-1] - self.window
+        if n_scored <= min(sinks, scores.shape[-1]):
+            return scores
+        protected = protected_columns(states, sinks=sinks)[..., :n_scored]
+        votes = votes[..., :n_scored].masked_fill(protected[:, :, None], 0.0)
+        if self.pool > 1:
+            pool = functional.avg_pool1d if self.pooling == "avg" else functional.max_pool1d
+            flat = votes.flatten(1, 2)
+            votes = pool(flat, self.pool, stride=1, padding=self.pool // 2).view(votes.shape)
+        reduced = votes.mean(dim=2) if self.group_reduce == "mean" else votes.amax(dim=2)
+        scores[..., :n_scored] = reduced.masked_fill_(protected, 0.0)
+        return scores
