@@ -69,7 +69,7 @@ class BudgetProfile:
         weighted by these numbers >= 0; 0 in sliding layers.
     by_prompt : bool
         The budgets say how many entries are kept in all, and each prompt hands them out among the
-        KV heads by its own scores (`kvalloc.runtime.handing_out`); what stands in ``budgets`` is
+        KV heads by its own scores (`kvalloc.runtime.selection`); what stands in ``budgets`` is
         then what the heads had in the mean.
     solver : str
         Who was asked to decide.

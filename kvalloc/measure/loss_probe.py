@@ -20,8 +20,7 @@ from kvalloc.measure.mini_prefill import begun_at, evaluating, layers_of
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.structure import decoder_of
 from kvalloc.runtime.holding import end_tokens
-from kvalloc.runtime.later_cache import HeldPrompt
-from kvalloc.runtime.later_passes import run_later_passes
+from kvalloc.runtime.later import HeldPrompt, run_later_passes
 
 if TYPE_CHECKING:
     from kvalloc.measure.sampling import SampleSet

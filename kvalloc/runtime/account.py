@@ -1,22 +1,83 @@
-"""What a cache stores now: entries, their positions, and bytes."""
+"""What a cache stores now: entries, their positions, and bytes; on layers of any kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime import plain
+from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.arrival import Arrival
 from kvalloc.runtime.layer import BudgetLayer
+from kvalloc.shape import ModelShape
 
-__all__ = ["Account"]
+__all__ = ["Account", "free_slid_out", "stored_tensors"]
+
+
+def stored_rows(layer: Any) -> int:
+    """Rows of the batch that a layer stores; 0 before the first forward."""
+    if isinstance(layer, BudgetLayer):
+        return layer.batch
+    return 0 if layer.keys is None or layer.keys.ndim < 4 else int(layer.keys.shape[0])
+
+
+def allocated_bytes(layers: Iterable[Any]) -> int:
+    """Bytes of K and V storage of these layers: every storage once and in full."""
+    storages = {}
+    for layer in layers:
+        for tensor in stored_tensors(layer):
+            storage = tensor.untyped_storage()
+            storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
+    return sum(storages.values())
+
+
+def stored_tensors(layer: Any) -> list[Tensor]:
+    """All K and V tensors of a layer of any kind."""
+    if isinstance(layer, BudgetLayer):
+        return layer.stored_tensors()
+    return [] if layer.keys is None else [layer.keys, layer.values]
+
+
+def plain_bytes(shape: ModelShape, row_tokens: IntArray) -> int:
+    """Bytes of K and V of a plain cache whose rows have so many tokens, (batch,)."""
+    lengths, rows = np.unique(row_tokens, return_counts=True)
+    return sum(
+        shape.full_bytes(int(length), int(count))
+        for length, count in zip(lengths, rows, strict=True)
+        if length
+    )
+
+
+def slid_out_bytes(layers: Iterable[Any]) -> int:
+    """Bytes of entries that have left a sliding window and are allocated still."""
+    return sum(
+        tensor.untyped_storage().nbytes() - tensor.nbytes
+        for layer in layers
+        if not isinstance(layer, BudgetLayer)
+        for tensor in stored_tensors(layer)
+    )
+
+
+def free_slid_out(layer: Any, states: AttentionStates) -> None:
+    """Give back the storage of prompt tokens that have left a sliding window.
+
+    transformers keeps a view of the last tokens, whose storage is the whole prompt's. After one
+    decoded token it has one entry more than the view, and to free that would copy the whole window
+    for each token; it goes with the next one.
+    """
+    if states.queries.shape[2] == 1:
+        return
+    for name in ("keys", "values"):
+        view: Tensor = getattr(layer, name)
+        if view.untyped_storage().nbytes() > view.nbytes:
+            setattr(layer, name, view.clone(memory_format=torch.contiguous_format))
 
 
 class Account:
@@ -30,12 +91,12 @@ class Account:
     @property
     def batch(self) -> int:
         """Rows that are stored; 0 before the first forward."""
-        return plain.stored_rows(self.layers[0])
+        return stored_rows(self.layers[0])
 
     @property
     def retained_bytes(self) -> int:
         """Bytes of K and V storage allocated now: every storage once and in full."""
-        return plain.allocated_bytes(self.layers)
+        return allocated_bytes(self.layers)
 
     @property
     def full_bytes(self) -> int:
@@ -48,7 +109,7 @@ class Account:
             return 0
         shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
         tokens = self.arrival.row_tokens(self.get_seq_length(), self.batch)
-        return plain.plain_bytes(shape, tokens) + plain.slid_out_bytes(self.layers)
+        return plain_bytes(shape, tokens) + slid_out_bytes(self.layers)
 
     @property
     def kept_tokens(self) -> IntArray:

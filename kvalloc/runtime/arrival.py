@@ -121,7 +121,7 @@ class Arrival:
         self._kept_budgets: IntArray | None = None
         self._followed = 0
         self.prompt_tokens: int | None = None
-        self.complete = False
+        self.complete = self._in_one_forward = False
         self.open = False
         self.visible: Tensor | None = None
         self.row_profiles: tuple[BudgetProfile, ...] | None = None
@@ -225,6 +225,11 @@ class Arrival:
             follows=True,
         )
 
+    def took_for_whole(self, step: Step) -> bool:
+        """Whether a step comes right after a first forward that was taken for the whole prompt."""
+        unannounced = self._in_one_forward and self.announced is None and self.decode_every is None
+        return unannounced and step.follows and step.seen == self.prompt_tokens
+
     def commit(self, step: Step) -> None:
         """The forward went through."""
         self.visible = step.visible
@@ -234,6 +239,7 @@ class Arrival:
         elif step.budgets is not None:
             self.prompt_tokens = step.seen + step.new_tokens
             self.complete = step.completes
+            self._in_one_forward = step.completes and step.seen == 0
             # A short prompt has less than sinks and window; what follows fills them.
             self._kept_budgets = np.maximum(step.budgets, self._profile.policy.protected_tokens)
 

@@ -23,8 +23,8 @@ from kvalloc.errors import (
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.models.structure import decoder_of
-from kvalloc.runtime import hooks, plain, refusals
-from kvalloc.runtime.account import Account
+from kvalloc.runtime import hooks, refusals
+from kvalloc.runtime.account import Account, free_slid_out, stored_tensors
 from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.attention.backends import (
     apart_attention,
@@ -36,7 +36,7 @@ from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.masks import MaskKind, biased_mask, stored_mask
 from kvalloc.runtime.attention.torch import masked_attention
 from kvalloc.runtime.deciding import Decide, DecidesByPrompt
-from kvalloc.runtime.groups import GroupEviction, Held, groups_by_layer
+from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
 from kvalloc.runtime.holding import HoldsPrompt
 from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, gathered, row_numbers
 from kvalloc.runtime.packed import packed_layers
@@ -85,7 +85,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         self.decoder = weakref.ref(decoder_of(model))
         self._model_name = type(model).__name__
         self.arrival = Arrival(profile, prompt_tokens, decode_every)
-        self._prefilling = False
+        self._prefilling = self._warned = False
         self._bits = packed_layers(profile)
         self._groups = groups_by_layer(profile.share_groups)
         self._reader = self._policy.reader(sinks=profile.policy.sinks, window=profile.policy.window)
@@ -201,7 +201,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
             )
         if self._interrupted is not None:
             raise UnsupportedRequestError(self._interrupted)
-        mask_kind = refusals.check_forward(self, decoder, arguments)
+        mask_kind = refusals.check_forward(decoder, arguments, self.batch)
         batch, new_tokens = refusals.new_tokens_shape(arguments)
         if not (self.get_seq_length() or self.arrival.announced or self.arrival.open):
             refusals.check_not_chunked()
@@ -210,6 +210,8 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
             mask = None  # nothing was evicted, so any mask of transformers' own fits
         self._decide_on_arrival(batch, arguments, mask)
         step = self.arrival.step(self.get_seq_length(), batch, new_tokens, mask)
+        if self.arrival.took_for_whole(step) and self.reduced and not self._warned:
+            self._warned = refusals.warn_of_long_chunk(step.seen, new_tokens)
         self._targets = {}
         if holds := self._holds(step):
             self._begin_held(arguments, step)
@@ -244,7 +246,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         layer = self.layers[states.layer]
         if not isinstance(layer, BudgetLayer):
             output = compute(states.mask)
-            plain.free_slid_out(layer, states)
+            free_slid_out(layer, states)
             return output
         output = self._attention(layer, states, compute)
         step = self._step
@@ -258,7 +260,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
             layer.unfinished.clear()
             return output
         policy = self.profile.policy
-        eviction = GroupEviction(
+        eviction = Eviction(
             policy=self._policy,
             sinks=policy.sinks,
             window=policy.window,
@@ -432,8 +434,10 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
             If the cut would reach into a reduced prompt, or into tokens that a sliding layer has
             dropped.
         """
-        refusals.check_crop(self)
-        remove = cropped_tokens(tokens_to_remove, self.get_seq_length())
+        seen = self.get_seq_length()
+        arriving = bool(seen) and not self.prompt_complete
+        refusals.check_crop(decoding=self.arrival.decode_every is not None, arriving=arriving)
+        remove = cropped_tokens(tokens_to_remove, seen)
         if remove <= 0:
             return
         for layer in self.layers:
@@ -478,7 +482,7 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         memo[id(self)] = clone
         for shared in (self._stored_profile, self._policy, self._decide, *self.row_profiles):
             memo[id(shared)] = shared
-        for tensor in (one for layer in self.layers for one in plain.stored_tensors(layer)):
+        for tensor in (one for layer in self.layers for one in stored_tensors(layer)):
             if tensor.requires_grad:  # torch copies no tensor with a history
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})

@@ -6,17 +6,60 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
+from kvalloc.models.structure import text_config
 from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.deciding import Decide
+from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies import changed_policy, policy_class
-from kvalloc.runtime.sizes import make_layers
+from kvalloc.shape import ModelShape
 
-__all__ = ["make_cache", "with_policy"]
+__all__ = ["make_cache", "make_layers", "with_policy"]
+
+
+def make_layers(model: nn.Module, shape: ModelShape) -> list[CacheLayerMixin]:
+    """Cache layers for the model, its full-attention ones replaced by `BudgetLayer`.
+
+    Sliding layers are transformers' own: they hold a constant number of entries anyway.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A decoder-only model.
+    shape : ModelShape
+        Its sizes, which say which layers get budgets.
+
+    Returns
+    -------
+    list of CacheLayerMixin, one a model layer
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a layer caches anything but keys and values of full or sliding attention.
+    """
+    layers: list[Any] = DynamicCache(config=text_config(model)).layers
+    expected = [
+        DynamicLayer if t == "full" else DynamicSlidingWindowLayer for t in shape.layer_types
+    ]
+    found = [type(layer) for layer in layers]
+    if found != expected:
+        kinds = ", ".join(sorted({kind.__name__ for kind in found}))
+        raise UnsupportedModelError(
+            f"transformers caches {type(model).__name__} in {len(found)} layers of {kinds}; "
+            "kvalloc reduces full attention next to sliding-window attention only"
+        )
+    return [BudgetLayer() if type(layer) is DynamicLayer else layer for layer in layers]
 
 
 def make_cache(

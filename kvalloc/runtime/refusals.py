@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +20,13 @@ from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.attention.masks import MaskKind, mask_kind
 from kvalloc.runtime.policies import ByHead, EvictionPolicy, RankedPolicy, Weighted, policy_class
 
-if TYPE_CHECKING:
-    from kvalloc.runtime.cache import BudgetCache
-
 __all__ = [
-    "ASSISTED",
     "HALF_WAY",
-    "OFFLOADED",
     "RefusedCalls",
     "broken_off",
     "check_chunk",
+    "check_crop",
+    "check_decoding",
     "check_forward",
     "check_generate",
     "check_kept",
@@ -37,6 +35,7 @@ __all__ = [
     "check_profile",
     "check_read",
     "new_tokens_shape",
+    "warn_of_long_chunk",
 ]
 
 ASSISTED = (
@@ -68,37 +67,30 @@ PICKLED = (
 UNUSED = "use_cache=False asks for no cache, so there is nothing to reduce; leave it out"
 
 
+LONG_CHUNK = 32
+"""Tokens right after a prompt, and at least half as many as it has, that look like more of it."""
+
+
+def _refuse(*cases: tuple[object, str]) -> None:
+    """Raise `UnsupportedRequestError` with the message of the first condition that is true."""
+    for wrong, message in cases:
+        if wrong:
+            raise UnsupportedRequestError(message)
+
+
 class RefusedCalls:
     """Calls of transformers' that a reduced cache cannot answer."""
 
-    def activate_past_recording(self) -> None:
-        """Refuse: this is what assisted generation asks for.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            Always.
-        """
+    def activate_past_recording(self) -> NoReturn:
+        """Refuse, always: this is what assisted generation asks for."""
         raise UnsupportedRequestError(ASSISTED)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse to be pickled, or copied by half (`copy.copy`).
-
-        Raises
-        ------
-        UnsupportedRequestError
-            Always.
-        """
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse, always, to be pickled, or copied by half (`copy.copy`)."""
         raise UnsupportedRequestError(PICKLED)
 
-    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Refuse: evicted layers are small, and their masks are made on their device.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            Always.
-        """
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> NoReturn:
+        """Refuse, always: evicted layers are small, and their masks are made on their device."""
         raise UnsupportedRequestError(OFFLOADED)
 
 
@@ -108,6 +100,33 @@ def broken_off(prompt_tokens: int) -> str:
         f"prefill() was left by an error after {prompt_tokens:,} tokens, so this cache lacks the "
         "rest of the prompt; call cache.reset() and start with the prompt again"
     )
+
+
+def warn_of_long_chunk(seen: int, new_tokens: int) -> bool:
+    """Warn where the tokens right after a prompt look like more of it.
+
+    Parameters
+    ----------
+    seen : int
+        Tokens of the prompt, which just ended.
+    new_tokens : int
+        Tokens that follow it, none of which will be evicted.
+
+    Returns
+    -------
+    bool
+        Whether a warning was given.
+    """
+    long = new_tokens >= max(LONG_CHUNK, seen / 2)
+    if long:
+        warnings.warn(
+            f"{new_tokens} tokens follow a prompt of {seen} and are all kept, beyond its budgets. "
+            "If they belong to the prompt, announce its length: kvalloc.runtime.make_cache("
+            f"profile, model, prompt_tokens={seen + new_tokens}); or run all of its chunks inside "
+            "`with cache.prefill():`",
+            stacklevel=2,
+        )
+    return long
 
 
 def check_profile(profile: BudgetProfile) -> None:
@@ -121,43 +140,35 @@ def check_profile(profile: BudgetProfile) -> None:
     InputError
         For budgets below sinks and window.
     """
-    if profile.bits is not None and bool((profile.bits != 16).any()):
-        _check_bits(profile)
-    if profile.share_groups:
-        _check_shares(profile)
-    full = list(profile.shape.full_layers)
-    least = min(profile.policy.protected_tokens, profile.context_tokens)
-    if int(profile.budgets[full].min()) < least:
-        raise InputError(
-            f"the smallest budget is {int(profile.budgets[full].min())} entries, below the "
-            f"{least} tokens of sinks and window that are never evicted; solve again with "
-            f"{option('min_tokens', least)}"
-        )
-
-
-def _check_bits(profile: BudgetProfile) -> None:
-    assert profile.bits is not None  # the caller has looked
-    fewest = int(profile.bits.min())
-    if policy_class(profile.policy.name).reader is not EvictionPolicy.reader:
-        raise UnsupportedRequestError(
-            f"this profile stores entries at {fewest} bits, but the policy {profile.policy.name} "
-            "compares keys as the model made them at each decoded token; choose another policy, "
-            f"or solve again without {option('bits')}"
-        )
-
-
-def _check_shares(profile: BudgetProfile) -> None:
+    name, kind = profile.policy.name, policy_class(profile.policy.name)
+    fewest = 16 if profile.bits is None else int(profile.bits.min())
     groups = f"in this profile {shared_text(profile.share_groups)}"
-    if profile.unit_policies is not None or profile.unit_weights is not None:
-        raise UnsupportedRequestError(
+    several = profile.unit_policies is not None or profile.unit_weights is not None
+    _refuse(
+        (
+            fewest < 16 and kind.reader is not EvictionPolicy.reader,
+            f"this profile stores entries at {fewest} bits, but the policy {name} compares keys as "
+            "the model made them at each decoded token; choose another policy, or solve again "
+            f"without {option('bits')}",
+        ),
+        (
+            profile.share_groups and several,
             f"{groups}, but heads have different policies, which cannot choose together; solve "
-            f"again without {option('share_groups')}, or with one policy"
-        )
-    if not issubclass(policy_class(profile.policy.name), RankedPolicy):
-        raise UnsupportedRequestError(
-            f"{groups}, but the policy {profile.policy.name} chooses for each layer on its own; "
-            "take one that ranks, such as score, or solve again without "
-            f"{option('share_groups')}"
+            f"again without {option('share_groups')}, or with one policy",
+        ),
+        (
+            profile.share_groups and not issubclass(kind, RankedPolicy),
+            f"{groups}, but the policy {name} chooses for each layer on its own; take one that "
+            f"ranks, such as score, or solve again without {option('share_groups')}",
+        ),
+    )
+    smallest = int(profile.budgets[list(profile.shape.full_layers)].min())
+    least = min(profile.policy.protected_tokens, profile.context_tokens)
+    if smallest < least:
+        raise InputError(
+            f"the smallest budget is {smallest} entries, below the {least} tokens of sinks and "
+            "window that are never evicted; solve again with "
+            f"{option('min_tokens', least)}"
         )
 
 
@@ -174,24 +185,25 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
     """
     if prompt_tokens is not None and prompt_tokens < 1:
         raise InputError(f"prompt_tokens is {prompt_tokens}, expected >= 1")
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise UnsupportedRequestError(COMPILED)
     config = getattr(model, "generation_config", None)
-    if getattr(config, "compile_config", None) is not None:
-        raise UnsupportedRequestError(COMPILED)
     kind = getattr(config, "cache_implementation", None)
-    if kind not in (None, "dynamic"):
-        raise UnsupportedRequestError(
-            f"the model's generation config asks for a {kind} cache, which does not go with "
-            "another one; set model.generation_config.cache_implementation to None"
-        )
     chunk = getattr(config, "prefill_chunk_size", None)
-    if chunk is not None and prompt_tokens is None:
-        raise UnsupportedRequestError(
+    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    _refuse(
+        (hasattr(model, "_orig_mod") or compiled, COMPILED),
+        (getattr(config, "compile_config", None) is not None, COMPILED),
+        (
+            kind not in (None, "dynamic"),
+            f"the model's generation config asks for a {kind} cache, which does not go with "
+            "another one; set model.generation_config.cache_implementation to None",
+        ),
+        (
+            chunk is not None and prompt_tokens is None,
             f"the model prefills in chunks of {chunk} tokens, and a second chunk cannot be told "
             "from a follow-up; say how long the prompt is: "
-            "kvalloc.runtime.make_cache(profile, model, prompt_tokens=...)"
-        )
+            "kvalloc.runtime.make_cache(profile, model, prompt_tokens=...)",
+        ),
+    )
 
 
 def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
@@ -227,11 +239,13 @@ def check_decoding(policy: type[EvictionPolicy], decode_every: object) -> None:
         raise InputError(
             f"{option('decode_every')} is {decode_every!r}, expected a number of tokens >= 1"
         )
-    if policy.combine is not EvictionPolicy.combine:
-        raise UnsupportedRequestError(
-            f"the policy {policy.name} merges entries, for which it has to see the whole prompt at "
-            f"once; leave out {option('decode_every')}, or choose another policy"
-        )
+    merges = policy.combine is not EvictionPolicy.combine
+    without = f"leave out {option('decode_every')}, or choose another policy"
+    _refuse((merges, f"{_merging(policy.name)} at once; {without}"))
+
+
+def _merging(name: str) -> str:
+    return f"the policy {name} merges entries, for which it has to see the whole prompt"
 
 
 def check_chunk(policy: EvictionPolicy, step: Step) -> None:
@@ -244,18 +258,23 @@ def check_chunk(policy: EvictionPolicy, step: Step) -> None:
         chunks have put there would be counted as one token again.
     """
     whole = step.follows or (step.seen == 0 and step.completes)
-    if policy.combines and step.budgets is not None and not whole:
-        raise UnsupportedRequestError(
-            f"the policy {policy.name} merges entries, for which it has to see the whole prompt; "
-            "send it in one piece, or choose another policy"
-        )
-    several = isinstance(policy, ByHead | Weighted) and policy.needs_whole_prompt
-    if several and step.remember:  # something follows that has to be added up
-        raise UnsupportedRequestError(
+    _refuse(
+        (
+            policy.combines and step.budgets is not None and not whole,
+            f"{_merging(policy.name)}; send it in one piece, or choose another policy",
+        ),
+        (  # something follows that has to be added up
+            step.remember and needs_whole_prompt(policy),
             "one of this profile's policies adds up the attention of all tokens, which works for "
             "prompts in one piece only where heads have different policies; send the prompt in "
-            f"one piece without {option('decode_every')}, or give all heads one policy"
-        )
+            f"one piece without {option('decode_every')}, or give all heads one policy",
+        ),
+    )
+
+
+def needs_whole_prompt(policy: EvictionPolicy) -> bool:
+    """Whether heads have different policies, of which one adds up what each chunk brings."""
+    return isinstance(policy, ByHead | Weighted) and policy.needs_whole_prompt
 
 
 def check_read(policy: EvictionPolicy, targets: Iterable[IntArray]) -> None:
@@ -266,31 +285,42 @@ def check_read(policy: EvictionPolicy, targets: Iterable[IntArray]) -> None:
     UnsupportedRequestError
         If a layer is to keep different numbers of entries.
     """
-    if any((counts != counts[0, 0]).any() for counts in targets):
-        raise UnsupportedRequestError(
+    _refuse(
+        (
+            any((counts != counts[0, 0]).any() for counts in targets),
             f"the policy {policy.name} leaves entries unread at each decoded token, which needs "
             "the same number of entries in all rows and heads of a layer; use a profile of layer "
-            "level and prompts of equal length, or another policy"
+            "level and prompts of equal length, or another policy",
         )
+    )
 
 
-def check_crop(cache: BudgetCache) -> None:
+def check_crop(*, decoding: bool, arriving: bool) -> None:
     """Refuse to take tokens back where that cannot be right, whichever they are.
+
+    Parameters
+    ----------
+    decoding : bool
+        Whether the budget is kept while decoding.
+    arriving : bool
+        Whether some of the prompt has come, but not all.
 
     Raises
     ------
     UnsupportedRequestError
-        While the prompt is arriving, or where the budget is kept while decoding.
+        In both cases.
     """
-    if cache.arrival.decode_every is not None:
-        raise UnsupportedRequestError(
+    _refuse(
+        (
+            decoding,
             "cannot crop a cache that keeps its budget while decoding: what scores were made of "
-            f"cannot be taken back; make one without {option('decode_every')}"
-        )
-    if cache.get_seq_length() and not cache.prompt_complete:
-        raise UnsupportedRequestError(
-            "cannot crop before the prompt is complete; reset the cache and start again"
-        )
+            f"cannot be taken back; make one without {option('decode_every')}",
+        ),
+        (
+            arriving,
+            "cannot crop before the prompt is complete; reset the cache and start again",
+        ),
+    )
 
 
 def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
@@ -312,40 +342,36 @@ def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
     configs = [arguments.get("generation_config"), getattr(model, "generation_config", None)]
 
     def setting(name: str) -> Any:
-        if arguments.get(name) is not None:
-            return arguments[name]
-        values = (getattr(config, name, None) for config in configs if config is not None)
+        values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in values if value is not None), None)
 
-    if arguments.get("assistant_model") is not None or setting("prompt_lookup_num_tokens"):
-        raise UnsupportedRequestError(ASSISTED)
-    implementation = setting("cache_implementation")
-    if implementation is not None and "offloaded" in implementation:
-        raise UnsupportedRequestError(OFFLOADED)
-    if implementation not in (None, "dynamic"):
-        raise UnsupportedRequestError(
-            f"cache_implementation={implementation!r} asks for another cache; leave it out where "
-            "kvalloc supplies the cache"
-        )
-    if setting("use_cache") is False:
-        raise UnsupportedRequestError(UNUSED)
-    if setting("compile_config") is not None:
-        raise UnsupportedRequestError(COMPILED)
-    if setting("output_attentions"):
-        raise UnsupportedRequestError(WEIGHTS)
+    kind = setting("cache_implementation")
+    _refuse(
+        (arguments.get("assistant_model") is not None, ASSISTED),
+        (setting("prompt_lookup_num_tokens"), ASSISTED),
+        ("offloaded" in (kind or ""), OFFLOADED),
+        (
+            kind not in (None, "dynamic"),
+            f"cache_implementation={kind!r} asks for another cache; leave it out where kvalloc "
+            "supplies the cache",
+        ),
+        (setting("use_cache") is False, UNUSED),
+        (setting("compile_config") is not None, COMPILED),
+        (setting("output_attentions"), WEIGHTS),
+    )
 
 
-def check_forward(cache: BudgetCache, decoder: nn.Module, arguments: Mapping[str, Any]) -> MaskKind:
+def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows: int) -> MaskKind:
     """Refuse a forward that the cache cannot serve.
 
     Parameters
     ----------
-    cache : BudgetCache
-        The cache, before the forward.
     decoder : nn.Module
         The model.
     arguments : mapping
         Arguments of the decoder's forward by name.
+    stored_rows : int
+        Rows that the cache holds before it.
 
     Returns
     -------
@@ -357,28 +383,32 @@ def check_forward(cache: BudgetCache, decoder: nn.Module, arguments: Mapping[str
     UnsupportedRequestError
         If the attention implementation, the arguments, the batch size or the mask do not fit.
     """
-    if _is_compiled():
-        raise UnsupportedRequestError(COMPILED)
-    if arguments.get("use_cache") is False:
-        raise UnsupportedRequestError(UNUSED)
-    if decoder.training and _is_checkpointed(decoder):
-        raise UnsupportedRequestError(CHECKPOINTED)
     base = base_implementation(decoder.config)
     kind = mask_kind(base)
-    if kind is None:
-        raise UnsupportedRequestError(
+    weights = arguments.get("output_attentions")
+    if weights is None:
+        weights = getattr(decoder.config, "output_attentions", False)
+    _refuse(
+        (_is_compiled(), COMPILED),
+        (arguments.get("use_cache") is False, UNUSED),
+        (decoder.training and _is_checkpointed(decoder), CHECKPOINTED),
+        (
+            kind is None,
             f"a reduced cache runs on sdpa, eager, flash and flex attention, not on {base}; load "
-            'the model with attn_implementation="sdpa"'
-        )
-    wanted = arguments.get("output_attentions")
-    if wanted or (wanted is None and getattr(decoder.config, "output_attentions", False)):
-        raise UnsupportedRequestError(WEIGHTS)
+            'the model with attn_implementation="sdpa"',
+        ),
+        (weights, WEIGHTS),
+    )
     batch, _ = new_tokens_shape(arguments)
-    if cache.batch and cache.batch != batch:
-        raise UnsupportedRequestError(
-            f"the cache holds {_rows(cache.batch)}, but this input has {batch}; make a cache for "
-            "each batch, or repeat the rows with cache.batch_repeat_interleave(n)"
+    rows = "1 row" if stored_rows == 1 else f"{stored_rows} rows"
+    _refuse(
+        (
+            stored_rows not in (0, batch),
+            f"the cache holds {rows}, but this input has {batch}; make a cache for each batch, or "
+            "repeat the rows with cache.batch_repeat_interleave(n)",
         )
+    )
+    assert kind is not None
     return kind
 
 
@@ -437,7 +467,3 @@ def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
         if isinstance(tensor, Tensor):
             return int(tensor.shape[0]), int(tensor.shape[1])
     raise UnsupportedRequestError("this forward has neither input_ids nor inputs_embeds")
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count} rows"

@@ -1,15 +1,18 @@
-"""Which entries a KV head keeps: sinks, window, and the best of the rest."""
+"""Which entries a KV head keeps, and how many: sinks, window, and the best of the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 
-__all__ = ["Room", "best_entries", "keep_best", "row_places", "select_entries"]
+__all__ = ["Room", "best_entries", "handed_out", "keep_best", "row_places", "select_entries"]
 
 
 def select_entries(scores: Tensor, budget: int, *, sinks: int, window: int) -> Tensor:
@@ -228,3 +231,36 @@ def _does_not_fit(budget: int, tokens: int, sinks: int, window: int) -> InputErr
         f"a budget of {budget} entries does not fit a prompt of {tokens} tokens with "
         f"{sinks} sinks and a window of {window}; solve again with larger budgets"
     )
+
+
+def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntArray:
+    """How many entries each head keeps of one prompt.
+
+    Parameters
+    ----------
+    scores : sequence of Tensor, each (n_kv_heads, n_evictable)
+        For each layer, of the entries that can be evicted; comparable across layers and heads.
+    total : int
+        Entries that all heads keep together, sinks and window included.
+    protected : int
+        Sinks and window of each head.
+
+    Returns
+    -------
+    ndarray of int64, (n_layers, n_kv_heads)
+        Sums to `total`, but at least to sinks and window everywhere, and at most to everything.
+        Among equal scores the earlier layer wins, and in it the earlier head.
+    """
+    device = scores[0].device
+    joined = torch.stack([own.to(device, torch.float32) for own in scores])
+    n_evictable = int(joined.shape[-1])
+    wanted = min(max(total - protected * (joined.shape[0] * joined.shape[1]), 0), joined.numel())
+    if n_evictable == 0 or wanted == 0:
+        return np.full(tuple(joined.shape[:2]), protected, dtype=np.int64)
+    least = joined.reshape(-1).topk(wanted, sorted=False).values.min()
+    counts = (joined > least).sum(dim=-1).cpu().numpy().astype(np.int64)
+    ties = (joined == least).sum(dim=-1).cpu().numpy().astype(np.int64)
+    before = np.cumsum(ties) - ties.ravel()
+    room = np.clip(wanted - counts.sum() - before, 0, ties.ravel())
+    found: IntArray = counts + room.reshape(counts.shape) + protected
+    return found

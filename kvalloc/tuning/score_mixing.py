@@ -1,6 +1,6 @@
 """Each head's mixture of scorers as what a descent moves: prompts hand out entries by score.
 
-Where each prompt hands out its entries among the heads by score (`kvalloc.runtime.handing_out`),
+Where each prompt hands out its entries among the heads by score (`kvalloc.runtime.selection`),
 what is to be decided beforehand is how the scores of different heads compare, and which scorer
 knows best in which head. Both are weights of scores, and the loss is made smooth in them.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.runtime.handing_out import handed_out
+from kvalloc.runtime.selection import handed_out
 from kvalloc.tuning.descent import (
     Decision,
     Descent,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -156,3 +157,30 @@ def test_an_announced_prompt_is_incomplete_until_its_last_chunk(
     run(model, ids[:, CHUNK:], cache)
     assert cache.prompt_complete
     cache.save(tmp_path / "c.kv")
+
+
+def test_a_long_second_chunk_that_was_not_announced_is_warned_of_once(tiny: ModuleType) -> None:
+    """Half of the first chunk is kept and all of the second, where half of both was granted."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    half = CONTEXT // 2
+    profile = tiny.make_profile(model, CONTEXT, 0.5)
+    cache = profile.cache(model)
+    run(model, ids[:, :half], cache)
+    with pytest.warns(UserWarning, match=rf"prompt_tokens={CONTEXT}\).*cache\.prefill\(\)"):
+        run(model, ids[:, half:], cache)
+    assert cache.retained_bytes >= 1.4 * profile.retained_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.reset()
+        for chunk in ids.split(half, dim=1):  # once for each cache
+            run(model, chunk, cache)
+        question, short = profile.cache(model), tiny.prompt(5, seed=1)
+        run(model, ids, question)
+        run(model, short, question)  # a question is not warned of
+        announced = make_cache(profile, model, prompt_tokens=half)
+        run(model, ids[:, :half], announced)
+        run(model, ids[:, half:], announced)
+        opened = profile.cache(model)
+        with opened.prefill():
+            run(model, ids[:, :half], opened)
+        run(model, ids[:, half:], opened)

@@ -19,8 +19,8 @@ from hypothesis.extra import numpy as arrays
 import kvalloc
 from kvalloc.errors import InputError, ProfileFileError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.runtime.handing_out import handed_out
 from kvalloc.runtime.policies import Weighted
+from kvalloc.runtime.selection import handed_out
 
 CONTEXT, PROTECTED = 90, 6
 LOOKAHEAD = {"tokens": 4, "votes": 0, "pool": 1}

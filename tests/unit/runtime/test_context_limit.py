@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvalloc.errors import InputError
-from kvalloc.runtime import later_passes, make_cache
+from kvalloc.runtime import later, make_cache
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, Later
 
 CONTEXT = 90
@@ -48,13 +48,13 @@ def test_how_far_a_pass_goes_is_how_far_it_runs(
 ) -> None:
     """Against the tokens that the repetition's forwards really have."""
     model, found = tiny.tiny_model(), list[int]()
-    original = later_passes.HeldPrompt.run
+    original = later.HeldPrompt.run
 
     def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
         found.append(int(tokens.shape[1]))
         return original(self, cache, tokens, *more)
 
-    monkeypatch.setattr(later_passes.HeldPrompt, "run", counted)
+    monkeypatch.setattr(later.HeldPrompt, "run", counted)
     for tokens in (60, 70, 74, 75, 83, CONTEXT):
         for instruction in ("", "7+8+9", "+".join("7" * 30)):
             found.clear()

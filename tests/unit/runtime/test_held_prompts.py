@@ -18,7 +18,7 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, intercept_attention
-from kvalloc.runtime import later_passes, make_cache
+from kvalloc.runtime import later, make_cache
 from kvalloc.runtime.policies import changed_policy
 from kvalloc.scorers import get_scorer
 
@@ -248,13 +248,13 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
         table[:] = table[:, :1]
     mixed = replace(profile, other_policies=others, unit_policies=table)
     forwards: list[int] = []
-    original = later_passes.HeldPrompt.run
+    original = later.HeldPrompt.run
 
     def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
         forwards.append(int(tokens.shape[1]))
         return original(self, cache, tokens, *more)
 
-    monkeypatch.setattr(later_passes.HeldPrompt, "run", counted)
+    monkeypatch.setattr(later.HeldPrompt, "run", counted)
     cache = mixed.cache(model)
     run(model, ids, cache)
     # one draft of six tokens, one repetition in three pieces of which two lead over
@@ -330,7 +330,7 @@ def test_a_pass_that_fails_leaves_a_cache_that_says_so(
         raise MemoryError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(later_passes.HeldPrompt, "run", fail)
+        patch.setattr(later.HeldPrompt, "run", fail)
         with pytest.raises(MemoryError, match="no more"):
             run(model, ids, cache)
     with pytest.raises(UnsupportedRequestError, match=r"failed half-way.*cache\.reset"):
