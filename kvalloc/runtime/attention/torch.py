@@ -52,7 +52,7 @@ def ragged_attention(call: AttentionCall, entries: RaggedEntries) -> Tensor:
     batch, n_query_heads, n_new, head_dim = call.queries.shape
     work = torch.promote_types(call.queries.dtype, torch.float32)
     grouped = call.queries.reshape(entries.lengths.size, -1, n_new, head_dim)
-    step = _tokens_at_once(call, entries)
+    step = 1 if n_new == 1 else _tokens_at_once(call, entries)
     found = []
     for first in range(0, n_new, step):
         part = grouped[:, :, first : first + step]
@@ -81,19 +81,19 @@ def merged(entries: RaggedEntries, partials: Sequence[Partial]) -> Tensor:
     """
     most, share, answers = (torch.cat(each) for each in zip(*partials, strict=True))
     places, absent = entries.parts(int(most.shape[1]))
-    lse = (most - share.log()).view(-1)
+    lse = most.sub_(share.log()).view(-1)
     weights = lse.index_select(0, places.view(-1)).view(places.shape)
-    weights = weights.masked_fill(absent, float("-inf")).softmax(dim=-1)
+    weights = weights.masked_fill_(absent, float("-inf")).softmax(dim=-1)
     return torch.nn.functional.embedding_bag(
         places, answers.view(-1, answers.shape[-1]), mode="sum", per_sample_weights=weights
     )
 
 
 def _tokens_at_once(call: AttentionCall, entries: RaggedEntries) -> int:
-    """New tokens whose logits and weights, queries and answers of each block fit the scratch."""
+    """New tokens whose logits, queries and answers of each block fit the scratch."""
     group = call.queries.shape[1] // call.keys.shape[1]
     near = entries.lengths.size * (call.keys.shape[2] + BLOCK_TOKENS)
-    far = entries.n_blocks * (2 * BLOCK_TOKENS + 3 * call.keys.shape[-1])
+    far = entries.n_blocks * (BLOCK_TOKENS + 3 * call.keys.shape[-1])
     return max(SCRATCH_ELEMENTS // (group * (near + far)), 1)
 
 
@@ -123,12 +123,13 @@ def _near(
         own = call.sink_logits.to(rows.dtype).view(1, n_kv_heads, -1, 1)
         parts.append(own.expand(batch, -1, -1, count).reshape(n_segments, n_rows, 1))
     logits = torch.cat(parts, dim=-1) if len(parts) > 1 else logits
-    weights = logits.softmax(dim=-1)
+    most = logits.amax(dim=-1)
+    weights = _softmax(logits)
     answers = weights[..., n_rest : n_rest + n_following].bmm(values)
     if n_rest:
         of_rest = _rest(entries.values, rest).to(rows.dtype)
         answers = answers.baddbmm(weights[..., :n_rest], of_rest)
-    return logits.amax(dim=-1), weights.amax(dim=-1), answers
+    return most, weights.amax(dim=-1), answers
 
 
 def _hidden(call: AttentionCall, first: int, count: int) -> Tensor | None:
@@ -156,9 +157,10 @@ def _blocks(rows: Tensor, entries: RaggedEntries, softcap: float | None) -> list
         asked = rows.index_select(0, entries.block_segments[some])
         added = None if entries.block_logits is None else entries.block_logits[some]
         logits = _logits(asked, keys[some], added, softcap)
-        weights = logits.softmax(dim=-1)
+        most = logits.amax(dim=-1)
+        weights = _softmax(logits)
         answers = weights.bmm(values[some].to(rows.dtype))
-        found.append((logits.amax(dim=-1), weights.amax(dim=-1), answers))
+        found.append((most, weights.amax(dim=-1), answers))
     return found
 
 
@@ -169,6 +171,11 @@ def _logits(rows: Tensor, keys: Tensor, added: Tensor | None, softcap: float | N
         return torch.baddbmm(added.to(rows.dtype), rows, turned)
     logits = _capped(rows.bmm(turned), softcap)
     return logits if added is None else logits + added
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """The weights, in place of the logits where nobody asks for a gradient."""
+    return logits.softmax(-1) if logits.requires_grad else torch.softmax(logits, -1, out=logits)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
