@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+T = TypeVar("T")
 
 ModelName = Annotated[
     str,
@@ -54,3 +59,34 @@ SolverOption = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=VALUE", help="An option of the solver; can be repeated."),
 ]
+
+
+def from_fields(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Give a command an argument or option for each field of a dataclass; it gets an instance.
+
+    Parameters
+    ----------
+    options : type
+        Its fields are annotated as typer wants them, and have the defaults of the options.
+
+    Returns
+    -------
+    callable
+        Decorates a function of one such instance.
+    """
+    hints = get_type_hints(options, include_extras=True)
+
+    def decorate(command: Callable[[T], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            command(options(**values))
+
+        described: Any = run
+        fields = inspect.signature(options).parameters.values()
+        described.__signature__ = inspect.Signature(
+            [one.replace(annotation=hints[one.name]) for one in fields]
+        )
+        described.__annotations__ = hints
+        return run
+
+    return decorate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 import pytest
@@ -193,3 +194,12 @@ def test_without_torch_the_way_to_get_it_is_told(
     line = refused(folder, *arguments[command])
     assert package in line
     assert "pip install 'kvalloc[run]'" in line
+
+
+@pytest.mark.parametrize("flag", ["--prompt", "--question"])
+def test_a_prompt_that_is_no_utf8_is_refused_in_one_line(models, folder, flag):
+    """Python hands bytes of a command line on as surrogates where they are no text."""
+    typed = os.fsdecode(b"caf\xe9")
+    document = [] if flag == "--prompt" else ["--prompt", "w1"]
+    line = refused(folder, "generate", models / "tiny", "--full", *document, flag, typed)
+    assert "is not UTF-8 text (character 3 cannot be read); convert it to UTF-8" in line

@@ -265,7 +265,7 @@ def test_budgets_for_the_prompt(folder):
         (["--target-retention", "0.9", "--profile", "tiny.json"], ["--adapt", "one of"]),
         (["--budget", "much"], ["much"]),
         (["--budget", "20%", "--memory", "1MiB"], ["two targets"]),
-        (["--memory", "1KiB"], ["too little"]),
+        (["--memory", "1KiB"], ["--memory 1KiB", "4,608 bytes"]),
         (["--budget", "20%", "--full"], ["--full"]),
         (["--level", "head"], ["--level", "--target-retention 0.9"]),
         (["--budget", "20%", "--level", "both"], ["'both'"]),
