@@ -177,7 +177,7 @@ class ILP(Solver):
         return Termination.HEURISTIC
 
     def _infeasible(self, problem: AllocationProblem) -> InfeasibleError:
-        """What is too much together; `kvalloc.allocation.diagnosis` finds out which of it."""
+        """What is too much together; `kvalloc.allocation.infeasibility` finds out which of it."""
         goal = (
             f"a capacity of {problem.capacity_bytes:,} bytes"
             if problem.target is None

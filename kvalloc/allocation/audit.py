@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.grouping import settle
-from kvalloc.allocation.head_arrays import policy_table
-from kvalloc.allocation.prediction import mean_retention, predicted_loss, worst_sample_retention
+from kvalloc.allocation.curves import mean_retention, predicted_loss, worst_sample_retention
+from kvalloc.allocation.formulation import formulate, pose
 from kvalloc.allocation.request import Request
+from kvalloc.allocation.result import policy_table
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.score_profile import ScoreProfile
@@ -248,11 +247,11 @@ def _group_checks(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
     checks = [
         Check(name="groups", stated=f"at most {asked}", found=f"{count}", passed=count <= asked)
     ]
-    _, grouping = settle(scores, replace(_request_of(profile), share_groups=asked))
-    if grouping is None:
+    bound = pose(scores, replace(_request_of(profile), share_groups=asked)).grouping_bound
+    if bound is None:
         checks.append(_equal("bound over groupings", profile.grouping_bound, None))
     else:
-        checks.append(_close("bound over groupings", profile.grouping_bound, grouping.bound))
+        checks.append(_close("bound over groupings", profile.grouping_bound, bound))
     return checks
 
 

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, Unpack
 
 import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
-from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.grouping import settle
-from kvalloc.allocation.infeasibility import advise
+from kvalloc.allocation.formulation import PosedRequest, choose_objective, formulate, pose
+from kvalloc.allocation.infeasibility import advise, raise_with_advice
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.allocation.result import to_budget_profile
 from kvalloc.allocation.sensitivity import price_of
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
-from kvalloc.errors import InfeasibleError, InputError, option
+from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.sharing_groups import groups_record
-from kvalloc.problem import AllocationProblem, Solver, Termination, dual_bound
+from kvalloc.problem import Solver, Termination, dual_bound
 from kvalloc.problem.registry import get_solver, options_of
 
 __all__ = [
     "Average",
     "CheckedSolution",
     "decide",
-    "default_objective",
     "solve",
     "solve_problem",
 ]
@@ -82,75 +82,14 @@ def solve(
     >>> profile = solve(scores, target_retention=0.9, solver="greedy")  # doctest: +SKIP
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
-    request = Request.parse(**asked)
-    if request.objective is None:
-        request, _ = default_objective(scores, request, solver, solver_options)
     return solve_request(
         scores,
-        request,
+        Request.parse(**asked),
         solver=solver,
         solver_options=solver_options,
         time_limit=time_limit,
         average=average,
     )
-
-
-def default_objective(
-    scores: ScoreProfile,
-    request: Request,
-    solver: str | Solver = "auto",
-    solver_options: dict[str, Any] | None = None,
-) -> tuple[Request, str]:
-    """What is optimised where nobody said so: the loss where loss curves were measured.
-
-    Retention says little of harm, so a size is spent by loss curves where the score profile holds
-    some for such units, the request asks for nothing that they do not know (bits, shared entries,
-    the worst of several workloads), and the solver takes them.
-
-    Parameters
-    ----------
-    scores : ScoreProfile
-    request : Request
-        With the objective ``"mean"``, or ``"loss"``, which naming policies implies.
-    solver, solver_options
-        As in `solve`.
-
-    Returns
-    -------
-    request : Request
-    said : str
-        One line on what was taken and why; empty where there were no curves to choose from.
-    """
-    sized = request.target.needed_value is None
-    if not scores.has_losses or not sized or request.objective == "loss":
-        return request, ""
-    try:
-        by_loss = replace(request, objective="loss")
-        refusal = _refusal(scores, by_loss, solver, solver_options)
-    except InputError as error:
-        refusal = str(error)
-    if refusal:
-        return request, f"retention decides, not the loss curves: {refusal}"
-    return by_loss, (
-        "the score profile holds loss curves, so the least predicted loss decides; "
-        f"{option('objective', 'mean')} asks for retention"
-    )
-
-
-def _refusal(
-    scores: ScoreProfile,
-    request: Request,
-    solver: str | Solver,
-    solver_options: dict[str, Any] | None,
-) -> str:
-    """Why a solver does not take a request; empty where it does."""
-    try:
-        problem = formulate(scores, request)
-    except InfeasibleError:
-        return ""  # solving tells what is in the way
-    chosen = solver if isinstance(solver, Solver) else get_solver(solver, **(solver_options or {}))
-    able = chosen.can_solve(problem)
-    return "" if able is True else f"{chosen.name}: {able}"
 
 
 def solve_request(
@@ -161,6 +100,7 @@ def solve_request(
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
     average: Average = "curves",
+    notify: Callable[[str], None] = lambda line: None,
 ) -> BudgetProfile:
     """What `solve` does with a request: decide, and where that is infeasible, say what is not.
 
@@ -170,6 +110,8 @@ def solve_request(
     request : Request
     solver, solver_options, time_limit, average
         As in `solve`.
+    notify : callable
+        Called with one line on what decides, where the request does not say it.
 
     Returns
     -------
@@ -180,42 +122,60 @@ def solve_request(
     InputError, InfeasibleError, SolverError
         As `solve`.
     """
+    chosen = solver_of(solver, solver_options)
+    request, problem, note = choose_objective(scores, request, chosen)
     try:
-        return decide(
+        decided = decide(
             scores,
-            request,
-            solver=solver,
-            solver_options=solver_options,
+            pose(scores, request, problem),
+            chosen,
             time_limit=time_limit,
             average=average,
+            solver_options=solver_options,
         )
     except InfeasibleError as error:
-        if isinstance(request.share_groups, int):
-            raise  # there is no problem to look into before the groups are chosen
-        advice = advise(scores, request, error, time_limit_seconds=time_limit)
-        if advice is error:
-            raise
-        raise advice from error
+        raise_with_advice(scores, request, error, time_limit_seconds=time_limit)
+    if note:
+        notify(note)
+    return decided
+
+
+def solver_of(solver: str | Solver, options: Mapping[str, Any] | None = None) -> Solver:
+    """A solver from its registered name and options, or as it is.
+
+    Raises
+    ------
+    InputError
+        If there is no such solver or option, or options are given for a solver object.
+    """
+    if not isinstance(solver, Solver):
+        return get_solver(solver, **(options or {}))
+    if options:
+        raise InputError("solver_options go with a solver's name; this solver has its options set")
+    return solver
 
 
 def decide(
     scores: ScoreProfile,
-    request: Request,
+    posed: PosedRequest,
+    solver: Solver,
     *,
-    solver: str | Solver = "auto",
-    solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
     average: Average = "curves",
+    solver_options: Mapping[str, Any] | None = None,
     priced: bool = True,
 ) -> BudgetProfile:
-    """What `solve` does with a request, without looking for advice where it is infeasible.
+    """Solve a posed request, without looking for advice where it is infeasible.
 
     Parameters
     ----------
     scores : ScoreProfile
-    request : Request
-    solver, solver_options, time_limit, average
+    posed : PosedRequest
+    solver : Solver
+    time_limit, average
         As in `solve`.
+    solver_options : mapping, optional
+        What the profile states of the solver; those that it was made with by default.
     priced : bool
         Look for the shadow price too, which may mean to solve a second time.
 
@@ -228,49 +188,124 @@ def decide(
     InputError, InfeasibleError, SolverError
         As `solve`.
     """
-    if isinstance(solver, Solver) and solver_options:
-        raise InputError("solver_options go with a solver's name; this solver has its options set")
-    chosen = solver if isinstance(solver, Solver) else get_solver(solver, **(solver_options or {}))
-    if average not in ("curves", "allocations"):
+    options = options_of(solver) if solver_options is None else {**solver_options}
+    if average == "curves":
+        checked = solve_problem(posed.problem, solver, time_limit_seconds=time_limit)
+    else:
+        checked = _average_allocations(scores, posed, solver, time_limit, average)
+        options["average"] = average
+    return to_budget_profile(
+        scores,
+        posed,
+        checked,
+        solver_name=solver.name,
+        solver_options=options,
+        price=price_of(posed.problem, solver, checked, time_limit_seconds=time_limit)
+        if priced
+        else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What one of several solvers made of a problem.
+
+    Attributes
+    ----------
+    solver : str
+    profile : BudgetProfile or None
+        What it decided.
+    reason : str
+        Why it decided nothing; empty where it did.
+    seconds : float
+        What it took.
+    """
+
+    solver: str
+    profile: BudgetProfile | None
+    reason: str
+    seconds: float
+
+
+def compare_solvers(
+    scores: ScoreProfile,
+    request: Request,
+    solvers: Mapping[str, Solver],
+    *,
+    time_limit: float | None = None,
+    average: Average = "curves",
+    notify: Callable[[str], None] = lambda line: None,
+    watch: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
+) -> list[Attempt]:
+    """Let several solvers solve the same problem.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    request : Request
+    solvers : mapping of str to Solver
+    time_limit, average
+        As in `solve`, for each.
+    notify : callable
+        Called with one line on what decides, where the request does not say it.
+    watch : callable
+        Gives what is open while the solver of this name is at work, such as a progress bar.
+
+    Returns
+    -------
+    list of Attempt
+        In the order of the solvers; at least one decided.
+
+    Raises
+    ------
+    InfeasibleError
+        If no solver can meet the target; says which one can be met.
+    SolverError
+        If none of them can, though another one might.
+    """
+    request, problem, note = choose_objective(scores, request, get_solver("auto"))
+    try:
+        posed = pose(scores, request, problem)
+        posed.problem.check_feasible()  # what no solver can do is the user's to change
+    except InfeasibleError as error:
+        raise_with_advice(scores, request, error)
+    attempts = []
+    for name, solver in solvers.items():
+        profile, reason, start = None, "", time.perf_counter()
+        try:
+            with watch(name):
+                profile = decide(
+                    scores, posed, solver, time_limit=time_limit, average=average, priced=False
+                )
+        except KVAllocError as error:
+            # The problem itself is sound, so this is about what this solver can do or reach.
+            reason = str(error)
+        seconds = time.perf_counter() - start
+        attempts.append(Attempt(solver=name, profile=profile, reason=reason, seconds=seconds))
+    if all(one.profile is None for one in attempts):
+        reasons = "; ".join(one.reason for one in attempts)
+        advice = advise(scores, request, InfeasibleError(reasons), time_limit_seconds=time_limit)
+        raise SolverError(reasons) if str(advice) == reasons else advice
+    if note:
+        notify(note)
+    return attempts
+
+
+def _check_average(posed: PosedRequest, average: str) -> None:
+    """Refuse to average what budgets of single samples know nothing of."""
+    request, problem = posed.request, posed.problem
+    if average != "allocations":
         raise InputError(f"average is {average!r}, expected 'curves' or 'allocations'")
-    if average == "allocations" and request.workloads != "mean":
+    if request.workloads != "mean":
         raise InputError(
             "budgets averaged over samples know nothing of the worst of them; leave out average, "
             "or ask for the mean of the workloads"
         )
-    if average == "allocations" and request.share_groups is not None:
+    if posed.asked_groups:
         raise InputError(
             "budgets averaged over samples cannot share entries between layers; leave out average "
             "or the groups"
         )
-    asked_groups = request.share_groups
-    request, grouping = settle(scores, request)
-    problem, checked = _solved(scores, request, chosen, time_limit, average)
-    options: dict[str, Any]
-    options = options_of(solver) if isinstance(solver, Solver) else {**(solver_options or {})}
-    if average == "allocations":
-        options["average"] = average
-    decided = to_budget_profile(scores, request, problem, checked, chosen.name, options)
-    if asked_groups is not None:
-        requested = {**decided.requested, "share_groups": groups_record(asked_groups)}
-        bound = None if grouping is None else grouping.bound
-        decided = replace(decided, requested=requested, grouping_bound=bound)
-    price = price_of(problem, chosen, checked, time_limit_seconds=time_limit) if priced else None
-    if price is None:
-        return decided
-    return replace(decided, value_per_mib=price.value_per_byte * 2**20, price_source=price.source)
-
-
-def _solved(
-    scores: ScoreProfile,
-    request: Request,
-    solver: Solver,
-    time_limit: float | None,
-    average: Average,
-) -> tuple[AllocationProblem, CheckedSolution]:
-    problem = formulate(scores, request)
-    if average == "curves" or scores.n_samples == 1:
-        return problem, solve_problem(problem, solver, time_limit_seconds=time_limit)
     if problem.constraints:
         raise InputError(
             "the mean of several allocations need not keep caps, ranks or few distinct budgets; "
@@ -281,21 +316,22 @@ def _solved(
             "the mean of several allocations is one of tokens, and here options differ in more; "
             f"use {option('average', 'curves')}"
         )
-    return problem, _average_allocations(scores, request, problem, solver, time_limit)
 
 
 def _average_allocations(
     scores: ScoreProfile,
-    request: Request,
-    problem: AllocationProblem,
+    posed: PosedRequest,
     solver: Solver,
     time_limit: float | None,
+    average: str,
 ) -> CheckedSolution:
     """Solve every sample, average the budgets, and repair the sum with the one rounding rule."""
+    _check_average(posed, average)
+    problem = posed.problem
     start = time.perf_counter()
     wanted = np.zeros(problem.n_units)
     for sample in range(scores.n_samples):
-        single = formulate(scores, request, sample=sample)
+        single = formulate(scores, posed.request, sample=sample)
         answer = solve_problem(single, solver, time_limit_seconds=time_limit)
         wanted += answer.choice / scores.n_samples
 
@@ -305,14 +341,12 @@ def _average_allocations(
     total = int(np.floor(wanted.sum() + 1e-9))
     if problem.target is not None:
         # The mean of sufficient budgets need not suffice on the mean curves: add what is missing.
-        low, high = total, int(problem.last_options.sum())
-        while low < high:
-            middle = (low + high) // 2
-            if problem.meets_target(problem.objective_value(averaged(middle))):
-                high = middle
-            else:
-                low = middle + 1
-        total = low
+        total = bisect_left(
+            range(int(problem.last_options.sum())),
+            True,
+            lo=total,
+            key=lambda more: problem.meets_target(problem.objective_value(averaged(more))),
+        )
     choice = averaged(total)
     dual = dual_bound(problem).bound
     return CheckedSolution(

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+from typing import Any
+
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import CacheCosts, check_size, head_cost
-from kvalloc.allocation.prediction import even_options, least_loss_tokens, loss_curves
+from kvalloc.allocation.curves import (
+    even_options,
+    least_loss_tokens,
+    loss_curves,
+    offered_policies,
+    unit_losses,
+    unit_values,
+)
 from kvalloc.allocation.request import LayerCap, Request
-from kvalloc.allocation.sharing import grouped
-from kvalloc.allocation.values import least_loss_policies, unit_values, workload_values
-from kvalloc.errors import InputError, option
+from kvalloc.allocation.sharing import choose_groups, grouped
+from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import (
     Aggregate,
@@ -21,12 +30,123 @@ from kvalloc.problem import (
     SameBudget,
     Sense,
     SideConstraint,
+    Solver,
 )
 from kvalloc.problem.dominance import Undominated, undominated
 from kvalloc.shape import ModelShape
 
 MOST_OPTIONS = 2**22
 """Most options of a unit: thirty times a context of 131,072 tokens, one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosedRequest:
+    """A request with all that the scores decide about it, and the problem that it poses.
+
+    Attributes
+    ----------
+    request : Request
+        With its objective and its groups of layers.
+    problem : AllocationProblem
+    asked_groups : dict
+        ``share_groups`` as it was asked for, groups or their number; empty where it was not.
+    grouping_bound : float or None
+        No budgets of any grouping are better, where groups were chosen.
+    """
+
+    request: Request
+    problem: AllocationProblem
+    asked_groups: dict[str, Any] = field(default_factory=dict)
+    grouping_bound: float | None = None
+
+
+def choose_objective(
+    scores: ScoreProfile, request: Request, solver: Solver
+) -> tuple[Request, AllocationProblem | None, str]:
+    """What is optimised where nobody said so: the loss where loss curves were measured.
+
+    Retention says little of harm, so a size is spent by loss curves where the score profile holds
+    some for such units, the request asks for nothing that they do not know (bits, shared entries,
+    the worst of several workloads), and the solver takes them.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    request : Request
+    solver : Solver
+        Who is to solve the problem.
+
+    Returns
+    -------
+    request : Request
+        With an objective.
+    problem : AllocationProblem or None
+        Its problem, where that was needed to choose.
+    note : str
+        One line on what was chosen and why; empty where there was nothing to choose.
+    """
+    plain = replace(request, objective=request.objective or "mean")
+    sized = request.target.needed_value is None
+    if request.objective is not None or not sized or not scores.has_losses:
+        return plain, None, ""
+    problem, refusal = None, ""
+    try:
+        by_loss = replace(request, objective="loss")
+        problem = formulate(scores, by_loss)
+        able = solver.can_solve(problem)
+        refusal = "" if able is True else f"{solver.name}: {able}"
+    except InfeasibleError:
+        pass  # solving tells what is in the way
+    except InputError as error:
+        refusal = str(error)
+    if refusal:
+        return plain, None, f"retention decides, not the loss curves: {refusal}"
+    note = "the score profile holds loss curves, so the least predicted loss decides; "
+    return by_loss, problem, f"{note}{option('objective', 'mean')} asks for retention"
+
+
+def pose(
+    scores: ScoreProfile, request: Request, problem: AllocationProblem | None = None
+) -> PosedRequest:
+    """Choose the groups of layers that a request asks for, and formulate its problem.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    request : Request
+    problem : AllocationProblem, optional
+        Its problem, where it is known already.
+
+    Returns
+    -------
+    PosedRequest
+
+    Raises
+    ------
+    InputError, InfeasibleError
+        As `formulate` and `kvalloc.allocation.sharing.choose_groups`.
+    """
+    if request.share_groups is None:
+        return PosedRequest(request=request, problem=problem or formulate(scores, request))
+    asked, bound = request.record()["share_groups"], None
+    if isinstance(request.share_groups, int):
+        request, bound = _with_groups(scores, request, request.share_groups)
+    return PosedRequest(
+        request=request,
+        problem=formulate(scores, request),
+        asked_groups={"share_groups": asked},
+        grouping_bound=bound,
+    )
+
+
+def _with_groups(scores: ScoreProfile, request: Request, most: int) -> tuple[Request, float | None]:
+    """The request with at most so many groups of layers, and the bound over all groupings."""
+    alone = replace(request, share_groups=None)
+    if most >= len(scores.shape.full_layers):
+        return alone, None
+    mean = formulate(scores, replace(alone, workloads="mean", tail=None))
+    grouping = choose_groups(scores, mean, most)
+    return replace(request, share_groups=grouping.groups or None), grouping.bound
 
 
 def formulate(
@@ -48,7 +168,7 @@ def formulate(
     between the measured levels, and the value of a choice the sum over units. Where losses of
     several policies were measured, it is that of the policy that loses least there, which the
     problem notes. Options are the pages down from the context, every n-th one where there are more
-    than `kvalloc.allocation.prediction.EVEN_OPTIONS`, down to the floor or the lowest measured
+    than `kvalloc.allocation.curves.EVEN_OPTIONS`, down to the floor or the lowest measured
     level, whichever is higher.
 
     Parameters
@@ -89,7 +209,7 @@ def formulate(
     values, scenarios = options.values, None
     tail = _tail_share(scores, request) if sample is None else 1.0
     if tail < 1.0:
-        scenarios = workload_values(scores, request, context, tokens, shape_as=options.values)
+        scenarios = _workload_values(scores, request, context, tokens, options)
         values, weights = scenarios.mean(axis=0), np.ones(layers.size)
     problem = AllocationProblem(
         tokens=options.tokens,
@@ -111,14 +231,14 @@ def formulate(
         protected_tokens=scores.protected_tokens,
         constraints=_constraints(request, shape, layers, costs.sliding_layer_bytes),
     )
-    if request.share_groups is None:
-        return problem
-    if not isinstance(request.share_groups, tuple):
+    if isinstance(request.share_groups, int):
         raise InputError(
             "which layers share entries has to be chosen first; call "
-            "kvalloc.allocation.grouping.settle"
+            "kvalloc.allocation.formulation.pose"
         )
-    return grouped(problem, scores, request.share_groups, sample=sample)
+    if request.share_groups is None:
+        return problem
+    return grouped(problem, scores, request.groups, sample=sample)
 
 
 def cache_costs(scores: ScoreProfile, request: Request) -> CacheCosts:
@@ -224,6 +344,23 @@ def _options(
     return options, weights
 
 
+def _workload_values(
+    scores: ScoreProfile, request: Request, context: int, tokens: IntArray, options: Undominated
+) -> FloatArray:
+    """Weighted value of each option in each sample, ``(n_samples, n_units, n_options)``."""
+    if request.bits is not None or options.values.shape[1] != tokens.size:
+        # Options are left out that the mean of the samples does not need: another sample might.
+        raise InputError(
+            "the worst of several samples is decided for tokens and stored bytes only; leave out "
+            "bits and the other cost, or ask for the mean of the workloads"
+        )
+    each = (
+        unit_values(scores, request, context, tokens, sample, 16)
+        for sample in range(scores.n_samples)
+    )
+    return np.stack([weights[:, None] * values for values, weights in each])
+
+
 def _policies(
     scores: ScoreProfile,
     request: Request,
@@ -232,10 +369,17 @@ def _policies(
     sample: int | None,
     options: Undominated,
 ) -> IntArray | None:
-    """The policy behind each option, where there are several."""
-    best = least_loss_policies(scores, request, context, tokens, sample)
-    if best is None:
+    """The policy that loses least in each unit at each option, of equal ones the first.
+
+    At equal bytes nothing but the loss counts, so that the problem of choosing budgets and
+    policies together is the one over each unit's least losses, exactly. Places in
+    `ScoreProfile.policies`, ``(n_units, n_options)``; None where only the scorer's own is on offer,
+    or something else than loss is asked for.
+    """
+    if request.objective != "loss" or (places := offered_policies(scores, request)) == (0,):
         return None
+    losses = unit_losses(scores, request, context, tokens, sample)
+    best = np.asarray(places, dtype=np.int64)[losses.argmin(axis=0)]
     return np.take_along_axis(best, np.searchsorted(tokens, options.tokens), axis=1)
 
 

@@ -9,17 +9,14 @@ from typing import Any, Unpack
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.allocation.formulation import cache_costs, formulate
-from kvalloc.allocation.head_arrays import bit_table, budget_table, policy_table
-from kvalloc.allocation.infeasibility import advise
-from kvalloc.allocation.prediction import mean_retention, predicted_loss
+from kvalloc.allocation.formulation import cache_costs, choose_objective, pose
+from kvalloc.allocation.infeasibility import raise_with_advice
 from kvalloc.allocation.request import Request, RequestOptions
+from kvalloc.allocation.result import Prediction
 from kvalloc.allocation.sensitivity import bound_at_choice, price_at
-from kvalloc.allocation.sharing import members_alike
 from kvalloc.allocation.verification import solve_unbounded
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.sharing_groups import Groups
 from kvalloc.problem import AllocationProblem, Solution, Solver
 from kvalloc.problem.registry import get_solver
 
@@ -157,61 +154,26 @@ def trace_request(
             "the best groups of layers differ from size to size; name them, such as "
             f"{option('share_groups', '2-3,4-5')} (kvalloc solve chooses them for one size)"
         )
-    problem = formulate(scores, request)
     chosen = get_solver(solver, **(solver_options or {}))
+    request, problem, _ = choose_objective(scores, request, chosen)
+    posed = pose(scores, request, problem)
     whole_bytes = cache_costs(scores, request).full
-    capacities = _capacities(problem, points, shares, whole_bytes)
     try:
         traced = trace_frontier(
-            problem,
+            posed.problem,
             chosen,
-            capacities,
+            _capacities(posed.problem, points, shares, whole_bytes),
             whole_bytes=whole_bytes,
             time_limit_seconds=time_limit,
             notify=notify,
         )
     except InfeasibleError as error:
-        advice = advise(scores, request, error)
-        if advice is error:
-            raise
-        raise advice from error
-    plain = (
-        request.objective in (None, "mean")
-        and request.weights is None
-        and request.workloads == "mean"
-    )
-    groups = request.share_groups if isinstance(request.share_groups, tuple) else ()
-    return [_told(point, scores, problem, groups, plain=plain) for point in traced]
-
-
-def _told(
-    point: FrontierPoint,
-    scores: ScoreProfile,
-    problem: AllocationProblem,
-    groups: Groups,
-    *,
-    plain: bool,
-) -> FrontierPoint:
-    """The point with what the measured curves say about its budgets."""
-    context = problem.context_tokens
-    budgets = members_alike(budget_table(scores, problem, point.choice), groups)
-    bits = bit_table(scores, problem, point.choice)
-    policies = policy_table(scores, problem, point.choice)
-    retention = None  # of the scorer's best entries; where units keep others, it is not known
-    if policies is None:
-        retention = (
-            point.value
-            if plain
-            else mean_retention(scores, budgets, context, bits=bits, share_groups=groups)
-        )
-    return replace(
-        point,
-        retention=retention,
-        # Losses are measured with entries that each layer chooses for itself.
-        predicted_loss=None
-        if groups
-        else predicted_loss(scores, budgets, context, bits=bits, policies=policies),
-    )
+        raise_with_advice(scores, request, error)
+    found = [(point, Prediction.of(scores, posed, point.choice, point.value)) for point in traced]
+    return [
+        replace(point, retention=curves.retention, predicted_loss=curves.predicted_loss)
+        for point, curves in found
+    ]
 
 
 def trace_frontier(

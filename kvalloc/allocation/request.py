@@ -6,6 +6,7 @@ with ``Unpack``, and the command line derives its flags from it. `Request` is wh
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,11 @@ from typing import (
     get_args,
 )
 
+import numpy as np
+
+from kvalloc.accounting import FloatArray
 from kvalloc.accounting.costs import Cost
 from kvalloc.accounting.stored_bytes import BIT_WIDTHS
-from kvalloc.allocation.weights import Weights, checked_weights, read_weights
 from kvalloc.errors import InfeasibleError, InputError, nearest, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
@@ -44,6 +47,10 @@ if TYPE_CHECKING:
 Level = Literal["layer", "head"]
 Objective = Literal["mean", "worst", "loss"]
 Workloads = Literal["mean", "worst", "cvar"]
+
+Weights = Sequence[float] | Sequence[Sequence[float]] | FloatArray
+
+WEIGHT_SHAPES = "one number a layer, or one a KV head as a list of lists"
 
 RANK_TOLERANCE = 0.02
 """The largest rank stores at most this share more than the mean one, by default."""
@@ -665,6 +672,11 @@ class Request:
         return bool(getattr(self, name) != default)
 
     @property
+    def groups(self) -> Groups:
+        """The groups of layers that share entries, where they are named or chosen already."""
+        return self.share_groups if isinstance(self.share_groups, tuple) else ()
+
+    @property
     def is_plain_mean(self) -> bool:
         """Whether the value of the problem is the mean retention over layers and samples."""
         return (
@@ -835,6 +847,79 @@ class Request:
                 "the worst samples are told by their mean retention over layers; leave the "
                 "objective out, or ask for the mean of the workloads"
             )
+
+
+def checked_weights(weights: Weights) -> tuple[Any, ...]:
+    """Weights as plain tuples, as far as they can be checked without a model.
+
+    Parameters
+    ----------
+    weights : sequence or ndarray of float, (n_layers,) or (n_layers, n_kv_heads)
+        Each at least 0, not all 0.
+
+    Returns
+    -------
+    tuple of float, or tuple of tuple of float
+
+    Raises
+    ------
+    InputError
+        If they are no such numbers.
+
+    Examples
+    --------
+    >>> checked_weights([1, 0.5])
+    (1.0, 0.5)
+    """
+    try:
+        array = np.asarray(weights, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"weights are {str(weights)[:60]!r}, which are no table of numbers; give "
+            f"{WEIGHT_SHAPES}"
+        ) from None
+    if array.ndim not in (1, 2) or array.size == 0:
+        raise InputError(f"weights are shaped {array.shape}; give {WEIGHT_SHAPES}")
+    wrong = ~np.isfinite(array) | (array < 0)
+    if np.any(wrong):
+        place = np.argwhere(wrong)[0].tolist()
+        raise InputError(
+            f"the weight of {_place(place)} is {array[tuple(place)]:g}, expected a finite number "
+            "from 0 up"
+        )
+    if not np.any(array > 0):
+        raise InputError("all weights are 0, so nothing would count; give at least one above 0")
+    listed = array.tolist()
+    return tuple(tuple(row) if isinstance(row, list) else row for row in listed)
+
+
+def read_weights(path: str | Path) -> tuple[Any, ...]:
+    """Weights from a JSON file: a list of numbers, or of lists of numbers.
+
+    Raises
+    ------
+    InputError
+        If there is no such file, or it holds no such list.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read the weights in {path} ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path} is no JSON ({error}); write weights as {WEIGHT_SHAPES}"
+        ) from error
+    if not isinstance(data, list):
+        raise InputError(f"{path} holds no list; write weights as {WEIGHT_SHAPES}")
+    try:
+        return checked_weights(data)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _place(indices: list[int]) -> str:
+    layer = f"layer {indices[0]}"
+    return layer if len(indices) == 1 else f"{layer}, head {indices[1]}"
 
 
 def _split(given: Any) -> list[Any]:

@@ -1,18 +1,17 @@
-"""A checked solution, written down as a budget profile."""
+"""What a choice means for every head, and a checked solution as a budget profile."""
 
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.allocation.formulation import cache_costs
-from kvalloc.allocation.head_arrays import bit_table, budget_table, policies_in_use, policy_table
-from kvalloc.allocation.prediction import mean_retention, predicted_loss, worst_sample_retention
-from kvalloc.allocation.request import Request
-from kvalloc.allocation.sharing import members_alike
+from kvalloc.allocation.curves import mean_retention, predicted_loss, worst_sample_retention
+from kvalloc.allocation.formulation import PosedRequest, cache_costs
+from kvalloc.allocation.sensitivity import ShadowPrice
 from kvalloc.allocation.verification import CheckedSolution
 from kvalloc.files import utc_date, versions
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -20,13 +19,58 @@ from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import AllocationProblem
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a choice means for every head, and what the measured curves say about it.
+
+    Attributes
+    ----------
+    budgets : ndarray of int64, (n_layers, n_kv_heads)
+        Entries that each head keeps, those of sliding layers included.
+    bits, policies : ndarray of int64, (n_layers, n_kv_heads), or None
+        Bit widths, and places in `ScoreProfile.policies`; None where all are 16, or 0.
+    retention : float or None
+        Mean over layers; None where units keep other entries than the scorer's best.
+    predicted_loss : float or None
+        Nats per token; None where it is not known.
+    """
+
+    budgets: IntArray
+    bits: IntArray | None
+    policies: IntArray | None
+    retention: float | None
+    predicted_loss: float | None
+
+    @classmethod
+    def of(
+        cls, scores: ScoreProfile, posed: PosedRequest, choice: IntArray, value: float
+    ) -> Prediction:
+        """The prediction for a choice that has this value in its problem."""
+        problem, groups = posed.problem, posed.request.groups
+        budgets, context = budget_table(scores, posed, choice), problem.context_tokens
+        bits = bit_table(scores, problem, choice)
+        policies = policy_table(scores, problem, choice)
+        retention = None
+        if policies is None and posed.request.is_plain_mean:
+            retention = value
+        elif policies is None:
+            retention = mean_retention(scores, budgets, context, bits=bits, share_groups=groups)
+        loss = None
+        if not groups:  # losses are measured with entries that each layer chooses for itself
+            loss = predicted_loss(scores, budgets, context, bits=bits, policies=policies)
+        return cls(
+            budgets=budgets, bits=bits, policies=policies, retention=retention, predicted_loss=loss
+        )
+
+
 def to_budget_profile(
     scores: ScoreProfile,
-    request: Request,
-    problem: AllocationProblem,
+    posed: PosedRequest,
     checked: CheckedSolution,
+    *,
     solver_name: str,
     solver_options: dict[str, Any],
+    price: ShadowPrice | None = None,
 ) -> BudgetProfile:
     """Write a checked solution down as a budget profile.
 
@@ -34,34 +78,46 @@ def to_budget_profile(
     ----------
     scores : ScoreProfile
         What was measured.
-    request : Request
-        What was asked.
-    problem : AllocationProblem
-        What was solved.
+    posed : PosedRequest
+        What was asked, and the problem that was solved.
     checked : CheckedSolution
         What came out.
     solver_name : str
     solver_options : dict
+    price : ShadowPrice, optional
+        Where it is known.
 
     Returns
     -------
     BudgetProfile
     """
-    shape = scores.shape
-    groups = request.share_groups if isinstance(request.share_groups, tuple) else ()
-    budgets = members_alike(budget_table(scores, problem, checked.choice), groups)
-    bits = bit_table(scores, problem, checked.choice)
-    policies = policy_table(scores, problem, checked.choice)
-    other_policies, unit_policies = policies_in_use(scores, policies)
-    other_cost = request.cost != "bytes"
+    request, problem = posed.request, posed.problem
+    found = Prediction.of(scores, posed, checked.choice, checked.value)
+    other_policies, unit_policies = (), None
+    if found.policies is not None:
+        used = np.union1d(found.policies, 0)  # the profile's own is always there
+        other_policies = tuple(scores.policies[place] for place in used[1:].tolist())
+        unit_policies = np.searchsorted(used, found.policies).astype(np.int64)
+    ranks = None if checked.ranks is None else _head_table(scores, problem, checked.ranks, -1)
+    worst = None
+    if request.workloads != "mean":
+        worst = worst_sample_retention(
+            scores, found.budgets, problem.context_tokens, share_groups=request.groups
+        )
+    requested = {**request.record(), **posed.asked_groups}
+    other_cost, costs = request.cost != "bytes", cache_costs(scores, request)
+    if other_cost:
+        requested["capacity_bytes"] = problem.capacity_bytes
+    elif problem.capacity_bytes is not None:
+        requested["bytes"] = problem.capacity_bytes + costs.sliding_bytes
     return BudgetProfile(
-        shape=shape,
+        shape=scores.shape,
         level=request.level,
         context_tokens=problem.context_tokens,
-        budgets=budgets,
-        bits=bits,
-        share_groups=groups,
-        ranks=_rank_table(scores, problem, checked),
+        budgets=found.budgets,
+        bits=found.bits,
+        share_groups=request.groups,
+        ranks=ranks,
         length_rule="fixed" if request.target.is_fixed else "proportional",
         page_tokens=request.page,
         policy=scores.policy,
@@ -75,27 +131,16 @@ def to_budget_profile(
         objective=checked.objective,
         bound=checked.bound,
         bound_source=checked.bound_source,
+        grouping_bound=posed.grouping_bound,
         termination=checked.termination.value,
-        requested=_requested(scores, request, problem),
-        # Retention is about the scorer's best entries, and some units keep others.
-        retention=None
-        if policies is not None
-        else checked.value
-        if request.workloads == "mean"
-        and request.objective in (None, "mean")
-        and request.weights is None
-        else mean_retention(
-            scores, budgets, problem.context_tokens, bits=bits, share_groups=groups
-        ),
-        worst_sample_retention=None
-        if request.workloads == "mean"
-        else worst_sample_retention(scores, budgets, problem.context_tokens, share_groups=groups),
-        # Losses are measured with entries that each layer chooses for itself.
-        predicted_loss=None
-        if groups
-        else predicted_loss(scores, budgets, problem.context_tokens, bits=bits, policies=policies),
+        requested=requested,
+        retention=found.retention,
+        worst_sample_retention=worst,
+        predicted_loss=found.predicted_loss,
+        value_per_mib=None if price is None else price.value_per_byte * 2**20,
+        price_source="" if price is None else price.source,
         cost_bytes=checked.cost_bytes if other_cost else None,
-        full_cost_bytes=cache_costs(scores, request).full if other_cost else None,
+        full_cost_bytes=costs.full if other_cost else None,
         batch=request.batch,
         score_digest=scores.digest(),
         problem_digest=problem.digest(),
@@ -104,25 +149,40 @@ def to_budget_profile(
     )
 
 
-def _requested(
-    scores: ScoreProfile, request: Request, problem: AllocationProblem
-) -> dict[str, Any]:
-    """What was asked for, as plain values."""
-    requested = request.record()
-    if request.cost != "bytes":
-        requested["capacity_bytes"] = problem.capacity_bytes
-    elif problem.capacity_bytes is not None:
-        sliding = cache_costs(scores, request).sliding_bytes
-        requested["bytes"] = problem.capacity_bytes + sliding
-    return requested
+def budget_table(scores: ScoreProfile, posed: PosedRequest, choice: IntArray) -> IntArray:
+    """The budgets that a choice means, sliding layers included, ``(n_layers, n_kv_heads)``."""
+    stored = scores.shape.sliding_entries(posed.problem.context_tokens)
+    table = _head_table(scores, posed.problem, posed.problem.chosen_tokens(choice), stored)
+    for group in posed.request.groups:
+        table[list(group)] = table[group[0]]
+    return table
 
 
-def _rank_table(
-    scores: ScoreProfile, problem: AllocationProblem, checked: CheckedSolution
+def bit_table(
+    scores: ScoreProfile, problem: AllocationProblem, choice: IntArray
 ) -> IntArray | None:
-    """Rank of each head, -1 where none was decided (sliding layers), `(n_layers, n_kv_heads)`."""
-    if checked.ranks is None:
+    """The bit widths that a choice means, 16 in sliding layers; None where all are 16."""
+    widths = problem.chosen_bits(choice)
+    return None if widths is None else _head_table(scores, problem, widths, 16)
+
+
+def policy_table(
+    scores: ScoreProfile, problem: AllocationProblem, choice: IntArray
+) -> IntArray | None:
+    """Places in `ScoreProfile.policies` that a choice means, 0 in sliding layers; None if all 0."""
+    places = problem.chosen_policies(choice)
+    if places is None or not places.any():
         return None
-    table = np.full((scores.shape.n_layers, scores.shape.n_kv_heads), -1, dtype=np.int64)
-    table[problem.layers, problem.heads] = checked.ranks
+    return _head_table(scores, problem, places, 0)
+
+
+def _head_table(
+    scores: ScoreProfile, problem: AllocationProblem, numbers: IntArray, elsewhere: int
+) -> IntArray:
+    """Each unit's number in the row and the columns of its heads, ``(n_layers, n_kv_heads)``."""
+    table = np.full((scores.shape.n_layers, scores.shape.n_kv_heads), elsewhere, dtype=np.int64)
+    if np.any(problem.heads < 0):
+        table[problem.layers] = numbers[:, None]
+    else:
+        table[problem.layers, problem.heads] = numbers
     return table

@@ -1,55 +1,38 @@
-"""Groups of layers as units of a problem: what they keep together, and what that costs."""
+"""Layers that share entries: groups as units of a problem, and which adjacent layers to group.
+
+A group of layers that keep the same entries is one unit: its value is what its layers retain
+together, its cost what they cost together (`grouped`).
+
+Which layers share is a longest path at every price of a byte (`choose_groups`). With a price on
+bytes each run of layers, alone or sharing, is worth what its best budgets net, on its own. Cutting
+the layers into at most N runs that net most together is then a longest path with at most N edges
+over the cut points (a directed acyclic graph), which is exact; and what the best cut nets bounds
+every cut, whatever its budgets (Lagrangian relaxation of the bytes alone).
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.allocation.prediction import evictable_rank
-from kvalloc.errors import InputError
-from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
+from kvalloc.allocation.curves import group_values
+from kvalloc.errors import InfeasibleError, InputError, command, option
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import Groups, groups_fault, segments_of
-from kvalloc.problem import AllocationProblem
+from kvalloc.problem import AllocationProblem, Sense, dual_bound
 
+ROUNDS = 100
+"""Halvings of the price interval."""
 
-def group_values(
-    scores: ScoreProfile,
-    group: tuple[int, ...],
-    tokens: IntArray,
-    context_tokens: int,
-    *,
-    by_head: bool,
-    sample: int | None = None,
-) -> FloatArray:
-    """What the layers of a group retain together at budgets, when all keep the same entries.
+CLOSE = 1e-11
+"""A price interval so narrow, as a share of the highest price, has nothing more to tell."""
 
-    Parameters
-    ----------
-    scores : ScoreProfile
-        With the group's joint curves.
-    group : tuple of int
-        Adjacent layers.
-    tokens : ndarray of int64, (n_options,)
-        Budgets of each layer's KV heads, sinks and window included.
-    context_tokens : int
-        Prompt length that they are for.
-    by_head : bool
-        One row for each KV head, or one for all of them.
-    sample : int, optional
-        One sample; the mean over all by default.
-
-    Returns
-    -------
-    ndarray of float64, (n_kv_heads or 1, n_options)
-        Summed over the layers: keeping everything in all heads is worth ``len(group)``.
-    """
-    curves = scores.shared_contributions(group, sample)
-    if not by_head:
-        curves = curves.sum(axis=0, keepdims=True)
-    at = evictable_rank(scores, tokens, context_tokens)
-    return interpolate_curves(curves, scores.ranks, at)
+TRIED_GROUPINGS = 8
+"""Groupings whose own bounds are compared: those that were best at the last prices."""
 
 
 def grouped(
@@ -125,8 +108,7 @@ def grouped(
             [replaced(rows, one, 1.0 / n_layers) for one, rows in enumerate(scenarios)]
         )
         values = scenarios.mean(axis=0)
-    return replace(
-        problem,
+    return problem.replace(
         tokens=np.broadcast_to(tokens, values.shape),
         values=values,
         scenarios=scenarios,
@@ -138,8 +120,190 @@ def grouped(
     )
 
 
-def members_alike(table: IntArray, groups: Groups) -> IntArray:
-    """The table with every layer of a group as its first one, ``(n_layers, n_kv_heads)``."""
-    for group in groups:
-        table[list(group)] = table[group[0]]
-    return table
+@dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """Groups of layers, and a bound over all groupings.
+
+    Attributes
+    ----------
+    groups : tuple of tuple of int
+        Layers that share; all others stand alone.
+    bound : float
+        No budgets of any grouping are better: an upper bound on the value, or a lower one on the
+        cost.
+    """
+
+    groups: Groups
+    bound: float
+
+
+def choose_groups(scores: ScoreProfile, problem: AllocationProblem, most: int) -> Grouping:
+    """Which adjacent layers share entries, such that there are at most so many groups.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        With joint curves.
+    problem : AllocationProblem
+        Of single layers and the mean of the samples, with the target.
+    most : int
+        Groups of full-attention layers in all; a layer alone counts as one.
+
+    Returns
+    -------
+    Grouping
+        The grouping with the best bound of its own among those that are best near the price at
+        which the bytes (the target) are met, and the bound over all groupings.
+
+    Raises
+    ------
+    InputError
+        If no joint curves were measured.
+    InfeasibleError
+        If so few groups are not possible, or no grouping meets the target.
+    """
+    grouped(problem, scores, ())  # refuses what cannot be combined
+    problem.check_feasible()
+    search = _Search(scores, problem, most)
+    bound = search.run()
+    tried = search.groupings[-TRIED_GROUPINGS:]
+    bounds = [dual_bound(grouped(problem, scores, groups)).bound for groups in tried]
+    best = max if problem.sense is Sense.MAX_VALUE else min
+    return Grouping(groups=tried[bounds.index(best(bounds))], bound=bound)
+
+
+class _Search:
+    """Best cuts of the layers at prices of a byte."""
+
+    def __init__(self, scores: ScoreProfile, problem: AllocationProblem, most: int) -> None:
+        if scores.shared_runs is None:
+            raise InputError(
+                "the score profile has no curves of layers that share entries; measure again with "
+                f"{command('profile', share_length=2)}"
+            )
+        self.problem = problem
+        self.layers = scores.shape.full_layers
+        self.segments: list[tuple[int, ...]] = [(layer,) for layer in self.layers]
+        self.segments += [
+            tuple(range(first, first + length)) for first, length in scores.shared_runs.tolist()
+        ]
+        by_head = bool(problem.heads[0] >= 0)
+        tokens, context = problem.tokens[0], problem.context_tokens
+        alone = problem.weights[:, None] * problem.values
+        self.values: FloatArray = np.stack(
+            [
+                alone[problem.layers == segment[0]]
+                if len(segment) == 1
+                else group_values(scores, segment, tokens, context, by_head=by_head)
+                / len(self.layers)
+                for segment in self.segments
+            ]
+        )
+        lengths = np.array([len(segment) for segment in self.segments])
+        self.costs: IntArray = lengths[:, None] * (problem.costs[0] - problem.costs[0, 0])
+        self.groupings: list[Groups] = []
+        self.graph = _cut_graph(self.layers, self.segments, most)
+
+    def run(self) -> float:
+        """The bound over all groupings; those that are best near its price are collected."""
+        problem = self.problem
+        gain = float(self.values.max() - self.values.min())
+        top = 2.0 * (gain + 1e-300) / problem.lattice_bytes
+        low, high = 0.0, top
+        bounds = [self._bound_at(high)[0]]
+        if problem.sense is Sense.MAX_VALUE:
+            bound, enough = self._bound_at(0.0)
+            bounds.append(bound)
+            if not enough:
+                return bound
+        for _ in range(ROUNDS):
+            middle = 0.5 * (low + high)
+            if middle in (low, high) or high - low <= CLOSE * top:
+                break
+            bound, enough = self._bound_at(middle)
+            bounds.append(bound)
+            low, high = (middle, high) if enough else (low, middle)
+        return min(bounds) if problem.sense is Sense.MAX_VALUE else max(bounds)
+
+    def _bound_at(self, price: float) -> tuple[float, bool]:
+        """The bound that a price gives, and whether its best cut spends (reaches) enough."""
+        problem = self.problem
+        net = self.values - price * self.costs[:, None, :]
+        picked = np.argmax(net, axis=2)
+        worth = np.take_along_axis(net, picked[:, :, None], axis=2)[:, :, 0].sum(axis=1)
+        path = self._best_path(worth)
+        groups = tuple(self.segments[n] for n in path if len(self.segments[n]) > 1)
+        if groups in self.groupings:
+            self.groupings.remove(groups)
+        self.groupings.append(groups)
+        total = math.fsum(worth[path])
+        above = sum(int(self.costs[n, picked[n]].sum()) for n in path)
+        value = total + price * above
+        if problem.target is None:
+            room = problem.spendable_bytes - problem.min_cost_bytes
+            return total + price * room, above > room
+        enough = problem.meets_target(value)
+        if price <= 0.0:
+            return float(problem.min_cost_bytes), enough
+        grain = problem.lattice_bytes
+        short = (problem.lowest_accepted_value - total) / price
+        grains = max(0, math.ceil(short / grain - 1e-6))
+        return float(problem.min_cost_bytes + grains * grain), enough
+
+    def _best_path(self, worth: FloatArray) -> list[int]:
+        """Segments of the cut that nets most, by a longest path."""
+        import networkx as nx
+
+        # Every path covers all layers, so a constant for each layer changes no comparison; with it
+        # all edges are positive and the longest path runs from the first cut point to the last.
+        offset = 1.0 + 2.0 * float(np.abs(worth).max())
+        for _, _, edge in self.graph.edges(data=True):
+            number = edge["segment"]
+            edge["weight"] = float(worth[number]) + offset * len(self.segments[number])
+        nodes = nx.dag_longest_path(self.graph, weight="weight")
+        pairs = zip(nodes[:-1], nodes[1:], strict=True)
+        return [self.graph.edges[pair]["segment"] for pair in pairs]
+
+
+def _cut_graph(layers: tuple[int, ...], segments: list[tuple[int, ...]], most: int) -> Any:
+    """Cut points by how many groups lie before them; edges are segments.
+
+    Only what lies on a way from the first cut point to the last with at most so many edges stays.
+
+    Raises
+    ------
+    InfeasibleError
+        If there is no such way.
+    """
+    import networkx as nx
+
+    place = {layer: n for n, layer in enumerate(layers)}
+    graph = nx.DiGraph()
+    for number, segment in enumerate(segments):
+        first = place[segment[0]]
+        for before in range(min(first, most - 1) + 1):
+            graph.add_edge(
+                (first, before), (first + len(segment), before + 1), segment=number, weight=0.0
+            )
+    start = (0, 0)
+    ends = [node for node in graph.nodes if node[0] == len(layers)]
+    inside = nx.descendants(graph, start) | {start} if start in graph else set()
+    if not inside.intersection(ends):
+        least = _fewest(layers, segments)
+        raise InfeasibleError(
+            f"{most} groups cannot hold the {len(layers)} layers: the first two stand alone and "
+            f"the longest measured runs leave at least {least}; ask for at least "
+            f"{option('share_groups', least)}",
+            nearest=least,
+        )
+    before_end = {node for last in ends for node in nx.ancestors(graph, last) | {last}}
+    return nx.DiGraph(graph.subgraph(inside & before_end))
+
+
+def _fewest(layers: tuple[int, ...], segments: list[tuple[int, ...]]) -> int:
+    """The smallest number of groups that hold all layers."""
+    import networkx as nx
+
+    place = {layer: n for n, layer in enumerate(layers)}
+    cuts = nx.DiGraph((place[segment[0]], place[segment[0]] + len(segment)) for segment in segments)
+    return int(nx.shortest_path_length(cuts, 0, len(layers)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
@@ -21,11 +20,11 @@ from kvalloc.cli.solve import (
     row,
     solver_text,
 )
-from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError
+from kvalloc.errors import InputError, SolverError
 
 if TYPE_CHECKING:
+    from kvalloc.allocation.decision import Attempt
     from kvalloc.formats.budget_profile import BudgetProfile
-    from kvalloc.formats.score_profile import ScoreProfile
 
 EXAMPLES = """\
   kvalloc compare s.safetensors --budget 20%
@@ -39,15 +38,13 @@ class _Decided:
     """A solver that decided, and whether within what was granted."""
 
     profile: BudgetProfile
-    requested_bytes: int | None
     row: dict[str, Any]
 
     @property
     def over_bytes(self) -> int:
         """Bytes beyond the request: some published rules overspend."""
-        if self.requested_bytes is None:
-            return 0
-        return max(0, self.profile.retained_bytes - self.requested_bytes)
+        granted = requested_bytes(self.profile)
+        return 0 if granted is None else max(0, self.profile.retained_bytes - granted)
 
     @property
     def rank(self) -> tuple[bool, float, bool, float]:
@@ -55,14 +52,6 @@ class _Decided:
         better = -1.0 if self.profile.sense == "max_value" else 1.0
         proven = self.profile.termination == "optimal"
         return self.over_bytes > 0, better * self.profile.objective, not proven, self.row["seconds"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Refused:
-    """A solver that did not decide, and why."""
-
-    solver: str
-    reason: str
 
 
 @targets.takes(RequestOptions)
@@ -90,47 +79,44 @@ def compare(
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     The best comes first. A solver that cannot solve this problem is listed with its reason.
     """
+    from kvalloc.allocation.decision import compare_solvers
+    from kvalloc.cli.progress import slow
     from kvalloc.problem.registry import get_solver, solver_names
 
     request = Request.parse(**asked)  # refuses before the scores are read
     targets.check_time_limit(time_limit)
-    for name in solver or []:
-        get_solver(name)
-    names = list(dict.fromkeys(solver)) if solver else solver_names()
+    names = list(dict.fromkeys(solver or solver_names()))
     if not names:
         raise SolverError("no solver is registered: kvalloc is on the path but not installed")
-    chosen = _options_by_solver(names, solver_option or [])
+    options = _options_by_solver(names, solver_option or [])
+    solvers = {name: get_solver(name, **options[name]) for name in names}
     profile = targets.load_scores(scores)
-    _check_feasible(profile, request)  # what no solver can do is the user's to change
-    settings = {"time_limit": time_limit, "average": average, "priced": False}
-    outcomes = [
-        _try(profile, request, name, {**settings, "solver_options": chosen[name]}, quiet=quiet)
-        for name in names
-    ]
-    done = sorted((o for o in outcomes if isinstance(o, _Decided)), key=lambda o: o.rank)
-    refused = [o for o in outcomes if isinstance(o, _Refused)]
-    if not done:
-        raise _none_decides(profile, request, refused, time_limit)
+    attempts = compare_solvers(
+        profile,
+        request,
+        solvers,
+        time_limit=time_limit,
+        average=average,  # type: ignore[arg-type]  # solving checks it
+        notify=lambda line: note(line, quiet=quiet),
+        watch=lambda name: slow(f"solving with {name}", quiet=quiet),
+    )
+    done = sorted(
+        (
+            _Decided(profile=one.profile, row=row(one.profile, profile, one.seconds))
+            for one in attempts
+            if one.profile is not None
+        ),
+        key=lambda one: one.rank,
+    )
+    refused = [one for one in attempts if one.profile is None]
     if json:
-        others = [{"solver": o.solver, "reason": o.reason} for o in refused]
-        print_json([*({**o.row, "reason": None} for o in done), *others])
+        others = [{"solver": one.solver, "reason": one.reason} for one in refused]
+        print_json([*({**one.row, "reason": None} for one in done), *others])
         return
     _print_table(done, refused)
     note(f"note: {RETENTION_NOTE}", quiet=quiet)
-    if any(outcome.profile.predicted_loss is not None for outcome in done):
+    if any(one.profile.predicted_loss is not None for one in done):
         note(f"note: {LOSS_NOTE}", quiet=quiet)
-
-
-def _none_decides(
-    scores: ScoreProfile, request: Request, refused: list[_Refused], time_limit: float | None
-) -> KVAllocError:
-    """What to ask for instead, where anything helps; else the reason of every solver."""
-    from kvalloc.allocation.infeasibility import advise
-
-    reasons = "; ".join(one.reason for one in refused)
-    error = InfeasibleError(reasons)
-    advice = advise(scores, request, error, time_limit_seconds=time_limit)
-    return SolverError(reasons) if advice is error else advice
 
 
 def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str, Any]]:
@@ -149,60 +135,11 @@ def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str
     return {name: targets.solver_options(name, own) if own else {} for name, own in pairs.items()}
 
 
-def _check_feasible(scores: ScoreProfile, request: Request) -> None:
-    """Refuse what already the problem itself rules out.
-
-    Raises
-    ------
-    InfeasibleError
-        With what to ask for instead.
-    """
-    from kvalloc.allocation.formulation import formulate
-    from kvalloc.allocation.grouping import settle
-    from kvalloc.allocation.infeasibility import advise
-
-    try:
-        formulate(scores, settle(scores, request)[0]).check_feasible()
-    except InfeasibleError as error:
-        if isinstance(request.share_groups, int):
-            raise  # there is no problem to look into before the groups are chosen
-        advice = advise(scores, request, error)
-        if advice is error:
-            raise
-        raise advice from error
-
-
-def _try(
-    scores: ScoreProfile,
-    request: Request,
-    name: str,
-    settings: dict[str, Any],
-    *,
-    quiet: bool,
-) -> _Decided | _Refused:
-    from kvalloc.allocation.decision import decide
-    from kvalloc.cli.progress import slow
-
-    start = time.perf_counter()
-    try:
-        with slow(f"solving with {name}", quiet=quiet):
-            decided = decide(scores, request, solver=name, **settings)
-    except KVAllocError as error:
-        # The problem itself is sound, so this is about what this solver can do or reach.
-        return _Refused(solver=name, reason=str(error))
-    seconds = time.perf_counter() - start
-    return _Decided(
-        profile=decided,
-        requested_bytes=requested_bytes(decided),
-        row=row(decided, scores, seconds),
-    )
-
-
-def _print_table(done: list[_Decided], refused: list[_Refused]) -> None:
+def _print_table(done: list[_Decided], refused: list[Attempt]) -> None:
     first = done[0]
     print(f"{request_text(first.profile)}, {first.profile.level} level")
-    if first.requested_bytes is not None:
-        print(f"granted {size(first.requested_bytes)} of {size(first.profile.full_bytes)}")
+    if (granted := requested_bytes(first.profile)) is not None:
+        print(f"granted {size(granted)} of {size(first.profile.full_bytes)}")
     print()
     columns = [_cells(outcome) for outcome in done]
     if all(column["loss"] == "?" for column in columns):

@@ -64,7 +64,7 @@ def solve(
     What was decided comes with a bound that shows how much better it could be at most.
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     """
-    from kvalloc.allocation.decision import default_objective, solve_request
+    from kvalloc.allocation.decision import solve_request
     from kvalloc.cli.progress import slow
     from kvalloc.files import check_writable
 
@@ -77,10 +77,6 @@ def solve(
         check_writable(output)
     chosen = targets.solver_options(solver, solver_option or [])
     profile = targets.load_scores(scores)
-    if request.objective is None and refinement is None:
-        request, said = default_objective(profile, request, solver, chosen)
-        if said:
-            note(said, quiet=quiet)
     start = time.perf_counter()
     how: dict[str, Any] = {"solver": solver, "solver_options": chosen, "time_limit": time_limit}
     if refinement is not None and output is not None:
@@ -91,6 +87,7 @@ def solve(
                 profile,
                 request,
                 average=average,  # type: ignore[arg-type]  # solving checks it
+                notify=lambda line: note(line, quiet=quiet),
                 **how,
             )
     seconds = time.perf_counter() - start
@@ -148,7 +145,7 @@ def loss_interval(decided: BudgetProfile, scores: ScoreProfile) -> tuple[float, 
     """How sure a predicted loss is on such text; None where it is unknown or was refined."""
     import numpy as np
 
-    from kvalloc.allocation.prediction import predicted_loss_interval
+    from kvalloc.allocation.curves import predicted_loss_interval
 
     if decided.predicted_loss is None or decided.refinement is not None:
         return None

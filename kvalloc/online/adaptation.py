@@ -8,8 +8,8 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
+from kvalloc.allocation.curves import mean_retention
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.prediction import mean_retention
 from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, UnsupportedRequestError, option

@@ -15,6 +15,7 @@ from torch import nn
 
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.decision import decide
+from kvalloc.allocation.formulation import pose
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
@@ -263,9 +264,9 @@ def make_prompt_cache(
     def decided(scores: ScoreProfile, rows: int) -> BudgetProfile:
         found = decide(
             scores,
-            replace(target.request, batch=rows),
-            solver=target.solver,
-            solver_options=dict(target.solver_options),
+            pose(scores, replace(target.request, batch=rows)),
+            get_solver(target.solver, **target.solver_options),
+            solver_options=target.solver_options,
             priced=False,
         )
         return found.with_policy(undecided.policy)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.formulation import PosedRequest, formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.result import to_budget_profile
 from kvalloc.errors import InputError
@@ -156,7 +156,13 @@ def refine(
             **run.summary(best, told),
         }
         decided = replace(
-            to_budget_profile(scores, request, best.problem, best.checked, chosen.name, options),
+            to_budget_profile(
+                scores,
+                PosedRequest(request=request, problem=best.problem),
+                best.checked,
+                solver_name=chosen.name,
+                solver_options=options,
+            ),
             predicted_loss=refinement["predicted_loss"],
             refinement=refinement,
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvalloc.allocation.diagnosis import (
+from kvalloc.allocation.infeasibility import (
     TOLERANCE_GRID,
     Diagnosis,
     diagnose,

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from kvalloc.accounting.stored_bytes import stored_bytes
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.comparison import compare_profiles
+from kvalloc.allocation.curves import mean_retention
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.prediction import mean_retention
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, ProfileFileError, SolverError

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvalloc.allocation.audit import verify
-from kvalloc.allocation.decision import solve
-from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.prediction import (
+from kvalloc.allocation.curves import (
     EVEN_OPTIONS,
     mean_retention,
     predicted_loss,
     predicted_loss_interval,
 )
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError, ProfileFileError, SolverError
 from kvalloc.formats.budget_profile import BudgetProfile, relative_gap

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.comparison import compare_profiles
+from kvalloc.allocation.curves import predicted_loss
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import frontier
-from kvalloc.allocation.prediction import predicted_loss
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.formats.budget_profile import BudgetProfile

@@ -10,12 +10,12 @@ from factories import make_scores, make_shape, make_shared_scores
 
 import kvalloc.allocation.decision
 from kvalloc.allocation.audit import verify
+from kvalloc.allocation.curves import mean_retention
 from kvalloc.allocation.decision import solve_problem
-from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.formulation import formulate, pose
 from kvalloc.allocation.frontier import frontier
-from kvalloc.allocation.grouping import choose_groups, settle
-from kvalloc.allocation.prediction import mean_retention
 from kvalloc.allocation.request import Request
+from kvalloc.allocation.sharing import choose_groups
 from kvalloc.cli.main import main
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -90,7 +90,7 @@ def test_the_bound_holds_for_every_grouping_and_the_choice_is_near_the_best(goal
             values = best_of(scores, goal, level, groupings)
             assert len(values) > 2
             request = Request.parse(**goal, level=level)
-            found = choose_groups(scores, request, most)
+            found = choose_groups(scores, formulate(scores, request), most)
             assert found.groups in groupings
             sense = formulate(scores, request).sense
             sign = 1.0 if sense is Sense.MAX_VALUE else -1.0
@@ -105,7 +105,7 @@ def test_the_bound_holds_for_every_grouping_and_the_choice_is_near_the_best(goal
 
 def test_at_a_price_the_path_is_the_best_of_all_groupings():
     scores = make_shared_scores(7, longest=4, n_layers=7)
-    from kvalloc.allocation.grouping import _Search
+    from kvalloc.allocation.sharing import _Search
 
     problem = formulate(scores, Request.parse(budget="40%"))
     for most in (4, 5, 6):
@@ -144,7 +144,8 @@ def test_layers_that_rank_alike_are_grouped_first():
         shared_runs=runs,
         shared_curves=joint_curves(raw, runs),
     )
-    assert choose_groups(scores, Request.parse(budget="30%"), 5).groups == ((4, 5),)
+    problem = formulate(scores, Request.parse(budget="30%"))
+    assert choose_groups(scores, problem, 5).groups == ((4, 5),)
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -226,9 +227,9 @@ def test_several_workloads_share_too():
 
 def test_enough_groups_leave_every_layer_alone():
     scores = make_shared_scores(2)
-    request, grouping = settle(scores, Request.parse(budget="35%", share_groups=6))
-    assert request.share_groups is None
-    assert grouping is None
+    posed = pose(scores, Request.parse(budget="35%", share_groups=6))
+    assert posed.request.share_groups is None
+    assert posed.grouping_bound is None
     profile = solve(scores, budget="35%", share_groups=6)
     assert profile.share_groups == ()
     assert all(check.passed for check in verify(profile, scores))
@@ -288,5 +289,5 @@ def test_without_joint_curves():
 
 
 def test_formulating_needs_groups_that_are_chosen():
-    with pytest.raises(InputError, match=r"settle"):
+    with pytest.raises(InputError, match=r"formulation\.pose"):
         formulate(make_shared_scores(2), Request.parse(budget="35%", share_groups=4))

@@ -11,11 +11,10 @@ import pytest
 from factories import make_losses, make_scores, make_shape
 
 from kvalloc.allocation.audit import verify
+from kvalloc.allocation.curves import head_weights, mean_retention
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.prediction import mean_retention
-from kvalloc.allocation.request import Request
-from kvalloc.allocation.weights import checked_weights, head_weights, read_weights
+from kvalloc.allocation.request import Request, checked_weights, read_weights
 from kvalloc.errors import InputError
 
 

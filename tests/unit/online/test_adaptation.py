@@ -13,8 +13,8 @@ from factories import make_budget_profile, make_scores, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvalloc.allocation.curves import mean_retention
 from kvalloc.allocation.decision import solve
-from kvalloc.allocation.prediction import mean_retention
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile

@@ -15,8 +15,12 @@ from typing import Any, ClassVar
 import pytest
 from factories import make_problem, make_scores
 
-from kvalloc.allocation.verification import GRACE_SECONDS, solve_problem
-from kvalloc.allocation.watchdog import NoAnswerError, call_in_time
+from kvalloc.allocation.verification import (
+    GRACE_SECONDS,
+    NoAnswerError,
+    call_in_time,
+    solve_problem,
+)
 from kvalloc.errors import SolverError
 from kvalloc.problem import Solution, Solver, Termination
 from kvalloc.problem.registry import get_solver

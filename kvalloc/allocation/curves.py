@@ -1,0 +1,531 @@
+"""What measured curves say: the value of every option of a unit, and what budgets retain and lose.
+
+Values and predictions are looked up in the same curves, so that what a problem promises is what a
+budget profile states.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.allocation.request import WEIGHT_SHAPES, Request
+from kvalloc.errors import InputError, command, option
+from kvalloc.formats.policy import places_of
+from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
+from kvalloc.formats.sharing_groups import Groups
+from kvalloc.prompts.intervals import interval
+from kvalloc.shape import ModelShape
+
+EVEN_OPTIONS = 256
+"""Most budgets on offer to a unit whose values are not concave (a loss, or several bit widths),
+because exact solvers pay for every option there. Where there are more pages than that, every
+second, third, ... one is offered."""
+
+
+# Values of options
+
+
+def unit_values(
+    scores: ScoreProfile,
+    request: Request,
+    context: int,
+    tokens: IntArray,
+    sample: int | None,
+    bits: int,
+) -> tuple[FloatArray, FloatArray]:
+    """What budgets are worth to each unit at a bit width, and what units weigh.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        Measured curves.
+    request : Request
+        Its objective, level and weights.
+    context : int
+        Prompt length, tokens.
+    tokens : ndarray of int64, (n_options,)
+        Budgets.
+    sample : int or None
+        One sample, or the mean of all.
+    bits : int
+        Bit width of what is kept.
+
+    Returns
+    -------
+    values : ndarray of float64, (n_units, n_options)
+        Retention that the unit adds to its layer, or its own for the worst unit, or less its loss.
+    weights : ndarray of float64, (n_units,)
+
+    Raises
+    ------
+    InputError
+        If losses or bits are asked for and were not measured for such units.
+    """
+    if request.objective == "loss":
+        values = -unit_losses(scores, request, context, tokens, sample).min(axis=0)
+        return values, np.ones(values.shape[0])
+    ranks = evictable_rank(scores, tokens, context)
+    if request.weights is not None:
+        curves, weights = _weighted_curves(scores, request, sample, bits)
+        return interpolate_curves(curves, scores.ranks, ranks), weights
+    n_layers = len(scores.shape.full_layers)
+    only = 0 if scores.n_samples == 1 else sample
+    if request.level == "head" and only is not None and request.bits is None:
+        # The measured curves, weighed by the heads' shares of their layers. What a head adds to its
+        # layer is the product, with a long context a second copy of gigabytes.
+        layers = list(scores.shape.full_layers)
+        curves, shares = scores.curves[only], scores.head_shares()[only, layers].ravel()
+        curves = _of_full_layers(scores, curves).reshape(-1, scores.ranks.size)
+        weights = np.ones_like(shares) if request.objective == "worst" else shares / n_layers
+        return interpolate_curves(curves, scores.ranks, ranks), weights
+    curves = _unit_curves(scores, request, sample, bits)
+    values = interpolate_curves(curves, scores.ranks, ranks)
+    if request.objective == "worst":  # a unit's own retention, not what it adds to its layer's
+        whole = curves if bits == 16 else _unit_curves(scores, request, sample)
+        return values / whole[:, -1:], np.ones(values.shape[0])
+    return values, np.full(values.shape[0], 1.0 / n_layers)
+
+
+def _of_full_layers(scores: ScoreProfile, curves: FloatArray) -> FloatArray:
+    """Curves of the layers with full attention; a view if those are all."""
+    layers = scores.shape.full_layers
+    return curves if len(layers) == scores.shape.n_layers else curves[list(layers)]
+
+
+def _unit_curves(
+    scores: ScoreProfile, request: Request, sample: int | None, bits: int = 16
+) -> FloatArray:
+    """What each unit adds to the retention of its layer at every rank, `(n_units, n_points)`."""
+    contributions = _of_full_layers(scores, scores.contributions(sample, bits=bits))
+    if request.level == "layer":
+        curves: FloatArray = contributions.sum(axis=1)
+        return curves
+    return contributions.reshape(-1, scores.ranks.size)
+
+
+def _weighted_curves(
+    scores: ScoreProfile, request: Request, sample: int | None, bits: int
+) -> tuple[FloatArray, FloatArray]:
+    """Curves and weights of units, such that keeping everything is worth 1."""
+    assert request.weights is not None  # only called then
+    weights = head_weights(scores.shape, request.weights)
+    curves = _of_full_layers(scores, scores.contributions(sample, bits=bits))
+    worth = weights * _of_full_layers(scores, scores.contributions(sample))[..., -1]
+    if request.level == "head":
+        return curves.reshape(-1, curves.shape[2]), weights.ravel() / worth.sum()
+    # A layer's curve, its heads as they weigh; of one that weighs nothing, all the same.
+    total = worth.sum(axis=1, keepdims=True)
+    shares = np.where(total > 0, weights, 1.0)
+    summed = (shares[..., None] * curves).sum(axis=1) / np.where(total > 0, total, 1.0)
+    return summed, total[:, 0] / total.sum()
+
+
+def head_weights(shape: ModelShape, weights: tuple[object, ...]) -> FloatArray:
+    """Weights of every KV head of the full-attention layers, with a mean of 1.
+
+    Parameters
+    ----------
+    shape : ModelShape
+    weights : tuple of float, or of tuples of float
+        Those of a request.
+
+    Returns
+    -------
+    ndarray of float64, (n_full_layers, n_kv_heads)
+
+    Raises
+    ------
+    InputError
+        If they do not fit the model, or none counts that has a budget.
+    """
+    array = np.asarray(weights, dtype=np.float64)
+    expected = (shape.n_layers, shape.n_kv_heads)
+    if array.shape not in (expected[:1], expected):
+        raise InputError(
+            f"weights are shaped {array.shape}, and {shape.model_id} has {shape.n_layers} layers "
+            f"of {shape.n_kv_heads} KV heads; give {WEIGHT_SHAPES}"
+        )
+    if array.ndim == 1:
+        array = np.repeat(array[:, None], shape.n_kv_heads, axis=1)
+    decided: FloatArray = array[list(shape.full_layers)]
+    mean = float(decided.mean())
+    if mean <= 0:
+        raise InputError(
+            "all weights of full-attention layers are 0, and only those get budgets; give at "
+            "least one above 0"
+        )
+    return decided / mean
+
+
+def unit_losses(
+    scores: ScoreProfile, request: Request, context: int, tokens: IntArray, sample: int | None
+) -> FloatArray:
+    """Loss of each unit at each option with each policy on offer, nats per token.
+
+    Parameters
+    ----------
+    scores, request, context, tokens, sample
+        See `unit_values`.
+
+    Returns
+    -------
+    ndarray of float64, (n_policies, n_units, n_options)
+
+    Raises
+    ------
+    InputError
+        If they were not measured for such units or policies.
+    """
+    layers = list(scores.shape.full_layers)
+    curves = loss_curves(scores, sample)[list(offered_policies(scores, request))][:, layers]
+    if request.weights is not None:
+        weights = head_weights(scores.shape, request.weights)
+        if curves.shape[2] == 1 and np.any(weights != weights[:, :1]):
+            raise InputError(
+                "the loss curves of this score profile were measured on whole layers, so heads of "
+                "a layer cannot weigh differently; give one weight a layer"
+            )
+        curves = curves * weights[:, : curves.shape[2], None]
+    if request.level == "layer":
+        curves = curves.sum(axis=2)
+    elif curves.shape[2] == scores.shape.n_kv_heads:
+        curves = curves.reshape(curves.shape[0], -1, curves.shape[-1])
+    else:
+        raise InputError(
+            "the loss curves of this score profile were measured on whole layers, so they cannot "
+            f"tell KV heads apart; ask for {option('level', 'layer')}, or measure every head"
+        )
+    return loss_at(scores, curves, tokens, context)
+
+
+def offered_policies(scores: ScoreProfile, request: Request) -> tuple[int, ...]:
+    """Places in `ScoreProfile.policies` of those that units can choose from.
+
+    Raises
+    ------
+    InputError
+        If the request names one whose losses were not measured.
+    """
+    if request.loss_policies is None:
+        return tuple(range(len(scores.policies)))
+    return places_of(scores.policy, scores.loss_policies, request.loss_policies)
+
+
+def group_values(
+    scores: ScoreProfile,
+    group: tuple[int, ...],
+    tokens: IntArray,
+    context_tokens: int,
+    *,
+    by_head: bool,
+    sample: int | None = None,
+) -> FloatArray:
+    """What the layers of a group retain together at budgets, when all keep the same entries.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        With the group's joint curves.
+    group : tuple of int
+        Adjacent layers.
+    tokens : ndarray of int64, (n_options,)
+        Budgets of each layer's KV heads, sinks and window included.
+    context_tokens : int
+        Prompt length that they are for.
+    by_head : bool
+        One row for each KV head, or one for all of them.
+    sample : int, optional
+        One sample; the mean over all by default.
+
+    Returns
+    -------
+    ndarray of float64, (n_kv_heads or 1, n_options)
+        Summed over the layers: keeping everything in all heads is worth ``len(group)``.
+    """
+    curves = scores.shared_contributions(group, sample)
+    if not by_head:
+        curves = curves.sum(axis=0, keepdims=True)
+    return interpolate_curves(curves, scores.ranks, evictable_rank(scores, tokens, context_tokens))
+
+
+def even_options(least: int, most: int, context_tokens: int, page_tokens: int) -> IntArray:
+    """Budgets that are offered where values are not concave: equal steps down from the largest.
+
+    Equal steps keep the grain of the costs coarse, which is what exact solvers pay for.
+
+    Parameters
+    ----------
+    least, most : int
+        Smallest and largest budget allowed, tokens; ``most`` at most the context.
+    context_tokens : int
+        The last page may be a partial one: it holds the rest of the context.
+    page_tokens : int
+        Budgets are whole pages of so many tokens.
+
+    Returns
+    -------
+    ndarray of int64, (n_options,)
+        Rising, at most `EVEN_OPTIONS`.
+
+    Raises
+    ------
+    InputError
+        If there is no page in between.
+
+    Examples
+    --------
+    >>> even_options(5, 40, 40, 8).tolist(), even_options(20, 1000, 1000, 1).size
+    ([8, 16, 24, 32, 40], 246)
+    """
+    first = -(-least // page_tokens)
+    last = -(-context_tokens // page_tokens) if most >= context_tokens else most // page_tokens
+    if last < first:
+        raise InputError(
+            f"no budget of whole pages of {page_tokens} tokens is between the least of {least} "
+            f"that can be offered and the largest of {most}; allow larger ones, or smaller pages"
+        )
+    stride = -(-(last - first + 1) // EVEN_OPTIONS)
+    pages = np.arange(last, first - 1, -stride, dtype=np.int64)[::-1]
+    return np.minimum(pages * page_tokens, context_tokens)
+
+
+# What budgets retain and lose
+
+
+def mean_retention(
+    scores: ScoreProfile,
+    budgets: IntArray,
+    context_tokens: int,
+    *,
+    bits: IntArray | None = None,
+    sample: int | None = None,
+    share_groups: Groups = (),
+) -> float:
+    """Mean over full-attention layers of the kept share of score mass, times its fidelity.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        Measured curves.
+    budgets : ndarray of int64, (n_layers, n_kv_heads)
+        Entries that each head keeps, sinks and window included.
+    context_tokens : int
+        Prompt length that the budgets are for.
+    bits : ndarray of int64, (n_layers, n_kv_heads), optional
+        Bit width of each head; 16 everywhere by default.
+    sample : int, optional
+        One sample; the mean over all by default.
+    share_groups : tuple of tuple of int
+        Layers that keep the same entries, at one budget.
+
+    Returns
+    -------
+    float
+        0..1.
+    """
+    full = scores.shape.full_layers
+    widths = np.full_like(budgets, 16) if bits is None else bits
+    curves = {
+        width: scores.contributions(sample, bits=width)
+        for width in np.unique(widths[list(full)]).tolist()
+    }
+    shared = {layer for group in share_groups for layer in group}
+    joint = {group[0]: scores.shared_contributions(group, sample) for group in share_groups}
+    at = evictable_rank(scores, budgets, context_tokens)
+    kept = [
+        interpolate_curves(
+            joint[layer][head] if layer in joint else curves[widths[layer, head]][layer, head],
+            scores.ranks,
+            at[layer, [head]],
+        )
+        for layer in full
+        if layer in joint or layer not in shared
+        for head in range(scores.shape.n_kv_heads)
+    ]
+    return math.fsum(np.concatenate(kept)) / len(full)
+
+
+def worst_sample_retention(
+    scores: ScoreProfile,
+    budgets: IntArray,
+    context_tokens: int,
+    *,
+    share_groups: Groups = (),
+) -> float:
+    """Mean retention over layers, 0..1, of the sample that loses most; see `mean_retention`."""
+    return min(
+        mean_retention(scores, budgets, context_tokens, sample=one, share_groups=share_groups)
+        for one in range(scores.n_samples)
+    )
+
+
+def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) -> FloatArray:
+    """Kept evictable entries at the reference context that budgets at another one stand for.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    tokens : ndarray of int64
+        Budgets, sinks and window included.
+    context_tokens : int
+        Prompt length that they are for; the same share of its evictable entries is looked up.
+
+    Returns
+    -------
+    ndarray of float64, as ``tokens``
+    """
+    stretch = scores.evictable_tokens / (context_tokens - scores.protected_tokens)
+    ranks = (tokens - scores.protected_tokens) * stretch
+    within: FloatArray = np.clip(ranks, 0.0, float(scores.evictable_tokens)).astype(np.float64)
+    return within
+
+
+def loss_curves(scores: ScoreProfile, sample: int | None = None) -> FloatArray:
+    """Mean loss curves of every measured policy over samples, or those of one sample.
+
+    Returns
+    -------
+    ndarray of float64, (n_policies, n_layers, n_kv_heads or 1, n_levels)
+        Nats per token.
+
+    Raises
+    ------
+    InputError
+        If none were measured.
+    """
+    if scores.losses is None:
+        raise InputError(
+            "this score profile holds no loss curves, so no loss can be predicted; measure them "
+            f"with {command('profile', loss='measured')}, or ask for retention"
+        )
+
+    def one(losses: FloatArray) -> FloatArray:
+        mean: FloatArray = losses.mean(axis=0) if sample is None else losses[sample]
+        return mean
+
+    own = one(scores.losses)[None]
+    if scores.other_losses is None:
+        return own
+    return np.concatenate([own, np.moveaxis(one(scores.other_losses), 2, 0)])
+
+
+def loss_at(
+    scores: ScoreProfile, curves: FloatArray, tokens: IntArray, context_tokens: int
+) -> FloatArray:
+    """Loss curves at budgets, linear between the measured levels.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    curves : ndarray of float64, (..., n_levels)
+        From `loss_curves`.
+    tokens : ndarray of int64, (n_at,)
+        Budgets at ``context_tokens``, none below `least_loss_tokens`.
+    context_tokens : int
+
+    Returns
+    -------
+    ndarray of float64, (..., n_at)
+        Nats per token.
+    """
+    assert scores.loss_tokens is not None  # loss_curves has given the curves
+    levels = scores.loss_tokens - scores.protected_tokens
+    return interpolate_curves(curves, levels, evictable_rank(scores, tokens, context_tokens))
+
+
+def least_loss_tokens(scores: ScoreProfile, context_tokens: int) -> int:
+    """The smallest budget at a context whose loss is known: the lowest measured level.
+
+    Below it there is no measurement, and none is made up.
+    """
+    assert scores.loss_tokens is not None  # only called with loss curves
+    lowest = int(scores.loss_tokens[0]) - scores.protected_tokens
+    stretch = (context_tokens - scores.protected_tokens) / scores.evictable_tokens
+    return scores.protected_tokens + math.ceil(lowest * stretch - 1e-9)
+
+
+def predicted_loss(
+    scores: ScoreProfile,
+    budgets: IntArray,
+    context_tokens: int,
+    *,
+    bits: IntArray | None = None,
+    sample: int | None = None,
+    policies: IntArray | None = None,
+) -> float | None:
+    """Sum of the units' measured losses at their budgets, nats per token.
+
+    Parameters
+    ----------
+    scores, budgets, context_tokens, bits, sample
+        As in `mean_retention`.
+    policies : ndarray of int64, (n_layers, n_kv_heads), optional
+        Place of each head's policy in `ScoreProfile.policies`; the scorer's own by default.
+
+    Returns
+    -------
+    float or None
+        None where it is not known: no loss curves, a budget below the lowest measured level, fewer
+        bits than 16, or heads of a layer that differ when only whole layers were measured.
+    """
+    if scores.losses is None or (bits is not None and bool(np.any(bits != 16))):
+        return None
+    full = scores.shape.full_layers
+    if int(budgets[list(full)].min()) < least_loss_tokens(scores, context_tokens):
+        return None
+    curves = loss_curves(scores, sample)
+    places = np.zeros_like(budgets) if policies is None else policies
+    columns = curves.shape[2]
+    both = np.stack([budgets, places])[:, list(full)]
+    if columns == 1 and np.any(both != both[..., :1]):
+        return None
+    lost = [
+        loss_at(
+            scores,
+            curves[places[layer, head], layer, head],
+            budgets[layer, [head]],
+            context_tokens,
+        )
+        for layer in full
+        for head in range(columns)
+    ]
+    return math.fsum(np.concatenate(lost))
+
+
+def predicted_loss_interval(
+    scores: ScoreProfile,
+    budgets: IntArray,
+    context_tokens: int,
+    *,
+    bits: IntArray | None = None,
+    policies: IntArray | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float] | None:
+    """Percentile bootstrap interval of the predicted loss over the measured samples.
+
+    It says how sure the sum of single-unit losses is on such text, not how far single losses are
+    from those of all units together.
+
+    Parameters
+    ----------
+    scores, budgets, context_tokens, bits, policies
+        As in `predicted_loss`.
+    confidence : float
+    seed : int
+
+    Returns
+    -------
+    low, high : float
+        Nats per token; None where no loss is known, or of one sample only.
+    """
+    each = [
+        predicted_loss(scores, budgets, context_tokens, bits=bits, sample=s, policies=policies)
+        for s in range(scores.n_samples)
+    ]
+    losses = np.array([loss for loss in each if loss is not None])
+    ends = interval([losses], confidence=confidence, seed=seed)
+    return None if ends is None else (ends[0], ends[1])
