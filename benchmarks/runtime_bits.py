@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ FEWER = (8, 4)
 
 def at_bits(profile: BudgetProfile, bits: int) -> BudgetProfile:
     """The same budgets, each entry at so many bits."""
-    return dataclasses.replace(profile, bits=np.full(profile.budgets.shape, bits, dtype=np.int64))
+    return profile.replace(bits=np.full(profile.budgets.shape, bits, dtype=np.int64))
 
 
 def bits_rows(

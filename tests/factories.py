@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -152,8 +151,7 @@ def make_choices(
         )
         for name in names
     )
-    return replace(
-        scores,
+    return scores.replace(
         loss_policies=policies,
         other_losses=others,
         other_loss_stderr=np.full(others.shape, 0.002),

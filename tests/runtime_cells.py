@@ -8,7 +8,6 @@ cell_choice.py.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -67,9 +66,9 @@ class Setting:
         if sharing == "shared":
             budgets = profile.budgets.copy()
             budgets[list(GROUP)] = budgets[GROUP[0]]
-            profile = dataclasses.replace(profile, budgets=budgets, share_groups=(GROUP,))
+            profile = profile.replace(budgets=budgets, share_groups=(GROUP,))
         if bits != "16_bits":
-            profile = dataclasses.replace(profile, bits=widths(profile, bits))
+            profile = profile.replace(bits=widths(profile, bits))
         self.profile = profile
 
     def cache(self, **changes: Any) -> Any:

@@ -7,7 +7,6 @@ attention. Nothing of `kvalloc.runtime` is used here but the list of what was ev
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -226,7 +225,7 @@ def by_head(profile: BudgetProfile, spread: int = 12) -> BudgetProfile:
     for layer in profile.shape.full_layers:
         moved = np.linspace(-spread, spread, budgets.shape[1]).round().astype(np.int64)
         budgets[layer] = np.clip(budgets[layer] + moved + layer % 3, least, most)
-    return dataclasses.replace(profile, level="head", budgets=budgets)
+    return profile.replace(level="head", budgets=budgets)
 
 
 class Shadow:

@@ -117,6 +117,7 @@ def digest_of(profile: Any) -> str:
     """Of the budgets, policies and their weights, whatever else a profile says."""
     units = None if profile.unit_policies is None else profile.unit_policies.tolist()
     records = [policy.record() for policy in profile.policies]
+    records = [{k: v for k, v in one.items() if v or k != "label"} for one in records]
     weights = [] if profile.unit_weights is None else [profile.unit_weights.tolist()]
     decided = json.dumps([profile.budgets.tolist(), units, records, *weights], sort_keys=True)
     return hashlib.sha256(decided.encode()).hexdigest()[:8]

@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def main() -> int:
         if expected is not None:
             settings["development_loss"], settings["development_prompts"] = expected
         evaluation = {"settings": settings, "rows": found}
-        replace(profile, evaluation=evaluation).save(ROOT / "profiles" / f"{name}.json")
+        profile.replace(evaluation=evaluation).save(ROOT / "profiles" / f"{name}.json")
         print(f"{name}: {len(found)} tasks, on development prompts {expected}")
     return 0
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ class Bench:
             name: np.stack([getattr(scores, name)[place] for scores, place in picked])
             for name in names
         }
-        return replace(picked[0][0], **arrays)
+        return picked[0][0].replace(**arrays)
 
     def decide(self, sources: Sequence[Source], share: float) -> BudgetProfile:
         """Budgets of least predicted loss; without sources the same budget everywhere."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
@@ -174,7 +173,7 @@ def eval(
     if output is not None:
         save_evaluation(record, output)
     for name, file in files.items():
-        replace(profiles[name], evaluation=evaluation_of(record, name)).save(file)
+        profiles[name].replace(evaluation=evaluation_of(record, name)).save(file)
     _note_slid_out(rows[0], quiet=quiet)
     if json:
         print_json(rows)

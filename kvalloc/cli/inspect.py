@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,11 +121,9 @@ def _kind(file: str) -> str:
 def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
     least, mean, most = budget_spread(profile)
     if json:
-        from kvalloc.formats.schema import budget_profile_dict
-
         spread = {"min_tokens": least, "mean_tokens": mean, "max_tokens": most}
         known = {"predicted_loss": profile.predicted_loss}  # null, where the file leaves it out
-        print_json({"file": file, **known, **budget_profile_dict(profile), **spread})
+        print_json({"file": file, **known, **profile.record(), **spread})
         return
     handed_out = "; handed out by each prompt, this is their mean" if profile.by_prompt else ""
     budgets = f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average{handed_out}"
@@ -391,15 +388,15 @@ def _parameters(parameters: dict[str, Any]) -> str:
 
 def _show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
     """What a saved cache holds, by its header alone: no model and no tensors are read."""
-    from kvalloc.formats.schema import budget_profile_from_json
+    from kvalloc.formats.budget_profile import BudgetProfile
 
-    profile = budget_profile_from_json(file, header["profile"])
+    profile = BudgetProfile.from_record(file, header["profile"])
     notes = header.get("notes") or {}
     alone = header["batch"] == 1  # rows of a batch may be padded, which their number does not tell
     if alone:
         prompt = int(header["prompt_tokens"])
         kept = _handed_out(file, profile) if profile.by_prompt else profile.budgets_for(prompt)
-        profile = replace(profile, context_tokens=prompt, budgets=kept)
+        profile = profile.replace(context_tokens=prompt, budgets=kept)
     facts: dict[str, Any] = {
         "document": notes.get("document"),
         "rows": header["batch"],

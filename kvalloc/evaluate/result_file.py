@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvalloc.evaluate.scoring import Score
 from kvalloc.files import atomic_write, utc_date, versions
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.schema import budget_profile_dict
 from kvalloc.prompts.cases import Case
 
 KIND = "kvalloc.evaluation"
@@ -57,8 +55,7 @@ def evaluation_record(
         "settings": dict(settings),
         # Without an evaluation from before: the digest is that of what was evaluated.
         "profiles": {
-            name: budget_profile_dict(replace(profile, evaluation=None))["digest"]
-            for name, profile in profiles.items()
+            name: profile.replace(evaluation=None).digest for name, profile in profiles.items()
         },
         "rows": [dict(row) for row in rows],
         "prompts": [

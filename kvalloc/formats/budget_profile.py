@@ -4,225 +4,295 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self
 
 import numpy as np
+from pydantic import ConfigDict, Field, GetPydanticSchema, computed_field, model_validator
+from pydantic_core import from_json
+from typing_extensions import TypedDict
 
-from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import check_size
 from kvalloc.accounting.rounding import apportion
-from kvalloc.accounting.stored_bytes import stored_bytes
-from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.accounting.stored_bytes import BIT_WIDTHS, stored_bytes
+from kvalloc.errors import InputError
 from kvalloc.files import atomic_write
-from kvalloc.formats.budget_checks import budget_fault
-from kvalloc.formats.policy import Policy
-from kvalloc.formats.sharing_groups import Groups
+from kvalloc.formats.policy import BY_SCORE, Policy, others_fault
+from kvalloc.formats.record import FileRecord, FloatArray3D, IntArray2D, require
+from kvalloc.formats.sharing_groups import Groups, groups_fault
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-__all__ = ["SCHEMA_VERSION", "BudgetProfile", "LengthRule", "Level", "Policy", "relative_gap"]
-
-SCHEMA_VERSION = 1
+__all__ = [
+    "BudgetProfile",
+    "LengthRule",
+    "Level",
+    "Policy",
+    "Refinement",
+    "budget_profile_schema",
+    "relative_gap",
+]
 
 Level = Literal["layer", "head"]
 LengthRule = Literal["proportional", "fixed"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BudgetProfile:
-    """How many entries each layer and KV head keeps after prefill.
+class RefinementRound(TypedDict):
+    """One round of a refinement; losses in nats per token."""
 
-    Attributes
-    ----------
-    shape : ModelShape
-        The model.
-    level : {"layer", "head"}
-        Whether all KV heads of a layer share one budget.
-    context_tokens : int
-        Reference context of the budgets, tokens.
-    budgets : ndarray of int64, (n_layers, n_kv_heads)
-        Entries each KV head keeps of ``context_tokens``, sinks and window included. Rows of
-        sliding layers hold what those layers store anyway.
-    ranks : ndarray of int64, (n_layers, n_kv_heads), or None
-        Tensor-parallel rank of each KV head, where a placement was asked for; -1 in sliding
-        layers, whose heads all store the same.
-    bits : ndarray of int64, (n_layers, n_kv_heads), or None
-        Bit width at which each KV head stores its entries (`kvalloc.accounting.stored_bytes`), 16
-        being the model's own dtype; None where all are at 16. Sliding layers are at 16.
-    length_rule : {"proportional", "fixed"}
-        How budgets follow the prompt's length: the evictable part in proportion, or the same
-        number of entries at any length.
-    page_tokens : int
-        Memory is accounted in pages of so many tokens.
-    policy : Policy
-        Which entries are kept.
-    other_policies : tuple of Policy
-        Policies of single units beside that one, with the same sinks and window.
-    unit_policies : ndarray of int64, (n_layers, n_kv_heads), or None
-        Which policy each KV head has: 0 for ``policy``, k for ``other_policies[k - 1]``; 0 in
-        sliding layers. None where all have ``policy``.
-    unit_weights : ndarray of float64, (n_layers, n_kv_heads, n_policies), or None
-        Instead of ``unit_policies``: what each policy's scores count in a unit's score, their sum
-        weighted by these numbers >= 0; 0 in sliding layers.
-    by_prompt : bool
-        The budgets say how many entries are kept in all, and each prompt hands them out among the
-        KV heads by its own scores (`kvalloc.runtime.selection`); what stands in ``budgets`` is
-        then what the heads had in the mean.
-    solver : str
-        Who was asked to decide.
-    solver_options : dict
-        With which options.
-    decided_by : str
-        Who really decided: the solver that ``auto`` picked, else the same.
-    detail : str
-        The solver's own line: why it was picked, its back end, its parameters.
-    sense : {"max_value", "min_cost"}
-        What was optimised.
-    objective : float
-        Value reached (``max_value``) or bytes needed (``min_cost``).
-    bound : float or None
-        Nothing can be better than this; None if unknown.
-    bound_source : str
-        What proves the bound: ``"dual"`` (recomputed by kvalloc) or the solver's name.
-    termination : str
-        Why the solver stopped.
-    value_per_mib : float or None
-        Shadow price: what one more MiB would add to the value, at the margin; None if unknown.
-    price_source : str
-        Where that comes from: the next entry, the dual, or solving again with a little more.
-    requested : dict
-        The target as asked: its name and value, and the bytes or the value it stands for.
-    retention : float or None
-        Predicted retention at these budgets: mean over layers of the kept share of score mass.
-        With fewer bits than 16, times the fidelity that was measured.
-    predicted_loss : float or None
-        Predicted loss at these budgets, nats per token: the sum of the losses that were measured
-        with each unit reduced alone; with a refinement, what was measured of all units together
-        on the prompts that it learnt from; of a descent, that of the whole reduced cache on the
-        prompts held out of it. None where no losses were measured.
-    refinement : dict or None
-        What refining measured: predicted and measured loss with their intervals, on which prompts,
-        and every round (`kvalloc.refine`).
-    cost_bytes, full_cost_bytes : int or None
-        Cost of the decided layers, and of keeping everything in them, where another cost than
-        stored bytes was asked for (``requested["cost"]``, `kvalloc.accounting.costs`).
-    share_groups : tuple of tuple of int
-        Groups of adjacent layers that keep the same entries, at one budget for each KV head.
-    grouping_bound : float or None
-        Where the groups were chosen: no budgets of any grouping are better than this.
-    worst_sample_retention : float or None
-        The same of the sample that loses most, where more than the mean of the samples counted.
-    batch : int
-        Rows that bytes were accounted for.
-    score_digest, problem_digest : str
-        What the decision was made from.
-    versions : dict of str
-        Versions of the libraries that decided.
-    created : str
-        ISO date.
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    round: int
+    cost_bytes: int
+    predicted: float
+    training: float
+    held_out: float
+    judged: float
+    spread: NotRequired[float | None]
+    reach: float
+    kept: bool
+
+
+class Refinement(TypedDict):
+    """What refining measured, with all units at their budgets at once; losses in nats per token.
+
+    ``predicted_loss`` is on the prompts that the curves were corrected on, ``measured_loss`` on
+    held-out ones. ``largest_size_beyond_target`` is in bytes: the largest smaller choice that is
+    beyond the target loss.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    predicted_loss: float
+    predicted_interval: list[float]
+    measured_loss: float
+    measured_interval: list[float]
+    confidence: float
+    agrees: bool
+    measured_by_task: dict[str, float]
+    training_prompts: list[int]
+    held_out_prompts: list[int]
+    tasks: list[str]
+    text_digest: str
+    answers_digest: str
+    text_description: str
+    rounds: list[RefinementRound]
+    largest_size_beyond_target: NotRequired[int | None]
+
+
+_as_refinement = GetPydanticSchema(lambda _, handler: handler(Refinement))
+
+
+class BudgetProfile(FileRecord):
+    """How many entries each layer and KV head keeps after prefill.
 
     Raises
     ------
     InputError
         If budgets do not fit the model, are below sinks and window, above the context, or differ
-        within a layer at layer level.
-    evaluation : dict or None
-        What ``kvalloc eval --into-profile`` measured with exactly these budgets: settings and rows.
+        within a layer at layer level; or another field does not fit the others.
     """
 
+    NAME: ClassVar[str] = "budget profile"
+    MADE_BY: ClassVar[str] = "kvalloc solve"
+
+    kind: Literal["kvalloc.budget_profile"] = "kvalloc.budget_profile"
+    """What the file is."""
+
+    schema_version: Literal[1] = 1
+    """How the file is to be read."""
+
     shape: ModelShape
+    """The model."""
+
     level: Level
-    context_tokens: int
-    budgets: IntArray
+    """Whether all KV heads of a layer share one budget."""
+
+    context_tokens: int = Field(ge=1)
+    """Reference context of the budgets, tokens."""
+
+    budgets: IntArray2D
+    """Entries that each KV head keeps of ``context_tokens``, sinks and window included,
+    ``(n_layers, n_kv_heads)``. Rows of sliding layers hold what those layers store anyway."""
+
     length_rule: LengthRule = "proportional"
-    page_tokens: int = 1
+    """How budgets follow the prompt's length: the evictable part in proportion, or the same number
+    of entries at any length."""
+
+    page_tokens: int = Field(default=1, ge=1)
+    """Memory is accounted in pages of so many tokens."""
+
     policy: Policy
+    """Which entries are kept."""
+
     other_policies: tuple[Policy, ...] = ()
-    unit_policies: IntArray | None = None
-    unit_weights: FloatArray | None = None
+    """Policies of single units beside that one, with the same sinks and window."""
+
+    unit_policies: IntArray2D | None = None
+    """Which policy each KV head has: 0 for ``policy``, k for ``other_policies[k - 1]``; 0 in
+    sliding layers. None where all have ``policy``."""
+
+    unit_weights: FloatArray3D | None = None
+    """Instead of ``unit_policies``: what each policy's scores count in a unit's score, their sum
+    weighted by these numbers >= 0, ``(n_layers, n_kv_heads, n_policies)``; 0 in sliding layers."""
+
     by_prompt: bool = False
-    solver: str = ""
-    solver_options: dict[str, Any] = field(default_factory=dict)
-    decided_by: str = ""
-    detail: str = ""
-    sense: str = "max_value"
-    objective: float = 0.0
-    bound: float | None = None
-    bound_source: str = ""
-    termination: str = ""
-    requested: dict[str, Any] = field(default_factory=dict)
-    retention: float | None = None
-    predicted_loss: float | None = None
-    refinement: dict[str, Any] | None = None
-    cost_bytes: int | None = None
-    full_cost_bytes: int | None = None
+    """The budgets say how many entries are kept in all, and each prompt hands them out among the
+    KV heads by its own scores (`kvalloc.runtime.selection`); what stands in ``budgets`` is then
+    what the heads had in the mean."""
+
+    bits: IntArray2D | None = None
+    """Bit width at which each KV head stores its entries (`kvalloc.accounting.stored_bytes`), 16
+    being the model's own dtype; None where all are at 16. Sliding layers are at 16."""
+
+    ranks: IntArray2D | None = None
+    """Tensor-parallel rank of each KV head, where a placement was asked for; -1 in sliding layers,
+    whose heads all store the same."""
+
     share_groups: Groups = ()
-    grouping_bound: float | None = None
-    worst_sample_retention: float | None = None
-    batch: int = 1
-    score_digest: str = ""
-    problem_digest: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-    created: str = ""
-    ranks: IntArray | None = None
-    value_per_mib: float | None = None
+    """Groups of adjacent layers that keep the same entries, at one budget for each KV head."""
+
+    solver: str = ""
+    """Who was asked to decide."""
+
+    solver_options: dict[str, Any] = Field(default_factory=dict)
+    """With which options."""
+
+    decided_by: str = ""
+    """Who really decided: the solver that ``auto`` picked, else the same."""
+
+    detail: str = ""
+    """The solver's own line: why it was picked, its back end, its parameters."""
+
+    sense: Literal["max_value", "min_cost"] = "max_value"
+    """What was optimised."""
+
+    objective: float = 0.0
+    """Value reached (``max_value``) or bytes needed (``min_cost``)."""
+
+    bound: float | None = None
+    """Nothing can be better than this; None if unknown."""
+
+    bound_source: str = ""
+    """What proves the bound: ``dual`` (recomputed by kvalloc) or the solver's name."""
+
+    termination: Literal["", "optimal", "heuristic", "gap_limit", "time_limit"] = ""
+    """Why the solver stopped."""
+
+    value_per_mib: float | None = Field(default=None, ge=0)
+    """Shadow price: what one more MiB would add to the value, at the margin; None if unknown."""
+
     price_source: str = ""
-    bits: IntArray | None = None
+    """Where that comes from: the next entry, the dual, or solving again with a little more."""
+
+    grouping_bound: float | None = None
+    """Where the groups were chosen: no budgets of any grouping are better than this."""
+
+    requested: dict[str, Any] = Field(default_factory=dict)
+    """The target as asked: its name and value, and the bytes or the value it stands for."""
+
+    retention: float | None = Field(default=None, ge=0, le=1 + 1e-9)
+    """Predicted retention at these budgets: mean over layers of the kept share of score mass.
+    With fewer bits than 16, times the fidelity that was measured."""
+
+    worst_sample_retention: float | None = Field(default=None, ge=0, le=1 + 1e-9)
+    """The same of the sample that loses most, where more than the mean of the samples counted."""
+
+    predicted_loss: float | None = None
+    """Predicted loss at these budgets, nats per token: the sum of the losses that were measured
+    with each unit reduced alone; with a refinement, what was measured of all units together on the
+    prompts that it learnt from; of a descent, that of the whole reduced cache on the prompts held
+    out of it. None where no losses were measured."""
+
+    refinement: Annotated[dict[str, Any], _as_refinement] | None = None
+    """What refining measured: predicted and measured loss with their intervals, on which prompts,
+    and every round (`kvalloc.refine`)."""
+
+    cost_bytes: int | None = None
+    """Cost of the decided layers, where another cost than stored bytes was asked for
+    (``requested["cost"]``, `kvalloc.accounting.costs`)."""
+
+    full_cost_bytes: int | None = None
+    """The same cost of keeping everything in those layers."""
+
+    batch: int = Field(default=1, ge=1)
+    """Rows that bytes were accounted for."""
+
+    score_digest: str = ""
+    """Digest of the score profile that the decision was made from."""
+
+    problem_digest: str = ""
+    """Digest of the problem that was solved."""
+
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of the libraries that decided."""
+
+    created: str = ""
+    """ISO date, UTC."""
+
     evaluation: dict[str, Any] | None = None
+    """What ``kvalloc eval --into-profile`` measured with exactly these budgets: settings, rows."""
 
-    def __post_init__(self) -> None:
-        fault = budget_fault(self)
-        if fault is not None:
-            name, found, expected = fault
-            raise InputError(f"budget profile: {name} is {found}, expected {expected}")
-        self.budgets.flags.writeable = False
-        for array in (self.ranks, self.bits, self.unit_policies, self.unit_weights):
-            if array is not None:
-                array.flags.writeable = False
-
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def gap(self) -> float | None:
         """Relative distance between objective and bound; None without a bound."""
         return relative_gap(self.objective, self.bound)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def retained_tokens(self) -> int:
+        """Entries kept in all layers and KV heads of one row at the reference context."""
+        return int(self.budgets.sum())
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def full_tokens(self) -> int:
+        """Entries a plain cache stores for one row at the reference context."""
+        return self.shape.full_bytes(self.context_tokens) // self.shape.bytes_per_entry
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes kept at the reference context and batch, in whole pages."""
+        return self.retained_bytes_at(self.context_tokens, self.batch)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def full_bytes(self) -> int:
+        """Bytes a plain cache stores at the reference context and batch."""
+        return self.full_bytes_at(self.context_tokens, self.batch)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all other values, hexadecimal digits."""
+        return self.digest_of_content()
 
     @property
     def policies(self) -> tuple[Policy, ...]:
         """All policies: the profile's own, then the others."""
         return (self.policy, *self.other_policies)
 
-    def with_policy(self, policy: Policy) -> BudgetProfile:
-        """The same budgets with one policy for all units."""
-        return replace(
-            self,
-            policy=policy,
-            other_policies=(),
-            unit_policies=None,
-            unit_weights=None,
-            evaluation=None,
+    def __repr__(self) -> str:
+        share = self.retained_tokens / max(1, self.full_tokens)
+        return (
+            f"BudgetProfile({self.shape.model_id}, {self.level} level, {share:.1%} of "
+            f"{self.context_tokens} tokens, by {self.decided_by or self.solver or 'hand'}, "
+            f"{self.digest[:8]})"
         )
 
-    @property
-    def retained_tokens(self) -> int:
-        """Entries kept in all layers and KV heads of one row at the reference context."""
-        return int(self.budgets.sum())
+    __str__ = __repr__
 
-    @property
-    def full_tokens(self) -> int:
-        """Entries a plain cache stores for one row at the reference context."""
-        return self.shape.full_bytes(self.context_tokens) // self.shape.bytes_per_entry
-
-    @property
-    def retained_bytes(self) -> int:
-        """Bytes kept at the reference context and batch, in whole pages."""
-        return self.retained_bytes_at(self.context_tokens, self.batch)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes a plain cache stores at the reference context and batch."""
-        return self.full_bytes_at(self.context_tokens, self.batch)
+    def with_policy(self, policy: Policy) -> BudgetProfile:
+        """The same budgets with one policy for all units."""
+        return self.replace(
+            policy=policy, other_policies=(), unit_policies=None, unit_weights=None, evaluation=None
+        )
 
     def budgets_for(self, context_tokens: int) -> IntArray:
         """Budgets for a prompt of another length.
@@ -340,18 +410,16 @@ class BudgetProfile:
         return cache
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON, atomically.
+        """Write the profile as JSON, atomically: one key a line, one row of budgets a line.
 
         Raises
         ------
         InputError
             If the folder does not exist or is read-only.
         """
-        from kvalloc.formats.schema import budget_profile_json
-
-        text = budget_profile_json(self)
+        lines = (f"  {json.dumps(k)}: {_json(v)}" for k, v in sorted(self.record().items()))
         with atomic_write(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> BudgetProfile:
@@ -363,28 +431,113 @@ class BudgetProfile:
             If the file is missing, not JSON, of another schema version, edited, or holds values
             that cannot be.
         """
-        from kvalloc.formats.schema import budget_profile_from_json
-
-        source = Path(path)
-        if not source.is_file():
-            raise ProfileFileError(
-                path,
-                field="file",
-                found="a folder" if source.is_dir() else "missing",
-                expected="a budget profile written by 'kvalloc solve'",
-                way_out="check the path",
-            )
+        cls.require_file(path)
         try:
-            data = json.loads(source.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError, OSError) as error:
-            raise ProfileFileError(
-                path,
-                field="file",
-                found=f"not readable as JSON ({error})",
-                expected="a budget profile written by 'kvalloc solve'",
-                way_out="make it again with 'kvalloc solve'",
-            ) from error
-        return budget_profile_from_json(path, data)
+            stated = from_json(Path(path).read_bytes())
+        except (ValueError, OSError) as error:
+            found, expected = f"not readable as JSON ({error})", f"a {cls.NAME} by {cls.MADE_BY}"
+            raise cls.file_error(path, "file", found, expected) from error
+        return cls.from_record(path, stated)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        check_size(self.shape, "bytes", self.context_tokens, self.page_tokens, self.batch)
+        shape, table = self.shape, (self.shape.n_layers, self.shape.n_kv_heads)
+        full = list(shape.full_layers)
+        sliding = [layer for layer in range(shape.n_layers) if layer not in shape.full_layers]
+        in_sliding = {"bits": 16, "ranks": -1, "unit_policies": 0}
+        for name in ("budgets", *in_sliding):
+            array = getattr(self, name)
+            if array is not None:
+                found, expected = f"int64 shaped {array.shape}", f"int64 shaped {table}"
+                require(array.shape == table, name, found, expected)
+                constant = in_sliding.get(name)
+                right = constant is None or (array[sliding] == constant).all()
+                expected = f"{constant} there: nothing is decided"
+                require(right, name, "another number in a sliding layer", expected)
+        self._require_budgets(self.budgets[full])
+        if self.bits is not None:
+            found, expected = (
+                np.unique(self.bits).tolist(),
+                f"one of {', '.join(map(str, BIT_WIDTHS))} each",
+            )
+            require({*found} <= {*BIT_WIDTHS}, "bits", found, expected)
+        if self.ranks is not None:
+            expected = "a placement of single heads, at head level"
+            require(self.level == "head", "ranks", "given at layer level", expected)
+            require(self.ranks[full].min() >= 0, "ranks", "below 0", "ranks >= 0")
+        self._require_policies(full, sliding)
+        return self
+
+    def _require_budgets(self, decided: IntArray) -> None:
+        least, most = self.policy.protected_tokens, self.context_tokens
+        low, high = int(decided.min()), int(decided.max())
+        layer = self.shape.full_layers[int(decided.argmin()) // decided.shape[1]]
+        found = f"{low} in full-attention layer {layer}"
+        expected = f"at least the {least} tokens of sinks and window"
+        require(low >= min(least, most), "budgets", found, expected)
+        require(high <= most, "budgets", high, f"at most the context of {most} tokens")
+        if self.level == "layer":
+            for name, array, one in (("budgets", decided, "budget"), ("bits", self.bits, "width")):
+                alike = array is None or (array == array[:, :1]).all()
+                expected = f"one {one} for all KV heads of a layer"
+                require(alike, name, "different within a layer", expected)
+        fault = groups_fault(self.share_groups, self.shape.full_layers)
+        expected = "runs of adjacent layers from layer 2 on, in order"
+        require(fault is None, "share_groups", fault, expected)
+        for group in self.share_groups:
+            alike = (self.budgets[list(group)] == self.budgets[group[0]]).all()
+            expected = "one budget for layers that share entries"
+            require(alike, "budgets", "different within a group", expected)
+
+    def _require_policies(self, full: list[int], sliding: list[int]) -> None:
+        others, table, weights = self.other_policies, self.unit_policies, self.unit_weights
+        if self.by_prompt:
+            self._require_by_prompt()
+        if weights is not None:
+            require(table is None, "unit_weights", "given beside unit_policies", "one of the two")
+        elif table is None:
+            expected = "unit_policies that say which KV head has which"
+            require(not others, "other_policies", "given", expected)
+        if others and (fault := others_fault(self.policy, others)) is not None:
+            require(False, "other_policies", *fault)
+        if table is not None:
+            found = f"{int(table.min())}..{int(table.max())}"
+            inside = table.min() >= 0 and table.max() <= len(others)
+            expected = f"0..{len(others)}, places in the list of policies"
+            require(inside, "unit_policies", found, expected)
+        if weights is not None:
+            name, size = "unit_weights", (*self.budgets.shape, 1 + len(others))
+            other = self._beyond_scores()
+            found = f"given to the policy {other!r}"
+            require(other is None, name, found, "policies whose scores can be weighted")
+            require(weights.shape == size, name, f"shaped {weights.shape}", f"float64 {size}")
+            sound = np.isfinite(weights).all() and weights.min() >= 0
+            require(sound, name, "not finite or below 0", "finite numbers >= 0")
+            some = weights.sum(axis=2) > 0
+            right = some[full].all() and not some[sliding].any()
+            expected = "some above 0, and all 0 in sliding layers"
+            require(right, name, "not right for each layer", expected)
+
+    def _beyond_scores(self) -> str | None:
+        """The first policy that does not keep the best by score; the others do nothing more."""
+        own = [] if self.policy.name in BY_SCORE else [self.policy.name]
+        names = (*own, *(one.name for one in self.other_policies))
+        return next((name for name in names if name != "score"), None)
+
+    def _require_by_prompt(self) -> None:
+        """Budgets that each prompt hands out anew can keep a total, and nothing more."""
+        fixed = {
+            "layer level": self.level != "head",
+            "unit_policies, whose scores cannot be compared": self.unit_policies is not None,
+            "another policy than scores": self._beyond_scores() is not None,
+            "layers that share entries": bool(self.share_groups),
+            "bits": self.bits is not None,
+            "ranks": self.ranks is not None,
+            "pages": self.page_tokens > 1,
+        }
+        found = next((name for name, there in fixed.items() if there), None)
+        require(found is None, "by_prompt", f"true with {found}", "false, or without")
 
     def _scaled(self, budgets: IntArray, context_tokens: int) -> IntArray:
         protected = self.policy.protected_tokens
@@ -410,6 +563,19 @@ class BudgetProfile:
         pages = apportion(exact, total, minimum=floor, maximum=most)
         scaled[shared] = np.minimum(pages * page, context_tokens)
         return np.broadcast_to(scaled, budgets.shape).copy()
+
+
+def budget_profile_schema() -> dict[str, Any]:
+    """The published JSON Schema of a budget profile file."""
+    schema = BudgetProfile.model_json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _json(value: Any) -> str:
+    """A value of the file, indented below its key; of a table each row on one line."""
+    if isinstance(value, list) and value and all(isinstance(row, list) for row in value):
+        return "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"
+    return json.dumps(value, indent=2, sort_keys=True, allow_nan=False).replace("\n", "\n  ")
 
 
 def relative_gap(objective: float, bound: float | None) -> float | None:

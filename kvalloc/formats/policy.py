@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from kvalloc.errors import InputError, command
+from kvalloc.formats.record import Record
+
+BY_SCORE = ("score", "attention_matching")
+"""Policies that keep the best by score, whatever they do with the rest."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """How the runtime picks which entries to keep within a budget.
+class Policy(Record):
+    """How the runtime picks which entries to keep within a budget."""
 
-    Attributes
-    ----------
-    scorer : str
-        Name of the scorer.
-    scorer_parameters : dict
-        What rebuilds it.
-    sinks, window : int
-        First and last tokens of the prompt, never evicted and part of every budget.
-    name : str
-        Name of the policy; ``"score"`` keeps the scorer's best entries.
-    parameters : dict
-        What rebuilds the policy, apart from the scorer.
-    label : str
-        What it was asked for as, such as ``"snapkv:window=4"``, where it is one of several.
-    """
+    NAME: ClassVar[str] = "policy"
 
     scorer: str
+    """Name of the scorer."""
+
     scorer_parameters: dict[str, Any]
-    sinks: int
-    window: int
+    """What rebuilds the scorer."""
+
+    sinks: int = Field(ge=0)
+    """First tokens of the prompt, never evicted and part of every budget."""
+
+    window: int = Field(ge=0)
+    """Last tokens of the prompt, likewise."""
+
     name: str = "score"
-    parameters: dict[str, Any] = field(default_factory=dict)
+    """Name of the policy; ``score`` keeps the scorer's best entries."""
+
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """What rebuilds the policy, apart from the scorer."""
+
     label: str = ""
+    """What it was asked for as, such as ``snapkv:window=4``, where it is one of several."""
 
     @property
     def protected_tokens(self) -> int:
@@ -46,18 +49,6 @@ class Policy:
     def title(self) -> str:
         """What it is called in tables: its label, else its name, else that of its scorer."""
         return self.label or (self.scorer if self.name == "score" else self.name)
-
-    def record(self) -> dict[str, Any]:
-        """Plain values, the label only where there is one."""
-        return {
-            "scorer": self.scorer,
-            "scorer_parameters": self.scorer_parameters,
-            "sinks": self.sinks,
-            "window": self.window,
-            "name": self.name,
-            "parameters": self.parameters,
-            **({"label": self.label} if self.label else {}),
-        }
 
 
 def others_fault(own: Policy, others: Sequence[Policy]) -> tuple[object, str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,10 @@ class ScoreProfile:
             raise InputError(f"score profile: {name} is {found}, expected {expected}")
         for array in self._arrays().values():
             array.flags.writeable = False
+
+    def replace(self, **changes: Any) -> ScoreProfile:
+        """A checked copy with other values of some fields."""
+        return replace(self, **changes)
 
     @property
     def n_samples(self) -> int:
@@ -396,7 +400,10 @@ class ScoreProfile:
         return {name: getattr(self, name) for name in _ARRAYS} | present
 
     def _header(self) -> dict[str, Any]:
-        others = [policy.record() for policy in self.loss_policies]
+        others = [
+            {k: v for k, v in policy.record().items() if v or k != "label"}
+            for policy in self.loss_policies
+        ]
         return {
             "schema_version": SCHEMA_VERSION,
             "shape": self.shape.to_dict(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -162,9 +162,9 @@ def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple
     stripped = (text.strip() for text in texts)
     for text in [each for one in stripped for each in (USUAL if one == "usual" else (one,))]:
         policy = _named(text, own, scorer)
-        if replace(policy, label="") == own:
+        if policy.replace(label="") == own:
             continue
-        same = next((one for one in found if replace(one, label=policy.label) == policy), None)
+        same = next((one for one in found if one.replace(label=policy.label) == policy), None)
         if same is not None:
             raise InputError(
                 f"{policy.label!r} and {same.label!r} are the same policy; name it once"
@@ -209,7 +209,7 @@ def _named(text: str, own: Policy, scorer: Scorer) -> Policy:
         policy = _with_scorer_options(name, options, own, scorer)
     else:
         policy = changed_policy(own, name, {**_followed(name, own), **options})
-    policy = replace(policy, label=text)
+    policy = policy.replace(label=text)
     if (least := policy.scorer_parameters.get("window", 0)) > own.window:
         raise InputError(
             f"the policy {text!r} looks at the last {least} tokens, but the score profile protects "
@@ -218,7 +218,7 @@ def _named(text: str, own: Policy, scorer: Scorer) -> Policy:
         )
     built = policy_of(policy)
     check_chooses_only(built)
-    return replace(policy, parameters=dict(built.parameters()))
+    return policy.replace(parameters=dict(built.parameters()))
 
 
 def _with_scorer_options(name: str, options: dict[str, Any], own: Policy, scorer: Scorer) -> Policy:
@@ -229,7 +229,7 @@ def _with_scorer_options(name: str, options: dict[str, Any], own: Policy, scorer
     of_scorer = {key: value for key, value in options.items() if key not in mine}
     if of_scorer:
         other = get_scorer(scorer.name, **{**own.scorer_parameters, **of_scorer})
-        own = replace(own, scorer_parameters=dict(other.parameters()))
+        own = own.replace(scorer_parameters=dict(other.parameters()))
     return changed_policy(own, name, {key: options[key] for key in options if key in mine})
 
 

@@ -260,7 +260,7 @@ def measure_job(
             progress(half + samples * half // n_samples, 2 * half)
 
     found, where = probed_samples(job, _measure_all(job, kept, first), kept, second)
-    return replace(_assemble(job, found), loss_probed=where.astype(np.int64))
+    return _assemble(job, found).replace(loss_probed=where.astype(np.int64))
 
 
 def _measure_all(

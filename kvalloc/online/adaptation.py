@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -111,8 +111,7 @@ def adapt_budgets(profile: BudgetProfile, scores: ScoreProfile, limit: float) ->
     full = list(profile.shape.full_layers)
     moved = room.base + (steps - room.down) * profile.page_tokens
     budgets[full] = moved.reshape(len(full), -1)
-    return replace(
-        profile,
+    return profile.replace(
         predicted_loss=None,
         worst_sample_retention=None,
         cost_bytes=None,

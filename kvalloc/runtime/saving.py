@@ -22,12 +22,6 @@ from kvalloc.formats.saved_cache import (
     header_fault,
     opened,
     read_header,
-    text_digest,
-)
-from kvalloc.formats.schema import (
-    budget_profile_dict,
-    budget_profile_from_json,
-    budget_profile_json,
 )
 from kvalloc.models.structure import decoder_layers, decoder_of
 from kvalloc.runtime.cache import BudgetCache
@@ -77,8 +71,7 @@ def save_cache(
         "kind": "kvalloc.cache",
         "model": type(model).__name__,
         "model_digest": model_digest(model),
-        "profile": budget_profile_dict(cache.profile),
-        "profile_digest": text_digest(budget_profile_json(cache.profile)),
+        "profile": cache.profile.record(),
         "dtype": str(cache.layers[0].keys.dtype).removeprefix("torch."),
         "batch": cache.batch,
         "seen_tokens": cache.get_seq_length(),
@@ -90,7 +83,7 @@ def save_cache(
     }
     rows = cache.arrival.row_profiles
     if rows is not None:
-        header["row_profiles"] = [budget_profile_dict(profile) for profile in rows]
+        header["row_profiles"] = [profile.record() for profile in rows]
     header["header_digest"] = header_digest(json.loads(json.dumps(header)))
     metadata = {HEADER: json.dumps(header, sort_keys=True)}
     with atomic_write(path) as temporary:
@@ -127,10 +120,7 @@ def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = 
     """
     header, tensors = _read(Path(path))
     _check_model(path, header, model, allow_other_model=allow_other_model)
-    profile = budget_profile_from_json(path, header["profile"])
-    if header.get("profile_digest") != text_digest(budget_profile_json(profile)):
-        found = header.get("profile_digest")
-        raise header_fault(path, "profile_digest", found, "that of its profile")
+    profile = BudgetProfile.from_record(path, header["profile"])
     by_prompt = header.get("row_profiles") is not None
     decide = _decided_before if by_prompt else None
     cache = make_cache(profile, model, allow_other_model=allow_other_model, decide=decide)
@@ -147,7 +137,7 @@ def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = 
     arrival = cache.arrival
     arrival.prompt_tokens, arrival.complete = header["prompt_tokens"], True
     if by_prompt:
-        arrival.decide([budget_profile_from_json(path, row) for row in header["row_profiles"]])
+        arrival.decide([BudgetProfile.from_record(path, row) for row in header["row_profiles"]])
     visible = tensors.get("visible")
     arrival.visible = None if visible is None else visible.bool().to(devices[0])
     return cache

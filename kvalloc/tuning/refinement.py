@@ -155,14 +155,13 @@ def refine(
             "text_description": samples.description,
             **run.summary(best, told),
         }
-        decided = replace(
-            to_budget_profile(
-                scores,
-                PosedRequest(request=request, problem=best.problem),
-                best.checked,
-                solver_name=chosen.name,
-                solver_options=options,
-            ),
+        decided = to_budget_profile(
+            scores,
+            PosedRequest(request=request, problem=best.problem),
+            best.checked,
+            solver_name=chosen.name,
+            solver_options=options,
+        ).replace(
             predicted_loss=refinement["predicted_loss"],
             refinement=refinement,
         )

@@ -12,9 +12,8 @@ import numpy as np
 
 from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.files import utc_date, versions
-from kvalloc.formats.budget_checks import BY_SCORE
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.policy import Policy
+from kvalloc.formats.policy import BY_SCORE, Policy
 from kvalloc.measure.checkpoint import MEASURED_WITH, Checkpoint, job_record
 from kvalloc.measure.loss_plan import named_policies, read_named, read_scorer
 from kvalloc.measure.sampling import SampleSet, choose_samples
@@ -263,7 +262,7 @@ def tune_each(
                     for one in asked
                 ]
                 course = replace(course, held_out_losses=np.array(losses))
-            profile = replace(profile, **_provenance(job, what, course, found, seed))
+            profile = profile.replace(**_provenance(job, what, course, found, seed))
             if outputs is not None:
                 profile.save(outputs[number])
             yield Tuned(profile=profile, course=course)
@@ -318,12 +317,12 @@ def _combining(policy: Policy, combine: str | None) -> Policy:
     if combine is None or combine.strip() == "none":
         return policy
     name, options = read_named(combine)
-    own = replace(changed_policy(policy, name, options), label=policy.label)
+    own = changed_policy(policy, name, options).replace(label=policy.label)
     if own.name == policy.name or own.name not in BY_SCORE:
         raise InputError(
             f"combine is {combine!r}, expected attention_matching, with options, or none"
         )
-    return replace(own, parameters=dict(policy_of(own).parameters()))
+    return own.replace(parameters=dict(policy_of(own).parameters()))
 
 
 def _check_shares(shares: Sequence[float], protected: int, context: int) -> None:
@@ -365,7 +364,7 @@ def _record(model: Any, job: DescentJob, found: SampleSet, seed: int) -> dict[st
         **job_record(model),
         "model": job.shape.to_dict(),
         "context_tokens": job.context,
-        "policies": [{**policy.record(), "label": policy.label} for policy in job.policies],
+        "policies": [policy.record() for policy in job.policies],
         "descent": asdict(job.descent),
         "seed": seed,
         "text_digest": found.digest(),

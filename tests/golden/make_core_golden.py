@@ -174,7 +174,6 @@ def make_scores() -> Any:
 
 def make_measured(scores: Any) -> Any:
     """Loss curves and fidelities on top of a score profile."""
-    import dataclasses
 
     rng = np.random.default_rng(20240102)
     size = (scores.n_samples, scores.shape.n_layers, scores.shape.n_kv_heads)
@@ -182,8 +181,7 @@ def make_measured(scores: Any) -> Any:
     losses += 0.002 * rng.standard_normal(losses.shape)
     losses[..., -1] = 0.0
     lost = np.array([0.0, 0.02, 0.3]) * rng.random((*size, 3))
-    return dataclasses.replace(
-        scores,
+    return scores.replace(
         loss_tokens=np.array([8, 16, 24, 48, 72, 96]),
         losses=losses,
         loss_stderr=np.full(losses.shape, 0.002),
@@ -218,7 +216,7 @@ def write_choices() -> None:
 
 
 def main() -> None:
-    from kvalloc.formats.schema import budget_profile_schema
+    from kvalloc.formats.budget_profile import budget_profile_schema
     from kvalloc.formats.score_profile import ScoreProfile
 
     DATA.mkdir(exist_ok=True)

@@ -35,8 +35,7 @@ from make_core_golden import (
     described_shared,
 )
 
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.schema import budget_profile_schema
+from kvalloc.formats.budget_profile import BudgetProfile, budget_profile_schema
 from kvalloc.formats.score_profile import ScoreProfile
 
 WANTED = "if that is wanted, run tests/golden/make_core_golden.py and say why in the commit"

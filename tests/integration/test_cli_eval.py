@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 from cli_tools import refused, run
 
@@ -104,7 +103,7 @@ def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder)
     [row] = after.evaluation["rows"]
     assert row["kl"] == ran.json[1]["kl"] > 0
     assert (after.budgets == before.budgets).all()
-    assert replace(after, evaluation=None).evaluation == before.evaluation is None
+    assert after.replace(evaluation=None).evaluation == before.evaluation is None
 
 
 def test_eval_refuses(models, profiles, folder):

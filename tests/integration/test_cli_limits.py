@@ -63,13 +63,12 @@ def test_what_is_written_can_be_verified(folder, scores, limits):
 
 def test_a_placement_that_was_edited_is_found(folder, scores):
     """Even where somebody made the digest fit again: verify counts the bytes itself."""
-    from dataclasses import replace
 
     run("solve", scores, "--budget", "40%", *LIMITS[3], "-o", folder / "p.json")
     profile = BudgetProfile.load(folder / "p.json")
     ranks = profile.ranks.copy()
     ranks[:, 0], ranks[:, 1] = 0, 1  # balanced only by chance
-    replace(profile, ranks=ranks).save(folder / "q.json")
+    profile.replace(ranks=ranks).save(folder / "q.json")
     ran = run("verify", folder / "q.json", scores, "--json")
     failed = {check["name"] for check in ran.json["checks"] if not check["passed"]}
     assert (ran.code, failed) == (1, {"balance of ranks"})

@@ -348,8 +348,7 @@ def test_models_and_profiles_that_do_not_fit_are_refused(folder):
     heads.save(folder / "wide.json")
     sizes = {"n_layers": 2, "n_query_heads": 2, "n_kv_heads": 2, "head_dim": 16}
     names = {"model_id": "bloom", "layer_types": ("full", "full")}
-    replace(
-        heads, shape=replace(shape, **sizes, **names), budgets=np.full((2, 2), 30)
+    heads.replace(shape=replace(shape, **sizes, **names), budgets=np.full((2, 2), 30)
     ).save(folder / "bloom.json")  # fmt: skip
     document = ("--prompt-file", folder / "doc.txt", "--question", "w1")
     for way in (["--target-retention", "0.9"], ["--profile", folder / "bloom.json"],
@@ -414,8 +413,7 @@ def test_inspecting_tells_bits_and_layers_that_share_entries(folder):
     loaded = load_model(folder / "deeper")
     bits = np.full((4, 2), 8)
     bits[0] = 16
-    mixed = replace(
-        load_profile(folder / "tiny.json"),
+    mixed = load_profile(folder / "tiny.json").replace(
         shape=shape_of(loaded.model, model_id=loaded.model_id),
         budgets=np.full((4, 2), 32),
         bits=bits,
@@ -449,8 +447,8 @@ def test_inspecting_tells_what_a_prompt_handed_out_itself(folder):
         sinks=stored.policy.sinks,
         window=stored.policy.window,
     )
-    own = replace(
-        stored, level="head", other_policies=(recent,), unit_weights=weights, by_prompt=True
+    own = stored.replace(
+        level="head", other_policies=(recent,), unit_weights=weights, by_prompt=True
     )
     own.save(folder / "own.json")
     words = ("generate", folder / "tiny", "--profile", folder / "own.json", "--prompt-file",

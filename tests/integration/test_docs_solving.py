@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shlex
@@ -30,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = ("loss_tokens", "losses", "loss_stderr")
     measured |= {name: getattr(losses, name) for name in names}
     shared = make_shared_scores(longest=2, n_layers=16, n_kv_heads=4, context_tokens=200)
-    scores = dataclasses.replace(shared, shape=shape, **measured)
+    scores = shared.replace(shape=shape, **measured)
     scores.save(path / "s.safetensors")
     (path / "w.json").write_text(json.dumps([1] * 8 + [2] * 8))
     return path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from cli_tools import run
@@ -19,8 +17,7 @@ SHIPPED = "smollm2-135m-instruct-retention-90"
 def tiny_budgets(tmp_path_factory):
     """The shipped profile's model with a twentieth of the entries in every layer."""
     shipped = load_profile(SHIPPED)
-    profile = replace(
-        shipped,
+    profile = shipped.replace(
         budgets=np.full_like(shipped.budgets, shipped.context_tokens // 20),
         **{"solver": "uniform", "objective": 0.0, "bound": None, "bound_source": ""},
         **{"termination": "", "retention": None, "value_per_mib": None, "price_source": ""},
@@ -55,8 +52,8 @@ def test_what_shipped_mixtures_match_is_a_fraction_of_what_dropping_loses(tmp_pa
     shipped = load_profile("smollm2-135m-instruct-loss-20")
     assert shipped.policy.name == "attention_matching"
     dropping = tmp_path / "dropping.json"
-    own = replace(shipped.policy, name="score", parameters={})
-    replace(shipped, policy=own, evaluation=None).save(dropping)
+    own = shipped.policy.replace(name="score", parameters={})
+    shipped.replace(policy=own, evaluation=None).save(dropping)
     matching = tmp_path / "matching.json"
     shipped.save(matching)
     ran = run(

@@ -7,7 +7,6 @@ entry-point group ``kvalloc.policies``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from kvalloc.errors import InputError, SolverError, nearest
@@ -147,7 +146,7 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
     """
     given = dict(options or {})
     if name in policy_names():
-        return replace(policy, name=name, parameters=given, label="")
+        return policy.replace(name=name, parameters=given, label="")
     if name not in names(SCORERS):
         raise InputError(
             f"there is no policy or scorer {name!r}; "
@@ -157,8 +156,7 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
     scorer = build(
         scorer_class(name), {"window": max(policy.window, 1), **given}, what=f"scorer {name}"
     )
-    return replace(
-        policy,
+    return policy.replace(
         scorer=name,
         scorer_parameters=dict(scorer.parameters()),
         name="score",

@@ -183,7 +183,7 @@ def test_a_decision_with_bits_is_saved_loaded_and_verified(tmp_path: Path) -> No
     assert not [check for check in verify(again, scores) if not check.passed]
     widths = decided.bits.copy()
     widths[0, 0] = 16 if widths[0, 0] != 16 else 8
-    changed = dataclasses.replace(again, bits=widths)
+    changed = again.replace(bits=widths)
     assert [check for check in verify(changed, scores) if not check.passed]
     assert "bits" in compare_profiles(plain, decided).fields
 
@@ -211,7 +211,7 @@ def test_sliding_layers_stay_at_16_bits() -> None:
     assert decided.bits[1].tolist() == [16, 16]
     assert int(decided.bits[[0, 2]].max()) < 16
     with pytest.raises(InputError, match="16 there"):
-        dataclasses.replace(decided, bits=np.full((3, 2), 8))
+        decided.replace(bits=np.full((3, 2), 8))
 
 
 def test_weights_and_the_worst_unit_go_with_bits() -> None:
@@ -246,9 +246,7 @@ def test_bits_that_were_not_measured() -> None:
         solve(make_scores(), budget=0.5, bits=(16, 8))
     scores = make_bits()
     assert scores.bit_fidelity is not None
-    only_8 = dataclasses.replace(
-        scores, bit_widths=np.array([8]), bit_fidelity=scores.bit_fidelity[..., 1:2]
-    )
+    only_8 = scores.replace(bit_widths=np.array([8]), bit_fidelity=scores.bit_fidelity[..., 1:2])
     assert solve(only_8, budget=0.5, bits=(16, 8)).bits is not None
     with pytest.raises(InputError, match="those of 8 bits were"):
         solve(only_8, budget=0.5, bits=(16, 4))
@@ -270,7 +268,7 @@ def test_constraints_that_compare_budgets_are_refused_with_bits() -> None:
 
 
 def _scores_with(**changes: Any) -> ScoreProfile:
-    return dataclasses.replace(make_bits(), **changes)
+    return make_bits().replace(**changes)
 
 
 def test_bad_fidelities_are_refused() -> None:
@@ -302,7 +300,7 @@ def test_fidelities_are_saved_loaded_and_part_of_the_digest(tmp_path: Path) -> N
 
 def test_loss_is_not_predicted_for_fewer_bits() -> None:
     losses, bits = make_losses(), make_bits()
-    both = dataclasses.replace(losses, bit_widths=bits.bit_widths, bit_fidelity=bits.bit_fidelity)
+    both = losses.replace(bit_widths=bits.bit_widths, bit_fidelity=bits.bit_fidelity)
     assert solve(both, budget="30%").predicted_loss is not None
     assert solve(both, budget="30%", bits=(4,)).predicted_loss is None
 

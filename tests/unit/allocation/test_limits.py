@@ -200,7 +200,7 @@ def test_false_placements_are_found() -> None:
     assert profile.ranks is not None
 
     def failed(**changes: Any) -> set[str]:
-        found = verify(dataclasses.replace(profile, **changes), scores)
+        found = verify(profile.replace(**changes), scores)
         return {check.name for check in found if not check.passed}
 
     assert failed() == set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -40,15 +39,15 @@ def test_loss_curves_are_saved_loaded_and_part_of_the_digest(tmp_path: Path) -> 
     assert again.digest() == scores.digest()
     changed = scores.losses.copy()
     changed[0, 0, 0, 0] += 1e-9
-    assert dataclasses.replace(scores, losses=changed).digest() != scores.digest()
-    assert dataclasses.replace(scores, loss_stderr=None).digest() != scores.digest()
+    assert scores.replace(losses=changed).digest() != scores.digest()
+    assert scores.replace(loss_stderr=None).digest() != scores.digest()
     with pytest.raises(ValueError, match="read-only"):
         scores.losses[0] = 0.0
 
 
 def test_without_them_file_and_digest_are_as_before(tmp_path: Path) -> None:
     plain = make_scores()
-    bare = dataclasses.replace(make_losses(), loss_tokens=None, losses=None, loss_stderr=None)
+    bare = make_losses().replace(loss_tokens=None, losses=None, loss_stderr=None)
     assert not plain.has_losses
     assert bare.digest() == plain.digest()
     plain.save(tmp_path / "plain.safetensors")
@@ -64,7 +63,7 @@ def test_noise_is_kept() -> None:
     noisy = scores.losses.copy()
     noisy[0, 0, 0, 1] = -0.0004
     noisy[0, 1, 0, 2] = noisy[0, 1, 0, 1] + 0.01
-    kept = dataclasses.replace(scores, losses=noisy).losses
+    kept = scores.replace(losses=noisy).losses
     np.testing.assert_array_equal(kept, noisy)
 
 
@@ -101,7 +100,7 @@ def test_what_cannot_be_is_refused(fault: str) -> None:
     scores = make_losses()
     change, message = FAULTS[fault]
     with pytest.raises(InputError, match=message) as caught:
-        dataclasses.replace(scores, **change(scores))
+        scores.replace(**change(scores))
     assert str(caught.value).startswith("score profile: loss")
 
 
@@ -222,7 +221,7 @@ def test_a_target_loss_scales_with_the_prompt_and_is_recorded(tmp_path: Path) ->
     assert again.predicted_loss == decided.predicted_loss
     failed = [check for check in verify(again, scores) if not check.passed]
     assert not failed
-    lied = dataclasses.replace(again, predicted_loss=decided.predicted_loss / 2)
+    lied = again.replace(predicted_loss=decided.predicted_loss / 2)
     assert [c.name for c in verify(lied, scores) if not c.passed] == ["predicted loss"]
 
 
@@ -250,7 +249,7 @@ def test_greedy_refuses_what_is_not_concave() -> None:
     scores = make_losses()
     assert scores.losses is not None
     steps = np.broadcast_to([0.1, 0.1, 0.1, 0.01, 0.0], scores.losses.shape).copy()
-    scores = dataclasses.replace(scores, losses=steps)
+    scores = scores.replace(losses=steps)
     with pytest.raises(SolverError, match="use ilp"):
         solve(scores, target_loss=0.05, solver="greedy")
     decided = solve(scores, target_loss=0.05)
@@ -301,7 +300,7 @@ def test_sliding_layers_have_no_loss() -> None:
     assert scores.losses is not None
     losses = scores.losses.copy()
     losses[:, 1] = np.nan  # nobody measures what no budget changes
-    scores = dataclasses.replace(scores, losses=losses)
+    scores = scores.replace(losses=losses)
     decided = solve(scores, target_loss=0.05, solver="dp")
     assert decided.predicted_loss is not None
     assert math.isfinite(decided.predicted_loss)

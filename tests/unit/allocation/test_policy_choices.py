@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -41,9 +40,9 @@ def test_losses_of_policies_are_saved_loaded_and_part_of_the_digest(tmp_path: Pa
     np.testing.assert_array_equal(again.other_losses, scores.other_losses)
     np.testing.assert_array_equal(again.other_loss_stderr, scores.other_loss_stderr)
     assert again.digest() == scores.digest()
-    renamed = (dataclasses.replace(scores.loss_policies[0], label="t"), scores.loss_policies[1])
-    assert dataclasses.replace(scores, loss_policies=renamed).digest() != scores.digest()
-    bare = dataclasses.replace(scores, loss_policies=(), other_losses=None, other_loss_stderr=None)
+    renamed = (scores.loss_policies[0].replace(label="t"), scores.loss_policies[1])
+    assert scores.replace(loss_policies=renamed).digest() != scores.digest()
+    bare = scores.replace(loss_policies=(), other_losses=None, other_loss_stderr=None)
     assert bare.digest() == make_losses().digest()
 
 
@@ -66,7 +65,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "window": (
         lambda s: {
             "loss_policies": (
-                dataclasses.replace(s.loss_policies[0], window=9),
+                s.loss_policies[0].replace(window=9),
                 s.loss_policies[1],
             )
         },
@@ -80,7 +79,7 @@ def test_what_cannot_be_is_refused(fault: str) -> None:
     scores = make_choices()
     changes, said = FAULTS[fault]
     with pytest.raises(InputError, match=said):
-        dataclasses.replace(scores, **changes(scores))
+        scores.replace(**changes(scores))
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["layer", "head"]), st.booleans())
@@ -195,13 +194,13 @@ def test_false_statements_about_policies_are_found() -> None:
     assert found.unit_policies is not None
     table = found.unit_policies.copy()
     table[0, 0] = (table[0, 0] + 1) % len(found.policies)
-    moved = dataclasses.replace(found, unit_policies=table)
+    moved = found.replace(unit_policies=table)
     assert {"policies", "predicted loss"} <= failed(moved, scores)
     assert "policies" in failed(found.with_policy(found.policy), scores)
-    other = dataclasses.replace(found.other_policies[0], scorer_parameters={"window": 1})
-    foreign = dataclasses.replace(found, other_policies=(other, *found.other_policies[1:]))
+    other = found.other_policies[0].replace(scorer_parameters={"window": 1})
+    foreign = found.replace(other_policies=(other, *found.other_policies[1:]))
     assert "policies" in failed(foreign, scores)
-    assert "retention" in failed(dataclasses.replace(found, retention=0.5), scores)
+    assert "retention" in failed(found.replace(retention=0.5), scores)
 
 
 BAD_TABLES: dict[str, tuple[Any, str]] = {
@@ -210,11 +209,7 @@ BAD_TABLES: dict[str, tuple[Any, str]] = {
     "shape": (lambda p: {"unit_policies": p.unit_policies[:1]}, "unit_policies is int64 shaped"),
     "no table": (lambda p: {"unit_policies": None}, "unit_policies that say which"),
     "window": (
-        lambda p: {
-            "other_policies": tuple(
-                dataclasses.replace(other, window=0) for other in p.other_policies
-            )
-        },
+        lambda p: {"other_policies": tuple(other.replace(window=0) for other in p.other_policies)},
         "in every policy",
     ),
 }
@@ -225,7 +220,7 @@ def test_tables_that_cannot_be_are_refused(fault: str, tmp_path: Path) -> None:
     found = solve(make_choices(3), budget="40%", level="head", **LOSS)
     changes, said = BAD_TABLES[fault]
     with pytest.raises(InputError, match=said):
-        dataclasses.replace(found, **changes(found))
+        found.replace(**changes(found))
 
 
 def test_an_edited_table_is_refused(tmp_path: Path) -> None:

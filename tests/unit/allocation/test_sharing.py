@@ -1,6 +1,5 @@
 """Layers that keep the same entries: fixed groups, chosen ones, and all there are."""
 
-import dataclasses
 import itertools
 import json
 
@@ -208,9 +207,9 @@ def test_compare_shows_solvers_on_shared_layers(groups, tmp_path, capsys):
 def test_verify_notices_forged_groups():
     scores = make_shared_scores(2)
     chosen = solve(scores, budget="35%", share_groups=4)
-    forged = dataclasses.replace(chosen, grouping_bound=chosen.objective + 0.01)
+    forged = chosen.replace(grouping_bound=chosen.objective + 0.01)
     assert "bound over groupings" in {c.name for c in verify(forged, scores) if not c.passed}
-    other = dataclasses.replace(chosen, share_groups=())
+    other = chosen.replace(share_groups=())
     assert {"groups"} <= {c.name for c in verify(other, scores) if not c.passed}
 
 

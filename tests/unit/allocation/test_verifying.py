@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -46,32 +44,32 @@ def test_every_false_statement_is_found() -> None:
     profile = kvalloc.solve(make_scores(0), budget="40%")
     assert profile.bound is not None
     assert profile.retention is not None
-    assert failed(replace(profile, objective=profile.objective + 1e-6)) == {"objective"}
-    assert failed(replace(profile, retention=profile.retention + 1e-6)) == {"retention"}
-    assert failed(replace(profile, bound=profile.bound - 1e-6)) == {"bound"}
-    assert failed(replace(profile, bound=profile.bound + 1e-6)) == {"bound"}
-    assert failed(replace(profile, problem_digest="0")) == {"problem digest"}
+    assert failed(profile.replace(objective=profile.objective + 1e-6)) == {"objective"}
+    assert failed(profile.replace(retention=profile.retention + 1e-6)) == {"retention"}
+    assert failed(profile.replace(bound=profile.bound - 1e-6)) == {"bound"}
+    assert failed(profile.replace(bound=profile.bound + 1e-6)) == {"bound"}
+    assert failed(profile.replace(problem_digest="0")) == {"problem digest"}
     assert "score profile digest" in failed(profile, seed=1)
 
 
 def test_budgets_that_do_not_fit_the_request_are_found() -> None:
     profile = kvalloc.solve(make_scores(0), budget="40%")
     more = np.minimum(profile.budgets + 5, profile.context_tokens)
-    assert "within capacity" in failed(replace(profile, budgets=more))
+    assert "within capacity" in failed(profile.replace(budgets=more))
     short = kvalloc.solve(make_scores(0), target_retention=0.8)
     fewer = np.maximum(short.budgets - 3, short.policy.protected_tokens)
-    assert "target met" in failed(replace(short, budgets=fewer))
+    assert "target met" in failed(short.replace(budgets=fewer))
     paged = kvalloc.solve(make_scores(0), budget="40%", page=8)
-    assert "budgets are options" in failed(replace(paged, budgets=paged.budgets - 1))
+    assert "budgets are options" in failed(paged.replace(budgets=paged.budgets - 1))
 
 
 def test_a_profile_without_its_request_cannot_be_verified() -> None:
-    profile = replace(kvalloc.solve(make_scores(0), budget="40%"), requested={})
+    profile = kvalloc.solve(make_scores(0), budget="40%").replace(requested={})
     with pytest.raises(InputError, match="does not say what was requested"):
         verify(profile, make_scores(0))
 
 
 def test_a_tuned_profile_has_no_score_profile_to_be_verified_by() -> None:
-    profile = replace(kvalloc.solve(make_scores(0), budget="40%"), solver="descent")
+    profile = kvalloc.solve(make_scores(0), budget="40%").replace(solver="descent")
     with pytest.raises(InputError, match=r"decided by 'kvalloc tune'.*'kvalloc eval'"):
         verify(profile, make_scores(0))

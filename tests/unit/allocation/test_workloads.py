@@ -268,7 +268,7 @@ def test_solved_recorded_and_verified(goal, level, tmp_path):
         assert all(check.passed for check in verify(profile, scores))
     names = [check.name for check in verify(worst, scores)]
     assert "worst sample" in names
-    forged = dataclasses.replace(worst, worst_sample_retention=0.99)
+    forged = worst.replace(worst_sample_retention=0.99)
     failed = [check.name for check in verify(forged, scores) if not check.passed]
     assert failed == ["worst sample"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
@@ -35,30 +34,30 @@ def shown(capsys, file, *options):
 )
 def test_it_says_whether_losses_were_measured(tmp_path, capsys, method, words):
     file = tmp_path / "s.safetensors"
-    scores = dataclasses.replace(make_losses(), loss_method=method)
+    scores = make_losses().replace(loss_method=method)
     scores.save(file)
     assert ScoreProfile.load(file).loss_method == method
     assert words in " ".join(shown(capsys, file).split())
     assert json.loads(shown(capsys, file, "--json"))["loss_method"] == (method or None)
     probed = np.zeros((*scores.losses.shape[1:3], 1, scores.loss_tokens.size), dtype=np.int64)
     probed[0] = 1
-    dataclasses.replace(scores, loss_probed=probed).save(file)
+    scores.replace(loss_probed=probed).save(file)
     said = f"estimated, {probed.sum()} of {probed.size} figures measured"
     assert said in " ".join(shown(capsys, file).split())
 
 
 def test_a_method_that_there_is_none_of_is_refused():
     with pytest.raises(InputError, match="loss_method"):
-        dataclasses.replace(make_losses(), loss_method="guessed")
+        make_losses().replace(loss_method="guessed")
     with pytest.raises(InputError, match="loss_method"):
-        dataclasses.replace(make_scores(), loss_method="fast")
+        make_scores().replace(loss_method="fast")
 
 
 def test_the_method_is_part_of_the_digest(tmp_path):
     plain = make_losses()
-    assert dataclasses.replace(plain, loss_method="fast").digest() != plain.digest()
+    assert plain.replace(loss_method="fast").digest() != plain.digest()
     file = tmp_path / "s.safetensors"
-    dataclasses.replace(plain, loss_method="fast").save(file)
+    plain.replace(loss_method="fast").save(file)
     data = file.read_bytes().replace(b'loss_method\\": \\"fast', b'loss_method\\": \\"slow')
     file.write_bytes(data)
     with pytest.raises(ProfileFileError, match="loss_method"):
@@ -69,7 +68,7 @@ def test_it_shows_the_evaluation(tmp_path, capsys):
     file = tmp_path / "p.json"
     budgets = make_budget_profile(np.full((2, 2), 20))
     evaluation = {"settings": {"split": "held-out", "seed": 7, "question": "inside"}, "rows": ROWS}
-    dataclasses.replace(budgets, evaluation=evaluation).save(file)
+    budgets.replace(evaluation=evaluation).save(file)
     said = shown(capsys, file)
     lines = [line.split() for line in said.splitlines()]
     assert ["needle", "1,000", "after", "0.0321", "0.0100..0.0500", "96%", "50%", "100%", "6"] in (
@@ -83,7 +82,7 @@ def test_it_shows_the_evaluation(tmp_path, capsys):
 def test_an_evaluation_of_another_form_does_no_harm(tmp_path, capsys, evaluation):
     file = tmp_path / "p.json"
     plain = make_budget_profile(np.full((2, 2), 20))
-    dataclasses.replace(plain, evaluation=evaluation).save(file)
+    plain.replace(evaluation=evaluation).save(file)
     assert "evaluated" not in shown(capsys, file)
 
 
@@ -93,12 +92,12 @@ SHOWN = "a\\x1b[31m\\nb\\x07"
 
 def test_control_characters_from_a_file_are_shown_escaped(tmp_path, capsys):
     """They would colour a terminal, move its cursor or forge a line of the output."""
-    scores = dataclasses.replace(make_losses(), text_description=NASTY)
+    scores = make_losses().replace(text_description=NASTY)
     scores.save(tmp_path / "s.safetensors")
     budgets = make_budget_profile(np.full((2, 2), 20), created=NASTY)
     rows = [{"task": NASTY, "kl": 0.1}]
     evaluation = {"settings": {"split": NASTY, "seed": 7}, "rows": rows}
-    dataclasses.replace(budgets, evaluation=evaluation).save(tmp_path / "p.json")
+    budgets.replace(evaluation=evaluation).save(tmp_path / "p.json")
     for name, count in (("s.safetensors", 1), ("p.json", 3)):
         said = shown(capsys, tmp_path / name)
         assert said.count(SHOWN) == count

@@ -18,8 +18,7 @@ from refusals import refused
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, KVAllocError
 from kvalloc.files import atomic_write, check_writable
-from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.schema import budget_profile_dict, budget_profile_schema
+from kvalloc.formats.budget_profile import BudgetProfile, budget_profile_schema
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.shipped_profiles import load_profile
 
@@ -168,7 +167,8 @@ def test_a_budget_profile_comes_back_bit_for_bit(tmp_path: Path) -> None:
         profile.save(path)
         loaded = BudgetProfile.load(path)
         assert loaded.budgets.tolist() == profile.budgets.tolist()
-        assert budget_profile_dict(loaded) == budget_profile_dict(profile)
+        assert loaded == profile
+        assert loaded.record() == profile.record()
         loaded.save(tmp_path / "again.json")
         assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
         assert load_profile(path).objective == profile.objective
@@ -178,10 +178,10 @@ def test_a_budget_profile_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def budgets_text() -> str:
-    from kvalloc.formats.schema import budget_profile_json
-
-    return budget_profile_json(solved())
+def budgets_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("budgets") / "p.json"
+    solved().save(path)
+    return path.read_text(encoding="utf-8")
 
 
 def edited(text: str, *keys: Any, value: Any, seal: bool) -> str:
@@ -218,13 +218,13 @@ EDITS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "page 0": (("page_tokens",), 0, "page_tokens"),
     "unknown level": (("level",), "row", "level"),
     "unknown rule": (("length_rule",), "cubic", "length_rule"),
-    "ragged": (("budgets", 0), [20], "content"),
-    "too few layers": (("budgets", 2), ..., "content"),
-    "no budgets": (("budgets",), [], "content"),
-    "negative": (("budgets", 0, 0), -1, "content"),
-    "below sinks and window": (("budgets", 0, 0), 4, "content"),
-    "above the context": (("budgets", 0, 0), 41, "content"),
-    "beyond int64": (("budgets", 0, 0), 10**30, "content"),
+    "ragged": (("budgets", 0), [20], "budgets"),
+    "too few layers": (("budgets", 2), ..., "budgets"),
+    "no budgets": (("budgets",), [], "budgets"),
+    "negative": (("budgets", 0, 0), -1, "budgets"),
+    "below sinks and window": (("budgets", 0, 0), 4, "budgets"),
+    "above the context": (("budgets", 0, 0), 41, "budgets"),
+    "beyond int64": (("budgets", 0, 0), 10**30, "budgets"),
     "layers named wrongly": (("shape", "layer_types"), ["full"], "content"),
     "sliding without window": (("shape", "layer_types"), ["full", "sliding", "full"], "content"),
     "query heads": (("shape", "n_query_heads"), 5, "content"),
@@ -338,3 +338,45 @@ def test_saved_profiles_follow_the_published_schema(tmp_path: Path) -> None:
         jsonschema.validate(data, schema)
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**data, "surprise": 1}, schema)
+
+
+# --- a profile as a value ----------------------------------------------------------------------
+
+
+def test_profiles_are_compared_by_value_and_say_what_they_are_in_one_line() -> None:
+    one, same = make_budget_profile([[20, 20]]), make_budget_profile([[20, 20]])
+    assert one == same
+    assert hash(one) == hash(same)
+    assert len({one, same, one.replace(batch=2)}) == 2
+    assert one != one.replace(budgets=one.budgets + 1)
+    assert one != one.digest
+    assert "\n" not in repr(one)
+    assert one.shape.model_id in repr(one)
+
+
+def test_a_changed_copy_is_checked() -> None:
+    profile = make_budget_profile([[20, 20]])
+    assert profile.replace(objective=0.5).objective == 0.5
+    with pytest.raises(InputError, match="budget profile: surprise is 1, expected no such field"):
+        profile.replace(surprise=1)
+    with pytest.raises(InputError, match=r"batch is 0, expected greater than or equal to 1"):
+        profile.replace(batch=0)
+    with pytest.raises(InputError, match=r"budgets is int32 shaped \(1, 2\), expected int64"):
+        profile.replace(budgets=profile.budgets.astype("int32"))
+    with pytest.raises(InputError, match="other_policies.0.sinks is -1"):
+        profile.replace(other_policies=({**profile.policy.record(), "sinks": -1},))
+    with pytest.raises(InputError, match=r"holds what JSON cannot hold"):
+        profile.replace(requested={"value": float("nan")}).save("never.json")
+
+
+def test_text_that_looks_like_a_table_comes_back(tmp_path: Path) -> None:
+    profile = make_budget_profile([[20, 20]], detail="ROWS OF budgets", solver="ROWS OF ranks")
+    profile.save(tmp_path / "p.json")
+    assert BudgetProfile.load(tmp_path / "p.json").detail == "ROWS OF budgets"
+
+
+@pytest.mark.parametrize("name", ["page_tokens", "batch", "context_tokens"])
+def test_numbers_beyond_what_can_be_counted(budgets_text: str, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(edited(budgets_text, name, value=2**63, seal=True), encoding="utf-8")
+    assert "more than can be counted" in str(refused(path, BudgetProfile.load).found)

@@ -1,7 +1,5 @@
 """Groups of layers: how they are read, what they may be, and what a profile must hold of them."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from factories import make_scores, make_shared_scores
@@ -105,7 +103,7 @@ def changed(scores, change):
 def test_shared_curves_that_cannot_be_are_refused(changes, message):
     scores = make_shared_scores()
     with pytest.raises(InputError, match=message):
-        dataclasses.replace(scores, **changes(scores))
+        scores.replace(**changes(scores))
 
 
 def test_the_file_holds_them_and_notices_edits(tmp_path):
@@ -120,5 +118,5 @@ def test_the_file_holds_them_and_notices_edits(tmp_path):
     (tmp_path / "t.safetensors").write_bytes(bytes(data))
     with pytest.raises(ProfileFileError):
         ScoreProfile.load(tmp_path / "t.safetensors")
-    without = dataclasses.replace(scores, shared_runs=None, shared_curves=None)
+    without = scores.replace(shared_runs=None, shared_curves=None)
     assert without.digest() != scores.digest()

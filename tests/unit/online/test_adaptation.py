@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from typing import Any
@@ -183,13 +182,13 @@ def test_profiles_that_cannot_move_are_refused() -> None:
         check_adapt(few, 0.2)
     shape = make_shape(n_layers=5)
     together = make_budget_profile(np.full((5, 2), 20), shape=shape)
-    together = dataclasses.replace(together, share_groups=((2, 3),))
+    together = together.replace(share_groups=((2, 3),))
     scores: ScoreProfile = make_scores(shape=shape, n_samples=1)
     with pytest.raises(UnsupportedRequestError, match="without share_groups"):
         adapt_budgets(together, scores, 0.2)
     several = make_budget_profile(np.full((3, 2), 20))
-    other = dataclasses.replace(several.policy, label="other")
+    other = several.policy.replace(label="other")
     table = np.ones((3, 2), dtype=np.int64)
-    several = dataclasses.replace(several, other_policies=(other,), unit_policies=table)
+    several = several.replace(other_policies=(other,), unit_policies=table)
     with pytest.raises(UnsupportedRequestError, match="heads of this profile keep others"):
         check_adapt(several, 0.2)

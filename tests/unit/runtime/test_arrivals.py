@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -269,7 +268,7 @@ def test_a_chunk_that_fits_belongs_to_what_is_kept(
     model = tiny.tiny_model()
     profile = profile_of(tiny, model, level, share=0.9)
     if not announced:  # else every chunk would bring an eviction
-        profile = dataclasses.replace(tiny.make_profile(model, CONTEXT, 1.0), level=level)
+        profile = tiny.make_profile(model, CONTEXT, 1.0).replace(level=level)
     cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
     shadow, ids = tiny.Shadow(model), tiny.prompt(80, 2)
     mask = (torch.arange(80) >= torch.tensor(pads)[:, None]).long()

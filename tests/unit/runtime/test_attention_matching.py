@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -214,10 +213,8 @@ def test_without_rotation_only_a_draft_can_be_matched() -> None:
 
 
 def matching(profile: BudgetProfile, **parameters: Any) -> BudgetProfile:
-    own = replace(
-        profile.policy, name="attention_matching", parameters={**PARAMETERS, **parameters}
-    )
-    return replace(profile, policy=own)
+    own = profile.policy.replace(name="attention_matching", parameters={**PARAMETERS, **parameters})
+    return profile.replace(policy=own)
 
 
 def run(model: Any, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
@@ -404,7 +401,7 @@ def test_a_mixture_of_scorers_is_matched_too(tiny: ModuleType) -> None:
         window=tiny.WINDOW,
     )
     weights = np.random.default_rng(3).uniform(0.1, 2.0, (*profile.budgets.shape, 2))
-    mixed = replace(profile, other_policies=(other,), unit_weights=weights, by_prompt=True)
+    mixed = profile.replace(other_policies=(other,), unit_weights=weights, by_prompt=True)
     plain, cache = mixed.cache(model), matching(mixed).cache(model)
     run(model, ids, plain)
     run(model, ids, cache)
@@ -414,9 +411,9 @@ def test_a_mixture_of_scorers_is_matched_too(tiny: ModuleType) -> None:
     for layer, heads in expected_of(model, ids, kept).items():
         for head, (values, _) in enumerate(heads):
             np.testing.assert_allclose(stored_of(cache, layer, head)[0], values, atol=2e-3)
-    wrong = replace(other, name="attention_matching", parameters={})
+    wrong = other.replace(name="attention_matching", parameters={})
     with pytest.raises(InputError, match="scores"):
-        replace(mixed, other_policies=(wrong,))
+        mixed.replace(other_policies=(wrong,))
 
 
 def test_what_it_cannot_do_is_refused(tiny: ModuleType) -> None:

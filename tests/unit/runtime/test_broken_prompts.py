@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +23,7 @@ def cache_of(tiny: ModuleType, model: Any, kind: str) -> Any:
     scorer = "lookahead" if kind == "held" else "xkv"
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer)
     if kind == "bits":
-        profile = replace(profile, bits=np.full_like(profile.budgets, 8))
+        profile = profile.replace(bits=np.full_like(profile.budgets, 8))
     if kind == "head":
         profile = tiny.by_head(profile, spread=9)
     return profile.cache(model, decode_every=4 if kind == "decode_every" else None)

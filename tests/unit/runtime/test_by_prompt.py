@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,8 +37,8 @@ def weighted(tiny: ModuleType, model: Any, **changes: Any) -> Any:
     weights = np.random.default_rng(3).uniform(0.1, 2.0, (*profile.budgets.shape, 2))
     sliding = sorted(set(range(profile.shape.n_layers)) - set(profile.shape.full_layers))
     weights[sliding] = 0.0
-    return replace(
-        profile, other_policies=(drafting,), unit_weights=weights, by_prompt=True, **changes
+    return profile.replace(
+        other_policies=(drafting,), unit_weights=weights, by_prompt=True, **changes
     )
 
 
@@ -228,7 +227,7 @@ def test_a_short_prompt_is_kept_whole(tiny: ModuleType) -> None:
 def test_one_scorer_alone_can_hand_out(tiny: ModuleType) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     plain = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4))
-    cache = replace(plain, by_prompt=True).cache(model)
+    cache = plain.replace(by_prompt=True).cache(model)
     run(model, ids, cache)
     assert cache.kept_tokens.sum() == total_of(plain, CONTEXT)
     assert cache.kept_tokens.tolist() != plain.budgets.tolist()
@@ -289,11 +288,11 @@ def test_what_does_not_go_together_is_refused(
     }
     made = {key: filled[key](value) if key in filled else value for key, value in changes.items()}
     with pytest.raises(InputError, match=said):
-        replace(profile, **made)
+        profile.replace(**made)
 
 
 def test_it_is_not_for_a_budget_kept_while_decoding(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    profile = replace(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)), by_prompt=True)
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)).replace(by_prompt=True)
     with pytest.raises(UnsupportedRequestError, match="decode_every"):
         profile.cache(model, decode_every=8)

@@ -5,7 +5,6 @@ Every policy and arrival on both is in test_matrix.py; here is what is particula
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -89,7 +88,7 @@ def test_a_budget_of_everything_changes_no_bit(
     tiny: ModuleType, attention: str, family: str
 ) -> None:
     model = tiny.tiny_model(family, attention)
-    profile = dataclasses.replace(tiny.make_profile(model, CONTEXT, 1.0), level="head")
+    profile = tiny.make_profile(model, CONTEXT, 1.0).replace(level="head")
     cache, plain = profile.cache(model), DynamicCache(config=model.config)
     for tokens in (CONTEXT, 5, 1, 1):
         ids = tiny.prompt(tokens, 2, seed=tokens)
@@ -103,7 +102,7 @@ def test_packed_entries_and_generate(tiny: ModuleType, attention: str) -> None:
         model = tiny.tiny_model("llama", name)
         plain = profile_of(tiny, model, "head")
         bits = torch.full(plain.budgets.shape, 8).numpy()
-        for profile in (plain, dataclasses.replace(plain, bits=bits)):
+        for profile in (plain, plain.replace(bits=bits)):
             out = model.generate(
                 tiny.prompt(CONTEXT, 2), past_key_values=profile.cache(model), max_new_tokens=6
             )
@@ -191,7 +190,7 @@ def test_budgets_of_a_held_prompt_s_own(tiny: ModuleType, attention: str, by_pro
     found = []
     for name in (attention, "sdpa"):
         model = tiny.tiny_model("llama", name)
-        profile = dataclasses.replace(profile_of(tiny, model, "head"), by_prompt=by_prompt)
+        profile = profile_of(tiny, model, "head").replace(by_prompt=by_prompt)
         options = {} if by_prompt else {"adapt": 0.5, "hold": True}
         cache, shadow = profile.cache(model, **options), tiny.Shadow(model)
         run(model, ids, cache, mask)

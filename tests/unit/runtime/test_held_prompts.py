@@ -234,11 +234,11 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
     options = ({"tokens": 3}, {}, {"pool": 3}, {"tokens": 6}, {})
     profile = profile_of(tiny, model, "reconstruction", level, instruction="", continuation="")
     others = tuple(
-        replace(changed_policy(profile.policy, name, own), label=f"{name}{place}")
+        changed_policy(profile.policy, name, own).replace(label=f"{name}{place}")
         for place, (name, own) in enumerate(zip(names, options, strict=True))
     )
     others = tuple(
-        replace(one, scorer_parameters={**one.scorer_parameters, "chunk": 37})
+        one.replace(scorer_parameters={**one.scorer_parameters, "chunk": 37})
         if one.scorer == "reconstruction"
         else one
         for one in others
@@ -246,7 +246,7 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
     table = np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 6
     if level == "layer":
         table[:] = table[:, :1]
-    mixed = replace(profile, other_policies=others, unit_policies=table)
+    mixed = profile.replace(other_policies=others, unit_policies=table)
     forwards: list[int] = []
     original = later.HeldPrompt.run
 
@@ -261,7 +261,7 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
     assert sorted(forwards) == sorted([1] * 6 + [37, 8 + 37, 8 + CONTEXT - 74])
     for layer, head in np.ndindex(*table.shape):
         policy = mixed.policies[table[layer, head]]
-        own = replace(mixed, policy=policy, other_policies=(), unit_policies=None).cache(model)
+        own = mixed.replace(policy=policy, other_policies=(), unit_policies=None).cache(model)
         run(model, ids, own)
         assert torch.equal(cache.kept_indices(layer)[0, head], own.kept_indices(layer)[0, head])
 
@@ -273,14 +273,14 @@ def test_the_oracle_agrees_with_bits_groups_and_every_policy(tiny: ModuleType, n
     layered = profile_of(tiny, model, name, "layer")
     budgets = layered.budgets.copy()
     budgets[3] = budgets[2]
-    grouped = replace(layered, budgets=budgets, share_groups=((2, 3),))
-    for each in (profile, grouped, profile.with_policy(replace(profile.policy, name="critical"))):
+    grouped = layered.replace(budgets=budgets, share_groups=((2, 3),))
+    for each in (profile, grouped, profile.with_policy(profile.policy.replace(name="critical"))):
         cache, shadow = each.cache(model), tiny.Shadow(model)
         run(model, ids, cache)
         shadow.logits(ids)
         shadow.follow(cache)
         assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
-    fewer = replace(profile, bits=np.full_like(profile.budgets, 8)).cache(model)
+    fewer = profile.replace(bits=np.full_like(profile.budgets, 8)).cache(model)
     run(model, ids, fewer)
     plain = profile.cache(model)
     run(model, ids, plain)

@@ -7,7 +7,6 @@ model computed is replaced by what comes back from storage, the evicted entries 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +42,7 @@ def bits_profile(
         bits[layer] = (8, 4, 16, 8)[place % 4]
         if level == "head":
             bits[layer, 1] = (4, 16, 16, 8)[place % 4]
-    return dataclasses.replace(profile, bits=bits)
+    return profile.replace(bits=bits)
 
 
 def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
@@ -299,7 +298,7 @@ def test_layers_that_share_entries_may_differ_in_bits(tiny: ModuleType) -> None:
     profile = bits_profile(tiny, model)
     budgets = profile.budgets.copy()
     budgets[3] = budgets[2]
-    profile = dataclasses.replace(profile, budgets=budgets, share_groups=((2, 3),))
+    profile = profile.replace(budgets=budgets, share_groups=((2, 3),))
     cache, shadow = profile.cache(model), tiny.Shadow(model)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(4, 2, seed=1)
     run(model, ids, cache)
@@ -318,7 +317,7 @@ def test_policies_decide_and_merge_before_anything_is_rounded(
 ) -> None:
     model = tiny.tiny_model()
     profile = bits_profile(tiny, model)
-    plain = dataclasses.replace(profile, bits=None)
+    plain = profile.replace(bits=None)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(4, 2, seed=1)
     caches = [each.cache(model, policy=policy) for each in (profile, plain)]
     for cache in caches:
@@ -373,4 +372,4 @@ def test_what_cannot_be_stored_is_refused_in_one_line(tiny: ModuleType) -> None:
         UnsupportedRequestError, match=r"at 4 bits, but the policy mpcache compares"
     ):
         profile.cache(model, policy="mpcache")
-    check_profile(dataclasses.replace(profile, bits=np.full_like(profile.bits, 16)))
+    check_profile(profile.replace(bits=np.full_like(profile.bits, 16)))

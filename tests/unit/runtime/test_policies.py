@@ -366,7 +366,7 @@ def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None
 
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    changed = replace(profile, policy=changed_policy(profile.policy, "nacl", {"seed": 5}))
+    changed = profile.replace(policy=changed_policy(profile.policy, "nacl", {"seed": 5}))
     changed.save(tmp_path / "p.json")
     loaded = BudgetProfile.load(tmp_path / "p.json")
     assert loaded.policy == changed.policy

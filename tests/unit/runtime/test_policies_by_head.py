@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,13 +26,13 @@ def mixed(tiny: ModuleType, model: Any, level: str, names: tuple[str, ...] = NAM
     profile: BudgetProfile = tiny.make_profile(model, CONTEXT, 0.5)
     if level == "head":
         profile = tiny.by_head(profile, spread=40)
-    others = tuple(replace(changed_policy(profile.policy, name), label=name) for name in names)
+    others = tuple(changed_policy(profile.policy, name).replace(label=name) for name in names)
     shape = profile.shape
     table = np.zeros_like(profile.budgets)
     for place, layer in enumerate(shape.full_layers):
         heads = 2 * place + np.arange(shape.n_kv_heads)
         table[layer] = (heads if level == "head" else heads[:1]) % (1 + len(names))
-    return replace(profile, other_policies=others, unit_policies=table)
+    return profile.replace(other_policies=others, unit_policies=table)
 
 
 def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
@@ -191,7 +190,7 @@ def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
     wide = Policy(scorer="xkv", scorer_parameters={"window": 9}, sinks=2, window=4, label="wide")
     profile = mixed(tiny, model, "head", ("tova",))
     with pytest.raises(InputError, match="looks at the last 9 tokens"):
-        replace(profile, other_policies=(wide,)).cache(model)
+        profile.replace(other_policies=(wide,)).cache(model)
 
 
 def test_layers_with_one_policy_ask_only_that_one(tiny: ModuleType) -> None:

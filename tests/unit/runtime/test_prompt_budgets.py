@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -154,7 +153,7 @@ def test_adapt_agrees_with_the_oracle(tiny: ModuleType, model: Any) -> None:
 def test_bit_widths_stay_with_their_heads(tiny: ModuleType, model: Any) -> None:
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4))
     bits = np.array([[8, 4], [16, 8], [4, 8], [8, 16]])
-    packed = dataclasses.replace(profile, bits=bits)
+    packed = profile.replace(bits=bits)
     ids = tiny.prompt(CONTEXT)
     plain, moved = packed.cache(model), packed.cache(model, adapt=0.4)
     for cache in (plain, moved):
@@ -288,7 +287,7 @@ def test_prompts_that_cannot_be_decided_are_refused_before_they_run(
 
 def test_budgets_that_each_prompt_hands_out_do_not_move(tiny: ModuleType, model: Any) -> None:
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS))
-    by_prompt = dataclasses.replace(profile, by_prompt=True)
+    by_prompt = profile.replace(by_prompt=True)
     with pytest.raises(UnsupportedRequestError, match="hands out the budgets.*leave out adapt"):
         by_prompt.cache(model, adapt=0.3)
 

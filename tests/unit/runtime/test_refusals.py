@@ -173,7 +173,7 @@ def test_a_profile_with_other_heads_is_refused(tiny: ModuleType, model: Any) -> 
     for more in ({"n_kv_heads": 4}, {"n_kv_heads": 4, "n_query_heads": 8}, {"n_kv_heads": 1}):
         shape = dataclasses.replace(profile.shape, **more)
         budgets = np.repeat(profile.budgets[:, :1], shape.n_kv_heads, axis=1)
-        wide = dataclasses.replace(profile, shape=shape, budgets=budgets)
+        wide = profile.replace(shape=shape, budgets=budgets)
         with pytest.raises(ModelMismatchError, match="heads") as caught:
             wide.cache(model, allow_other_model=True)
         assert "\n" not in str(caught.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +35,7 @@ def shared_profile(tiny: ModuleType, model: Any, level: str = "head", share: flo
     budgets = profile.budgets.copy()
     for group in GROUPS:
         budgets[list(group)] = budgets[group[0]]
-    return dataclasses.replace(profile, budgets=budgets, share_groups=GROUPS)
+    return profile.replace(budgets=budgets, share_groups=GROUPS)
 
 
 def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
@@ -155,7 +154,7 @@ def test_beside_sliding_layers(tiny: ModuleType) -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
     model = tiny.tiny_model("gemma3", layer_types=kinds)
     profile = tiny.make_profile(model, CONTEXT, [60, 50, 50])
-    profile = dataclasses.replace(profile, share_groups=((2, 3),))
+    profile = profile.replace(share_groups=((2, 3),))
     cache, shadow = profile.cache(model), tiny.Shadow(model)
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(5, seed=1)
     run(model, ids, cache)
@@ -175,9 +174,7 @@ def test_a_prompt_in_chunks(
     """The group agrees after every chunk, and ends at the budgets of each row's own length."""
     model = shared_model(tiny)
     profile = shared_profile(tiny, model, level)
-    profile = dataclasses.replace(
-        profile, policy=tiny.make_profile(model, CONTEXT, scorer=scorer).policy
-    )
+    profile = profile.replace(policy=tiny.make_profile(model, CONTEXT, scorer=scorer).policy)
     ids = tiny.prompt(CONTEXT, len(LENGTHS))
     mask = left_padding() if padded else torch.ones_like(ids)
     mask = mask if announced else mask.flip(1)  # padding on the right
@@ -296,7 +293,7 @@ def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(
     profile = shared_profile(tiny, model, "layer", share=1.0)
     bits = np.full_like(profile.budgets, 16)
     bits[[GROUPS[0][0], GROUPS[1][1]]] = 8
-    cache = make_cache(dataclasses.replace(profile, bits=bits), model, policy=policy)
+    cache = make_cache(profile.replace(bits=bits), model, policy=policy)
     run(model, tiny.prompt(CONTEXT), cache)
     assert (cache.kept_tokens == CONTEXT).all()
     for index, layer in enumerate(cache.layers):
@@ -325,10 +322,9 @@ def test_a_policy_that_does_not_rank_is_refused_by_name(
 def test_heads_with_different_policies_do_not_share(tiny: ModuleType) -> None:
     model = shared_model(tiny)
     profile = shared_profile(tiny, model)
-    mixed = dataclasses.replace(
-        profile,
+    mixed = profile.replace(
         unit_policies=np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 2,
-        other_policies=(dataclasses.replace(profile.policy, name="critical", label="critical"),),
+        other_policies=(profile.policy.replace(name="critical", label="critical"),),
     )
     with pytest.raises(UnsupportedRequestError, match="which cannot choose together"):
         mixed.cache(model)

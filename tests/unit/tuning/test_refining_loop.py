@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ def test_curves_that_promise_too_much_are_asked_for_less(model: Any, scores: Sco
     half = run(scores, model, budget="40%", rounds=1).refinement
     assert half is not None
     assert scores.losses is not None
-    hopeful = replace(scores, losses=scores.losses * 0.1)
+    hopeful = scores.replace(losses=scores.losses * 0.1)
     target = half["measured_loss"]
     decided = run(hopeful, model, target_loss=target, rounds=1)
     told = decided.refinement
@@ -193,7 +192,7 @@ def test_a_target_that_no_round_reaches_names_the_nearest(model: Any, scores: Sc
     hopeful = scores.losses * 1e-9  # curves that promise too much
     with pytest.raises(InfeasibleError, match=r"no round came within 1e-06 nats.*bytes: ask for"):
         run(
-            replace(scores, losses=hopeful),
+            scores.replace(losses=hopeful),
             model,
             **{"target_loss": 1e-6, "rounds": 1, "max_tokens": scores.context_tokens // 2},
         )

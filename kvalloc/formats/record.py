@@ -1,0 +1,265 @@
+"""What every definition of a file has in common: it checks itself and is its own schema."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.errors import InputError, ProfileFileError
+
+__all__ = [
+    "FileRecord",
+    "FloatArray3D",
+    "FloatArray4D",
+    "FloatArray5D",
+    "IntArray1D",
+    "IntArray2D",
+    "IntArray4D",
+    "Record",
+    "digest_of",
+    "require",
+]
+
+
+def require(holds: bool | np.bool_, field: str, found: object, expected: str) -> None:
+    """Refuse a value from inside the validator of a `Record`.
+
+    Parameters
+    ----------
+    holds : bool
+        Whether all is well.
+    field : str
+        The field that is wrong, or "" for the one that is validated.
+    found : object
+        What it is.
+    expected : str
+        What it should be.
+    """
+    if not holds:
+        context = {"field": field, "found": found, "expected": expected}
+        raise PydanticCustomError("kvalloc", "{field} is wrong", context)
+
+
+class ArrayOf:
+    """Makes an array a field: so many axes of one type; read-only, in JSON nested lists.
+
+    Parameters
+    ----------
+    dtype : type
+        ``np.int64`` or ``np.float64``.
+    ndim : int
+        Number of axes.
+    """
+
+    def __init__(self, dtype: type[np.int64] | type[np.float64], ndim: int) -> None:
+        self.dtype, self.ndim = np.dtype(dtype), ndim
+
+    def __get_pydantic_core_schema__(self, _: Any, __: GetCoreSchemaHandler) -> CoreSchema:
+        rows: CoreSchema = core_schema.int_schema(strict=True)
+        if self.dtype == np.float64:
+            rows = core_schema.float_schema(strict=True, allow_inf_nan=False)
+        for _ in range(self.ndim):
+            rows = core_schema.list_schema(rows)
+        return core_schema.json_or_python_schema(
+            json_schema=core_schema.no_info_after_validator_function(self._read, rows),
+            python_schema=core_schema.no_info_plain_validator_function(self._checked),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                np.ndarray.tolist, return_schema=rows, when_used="json"
+            ),
+        )
+
+    def _read(self, rows: Sequence[Any]) -> Any:
+        try:
+            return self._checked(np.array(rows, dtype=self.dtype))
+        except (OverflowError, ValueError) as error:  # beyond int64; rows of different lengths
+            require(False, "", str(error), f"rows of one length, each number {self.dtype}")
+            raise
+
+    def _checked(self, array: Any) -> Any:
+        expected = f"{self.dtype} with {self.ndim} axes"
+        require(isinstance(array, np.ndarray), "", f"of type {type(array).__name__}", expected)
+        right = array.dtype == self.dtype and array.ndim == self.ndim
+        require(right, "", f"{array.dtype} shaped {array.shape}", expected)
+        array.flags.writeable = False
+        return array
+
+
+IntArray1D = Annotated[IntArray, ArrayOf(np.int64, 1)]
+IntArray2D = Annotated[IntArray, ArrayOf(np.int64, 2)]
+IntArray4D = Annotated[IntArray, ArrayOf(np.int64, 4)]
+FloatArray3D = Annotated[FloatArray, ArrayOf(np.float64, 3)]
+FloatArray4D = Annotated[FloatArray, ArrayOf(np.float64, 4)]
+FloatArray5D = Annotated[FloatArray, ArrayOf(np.float64, 5)]
+
+
+class Record(BaseModel):
+    """A frozen definition: keyword-only, and a wrong value is an `InputError`."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+        defer_build=True,
+        use_attribute_docstrings=True,
+    )
+
+    NAME: ClassVar[str] = "record"
+    """What messages call it."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            field, found, expected = _first_fault(error)
+            raise InputError(f"{self.NAME}: {field} is {found}, expected {expected}") from error
+
+    # Records inside records are validated without this method, so that the outermost one's
+    # message says where the fault is.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values of some fields, checked as a new one is.
+
+        Parameters
+        ----------
+        **changes
+            New values by field.
+
+        Raises
+        ------
+        InputError
+            If there is no such field, or a value does not fit.
+        """
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**own, **changes})
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, as in JSON."""
+        return self.model_dump(mode="json")
+
+
+class FileRecord(Record):
+    """A record that is a file, with a digest of its content.
+
+    Two of them are equal where their digests are, so arrays are compared by value.
+    """
+
+    MADE_BY: ClassVar[str] = ""
+    """The command that writes the file."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FileRecord) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the content, hexadecimal digits."""
+        return self.digest_of_content()
+
+    def digest_of_content(self) -> str:
+        """SHA-256 of all values but the digest itself."""
+        try:
+            return digest_of(self.model_dump(mode="json", exclude={"digest"}))
+        except ValueError as error:
+            raise InputError(f"{self.NAME}: it holds what JSON cannot hold: {error}") from error
+
+    @classmethod
+    def from_record(cls, path: str | Path, stated: object) -> Self:
+        """The definition that plain values from a file give, once they are checked.
+
+        Parameters
+        ----------
+        path : str or Path
+            Named in errors.
+        stated : object
+            As `record` gives it, with values that follow from others, and a digest.
+
+        Raises
+        ------
+        ProfileFileError
+            Naming the first field that is wrong.
+        """
+        if not isinstance(stated, dict):
+            found = type(stated).__name__
+            raise cls.file_error(path, "file", found, f"a JSON object, a {cls.NAME}")
+        for name in ("schema_version", "kind"):
+            found, expected = stated.get(name, "missing"), cls.model_fields[name].default
+            if found != expected:
+                way_out = "or read it with the kvalloc that wrote it"
+                raise cls.file_error(path, name, found, str(expected), way_out)
+        derived = cls.model_computed_fields
+        try:
+            given = {name: value for name, value in stated.items() if name not in derived}
+            profile = cls.model_validate_json(json.dumps(given))
+            true, digest = profile.record(), digest_of(stated)
+        except ValidationError as error:
+            raise cls.file_error(path, *_first_fault(error)) from error
+        except (InputError, ValueError, RecursionError) as error:
+            raise cls.file_error(path, "content", str(error), f"a sound {cls.NAME}") from error
+        for name in [name for name in derived if name != "digest"]:
+            found, expected = stated.get(name, "missing"), true[name]
+            if found != expected:
+                expected = f"{expected}, which follows from the other fields"
+                raise cls.file_error(path, name, found, expected)
+        cls.check_digest(path, stated.get("digest", "missing"), digest)
+        return profile
+
+    @classmethod
+    def check_digest(cls, path: str | Path, stated: object, digest: str) -> None:
+        """Raise a `ProfileFileError` unless a file's digest is that of its content."""
+        if stated != digest:
+            expected = "the digest of the content (the file was edited or damaged)"
+            raise cls.file_error(path, "digest", stated, expected)
+
+    @classmethod
+    def file_error(
+        cls, path: str | Path, field: str, found: object, expected: str, more: str = ""
+    ) -> ProfileFileError:
+        """What is wrong with a file that should hold such a record."""
+        way_out = ", ".join(filter(None, (f"make it again with '{cls.MADE_BY}'", more)))
+        return ProfileFileError(path, field=field, found=found, expected=expected, way_out=way_out)
+
+    @classmethod
+    def require_file(cls, path: str | Path) -> None:
+        """Raise a `ProfileFileError` unless there is such a file."""
+        if not Path(path).is_file():
+            found = "a folder" if Path(path).is_dir() else "missing"
+            expected, way_out = f"a {cls.NAME} written by '{cls.MADE_BY}'", "check the path"
+            raise ProfileFileError(
+                path, field="file", found=found, expected=expected, way_out=way_out
+            )
+
+
+def digest_of(record: dict[str, Any]) -> str:
+    """SHA-256 of plain values in one order, but for the digest among them."""
+    content = {name: value for name, value in record.items() if name != "digest"}
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _first_fault(error: ValidationError) -> tuple[str, object, str]:
+    """The first thing that is wrong: field, what was found, what is expected."""
+    first = error.errors(include_url=False)[0]
+    place, context = [str(part) for part in first["loc"]], first.get("ctx", {})
+    if first["type"] == "kvalloc":
+        place += [context["field"]] if context["field"] else []
+        return ".".join(place), context["found"], context["expected"]
+    field = ".".join(place) or "file"
+    if first["type"] == "missing":
+        return field, "missing", "a value"
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return field, first["input"], "no such field"
+    return field, first["input"], first["msg"].removeprefix("Input should be ")
