@@ -511,7 +511,9 @@ class BudgetProfile(FileRecord):
             other = self._beyond_scores()
             found = f"given to the policy {other!r}"
             require(other is None, name, found, "policies whose scores can be weighted")
-            require(weights.shape == size, name, f"shaped {weights.shape}", f"float64 {size}")
+            require(
+                weights.shape == size, name, f"float64 shaped {weights.shape}", f"float64 {size}"
+            )
             sound = np.isfinite(weights).all() and weights.min() >= 0
             require(sound, name, "not finite or below 0", "finite numbers >= 0")
             some = weights.sum(axis=2) > 0
