@@ -101,13 +101,13 @@ def test_what_was_asked_can_be_written_down_and_read_again() -> None:
     }
     limits = {"cap": "0-1=1KiB", "equal_heads": True, "max_distinct": 3, "ranks": 2}
     request = Request.parse(budget=0.5, level="head", objective="mean", **limits)
-    stored = dataclasses.replace(plain, requested=request.record())
+    stored = plain.replace(requested=request.record())
     assert Request.read(stored) == dataclasses.replace(
         request, context=40, rank_tolerance=RANK_TOLERANCE
     )
     for wrong in ({"cap": 3}, {"max_distinct": "many"}):
         with pytest.raises(InputError, match="not what 'kvalloc solve' writes"):
-            Request.read(dataclasses.replace(plain, requested=request.record() | wrong))
+            Request.read(plain.replace(requested=request.record() | wrong))
 
 
 SLIDING = make_shape(
