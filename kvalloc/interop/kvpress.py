@@ -23,14 +23,6 @@ if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates, Compute
 
 KVPRESS = "kvpress:"
-_SHARE_FREE = (
-    "SnapKVPress",
-    "PyramidKVPress",
-    "TOVAPress",
-    "ExpectedAttentionPress",
-    "KeyDiffPress",
-)
-"""Presses whose scores do not depend on how much is kept."""
 _NAME = re.compile(r"kvpress:(\w+)(?:\((\w+)\))?(?:@([\d.]+)%)?")
 
 
@@ -151,18 +143,10 @@ class Reading:
 
 
 class PromptReader:
-    """Reads a prompt once for several presses; holds the last one only.
-
-    Attributes
-    ----------
-    scores : dict of str to Tensor
-        What presses made of the prompt that is the same for every share of entries, by the
-        press's class and layer, or by the class alone where it reads the prompt again (KVzip).
-    """
+    """Reads a prompt once for several presses; holds the last one only."""
 
     def __init__(self) -> None:
         self._last: Reading | None = None
-        self.scores: dict[str, Tensor] = {}
 
     def read(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Reading:
         """The full cache of a prompt, and what entered each layer's attention.
@@ -174,7 +158,6 @@ class PromptReader:
         """
         if self._last is None or self._last.prompt_ids != tuple(prompt_ids):
             self._last = None  # frees the memory of the one before
-            self.scores.clear()
             self._last = _read(model, tuple(prompt_ids))
         return self._last
 
@@ -298,10 +281,8 @@ class KvpressMethod:
         try:
             with torch.inference_mode(), _as_it_was(model, self.tokenizer_path):
                 reading = self.reader.read(model, prompt_ids)
-                if _only_hooks(press):
-                    _remember_scores(press, self.reader.scores)
-                    return _replayed(press, model, reading, start)
-                return _run_whole(press, model, reading, self.reader.scores, start)
+                run = _replayed if _only_hooks(press) else _read_again
+                return _finished(model, run(press, model, reading), reading, start)
         except (AssertionError, RuntimeError) as error:
             raise InputError(f"{self.name} fails on a prompt of {n_tokens} tokens: {error}") from (
                 error
@@ -403,67 +384,32 @@ def _only_hooks(press: Any) -> bool:
     return type(press).__call__ is BasePress.__call__
 
 
-def _remember_scores(press: Any, scores: dict[str, Tensor]) -> None:
-    """Let a press, or the one that it wraps, score each layer once for all shares."""
-    inner = getattr(press, "press", press)
-    kind, score = type(inner).__name__, getattr(inner, "score", None)
-    if kind not in _SHARE_FREE or score is None:
-        return
-
-    def remembered(module: Any, *args: Any) -> Tensor:
-        key = f"{kind} {module.layer_idx}"
-        if key not in scores:
-            scores[key] = score(module, *args)
-        return scores[key].clone()  # wrappers write into it
-
-    inner.score = remembered
-
-
-def _replayed(press: Any, model: Any, reading: Reading, start: float) -> PeerCompressed:
+def _replayed(press: Any, model: Any, reading: Reading) -> Any:
     """Call the press's hook of every layer with what the layer saw: as if it had been there."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    with press(
-        model
-    ):  # its preparations; its hooks would fire in a forward, of which there is none
+    # its preparations; its hooks would fire in a forward, of which there is none
+    with press(model):
         for index, (module, arguments) in enumerate(reading.calls):
             # a press may write into what it gets
             cache.update(reading.keys[index].clone(), reading.values[index].clone(), index)
             press.forward_hook(module, (), {**arguments, "past_key_values": cache}, (None, None))
-    return _finished(model, cache, reading, start)
+    return cache
 
 
-def _run_whole(
-    press: Any, model: Any, reading: Reading, scores: dict[str, Tensor], start: float
-) -> PeerCompressed:
-    """Read the prompt again under the press, as its own code does.
-
-    KVzip scores every entry by having the prompt repeated, and chooses by these scores at the
-    end. They do not depend on how much is kept, so for another share only the choice is made.
-    """
+def _read_again(press: Any, model: Any, reading: Reading) -> Any:
+    """Read the prompt again under the press, as its own code does (KVzip repeats the prompt)."""
     import torch
     from transformers import DynamicCache
 
-    cache, kind = DynamicCache(config=model.config), type(press).__name__
-    if kind in scores:
-        for index, (keys, values) in enumerate(zip(reading.keys, reading.values, strict=True)):
-            cache.update(keys, values, index)  # it writes into neither
-        press.score_val = scores[kind].clone()
-        press.compress_post(model)
-        return _finished(model, cache, reading, start)
-    choose = getattr(press, "compress_post", None)
-    if choose is not None:
-
-        def noting(model: Any) -> None:
-            scores[kind] = press.score_val.clone()
-            choose(model)
-
-        press.compress_post = noting
-    ids = torch.tensor([list(reading.prompt_ids)], device=model.device)
+    cache = DynamicCache(config=model.config)
     with press(model):
-        model.model(input_ids=ids, past_key_values=cache)
-    return _finished(model, cache, reading, start)
+        model.model(
+            input_ids=torch.tensor([list(reading.prompt_ids)], device=model.device),
+            past_key_values=cache,
+        )
+    return cache
 
 
 def _finished(model: Any, cache: Any, reading: Reading, start: float) -> PeerCompressed:
