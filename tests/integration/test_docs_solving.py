@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,13 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("docs")
-    shape = make_shape(n_layers=16, n_kv_heads=4, head_dim=16)
-    bits = make_bits(shape=shape, context_tokens=200)
+    shape = make_shape(n_layers=16, n_kv_heads=2, head_dim=16)
+    bits = make_bits(shape=shape, context_tokens=120)
     measured = {"bit_widths": bits.bit_widths, "bit_fidelity": bits.bit_fidelity}
-    losses = make_losses(shape=shape, context_tokens=200)
+    losses = make_losses(shape=shape, context_tokens=120)
     names = ("loss_tokens", "losses", "loss_stderr")
     measured |= {name: getattr(losses, name) for name in names}
-    shared = make_shared_scores(longest=2, n_layers=16, n_kv_heads=4, context_tokens=200)
+    shared = make_shared_scores(longest=2, n_layers=16, n_kv_heads=2, context_tokens=120)
     scores = shared.replace(shape=shape, **measured)
     scores.save(path / "s.safetensors")
     (path / "w.json").write_text(json.dumps([1] * 8 + [2] * 8))
@@ -57,7 +58,7 @@ def test_every_command_runs(line: str, folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_flag_of_solve_is_shown() -> None:
-    flags = {f"--{name.replace('_', '-')}" for name in solve_command.__annotations__}
+    flags = {f"--{name.replace('_', '-')}" for name in signature(solve_command).parameters}
     common = {"--return", "--scores", "--output", "--json", "--quiet", "--context", "--average"}
     missing = {flag for flag in flags - common if flag not in TEXT}
     assert not missing
