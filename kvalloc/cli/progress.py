@@ -36,47 +36,29 @@ def slow(text: str, *, quiet: bool = False) -> Iterator[None]:
     if quiet or not sys.stderr.isatty():
         yield
         return
-    spinner = _Spinner(text)
-    timer = threading.Timer(PATIENCE_SECONDS, spinner.start)
+    shown: list[Any] = []
+
+    def show() -> None:
+        # Imported here: most work is over before anybody needs a spinner.
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        spinner = Progress(*columns, console=Console(stderr=True), transient=True)
+        spinner.add_task(text, total=None)
+        spinner.start()
+        shown.append(spinner)
+
+    timer = threading.Timer(PATIENCE_SECONDS, show)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        spinner.stop()
-
-
-class _Spinner:
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._lock = threading.Lock()
-        self._over = False
-        self._progress: Any = None
-
-    def start(self) -> None:
-        # Imported here: most work is over before anybody needs a spinner.
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        with self._lock:
-            if self._over:
-                return
-            self._progress = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                TimeElapsedColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._progress.add_task(self._text, total=None)
-            self._progress.start()
-
-    def stop(self) -> None:
-        with self._lock:
-            self._over = True
-            if self._progress is not None:
-                self._progress.stop()
+        timer.join()  # it may be about to show one
+        for spinner in shown:
+            spinner.stop()
 
 
 class ProgressBar:

@@ -15,9 +15,9 @@ def scorers(json: Json = False, quiet: Quiet = False) -> None:
 
     Those of other packages are found too, through the entry-point group kvalloc.scorers.
     """
-    from kvalloc.cli.plugins import describe_plugins, show_plugins
+    from kvalloc.cli.solvers import list_plugins
     from kvalloc.problem.registry import SCORERS
     from kvalloc.scorers import Scorer
 
-    hint = "" if quiet else "use one: kvalloc profile ... --scorer NAME --window N --pool N"
-    show_plugins(describe_plugins(SCORERS, Scorer), json=json, hint=hint)
+    hint = "use one: kvalloc profile ... --scorer NAME --window N --pool N"
+    list_plugins(SCORERS, Scorer, json=json, hint="" if quiet else hint)

@@ -1,8 +1,18 @@
-"""``kvalloc solvers``: who can decide budgets."""
+"""``kvalloc solvers``: who can decide budgets; ``scorers`` and ``policies`` list theirs alike."""
 
 from __future__ import annotations
 
+import inspect
+import math
+import textwrap
+from typing import Any
+
 from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.output import print_json
+from kvalloc.cli.targets import plugin_options
+from kvalloc.errors import KVAllocError, plain
+from kvalloc.problem.registry import SOLVERS, load, names
+from kvalloc.report.terminal import terminal_width
 
 EXAMPLES = """\
   kvalloc solvers
@@ -15,9 +25,72 @@ def solvers(json: Json = False, quiet: Quiet = False) -> None:
 
     Those of other packages are found too, through the entry-point group kvalloc.solvers.
     """
-    from kvalloc.cli.plugins import describe_plugins, show_plugins
-    from kvalloc.problem import Solver
-    from kvalloc.problem.registry import SOLVERS
+    from kvalloc.problem.solver import Solver
 
-    hint = "" if quiet else "use one: kvalloc solve ... --solver NAME --solver-option KEY=VALUE"
-    show_plugins(describe_plugins(SOLVERS, Solver), json=json, hint=hint)
+    hint = "use one: kvalloc solve ... --solver NAME --solver-option KEY=VALUE"
+    list_plugins(SOLVERS, Solver, json=json, hint="" if quiet else hint)
+
+
+def list_plugins(group: str, base: type[Any], *, json: bool, hint: str) -> None:
+    """Print every plug-in of a group: what it is, or why it cannot be used.
+
+    Parameters
+    ----------
+    group : str
+        `kvalloc.problem.registry.SOLVERS`, `SCORERS` or `POLICIES`.
+    base : type
+        What a plug-in must be a subclass of.
+    json : bool
+        As JSON instead of a block each; one of ``options`` and ``error`` is None.
+    hint : str
+        One line at the end; none if empty.
+    """
+    rows = [_describe(group, name, base) for name in names(group)]
+    if json:
+        print_json(rows)
+        return
+    width = terminal_width()
+    indent = max([len(row["name"]) for row in rows], default=0) + 2
+    for row in rows:
+        lines = [f"cannot be used: {row['error']}"]
+        if row["error"] is None:
+            options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+            lines = [row["summary"], row["reference"], f"options: {options}" if options else ""]
+        wrapped = [part for line in lines for part in textwrap.wrap(plain(line), width - indent)]
+        for name, line in zip([row["name"], *[""] * len(wrapped)], wrapped or [""], strict=False):
+            print(f"{name:<{indent}}{line}".rstrip())
+    if not rows:
+        print("none is registered: kvalloc is on the path, but not installed")
+    elif hint:
+        print(f"\n{hint}")
+
+
+def _describe(group: str, name: str, base: type[Any]) -> dict[str, Any]:
+    empty = {"name": name, "summary": "", "reference": "", "options": None}
+    try:
+        cls = load(group, name)
+    except KVAllocError as error:
+        return {**empty, "error": " ".join(str(error).split())}
+    if not issubclass(cls, base):
+        return {**empty, "error": f"{cls.__qualname__} is not a subclass of {base.__qualname__}"}
+    return {
+        "name": name,
+        "summary": str(getattr(cls, "summary", "")),
+        "reference": str(getattr(cls, "reference", "")),
+        # A policy is given the profile's scorer, which nobody types.
+        "options": {
+            key: _plain(option) for key, option in plugin_options(cls).items() if key != "scorer"
+        },
+        "error": None,
+    }
+
+
+def _plain(option: inspect.Parameter) -> bool | int | float | str | None:
+    default = option.default
+    if default is inspect.Parameter.empty:
+        return "(required)"
+    if isinstance(default, float) and not math.isfinite(default):
+        return str(default)  # JSON has no infinity
+    if default is None or isinstance(default, bool | int | float | str):
+        return default
+    return repr(default)
