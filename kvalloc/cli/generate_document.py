@@ -243,7 +243,7 @@ def _loaded(asked: Asked, path: Path) -> Reading:
             "read the document again"
         )
     loaded = load(asked.model, dtype=dtype, device=asked.device, quiet=asked.quiet)
-    from kvalloc.runtime.saving import load_cache, saved_notes
+    from kvalloc.runtime.loading import load_cache, saved_notes
 
     notes = saved_notes(path)
     form = Form.of(loaded, bool(notes.get("chat")) if asked.chat is None else asked.chat)

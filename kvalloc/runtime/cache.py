@@ -43,11 +43,12 @@ from kvalloc.runtime.packed import packed_layers
 from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.refusals import RefusedCalls
+from kvalloc.runtime.saving import save_cache
 
 __all__ = ["BudgetCache"]
 
 
-class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
+class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByPrompt, HoldsPrompt):
     """Keeps, of a prompt, the entries that a budget profile grants each layer and KV head.
 
     While the prompt runs, each full-attention layer first attends to all it holds, then the
@@ -407,8 +408,6 @@ class BudgetCache(RefusedCalls, Cache, Account, DecidesByPrompt, HoldsPrompt):
         InputError
             If the folder does not exist or is read-only.
         """
-        from kvalloc.runtime.saving import save_cache
-
         save_cache(self, path)
 
     def reset(self) -> None:

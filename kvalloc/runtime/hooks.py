@@ -2,7 +2,7 @@
 
 `generate` offers no place to open a ``with``, so making a cache puts one pre-hook and one
 post-hook on the model's decoder. They carry no budgets, no masks and no cache: they look for a
-`BudgetCache` among the arguments of the forward at hand, and do nothing when there is none. They
+`HookedCache` among the arguments of the forward at hand, and do nothing when there is none. They
 are counted, and removed when the last cache made for the model is gone.
 """
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextvars import Token
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -24,17 +25,20 @@ from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute
 __all__ = ["HookedCache", "hooked_models", "retain"]
 
 
-class HookedCache(Protocol):
+class HookedCache(ABC):
     """What the hooks ask of a cache."""
 
+    @abstractmethod
     def begin_forward(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
         """Check a forward before anything of it runs; returns the arguments to change, if any."""
 
+    @abstractmethod
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Answer one layer's attention."""
 
+    @abstractmethod
     def end_forward(self, *, completed: bool, output: Any = None) -> None:
         """Clean up after a forward, also one that failed; `output` is what it returned."""
 
@@ -149,15 +153,8 @@ def _close(entry: _Installed, *, completed: bool, output: Any = None) -> None:
 
 
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookedCache | None:
-    from kvalloc.runtime.cache import BudgetCache
-
-    candidate = kwargs.get("past_key_values")
-    if isinstance(candidate, BudgetCache):
-        return candidate
-    for candidate in args:
-        if isinstance(candidate, BudgetCache):
-            return candidate
-    return None
+    among = (kwargs.get("past_key_values"), *args)
+    return next((one for one in among if isinstance(one, HookedCache)), None)
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
