@@ -10,6 +10,7 @@ from functools import cached_property, reduce
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SameBudget, Sense
 
@@ -94,7 +95,7 @@ class Choices:
             beyond the capacity, a cap, or the target beyond their best.
         """
         members = _members(problem)
-        if all(len(units) == 1 for units in members):
+        if len(members) == problem.n_units:
             choices = _unmerged(problem)
         else:
             choices = _merged(problem, members)
@@ -154,7 +155,9 @@ class Choices:
         return int(self.costs[self.index, picked].sum())
 
     def value(self, picked: IntArray) -> float:
-        """Worth of a pick, summed without loss."""
+        """Worth of a pick, summed without loss; of several workloads, that of the worst share."""
+        if self.problem.aggregate is Aggregate.TAIL:
+            return self.problem.objective_value(self.expand(picked))
         return math.fsum(self.worth[self.index, picked])
 
     def objective(self, picked: IntArray) -> float:
@@ -185,6 +188,31 @@ class Choices:
     def better(self, first: float, second: float) -> bool:
         """Whether the first objective beats the second."""
         return first < second if self.minimise else first > second
+
+    def rounded_up(self, relaxed_bytes: float) -> float:
+        """The least cost of a pick that is not below a relaxed one."""
+        floor = self.floor_bytes
+        return float(floor + round_up_to_grain(relaxed_bytes - floor, self.grain))
+
+    def tighter(self, *bounds: float) -> float:
+        """The bound that says most."""
+        return max(bounds) if self.minimise else min(bounds)
+
+    def looser(self, *bounds: float) -> float:
+        """The bound that says least."""
+        return min(bounds) if self.minimise else max(bounds)
+
+    def n_levels(self, picked: IntArray) -> int:
+        """Different budgets in a pick."""
+        return int(np.unique(self.tokens[self.index, picked]).size)
+
+    def options_of(self, unit: int, columns: IntArray) -> IntArray:
+        """The unit's options that columns of its row stand for."""
+        return columns if self.option_of is None else self.option_of[unit, columns]
+
+    def with_capacity(self, capacity_bytes: int) -> Choices:
+        """The same rows with the most worth within a capacity as the goal."""
+        return dataclasses.replace(self, minimise=False, capacity_bytes=capacity_bytes, target=None)
 
     def expand(self, picked: IntArray) -> IntArray:
         """The option of every unit for a pick of one column per row, ``(n_units,)``."""
@@ -239,31 +267,31 @@ class Choices:
                 )
 
 
-def _members(problem: AllocationProblem) -> list[list[int]]:
+def _members(problem: AllocationProblem) -> list[IntArray]:
     """Units of each row: sharing a budget is transitive over all groups."""
-    parent = list(range(problem.n_units))
+    pairs = [
+        (group[0], unit)
+        for constraint in problem.constraints
+        if isinstance(constraint, SameBudget)
+        for group in constraint.groups
+        for unit in group[1:]
+    ]
+    if not pairs:
+        return list(np.arange(problem.n_units)[:, None])
+    from scipy import sparse
+    from scipy.sparse.csgraph import connected_components
 
-    def root(unit: int) -> int:
-        while parent[unit] != unit:
-            parent[unit] = parent[parent[unit]]
-            unit = parent[unit]
-        return unit
-
-    for constraint in problem.constraints:
-        if isinstance(constraint, SameBudget):
-            for group in constraint.groups:
-                for unit in group[1:]:
-                    first, second = sorted((root(group[0]), root(unit)))
-                    parent[second] = first
-    rows: dict[int, list[int]] = {}
-    for unit in range(problem.n_units):
-        rows.setdefault(root(unit), []).append(unit)
-    return list(rows.values())
+    first, second = np.array(pairs).T
+    size = (problem.n_units, problem.n_units)
+    graph = sparse.coo_array((np.ones(len(pairs)), (first, second)), shape=size)
+    row_of = connected_components(graph, directed=False)[1]
+    order = np.argsort(row_of, kind="stable")
+    rows = np.split(order, np.flatnonzero(np.diff(row_of[order])) + 1)
+    return sorted(rows, key=lambda units: int(units[0]))
 
 
 def _unmerged(problem: AllocationProblem) -> Choices:
-    columns = np.arange(problem.n_options)
-    exists = columns[None, :] < problem.option_counts[:, None]
+    exists = problem.exists
     worth, costs = problem.weights[:, None] * problem.values, problem.costs
     if not np.all(exists):
         worth = np.where(exists, worth, -np.inf)
@@ -293,7 +321,7 @@ def _unmerged(problem: AllocationProblem) -> Choices:
     )
 
 
-def _merged(problem: AllocationProblem, members: list[list[int]]) -> Choices:
+def _merged(problem: AllocationProblem, members: list[IntArray]) -> Choices:
     common = [_common_levels(problem, units) for units in members]
     n_rows, width = len(members), max(1, max(levels.size for levels in common))
     worst = problem.aggregate is Aggregate.WORST
@@ -302,12 +330,11 @@ def _merged(problem: AllocationProblem, members: list[list[int]]) -> Choices:
     tokens = np.full((n_rows, width), np.iinfo(np.int64).max, dtype=np.int64)
     option_of = np.zeros((problem.n_units, width), dtype=np.int64)
     row_of = np.zeros(problem.n_units, dtype=np.int64)
-    for row, (units, levels) in enumerate(zip(members, common, strict=True)):
+    for row, (which, levels) in enumerate(zip(members, common, strict=True)):
         here = slice(0, levels.size)
         options = np.array(
-            [np.searchsorted(problem.tokens[u, : problem.option_counts[u]], levels) for u in units]
-        ).reshape(len(units), levels.size)
-        which = np.asarray(units)
+            [np.searchsorted(problem.tokens[u, : problem.option_counts[u]], levels) for u in which]
+        ).reshape(which.size, levels.size)
         each = problem.weights[which, None] * problem.values[which[:, None], options]
         worth[row, here] = each.min(axis=0) if worst else each.sum(axis=0)
         costs[row, here] = problem.costs[which[:, None], options].sum(axis=0)
@@ -335,7 +362,7 @@ def _merged(problem: AllocationProblem, members: list[list[int]]) -> Choices:
     )
 
 
-def _common_levels(problem: AllocationProblem, units: list[int]) -> IntArray:
+def _common_levels(problem: AllocationProblem, units: IntArray) -> IntArray:
     """Budgets in tokens that all the units can have."""
     rows = [problem.tokens[u, : problem.option_counts[u]] for u in units]
     if all(np.array_equal(row, rows[0]) for row in rows[1:]):  # as a rule, and much faster

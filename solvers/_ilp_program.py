@@ -1,66 +1,101 @@
-"""The integer program of a problem in whole numbers, the same for every back end."""
+"""The integer program of a problem in whole numbers, and the back ends that solve it.
+
+Units are picked by 0/1 variables, one for each option of each row. Several workloads of which the
+worst share counts: with the whole-number worths F_s of a pick in each scenario and a tail of
+``a S = n / d`` of them, ``n * tail = max_t  n t - d sum_s max(0, t - F_s)`` (Rockafellar and
+Uryasev, 2000): one variable for t and one for what each scenario falls short of it, all whole where
+the F_s are.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import math
+import os
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from kvalloc.accounting import BoolArray, IntArray
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.errors import SolverError
 from kvalloc.problem import AllocationProblem, RankBalance
 from kvalloc.solvers._choices import Choices
 
 VALUE_RANGE = 2**50
 """The spread of all values is mapped to so many whole steps; sums stay far within int64."""
 
+TAIL_RANGE = 2**55
+"""What the largest sums of the tail's row are mapped to."""
+
+MOST_PARTS = 10_000
+"""The tail share is read as a fraction of at most so many parts."""
+
+FLOAT_RANGE = 1e6
+"""Rows and objectives in floating point are scaled to this size, so that the back ends' absolute
+tolerances of 1e-6 are 1e-12 of what they apply to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """``lower <= sum coefficients * variables <= upper``; None where there is no limit."""
+    """``lower <= sum coefficients * variables <= upper``; None where there is no limit.
+
+    Without coefficients, all are 1.
+    """
 
     variables: IntArray
-    coefficients: IntArray
+    coefficients: IntArray | None = None
     lower: int | None = None
     upper: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Program:
-    """A program of 0/1 variables with whole coefficients, and a few larger whole variables.
+    """A program in whole numbers, while it is written.
 
     Attributes
     ----------
-    n_variables : int
-    one_of : list of ndarray
-        Of each of these sets of variables exactly one is 1.
-    implied : list of (ndarray, int)
-        Where one of the first is 1, the second is.
-    rows : list of Row
-    objective : ndarray of int64, (n_variables,)
     maximise : bool
-    hint : ndarray of int64, (n_variables,), or None
-        A solution to start from.
-    whole_limits : tuple of int
-        The last so many variables are not 0/1 but lie between 0 and these limits, whole numbers
-        in every best solution.
+    rows : list of Row
+    most : list of int
+        Largest value of each variable, from 0: 1 for a 0/1 variable. Larger ones are whole in
+        every best solution by themselves.
+    goal : Row
+        Of which only the variables and coefficients count.
+    hint : list of int
+        A solution to start from; used where it is as long as there are variables.
     """
 
-    n_variables: int
-    one_of: list[IntArray]
-    implied: list[tuple[IntArray, int]]
-    rows: list[Row]
-    objective: IntArray
     maximise: bool
-    hint: IntArray | None
-    whole_limits: tuple[int, ...] = ()
+    rows: list[Row] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)
+    goal: Row = Row(variables=np.zeros(0, dtype=np.int64))
+    hint: list[int] = field(default_factory=list)
 
-    @property
-    def n_binary(self) -> int:
-        """Number of 0/1 variables: the first ones."""
-        return self.n_variables - len(self.whole_limits)
+    def new(self, count: int, *, most: int = 1) -> IntArray:
+        """So many new variables."""
+        first = len(self.most)
+        self.most += [most] * count
+        return np.arange(first, first + count)
+
+    def add(
+        self,
+        variables: IntArray,
+        coefficients: IntArray | None = None,
+        *,
+        lower: int | None = None,
+        upper: int | None = None,
+    ) -> None:
+        """One more row."""
+        row = Row(variables=variables, coefficients=coefficients, lower=lower, upper=upper)
+        self.rows.append(row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +156,7 @@ class Placement:
     """
 
     balance: RankBalance
-    ranks: IntArray | None
+    ranks: IntArray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,41 +166,49 @@ class Encoding:
     Attributes
     ----------
     program : Program
+    choices : Choices
     rows, columns : ndarray of int64, (n_picks,)
         What each of the first variables picks.
-    base_value : float
-        Worth that every pick has; a whole step is worth ``1 / scale`` more.
-    scale : float
-    base_bytes : int
-        Cost that every pick has; a whole step of cost is one grain.
+    base : float
+        Worth that every pick has, or cost in bytes; a whole step of the goal is ``step`` more.
+    step : float
+    rounded : int
+        Whole steps that rounding down may have lost.
     placed : tuple of ndarray, or None
-        Unit and rank of each variable that places a unit, and the first such variable.
+        Unit and rank of each variable that places a unit, and the variables.
     """
 
     program: Program
+    choices: Choices
     rows: IntArray
     columns: IntArray
-    base_value: float
-    scale: float
-    base_bytes: int
-    placed: tuple[IntArray, IntArray, int] | None
+    base: float
+    step: float
+    rounded: int
+    placed: tuple[IntArray, IntArray, IntArray] | None
 
-    def picked(self, values: IntArray, n_rows: int) -> IntArray:
+    def picked(self, values: IntArray) -> IntArray:
         """Column of each row in a solution."""
         on = np.flatnonzero(values[: self.rows.size])
-        picked = np.zeros(n_rows, dtype=np.int64)
+        picked = np.zeros(self.choices.n_rows, dtype=np.int64)
         picked[self.rows[on]] = self.columns[on]
         return picked
 
-    def ranks(self, values: IntArray, n_units: int) -> IntArray | None:
+    def ranks(self, values: IntArray) -> IntArray | None:
         """Rank of each unit in a solution, where the program places them."""
         if self.placed is None:
             return None
-        units, ranks, first = self.placed
-        on = np.flatnonzero(values[first : first + units.size])
-        where = np.zeros(n_units, dtype=np.int64)
+        units, ranks, variables = self.placed
+        on = np.flatnonzero(values[variables])
+        where = np.zeros(self.choices.problem.n_units, dtype=np.int64)
         where[units[on]] = ranks[on]
         return where
+
+    def bound(self, bound: float | None) -> float:
+        """What no pick can beat, by a back end's bound."""
+        if not self.program.maximise:
+            return -math.inf if bound is None else self.base + math.ceil(bound - 1e-6) * self.step
+        return math.inf if bound is None else self.base + (bound + self.rounded) * self.step
 
 
 def encode(
@@ -176,6 +219,7 @@ def encode(
     placement: Placement | None,
     hint: IntArray | None,
     tight_target: bool = False,
+    tail: bool = False,
 ) -> Encoding:
     """Write the choices left as an integer program.
 
@@ -193,176 +237,168 @@ def encode(
     tight_target : bool
         Ask for the target plus rounding, so that every answer meets it; else less rounding, so
         that nothing feasible is lost.
-
-    Returns
-    -------
-    Encoding
+    tail : bool
+        The worth is that of the tail of the problem's scenarios.
     """
     rows, columns = np.nonzero(kept)
-    worth = np.where(kept, choices.worth, np.nan)
-    least = np.nanmin(worth, axis=1)
-    spread = float(np.sum(np.nanmax(worth, axis=1) - least))
-    scale = VALUE_RANGE / spread if spread > 0 else 1.0
-    cheapest = choices.costs[choices.index, np.argmax(kept, axis=1)]
-    value = np.floor((worth[rows, columns] - least[rows]) * scale).astype(np.int64)
-    cost = (choices.costs[rows, columns] - cheapest[rows]) // choices.grain
-    base_value, base_bytes = math.fsum(least), int(cheapest.sum())
-    variables = np.arange(rows.size)
-    limits = _goal_rows(choices, cost, value, base_bytes, (base_value, scale), tight_target)
-    limits += _cap_rows(choices, kept)
-    parts = _Parts(n_variables=rows.size, rows=limits, implied=[], hints=[])
+    program = Program(maximise=not choices.minimise)
+    picks = program.new(rows.size)
     if hint is not None:
-        parts.hints.append((columns == hint[rows]).astype(np.int64))
+        program.hint += (columns == hint[rows]).astype(np.int64).tolist()
+    starts = np.flatnonzero(np.diff(rows, prepend=-1, append=choices.n_rows)).tolist()
+    for first, end in pairwise(starts):
+        program.add(picks[first:end], lower=1, upper=1)
+    cheapest = choices.costs[choices.index, np.argmax(kept, axis=1)]
+    cost = (choices.costs[rows, columns] - cheapest[rows]) // choices.grain
+    base_bytes = int(cheapest.sum())
+    if choices.capacity_bytes is not None:
+        room = (min(choices.capacity_bytes, 2**62) - base_bytes) // choices.grain
+        program.add(picks, cost, upper=room)
+    _add_caps(program, choices, kept)
     if most is not None:
-        _add_levels(parts, choices.tokens[rows, columns], most, hint is not None)
+        _add_levels(program, choices.tokens[rows, columns], most)
     placed = None
     if placement is not None:
-        placed = _add_ranks(parts, choices, rows, columns, placement)
-    objective = np.zeros(parts.n_variables, dtype=np.int64)
-    objective[: rows.size] = cost if choices.minimise else value
-    starts = np.searchsorted(rows, np.arange(choices.n_rows + 1))
-    program = Program(
-        n_variables=parts.n_variables,
-        one_of=[variables[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)],
-        implied=parts.implied,
-        rows=parts.rows,
-        objective=objective,
-        maximise=not choices.minimise,
-        hint=parts.hint(),
-    )
+        placed = _add_ranks(program, choices, rows, columns, placement)
+    goal, base, step, rounded = (_tail_goal if tail else _sum_goal)(program, choices, rows, columns)
+    if choices.target is not None:
+        wanted = (choices.target - base) / step
+        lower = math.ceil(wanted) if tight_target else math.floor(wanted) - rounded
+        program.add(goal.variables, goal.coefficients, lower=lower)
+    if choices.minimise:
+        goal, base, step = Row(variables=picks, coefficients=cost), base_bytes, choices.grain
+    program.goal = goal
     return Encoding(
         program=program,
+        choices=choices,
         rows=rows,
         columns=columns,
-        base_value=base_value,
-        scale=scale,
-        base_bytes=base_bytes,
+        base=base,
+        step=step,
+        rounded=rounded,
         placed=placed,
     )
 
 
-@dataclass(kw_only=True)
-class _Parts:
-    """What is collected while a program is written."""
+def _in_steps(worth: FloatArray, rows: IntArray, largest: float) -> tuple[IntArray, float, float]:
+    """Worths of picks in whole steps above their row's least; the sum of those, and one step.
 
-    n_variables: int
-    rows: list[Row]
-    implied: list[tuple[IntArray, int]]
-    hints: list[IntArray]
-
-    def hint(self) -> IntArray | None:
-        """The whole hint, or None where a part is missing."""
-        hint = np.concatenate(self.hints) if self.hints else np.zeros(0, dtype=np.int64)
-        return hint if hint.size == self.n_variables else None
-
-
-def _goal_rows(
-    choices: Choices,
-    cost: IntArray,
-    value: IntArray,
-    base_bytes: int,
-    worth_of_steps: tuple[float, float],
-    tight_target: bool,
-) -> list[Row]:
-    """The rows for the capacity and for the target, as far as there are such."""
-    variables = np.arange(cost.size)
-    limits = []
-    if choices.capacity_bytes is not None:
-        room = (min(choices.capacity_bytes, 2**62) - base_bytes) // choices.grain
-        limits.append(Row(variables=variables, coefficients=cost, upper=room))
-    if choices.target is not None:
-        base_value, scale = worth_of_steps
-        wanted = (choices.target - base_value) * scale
-        lower = math.ceil(wanted) if tight_target else math.floor(wanted) - choices.n_rows
-        limits.append(Row(variables=variables, coefficients=value, lower=lower))
-    return limits
+    ``worth`` is ``(n_picks,)`` or ``(n_scenarios, n_picks)``; ``largest`` steps are the range of
+    all rows together.
+    """
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    least = np.minimum.reduceat(np.atleast_2d(worth).min(axis=0), starts)
+    most = np.maximum.reduceat(np.atleast_2d(worth).max(axis=0), starts)
+    spread = math.fsum(most - least)
+    scale = largest / spread if spread > 0 else 1.0
+    whole = np.floor((worth - least[rows]) * scale).astype(np.int64)
+    return whole, math.fsum(least), 1.0 / scale
 
 
-def _cap_rows(choices: Choices, kept: BoolArray) -> list[Row]:
+def _sum_goal(
+    program: Program, choices: Choices, rows: IntArray, columns: IntArray
+) -> tuple[Row, float, float, int]:
+    """The worth of a pick: its row, what every pick has, one step, and what rounding may lose."""
+    whole, base, step = _in_steps(choices.worth[rows, columns], rows, VALUE_RANGE)
+    goal = Row(variables=np.arange(rows.size), coefficients=whole)
+    return goal, base, step, choices.n_rows
+
+
+def _tail_goal(
+    program: Program, choices: Choices, rows: IntArray, columns: IntArray
+) -> tuple[Row, float, float, int]:
+    """The same for the tail of the scenarios, with its variables and rows."""
+    real = _worth_in_scenarios(choices, rows, columns)
+    count = real.shape[0]
+    share = Fraction(choices.problem.tail_share).limit_denominator(MOST_PARTS) * count
+    share = max(share, Fraction(1))
+    parts, of = share.numerator, share.denominator
+    whole, base, step = _in_steps(real, rows, TAIL_RANGE / (parts + of * count))
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    highest = int(np.maximum.reduceat(whole.max(axis=0), starts).sum())
+    hinted = np.array(program.hint, dtype=np.int64)
+    complete = hinted.size == len(program.most)
+    variables = program.new(count + 1, most=highest)
+    picks = np.arange(rows.size)
+    for scenario in range(count):  # what it falls short: at least the level less its worth
+        program.add(
+            np.append(picks, variables[[1 + scenario, 0]]),
+            np.append(whole[scenario], [1, -1]),
+            lower=0,
+        )
+    if complete:
+        reached = whole @ hinted[: rows.size]
+        at = int(np.sort(reached)[min(count, math.ceil(share)) - 1])
+        program.hint += [at, *np.maximum(0, at - reached).tolist()]
+    goal = Row(variables=variables, coefficients=np.array([parts] + [-of] * count))
+    return goal, base, step / parts, choices.n_rows * parts
+
+
+def _worth_in_scenarios(choices: Choices, rows: IntArray, columns: IntArray) -> FloatArray:
+    """Weighted worth of options in each scenario, ``(n_scenarios, n_picks)``."""
+    problem = choices.problem
+    assert problem.scenarios is not None  # the goal is that of a problem with scenarios
+    worth = np.zeros((problem.scenarios.shape[0], rows.size))
+    for unit in range(problem.n_units):
+        own = np.flatnonzero(rows == choices.row_of[unit])
+        options = choices.options_of(unit, columns[own])
+        worth[:, own] += problem.weights[unit] * problem.scenarios[:, unit, options]
+    return worth
+
+
+def _add_caps(program: Program, choices: Choices, kept: BoolArray) -> None:
     position = np.full(choices.worth.shape, -1, dtype=np.int64)
     position[kept] = np.arange(int(kept.sum()))
-    limits = []
     for cap in choices.caps:
         where = position[cap.rows]
         there = where >= 0
-        limits.append(
-            Row(variables=where[there], coefficients=cap.costs[there], upper=cap.capacity_bytes)
-        )
-    return limits
+        program.add(where[there], cap.costs[there], upper=cap.capacity_bytes)
 
 
-def _add_levels(parts: _Parts, tokens: IntArray, most: int, hinted: bool) -> None:
+def _add_levels(program: Program, tokens: IntArray, most: int) -> None:
     """One variable for each budget in use, at most so many of them."""
     levels, level_of = np.unique(tokens, return_inverse=True)
-    first = parts.n_variables
-    parts.n_variables += levels.size
-    for level in range(levels.size):
-        parts.implied.append((np.flatnonzero(level_of == level), first + level))
-    used = np.arange(first, first + levels.size)
-    parts.rows.append(Row(variables=used, coefficients=np.ones_like(used), upper=most))
-    if hinted:
-        on = np.zeros(levels.size, dtype=np.int64)
-        on[level_of[parts.hints[0] == 1]] = 1
-        parts.hints.append(on)
+    used = program.new(levels.size)
+    for pick, level in enumerate(level_of.tolist()):
+        program.add(np.array([pick, used[level]]), np.array([1, -1]), upper=0)
+    program.add(used, upper=most)
+    if program.hint:
+        picked = np.flatnonzero(program.hint)
+        program.hint += np.isin(np.arange(levels.size), level_of[picked]).astype(int).tolist()
 
 
 def _add_ranks(
-    parts: _Parts, choices: Choices, rows: IntArray, columns: IntArray, placement: Placement
-) -> tuple[IntArray, IntArray, int] | None:
+    program: Program, choices: Choices, rows: IntArray, columns: IntArray, placement: Placement
+) -> tuple[IntArray, IntArray, IntArray] | None:
     """Loads of the ranks; with the units to be placed, one variable per unit, option and rank."""
-    problem, balance = choices.problem, placement.balance
+    problem, n_ranks = choices.problem, placement.balance.n_ranks
     picks = [np.flatnonzero(rows == choices.row_of[u]) for u in range(problem.n_units)]
-    costs = [problem.costs[u, _options(choices, u, columns[own])] for u, own in enumerate(picks)]
-    share = Fraction(1 + balance.tolerance).limit_denominator(10**6) / balance.n_ranks
+    costs = [problem.costs[u, choices.options_of(u, columns[p])] for u, p in enumerate(picks)]
+    unit_of = np.repeat(np.arange(problem.n_units), [own.size for own in picks])
+    pick_of, cost_of = np.concatenate(picks), np.concatenate(costs)
     if placement.ranks is not None:
-        ranks = placement.ranks
-        loads = [
-            (np.concatenate(own), np.concatenate(cost))
-            for own, cost in (
-                _of_rank(picks, costs, ranks, rank) for rank in range(balance.n_ranks)
-            )
-            if own
-        ]
-        _balance_rows(parts, loads, np.concatenate(picks), np.concatenate(costs), share)
+        _balance(program, placement.balance, (pick_of, cost_of, placement.ranks[unit_of]), None)
         return None
-    first = parts.n_variables
-    units, at_rank, bytes_ = [], [], []
-    free = _free_ranks(problem, balance.n_ranks)
-    for unit, (own, cost) in enumerate(zip(picks, costs, strict=True)):
-        for pick, bytes_here in zip(own.tolist(), cost.tolist(), strict=True):
-            here = np.arange(parts.n_variables, parts.n_variables + len(free[unit]))
-            parts.n_variables += here.size
-            units += [unit] * here.size
-            at_rank += free[unit]
-            bytes_ += [bytes_here] * here.size
-            # The option is picked on exactly one rank, or not at all.
-            parts.rows.append(
-                Row(
-                    variables=np.append(here, pick),
-                    coefficients=np.append(np.ones_like(here), -1),
-                    lower=0,
-                    upper=0,
-                )
-            )
-    unit_of, rank_of, cost_of = np.array(units), np.array(at_rank), np.array(bytes_)
-    _spread_rows(parts, problem, balance.n_ranks, unit_of, rank_of, first)
-    loads = [
-        (first + np.flatnonzero(rank_of == rank), cost_of[rank_of == rank])
-        for rank in range(balance.n_ranks)
-    ]
-    _balance_rows(parts, loads, np.concatenate(picks), np.concatenate(costs), share)
-    return unit_of, rank_of, first
+    free = _free_ranks(problem, n_ranks)
+    repeats = [len(free[unit]) for unit in unit_of.tolist()]
+    rank_of = np.concatenate([free[unit] for unit in unit_of.tolist()])
+    placed = program.new(rank_of.size)
+    for pick, own in zip(pick_of, np.split(placed, np.cumsum(repeats)[:-1]), strict=True):
+        # The option is picked on exactly one rank, or not at all.
+        program.add(np.append(own, pick), np.append(np.ones_like(own), -1), lower=0, upper=0)
+    unit_of, cost_at = np.repeat(unit_of, repeats), np.repeat(cost_of, repeats)
+    for layer, rank, most in _places(problem, n_ranks):
+        here = placed[(problem.layers[unit_of] == layer) & (rank_of == rank)]
+        program.add(here, upper=most)
+    _balance(program, placement.balance, (placed, cost_at, rank_of), (pick_of, cost_of))
+    return unit_of, rank_of, placed
 
 
-def _of_rank(
-    picks: list[IntArray], costs: list[IntArray], ranks: IntArray, rank: int
-) -> tuple[list[IntArray], list[IntArray]]:
-    on = np.flatnonzero(ranks == rank).tolist()
-    return [picks[u] for u in on], [costs[u] for u in on]
-
-
-def _options(choices: Choices, unit: int, columns: IntArray) -> IntArray:
-    return columns if choices.option_of is None else choices.option_of[unit, columns]
+def _places(problem: AllocationProblem, n_ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Each layer and rank, and how many of the layer's units the rank may hold."""
+    for layer, size in zip(*np.unique(problem.layers, return_counts=True), strict=True):
+        for rank in range(n_ranks):
+            yield int(layer), rank, -(-int(size) // n_ranks)
 
 
 def _free_ranks(problem: AllocationProblem, n_ranks: int) -> list[list[int]]:
@@ -377,36 +413,178 @@ def _free_ranks(problem: AllocationProblem, n_ranks: int) -> list[list[int]]:
     return free
 
 
-def _spread_rows(
-    parts: _Parts,
-    problem: AllocationProblem,
-    n_ranks: int,
-    unit_of: IntArray,
-    rank_of: IntArray,
-    first: int,
+def _balance(
+    program: Program,
+    balance: RankBalance,
+    loads: tuple[IntArray, IntArray, IntArray],
+    total: tuple[IntArray, IntArray] | None,
 ) -> None:
-    for layer in np.unique(problem.layers):
-        in_layer = problem.layers[unit_of] == layer
-        most = -(-int((problem.layers == layer).sum()) // n_ranks)
-        for rank in range(n_ranks):
-            here = first + np.flatnonzero(in_layer & (rank_of == rank))
-            parts.rows.append(Row(variables=here, coefficients=np.ones_like(here), upper=most))
+    """``load of a rank <= share * load of all``, in whole numbers.
 
-
-def _balance_rows(
-    parts: _Parts,
-    loads: list[tuple[IntArray, IntArray]],
-    all_picks: IntArray,
-    all_costs: IntArray,
-    share: Fraction,
-) -> None:
-    """``load of a rank <= share * load of all``, in whole numbers."""
-    unit_bytes = max(1, int(np.gcd.reduce(all_costs)))
-    total = np.zeros(int(all_picks.max()) + 1, dtype=np.int64)
-    np.add.at(total, all_picks, all_costs // unit_bytes)
-    for variables, costs in loads:
-        row = np.zeros(parts.n_variables, dtype=np.int64)
-        row[: total.size] -= total * share.numerator
-        np.add.at(row, variables, costs // unit_bytes * share.denominator)
+    ``loads`` are variables, their bytes and ranks; ``total`` the variables and bytes of all
+    loads, where those are others.
+    """
+    variables, costs, ranks = loads
+    picks, bytes_ = total or (variables, costs)
+    share = Fraction(1 + balance.tolerance).limit_denominator(10**6) / balance.n_ranks
+    grain = max(1, int(np.gcd.reduce(costs)))
+    for rank in np.unique(ranks).tolist():
+        row = np.zeros(len(program.most), dtype=np.int64)
+        np.subtract.at(row, picks, bytes_ // grain * share.numerator)
+        on = ranks == rank
+        np.add.at(row, variables[on], costs[on] // grain * share.denominator)
         used = np.flatnonzero(row)
-        parts.rows.append(Row(variables=used, coefficients=row[used], upper=0))
+        program.add(used, row[used], upper=0)
+
+
+def placement_program(
+    problem: AllocationProblem, choice: IntArray, balance: RankBalance
+) -> Program:
+    """The placement of decided budgets as a program: any solution is a balanced placement.
+
+    Variable ``unit * n_ranks + rank`` says that the unit sits on the rank.
+    """
+    costs = problem.costs[np.arange(problem.n_units), choice]
+    program = Program(maximise=False)
+    placed = program.new(problem.n_units * balance.n_ranks).reshape(problem.n_units, -1)
+    for unit in placed:
+        program.add(unit, lower=1, upper=1)
+    for on_rank in placed.T:
+        program.add(on_rank, costs, upper=balance.largest_allowed(int(costs.sum())))
+    for layer, rank, most in _places(problem, balance.n_ranks):
+        program.add(placed[problem.layers == layer, rank], upper=most)
+    return program
+
+
+def by_cp_sat(program: Program, limits: Limits) -> Answer:
+    """Solve with OR-Tools CP-SAT, exactly in whole numbers; 0/1 variables only."""
+    from ortools.sat.python import cp_model
+
+    def total(row: Row) -> Any:
+        terms = [variables[v] for v in row.variables.tolist()]
+        if row.coefficients is None:
+            return cp_model.LinearExpr.sum(terms)
+        return cp_model.LinearExpr.weighted_sum(terms, row.coefficients.tolist())
+
+    model = cp_model.CpModel()
+    variables = [model.new_bool_var("") for _ in program.most]
+    for row in program.rows:
+        if row.coefficients is None and row.lower == row.upper == 1:
+            model.add_exactly_one([variables[v] for v in row.variables.tolist()])
+            continue
+        if row.lower is not None:
+            model.add(total(row) >= row.lower)
+        if row.upper is not None:
+            model.add(total(row) <= row.upper)
+    (model.maximize if program.maximise else model.minimize)(total(program.goal))
+    if len(program.hint) == len(variables):
+        for variable, value in zip(variables, program.hint, strict=True):
+            model.add_hint(variable, value)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = limits.workers
+    solver.parameters.absolute_gap_limit = max(limits.absolute_gap, 0.5)
+    solver.parameters.random_seed = 0
+    # OR-Tools 9.15 looks for rows that are parts of other rows, and with coefficients beyond 32
+    # bits it cuts off solutions there: a tiny problem had a worse answer called optimal.
+    solver.parameters.presolve_inclusion_work_limit = 0
+    if math.isfinite(limits.seconds):
+        solver.parameters.max_time_in_seconds = limits.seconds
+    status = solver.solve(model)
+    if status == cp_model.MODEL_INVALID:
+        raise SolverError(f"ilp: CP-SAT calls the model invalid: {model.validate()}")
+    name = f"CP-SAT {str(solver.status_name(status)).lower()}"
+    if status == cp_model.INFEASIBLE:
+        return Answer(values=None, bound=None, status=name, infeasible=True)
+    values = None
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        values = np.array([solver.value(v) for v in variables], dtype=np.int64)
+    return Answer(values=values, bound=float(solver.best_objective_bound), status=name)
+
+
+def by_mathopt(program: Program, limits: Limits, *, name: str) -> Answer:
+    """Solve with HiGHS or SCIP through OR-Tools MathOpt, in floating point."""
+    from ortools.math_opt.python import mathopt
+
+    # Variables that are not 0/1 are counted in shares of what the largest of them can be.
+    most = np.array(program.most, dtype=np.float64)
+    steps = np.where(most > 1, max(1.0, float(most.max()) / FLOAT_RANGE), 1.0)
+    model = mathopt.Model()
+    variables = [
+        model.add_variable(lb=0.0, ub=upper, is_integer=upper == 1.0)
+        for upper in (most / steps).tolist()
+    ]
+
+    def scaled(row: Row) -> tuple[Any, float]:
+        """The sum of a row in its own unit, and the unit."""
+        coefficients = steps[row.variables] * (1 if row.coefficients is None else row.coefficients)
+        unit = max(float(np.abs(coefficients).max(initial=0.0)) / FLOAT_RANGE, 1.0)
+        pairs = zip(row.variables.tolist(), (coefficients / unit).tolist(), strict=True)
+        return mathopt.LinearSum(c * variables[v] for v, c in pairs if c), unit
+
+    for row in program.rows:
+        total, unit = scaled(row)
+        model.add_linear_constraint(
+            lb=-math.inf if row.lower is None else row.lower / unit,
+            ub=math.inf if row.upper is None else row.upper / unit,
+            expr=total,
+        )
+    goal, unit = scaled(program.goal)
+    (model.maximize if program.maximise else model.minimize)(goal)
+    parameters = mathopt.SolveParameters(
+        threads=limits.workers if name == "SCIP" else None,  # HiGHS takes them from elsewhere
+        absolute_gap_tolerance=limits.absolute_gap / unit,
+        relative_gap_tolerance=0.0,
+    )
+    if math.isfinite(limits.seconds):
+        parameters.time_limit = datetime.timedelta(seconds=limits.seconds)
+    hints = mathopt.ModelSolveParameters()
+    if len(program.hint) == len(variables):
+        values_of = dict(zip(variables, (program.hint / steps).tolist(), strict=True))
+        hints.solution_hints.append(mathopt.SolutionHint(variable_values=values_of))
+    kind = {"HiGHS": mathopt.SolverType.HIGHS, "SCIP": mathopt.SolverType.GSCIP}[name]
+    try:
+        with stdout_kept_clean():
+            answer = mathopt.solve(model, kind, params=parameters, model_params=hints)
+    except Exception as error:  # OR-Tools 9.15 raises what it wraps, and hides some messages
+        raise SolverError(
+            f"ilp: {name} cannot solve the program: {error}; use backend=cp_sat"
+        ) from error
+    reason = answer.termination.reason
+    status = f"{name} {reason.name.lower()}"
+    if reason is mathopt.TerminationReason.INFEASIBLE:
+        return Answer(values=None, bound=None, status=status, infeasible=True)
+    values = None
+    if answer.has_primal_feasible_solution():
+        values = np.rint(answer.variable_values(variables) * steps).astype(np.int64)
+    bound = float(answer.termination.objective_bounds.dual_bound)
+    known = bound * unit if math.isfinite(bound) else None
+    return Answer(values=values, bound=known, status=status)
+
+
+@contextlib.contextmanager
+def stdout_kept_clean() -> Iterator[None]:
+    """Send what a library writes to file descriptor 1 to stderr.
+
+    HiGHS 1.12 prints a line of debugging there now and then, whatever is asked of it, and a
+    program's output may be read by another one.
+    """
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except (OSError, ValueError):  # closed, as in a service
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+BACKENDS: dict[str, Callable[[Program, Limits], Answer]] = {
+    "cp_sat": by_cp_sat,
+    "highs": partial(by_mathopt, name="HiGHS"),
+    "scip": partial(by_mathopt, name="SCIP"),
+}
+"""Back ends by the name that ``backend=`` takes."""

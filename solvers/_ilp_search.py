@@ -1,28 +1,40 @@
-"""The search of the integer programming solver: cores, sets of levels, and placements."""
+"""The search of the integer programming solver: cores, sets of budgets, placements, workloads."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import Aggregate, AllocationProblem, MaxDistinct, RankBalance, Sense, is_closed
+from kvalloc.problem import (
+    Aggregate,
+    AllocationProblem,
+    MaxDistinct,
+    RankBalance,
+    Sense,
+    TailBound,
+    is_closed,
+    tail_bound,
+)
+from kvalloc.solvers import _tail_repair
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._ilp_found import Found, Options, combined_bound, lossy_bound
-from kvalloc.solvers._ilp_program import Encoding, Limits, Placement, encode
-from kvalloc.solvers._ilp_ranks import (
-    even_total,
-    limits_for_placement,
+from kvalloc.solvers._ilp_program import (
+    Answer,
+    Limits,
+    Placement,
+    Program,
+    encode,
     placement_program,
-    spread,
 )
 from kvalloc.solvers._levels import LevelSets, level_sets
 from kvalloc.solvers._prices import Prices, best_prices
-from kvalloc.solvers._repair import best_known, best_with_few_levels
+from kvalloc.solvers._repair import best_known
 
 CORE_OPTIONS = 3
 """Options per row, on average, that the first program holds."""
@@ -30,10 +42,67 @@ CORE_OPTIONS = 3
 REPAIR_SECONDS = 5.0
 """Longest search for a choice to start from."""
 
+FEWER_LEVELS = 64
+"""Where sets of all levels are too many, a start is sought with about so many of them."""
 
 JOINT_SECONDS = 60.0
 """Without a time limit, longest search for budgets and a placement together: few bytes on many
 ranks are a packing problem, of which nobody may ever see the end."""
+
+PLACEMENT_SECONDS = 2.0
+"""Longest search for a placement of decided budgets: where there is none, that is often hard to
+show and not needed."""
+
+TOTALS = 10_000
+"""Totals looked at for one that ranks can share."""
+
+SWEEPS = 50
+"""Most passes of exchanges over all layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked of the solver.
+
+    Attributes
+    ----------
+    gap : float
+        Relative gap at which to stop.
+    workers : int
+    backend : callable
+    """
+
+    gap: float
+    workers: int
+    backend: Callable[[Program, Limits], Answer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The outcome of a search.
+
+    Attributes
+    ----------
+    picked : ndarray of int64, (n_rows,), or None
+    bound : float
+        No pick is better.
+    status : str
+    n_options : int
+        Options in the last program.
+    infeasible : bool
+        Proven to have no pick.
+    ranks : ndarray of int64, (n_units,), or None
+    """
+
+    picked: IntArray | None
+    bound: float
+    status: str = "dual bound"
+    n_options: int = 0
+    infeasible: bool = False
+    ranks: IntArray | None = None
+
+
+NOTHING = Found(picked=None, bound=math.inf, infeasible=True)
 
 
 class Search:
@@ -67,8 +136,15 @@ class Search:
         """Until the deadline."""
         return self.deadline - time.monotonic()
 
+    @property
+    def repair_until(self) -> float:
+        """Until when a choice to start from may be sought, beginning now."""
+        return min(self.deadline, time.monotonic() + REPAIR_SECONDS)
+
     def run(self) -> Found:
         """Solve for the problem's aggregate and sense."""
+        if self.problem.aggregate is Aggregate.TAIL:
+            return self._best_tail()
         if self.problem.aggregate is Aggregate.WORST:
             # Whether a level fits has no almost.
             self.options = dataclasses.replace(self.options, gap=0.0)
@@ -78,23 +154,14 @@ class Search:
         found = self._placed(self.choices)
         if not self.choices.minimise or found.picked is None or self.balance is not None:
             return found
-        return self._richest(found)
-
-    def _richest(self, cheapest: Found) -> Found:
-        """Of the picks that cost the least, the one with the most value."""
-        assert cheapest.picked is not None  # the caller has one
-        if not is_closed(self.choices.objective(cheapest.picked), cheapest.bound):
-            return cheapest
-        within = dataclasses.replace(
-            self.choices,
-            minimise=False,
-            capacity_bytes=self.choices.cost(cheapest.picked),
-            target=None,
-        )
-        richest = self._free(within, None, cheapest.picked)
-        if richest.picked is None or not self.choices.satisfies(richest.picked):
-            return cheapest
-        return dataclasses.replace(cheapest, picked=richest.picked)
+        if not is_closed(self.choices.objective(found.picked), found.bound):
+            return found
+        # Of the picks that cost the least, the one with the most value.
+        within = self.choices.with_capacity(self.choices.cost(found.picked))
+        richest = self._free(within, None, found.picked).picked
+        if richest is None or not self.choices.satisfies(richest):
+            return found
+        return dataclasses.replace(found, picked=richest)
 
     # The worst unit: whether a level can be reached is a problem of least cost.
 
@@ -132,7 +199,7 @@ class Search:
         try:
             return self._placed(free.restricted(allowed))
         except InfeasibleError:
-            return Found(picked=None, bound=math.inf, infeasible=True)
+            return NOTHING
 
     # Ranks: without them first, then for a placement that is kept, then both together.
 
@@ -140,81 +207,68 @@ class Search:
         """The best pick, with a placement where ranks are to be balanced."""
         if self.balance is None:
             return self._free(choices, None, None)
-        even = self._even_goal(choices, self.balance)
-        if even is None:
-            return Found(picked=None, bound=0.0, infeasible=True)
-        free = self._free(even, None, None)
+        if choices.capacity_bytes is not None:
+            total = even_total(choices, self.balance, choices.budget_bytes, up=False)
+            if total is None:
+                return dataclasses.replace(NOTHING, bound=0.0)
+            choices = dataclasses.replace(choices, capacity_bytes=total)
+        free = self._free(choices, None, None)
         if free.picked is None:
             return free
-        unplaced = free.picked
-        free, ranks = self._place_or_raise_total(choices, free, self.balance)
-        if ranks is not None:
-            return dataclasses.replace(free, ranks=ranks)
-        start = spread(self.problem, choices.expand(unplaced), self.balance)
-        kept = self._free(even, Placement(balance=self.balance, ranks=start), None)
+        start = spread(self.problem, choices.expand(free.picked), self.balance)
+        free = self._with_ranks(choices, free, self.balance)
+        if free.ranks is not None:
+            return free
+        kept = self._free(choices, Placement(balance=self.balance, ranks=start), None)
         if kept.picked is not None:
-            closed = is_closed(choices.objective(kept.picked), free.bound)
+            objective = choices.objective(kept.picked)
             kept = dataclasses.replace(kept, ranks=start)
-            if closed:
+            if is_closed(objective, free.bound):
                 return dataclasses.replace(kept, bound=free.bound)
         if math.isinf(self.deadline):
             self.deadline = time.monotonic() + JOINT_SECONDS
-        both = self._free(even, Placement(balance=self.balance, ranks=None), kept.picked)
-        tighter = max if choices.minimise else min
-        bound = tighter(both.bound, free.bound)
+        both = self._free(choices, Placement(balance=self.balance), kept.picked)
+        bound = choices.tighter(both.bound, free.bound)
         if both.ranks is None and kept.picked is not None:  # nothing better than what was known
             both = dataclasses.replace(both, picked=kept.picked, ranks=start)
         return dataclasses.replace(both, bound=bound)
 
-    def _even_goal(self, choices: Choices, balance: RankBalance) -> Choices | None:
-        """With the capacity at the largest total that ranks can share; None where there is none."""
-        if choices.capacity_bytes is None:
-            return choices
-        total = even_total(choices, balance, choices.budget_bytes, up=False)
-        return None if total is None else dataclasses.replace(choices, capacity_bytes=total)
-
-    def _place_or_raise_total(
-        self, choices: Choices, free: Found, balance: RankBalance
-    ) -> tuple[Found, IntArray | None]:
-        """Ranks for a pick; for a target, also for one of the next total that ranks can share."""
-        assert free.picked is not None  # the caller has looked
-        ranks = self._place(choices, free.picked)
+    def _with_ranks(self, choices: Choices, free: Found, balance: RankBalance) -> Found:
+        """A pick with its ranks; for a target, also one of the next total that ranks can share."""
+        ranks = self._place(choices, free.picked, balance)
         if ranks is not None or not choices.minimise:
-            return free, ranks
+            return dataclasses.replace(free, ranks=ranks)
         total = even_total(choices, balance, int(free.bound), up=True)
         if total is None or total <= free.bound:
-            return free, None
+            return free
         free = dataclasses.replace(free, bound=float(total))
         if choices.target is None:
-            return free, None
-        richest = self._free(
-            dataclasses.replace(choices, minimise=False, capacity_bytes=total, target=None),
-            None,
-            None,
-        )
-        if richest.picked is None or not choices.satisfies(richest.picked):
-            return free, None
-        ranks = self._place(choices, richest.picked)
-        if ranks is None or choices.cost(richest.picked) != total:
-            return free, None
-        return dataclasses.replace(free, picked=richest.picked), ranks
+            return free
+        richest = self._free(choices.with_capacity(total), None, None).picked
+        if richest is None or not choices.satisfies(richest) or choices.cost(richest) != total:
+            return free
+        ranks = self._place(choices, richest, balance)
+        return free if ranks is None else dataclasses.replace(free, picked=richest, ranks=ranks)
 
-    def _place(self, choices: Choices, picked: IntArray) -> IntArray | None:
+    def _place(
+        self, choices: Choices, picked: IntArray | None, balance: RankBalance
+    ) -> IntArray | None:
         """A balanced placement of a pick: by exchanges, else by a program."""
-        assert self.balance is not None  # the caller has looked
+        assert picked is not None  # checked by the callers
         choice = choices.expand(picked)
-        ranks = spread(self.problem, choice, self.balance)
-        if self.balance.fault(self.problem, choice, ranks) is None:
+        ranks = spread(self.problem, choice, balance)
+        if balance.fault(self.problem, choice, ranks) is None:
             return ranks
         if self.seconds_left <= 0:
             return None
-        program = placement_program(self.problem, choice, self.balance)
-        limits = limits_for_placement(self.seconds_left, self.options.workers)
+        until = time.monotonic() + min(0.2 * self.seconds_left, PLACEMENT_SECONDS)
+        limits = Limits(deadline=until, absolute_gap=0.0, workers=self.options.workers)
+        program = placement_program(self.problem, choice, balance)
         values = self.options.backend(program, limits).values
         if values is None:
             return None
         ranks = np.argmax(values.reshape(self.problem.n_units, -1), axis=1).astype(np.int64)
-        return ranks if self.balance.fault(self.problem, choice, ranks) is None else None
+        return ranks if balance.fault(self.problem, choice, ranks) is None else None
 
     # Few levels: one set of them after the other, as far as their bounds allow.
 
@@ -222,62 +276,63 @@ class Search:
         """The best pick for a placement that is given, free or of no concern."""
         prices = best_prices(choices)
         if known is None and placement is None:
-            known = self._start(choices, prices)
-        if self.most is None or not self.options.reduce:
-            return self._core(choices, prices, placement, known, self.most)
+            known = best_known(choices, prices, self.repair_until)
+        if self.most is None:
+            return self._core(choices, prices, placement, known, None)
+        if known is not None and choices.n_levels(known) > self.most:
+            known = None
         sets = level_sets(choices, prices, self.most)
-        if sets is None:
-            return self._core(choices, prices, placement, known, self.most)
+        first = None
         if known is None:
-            first = self._with_levels(choices, sets, tuple(sets.best()), placement)
+            first = self._first_levels(choices, sets, placement)
             known = None if first is None else first.picked
-            if known is None:
-                return self._core(choices, prices, placement, None, self.most)
-            return self._best_levels(choices, sets, placement, known, first)
-        return self._best_levels(choices, sets, placement, known, None)
+        if sets is None or known is None:
+            return self._core(choices, prices, placement, known, self.most)
+        start = Found(picked=known, bound=0.0, ranks=None if first is None else first.ranks)
+        return self._best_levels(choices, sets, placement, start)
+
+    def _first_levels(
+        self, choices: Choices, sets: LevelSets | None, placement: Placement | None
+    ) -> Found | None:
+        """A pick with few levels: of the set that loses least, or where there are many, of some."""
+        if sets is not None:
+            return self._with_levels(choices, sets, tuple(sets.best()), placement)
+        levels = np.unique(choices.tokens[choices.exists])
+        some = levels[:: -(-levels.size // FEWER_LEVELS)]
+        try:
+            return self._free(choices.restricted(np.isin(choices.tokens, some)), placement, None)
+        except InfeasibleError:
+            return None
 
     def _best_levels(
-        self,
-        choices: Choices,
-        sets: LevelSets,
-        placement: Placement | None,
-        known: IntArray,
-        first: Found | None,
+        self, choices: Choices, sets: LevelSets, placement: Placement | None, best: Found
     ) -> Found:
         """The best pick over all sets of levels that could beat the known one."""
-        best = Found(picked=known, bound=0.0, ranks=None if first is None else first.ranks)
-        listed = None
-        if placement is None:
-            listed = sets.within(self._room(choices, sets.prices, known))
+        assert best.picked is not None  # checked by the caller
+        prices, known = sets.prices, best.picked
+        listed = sets.within(self._room(choices, prices, known)) if placement is None else None
         # Too many sets, or each a hard problem of its own: one program, with fewer levels.
         if listed is None:
-            usable = sets.levels[sets.usable(sets.prices.room(choices, choices.objective(known)))]
+            usable = sets.levels[sets.usable(prices.room(choices, choices.objective(known)))]
             usable = np.union1d(usable, choices.tokens[choices.index, known])
             fewer = choices.restricted(np.isin(choices.tokens, usable))
             return self._core(fewer, best_prices(fewer), placement, known, self.most)
         loose: list[float] = []  # bounds of what was not decided
         for lost, places in listed:
-            assert best.picked is not None  # it starts with one
-            room = self._room(choices, sets.prices, best.picked)
-            if lost > room:
+            if lost > self._room(choices, prices, best.picked):
                 break
             if self.seconds_left <= 0:
-                loose.append(lossy_bound(choices, sets.prices, lost))
+                loose.append(prices.beyond(choices, lost))
                 break
             found = self._with_levels(choices, sets, places, placement, best.picked)
-            if found is None:
-                continue
-            loose.append(found.bound)
-            if found.picked is not None and choices.better(
-                choices.objective(found.picked), choices.objective(best.picked)
-            ):
-                best = found
+            if found is not None:
+                loose.append(found.bound)
+                best = self._better(choices, best, found)
         assert best.picked is not None  # it starts with one
         if self.options.gap > 0:
-            room = max(0.0, self._room(choices, sets.prices, best.picked))
-            loose.append(lossy_bound(choices, sets.prices, room))
-        extreme = min if choices.minimise else max
-        bound = extreme([choices.objective(best.picked), *loose])
+            room = max(0.0, self._room(choices, prices, best.picked))
+            loose.append(prices.beyond(choices, room))
+        bound = choices.looser(choices.objective(best.picked), *loose)
         return dataclasses.replace(best, bound=bound, status=f"{best.status}, few budgets")
 
     def _with_levels(
@@ -296,23 +351,9 @@ class Search:
             return None
         if known is not None and not choices.better(prices.bound, choices.objective(known)):
             return None
-        start = None
-        if placement is None:
-            start = best_known(few, prices, min(self.deadline, time.monotonic() + REPAIR_SECONDS))
+        start = best_known(few, prices, self.repair_until) if placement is None else None
         found = self._core(few, prices, placement, start, None)
         return None if found.infeasible else found
-
-    def _start(self, choices: Choices, prices: Prices) -> IntArray | None:
-        """A pick that satisfies everything but the ranks."""
-        until = min(self.deadline, time.monotonic() + REPAIR_SECONDS)
-        known = best_known(choices, prices, until)
-        if self.most is None:
-            return known
-        if known is not None:
-            levels = np.unique(choices.tokens[choices.index, known])
-            if levels.size <= self.most:
-                return known
-        return best_with_few_levels(choices, prices, self.most, until)
 
     # Cores: the options that lose little first.
 
@@ -331,7 +372,11 @@ class Search:
         least U - t.
         """
         best = Found(picked=known, bound=prices.bound)
-        threshold = self._first_threshold(choices, prices, placement, known)
+        threshold = math.inf
+        if known is not None or placement is not None:  # a few options of each row
+            losses = prices.loss[choices.exists]
+            wanted = min(losses.size - 1, CORE_OPTIONS * choices.n_rows)
+            threshold = float(np.partition(losses, wanted)[wanted])
         while True:
             room = self._room(choices, prices, best.picked)
             if room < 0 or self.seconds_left <= 0 or self._is_closed(choices, best):
@@ -339,57 +384,41 @@ class Search:
             threshold = min(threshold, room)
             kept = self._kept(choices, prices, threshold, best.picked)
             whole = bool(np.array_equal(kept, choices.exists))
-            asked = self._solve(choices, kept, placement, best.picked, most)
+            asked = self._ask(choices, kept, placement, best.picked, most)
             if asked.infeasible and best.picked is None and whole:
                 return dataclasses.replace(asked, bound=prices.bound)
-            best = self._improved(choices, best, asked)
+            best = self._better(choices, best, dataclasses.replace(asked, bound=best.bound))
             room = self._room(choices, prices, best.picked)
             if not asked.infeasible or whole:
-                outside = self._outside(choices, prices, threshold, best.picked)
-                bound = combined_bound(choices, best.bound, asked.bound, None if whole else outside)
+                bounds = [asked.bound]
+                if not whole:  # what no pick with an option outside the core can beat
+                    bounds.append(prices.beyond(choices, threshold))
+                    if best.picked is not None and room <= threshold:
+                        bounds[1] = choices.objective(best.picked)
+                bound = choices.tighter(best.bound, choices.looser(*bounds))
                 best = dataclasses.replace(best, bound=bound)
             if whole or room <= threshold or self._is_closed(choices, best):
                 break
             threshold = room if best.picked is not None else math.inf
-        if best.picked is not None:
-            return dataclasses.replace(best, bound=self._settled(choices, prices, best))
-        return best
+        if best.picked is None:
+            return best
+        objective = choices.objective(best.picked)  # where nothing can beat it, its own bound
+        beaten = prices.room(choices, objective) < 0
+        bound = objective if beaten else choices.looser(best.bound, objective)
+        return dataclasses.replace(best, bound=bound)
 
-    def _improved(self, choices: Choices, best: Found, asked: Found) -> Found:
+    def _better(self, choices: Choices, best: Found, asked: Found) -> Found:
         """The better of two picks, with the word of the last program."""
         if asked.picked is not None and (
             best.picked is None
             or choices.better(choices.objective(asked.picked), choices.objective(best.picked))
         ):
-            return dataclasses.replace(asked, bound=best.bound)
+            return asked
         return dataclasses.replace(best, status=asked.status, n_options=asked.n_options)
 
     def _is_closed(self, choices: Choices, best: Found) -> bool:
-        if best.picked is None:
-            return False
-        return is_closed(choices.objective(best.picked), best.bound)
-
-    def _settled(self, choices: Choices, prices: Prices, best: Found) -> float:
-        """The bound, never better than the pick; the pick itself where nothing can beat it."""
-        assert best.picked is not None  # the caller has looked
-        objective = choices.objective(best.picked)
-        if prices.room(choices, objective) < 0:
-            return objective
-        return min(best.bound, objective) if choices.minimise else max(best.bound, objective)
-
-    def _first_threshold(
-        self,
-        choices: Choices,
-        prices: Prices,
-        placement: Placement | None,
-        known: IntArray | None,
-    ) -> float:
-        """A loss within which each row has a few options, to find a good pick among them."""
-        if not self.options.reduce or (known is None and placement is None):
-            return math.inf
-        losses = prices.loss[choices.exists]
-        wanted = min(losses.size - 1, CORE_OPTIONS * choices.n_rows)
-        return float(np.partition(losses, wanted)[wanted])
+        picked = best.picked
+        return picked is not None and is_closed(choices.objective(picked), best.bound)
 
     def _room(self, choices: Choices, prices: Prices, best: IntArray | None) -> float:
         if best is None:
@@ -399,22 +428,14 @@ class Search:
     def _kept(
         self, choices: Choices, prices: Prices, threshold: float, best: IntArray | None
     ) -> BoolArray:
-        if not self.options.reduce or not math.isfinite(threshold):
+        if not math.isfinite(threshold):
             return choices.exists.copy()
         kept = prices.worth_keeping(threshold) & choices.exists
         if best is not None:
             kept[choices.index, best] = True
         return kept
 
-    def _outside(
-        self, choices: Choices, prices: Prices, threshold: float, best: IntArray | None
-    ) -> float:
-        """What no pick with an option outside the core can beat: it loses the threshold."""
-        if best is not None and prices.room(choices, choices.objective(best)) <= threshold:
-            return choices.objective(best)
-        return lossy_bound(choices, prices, threshold)
-
-    def _solve(
+    def _ask(
         self,
         choices: Choices,
         kept: BoolArray,
@@ -423,12 +444,31 @@ class Search:
         most: int | None,
     ) -> Found:
         """Encode, solve and read; twice where rounding lets the target be missed."""
+        tail = self.problem.aggregate is Aggregate.TAIL
+        known = 0.0 if best is None else choices.objective(best)
         relaxed: Found | None = None
         for tight in (False, True):
             encoding = encode(
-                choices, kept, most=most, placement=placement, hint=best, tight_target=tight
+                choices,
+                kept,
+                most=most,
+                placement=placement,
+                hint=best,
+                tight_target=tight,
+                tail=tail,
             )
-            found = self._ask(choices, encoding, best)
+            gap = 0.0 if tail else self.options.gap * abs(known) / encoding.step
+            limits = Limits(deadline=self.deadline, absolute_gap=gap, workers=self.options.workers)
+            answer = self.options.backend(encoding.program, limits)
+            values = answer.values
+            found = Found(
+                picked=None if values is None else encoding.picked(values),
+                bound=float(encoding.bound(answer.bound)),
+                status=answer.status,
+                n_options=encoding.rows.size,
+                infeasible=answer.infeasible,
+                ranks=None if values is None else encoding.ranks(values),
+            )
             if relaxed is not None:  # the bound of the program that loses nothing
                 return dataclasses.replace(found, bound=relaxed.bound, infeasible=False)
             if found.picked is None or choices.satisfies(found.picked):
@@ -436,30 +476,141 @@ class Search:
             relaxed = found
         raise AssertionError("the loop returns")
 
-    def _ask(self, choices: Choices, encoding: Encoding, best: IntArray | None) -> Found:
-        known = 0.0 if best is None else choices.objective(best)
-        step = choices.grain if choices.minimise else 1.0 / encoding.scale
-        limits = Limits(
-            deadline=self.deadline,
-            absolute_gap=self.options.gap * abs(known) / step,
-            workers=self.options.workers,
-        )
-        answer = self.options.backend(encoding.program, limits)
-        picked = ranks = None
-        if answer.values is not None:
-            picked = encoding.picked(answer.values, choices.n_rows)
-            ranks = encoding.ranks(answer.values, self.problem.n_units)
-        bound = -math.inf if choices.minimise else math.inf
-        if answer.bound is not None and choices.minimise:
-            bound = encoding.base_bytes + math.ceil(answer.bound - 1e-6) * choices.grain
-        elif answer.bound is not None:
-            # Each value was rounded down by less than one step.
-            bound = encoding.base_value + (answer.bound + choices.n_rows) / encoding.scale
-        return Found(
-            picked=picked,
-            bound=float(bound),
-            status=answer.status,
-            n_options=encoding.rows.size,
-            infeasible=answer.infeasible,
-            ranks=ranks,
-        )
+    # Several workloads: one program over what the best weights of the scenarios leave open.
+
+    def _best_tail(self) -> Found:
+        """The best worst share of the scenarios.
+
+        The dual's weights of the scenarios make a problem with one workload whose bound holds
+        here too; its losses say which options cannot be part of anything better than what is
+        known, and the program holds the others.
+        """
+        bound = tail_bound(self.problem)
+        mean = Choices.of(self.problem.reweighted(bound.weights))
+        prices = best_prices(mean)
+        best = dataclasses.replace(self._known_tail(bound, mean), bound=prices.bound)
+        known, room = best.picked, math.inf
+        if known is not None:
+            objective = self.choices.objective(known)
+            room = prices.room(mean, objective, self.options.gap)
+            if room < 0:
+                return dataclasses.replace(best, bound=objective)
+        kept = self._kept(self.choices, prices, room, known)
+        placement = None if self.balance is None else Placement(balance=self.balance)
+        asked = self._ask(self.choices, kept, placement, known, self.most)
+        if asked.infeasible and known is None:
+            return dataclasses.replace(asked, bound=prices.bound)
+        best = self._better(self.choices, best, dataclasses.replace(asked, bound=best.bound))
+        inside = asked.bound
+        if best.picked is not None:  # nothing outside the program is better than what was known
+            objective = self.choices.objective(best.picked)
+            inside = objective if asked.infeasible else self.choices.looser(inside, objective)
+        return dataclasses.replace(best, bound=self.choices.tighter(best.bound, inside))
+
+    def _known_tail(self, bound: TailBound, mean: Choices) -> Found:
+        """A pick that keeps everything, and its ranks, where one is found easily."""
+        if not self.problem.constraints:
+            choice = _tail_repair.best_known(self.problem, bound, self.repair_until)
+            return Found(picked=choice, bound=bound.bound)
+        try:
+            found = Search(self.options, mean.problem, self.repair_until).run()
+        except InfeasibleError:
+            return Found(picked=None, bound=bound.bound)
+        if found.picked is not None:
+            choice = self.choices.expand(found.picked)
+            able = self.problem.side_fault(choice, found.ranks) is None
+            if able and self.problem.meets_target(self.problem.objective_value(choice)):
+                return Found(picked=found.picked, bound=bound.bound, ranks=found.ranks)
+        return Found(picked=None, bound=bound.bound)
+
+
+def even_total(choices: Choices, balance: RankBalance, start: int, *, up: bool) -> int | None:
+    """The first total cost that ranks can share, as far as arithmetic tells.
+
+    Loads are multiples of what divides all costs: of 7 pages on 2 ranks one holds at least 4,
+    which is 14% above the mean.
+
+    Parameters
+    ----------
+    choices : Choices
+    balance : RankBalance
+    start : int
+        Bytes; the cost of some pick, or above it.
+    up : bool
+        Look above it rather than below.
+
+    Returns
+    -------
+    int or None
+        Bytes; None when no pick has such a cost.
+    """
+    problem = choices.problem
+    unit = max(1, int(np.gcd.reduce(problem.costs[problem.exists])))
+    most = int(np.where(choices.exists, choices.costs, 0).max(axis=1).sum())
+    steps = (start - choices.floor_bytes) // choices.grain
+    for step in range(TOTALS):
+        total = choices.floor_bytes + (steps + (step if up else -step)) * choices.grain
+        if not choices.floor_bytes <= total <= most:
+            return None
+        if balance.largest_allowed(total) // unit * unit * balance.n_ranks >= total:
+            return total
+    return start
+
+
+def spread(problem: AllocationProblem, choice: IntArray, balance: RankBalance) -> IntArray:
+    """A placement with loads as even as exchanges make them.
+
+    The largest unit of each layer goes to the least loaded rank that the layer has room on
+    (largest processing time first), then units of a layer trade places while that evens out two
+    ranks.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    choice : ndarray of int64, (n_units,)
+    balance : RankBalance
+
+    Returns
+    -------
+    ndarray of int64, (n_units,)
+        Rank of each unit; every layer is spread, the balance may still be missed.
+    """
+    costs = problem.costs[np.arange(problem.n_units), choice]
+    layers = [np.flatnonzero(problem.layers == layer) for layer in np.unique(problem.layers)]
+    ranks = np.zeros(problem.n_units, dtype=np.int64)
+    loads = np.zeros(balance.n_ranks, dtype=np.int64)
+    for units in sorted(layers, key=lambda units: -int(costs[units].max())):
+        room = np.full(balance.n_ranks, -(-units.size // balance.n_ranks))
+        for unit in units[np.argsort(-costs[units], kind="stable")].tolist():
+            rank = int(np.argmin(np.where(room > 0, loads, np.iinfo(np.int64).max)))
+            ranks[unit] = rank
+            room[rank] -= 1
+            loads[rank] += costs[unit]
+    for _ in range(SWEEPS):
+        if not any(_trade(units, costs, ranks, loads) for units in layers):
+            break
+    return ranks
+
+
+def _trade(units: IntArray, costs: IntArray, ranks: IntArray, loads: IntArray) -> bool:
+    """Exchange units of a layer, or move one to a free place, wherever that evens out two ranks."""
+    most = -(-units.size // loads.size)
+    changed = False
+    for first in units.tolist():
+        for second in units.tolist():
+            a, b = int(ranks[first]), int(ranks[second])
+            shift = int(costs[first] - costs[second])
+            if 0 < shift < int(loads[a] - loads[b]):
+                ranks[first], ranks[second] = b, a
+                loads[a] -= shift
+                loads[b] += shift
+                changed = True
+        held = np.bincount(ranks[units], minlength=loads.size)
+        rank, cost = int(ranks[first]), int(costs[first])
+        free = int(np.argmin(np.where(held < most, loads, np.iinfo(np.int64).max)))
+        if held[free] < most and 0 < cost < int(loads[rank] - loads[free]):
+            ranks[first] = free
+            loads[rank] -= cost
+            loads[free] += cost
+            changed = True
+    return changed

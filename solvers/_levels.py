@@ -16,7 +16,7 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._prices import NOISE, Prices, prices_at
+from kvalloc.solvers._prices import NOISE, Prices, prices_at, too_much
 
 MOST_LEVELS = 512
 """Above, the table of neighbouring levels is too large."""
@@ -194,7 +194,7 @@ def level_sets(choices: Choices, prices: Prices, most: int) -> LevelSets | None:
     per_cap = np.asarray(prices.per_cap)
     sets = best
     for _ in range(PRICE_ROUNDS):
-        if _too_much(choices, sets):
+        if _spends(choices, sets):
             cheap = price
         else:
             dear = price
@@ -219,11 +219,9 @@ def _bound(choices: Choices, sets: LevelSets) -> float:
     return sets.prices.bound - sets.least
 
 
-def _too_much(choices: Choices, sets: LevelSets) -> bool:
+def _spends(choices: Choices, sets: LevelSets) -> bool:
     """Whether the rows spend too much (gain more than the target) with the best set."""
     chosen = sets.levels[sets.best()]
     loss = np.where(np.isin(choices.tokens, chosen), sets.prices.loss, np.inf)
     picked = np.argmin(loss, axis=1).astype(np.int64)
-    if choices.minimise:
-        return choices.value(picked) >= choices.target_value
-    return choices.cost(picked) > choices.budget_bytes
+    return too_much(choices, picked)

@@ -86,6 +86,12 @@ class Prices:
         better = known - max(choices.grain, asked)
         return self.per_byte * (better - self.relaxed_bytes + 1e-6 * choices.grain)
 
+    def beyond(self, choices: Choices, loss: float) -> float:
+        """What no pick that loses so much at these prices can beat."""
+        if not choices.minimise:
+            return self.bound - loss
+        return choices.rounded_up(self.relaxed_bytes + loss / self.per_byte)
+
     def worth_keeping(self, room: float) -> BoolArray:
         """Options whose loss is within the room, ``(n_rows, n_columns)``."""
         kept: BoolArray = self.loss <= max(room, 0.0) + NOISE
@@ -110,7 +116,7 @@ def best_prices(choices: Choices) -> Prices:
     InfeasibleError
         If the caps leave no pick that meets the target.
     """
-    if choices.minimise and (choices.target is None or _floors_suffice(choices)):
+    if choices.minimise and (choices.target is None or choices.satisfies(choices.floors)):
         return _prices_of_floors(choices)
     if not choices.minimise:
         free = np.argmax(choices.worth, axis=1).astype(np.int64)
@@ -120,10 +126,6 @@ def best_prices(choices: Choices) -> Prices:
         return _by_linear_program(choices)
     price, under, over = _secant(choices)
     return prices_at(choices, price, np.zeros(0), (over if choices.minimise else under,))
-
-
-def _floors_suffice(choices: Choices) -> bool:
-    return choices.satisfies(choices.floors)
 
 
 def _prices_of_floors(choices: Choices) -> Prices:
@@ -151,7 +153,6 @@ def _secant(choices: Choices) -> tuple[float, IntArray, IntArray]:
     """
     over = np.argmax(choices.worth, axis=1).astype(np.int64)
     under = choices.floors.copy()
-    index = choices.index
     price = 0.0
     for _ in range(ROUNDS):
         active = np.flatnonzero(under != over)
@@ -172,16 +173,17 @@ def _secant(choices: Choices) -> tuple[float, IntArray, IntArray]:
             break
         middle = under.copy()
         middle[active] = best + columns.start
-        if _too_much(choices, middle, index):
+        if too_much(choices, middle):
             over = middle
         else:
             under = middle
     return price, under, over
 
 
-def _too_much(choices: Choices, picked: IntArray, index: IntArray) -> bool:
+def too_much(choices: Choices, picked: IntArray) -> bool:
+    """Whether a pick spends more than the capacity, or gains the target and more."""
     if choices.minimise:
-        return float(choices.worth[index, picked].sum()) >= choices.target_value
+        return float(choices.worth[choices.index, picked].sum()) >= choices.target_value
     return choices.cost(picked) > choices.budget_bytes
 
 
@@ -204,8 +206,7 @@ def prices_at(
     if choices.minimise:
         # Not clipped at the floors: losses add to it even where it lies below them.
         relaxed = choices.floor_bytes + (choices.target_value - most) / per_byte
-        grains = math.ceil((relaxed - choices.floor_bytes) / choices.grain - 1e-6)
-        bound = float(choices.floor_bytes + max(0, grains) * choices.grain)
+        bound = choices.rounded_up(relaxed)
     else:
         relaxed = 0.0
         bound = most + per_byte * (choices.budget_bytes - choices.floor_bytes)
@@ -307,9 +308,7 @@ def _relaxed(choices: Choices, among: BoolArray) -> tuple[float, Prices]:
 
 def _beyond_caps(choices: Choices) -> InfeasibleError:
     """Which caps keep a target from being met, and what can be met within them."""
-    free = dataclasses.replace(
-        choices, minimise=False, capacity_bytes=int(choices.costs.sum()), target=None
-    )
+    free = choices.with_capacity(int(choices.costs.sum()))
     prices = best_prices(free)
     tight = [cap.name for cap, price in zip(free.caps, prices.per_cap, strict=True) if price > 0]
     names = ", ".join(tight[:5]) + (f" and {len(tight) - 5} more" if len(tight) > 5 else "")

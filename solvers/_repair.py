@@ -8,18 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
-from kvalloc.errors import InfeasibleError
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._prices import Prices, best_prices
+from kvalloc.solvers._prices import Prices
 
 ROUNDS = 1000
 """Most improvements of one pick; a safety net, dozens are common."""
 
 TRIED_PAIRS = 64
 """With caps, so many of the best exchanges are checked against them in a round."""
-
-LEVEL_ROUNDS = 6
-"""How often few levels are chosen again at the price that the last ones led to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +154,7 @@ def _caps_hold(choices: Choices, picked: IntArray, change: list[tuple[int, int]]
     tried = picked.copy()
     for row, column in change:
         tried[row] = column
-    return all(cap.load(tried) <= cap.capacity_bytes for cap in choices.caps)
+    return choices.satisfies_caps(tried)
 
 
 def _within_caps(choices: Choices, picked: IntArray) -> BoolArray:
@@ -191,100 +187,3 @@ def _reach_target(choices: Choices, start: IntArray) -> IntArray | None:
             return None
         picked[row] = column
     return None
-
-
-def best_with_few_levels(
-    choices: Choices, prices: Prices, most: int, deadline: float
-) -> IntArray | None:
-    """A good pick with at most so many different budgets.
-
-    At a price per byte, the levels whose best responses net most are chosen one by one and then
-    exchanged; with the levels fixed, what is left is a problem without that constraint. Its price
-    chooses the levels again.
-
-    Parameters
-    ----------
-    choices : Choices
-    prices : Prices
-        Without the limit on levels.
-    most : int
-        Number of levels.
-    deadline : float
-        ``time.monotonic()`` at which to stop.
-
-    Returns
-    -------
-    ndarray of int64, (n_rows,), or None
-        None when none was found.
-    """
-    levels = np.unique(choices.tokens[choices.exists])
-    best: IntArray | None = None
-    seen: set[tuple[int, ...]] = set()
-    price = prices.per_byte
-    factors = [1.0, 1.5, 0.67, 2.5, 0.4, 5.0, 0.2, 20.0, 0.0]
-    rounds = 0
-    for factor in factors:
-        at = price * factor
-        while rounds < LEVEL_ROUNDS and time.monotonic() < deadline:
-            chosen = _few_levels(choices, levels, at, most)
-            if chosen in seen:
-                break
-            seen.add(chosen)
-            try:
-                fewer = choices.restricted(np.isin(choices.tokens, chosen))
-                at_levels = best_prices(fewer)
-            except InfeasibleError:
-                break
-            rounds += 1
-            found = best_known(fewer, at_levels, deadline)
-            if found is None:
-                break
-            if best is None or choices.better(choices.objective(found), choices.objective(best)):
-                best = found
-            at = at_levels.per_byte
-        if rounds >= LEVEL_ROUNDS:
-            break
-    return best if best is not None else _one_level(choices, levels)
-
-
-def _few_levels(choices: Choices, levels: IntArray, price: float, most: int) -> tuple[int, ...]:
-    """Levels that net most together at a price: greedy, then exchanges."""
-    floors = choices.costs[choices.index, choices.floors][:, None]
-    net = choices.worth - price * (choices.costs - floors)
-    # A row that has a level not at all is as bad as the worst that could happen to all others.
-    worst = 10.0 * (float(np.abs(net[choices.exists]).max()) + 1.0)
-    table = np.full((choices.n_rows, levels.size), -worst)
-    rows, columns = np.nonzero(choices.exists)
-    table[rows, np.searchsorted(levels, choices.tokens[rows, columns])] = net[rows, columns]
-    chosen: list[int] = []
-    covered = np.full(choices.n_rows, -2.0 * worst)
-    for _ in range(min(most, levels.size)):
-        chosen.append(int(np.argmax(np.maximum(covered[:, None], table).sum(axis=0))))
-        covered = np.maximum(covered, table[:, chosen[-1]])
-    total = float(covered.sum())
-    improved = True
-    while improved:
-        improved = False
-        for place in range(len(chosen)):
-            others = chosen[:place] + chosen[place + 1 :]
-            without = table[:, others].max(axis=1, initial=-2.0 * worst)
-            totals = np.maximum(without[:, None], table).sum(axis=0)
-            new = int(np.argmax(totals))
-            if float(totals[new]) > total + 1e-12 * max(1.0, abs(total)):
-                chosen[place], total, improved = new, float(totals[new]), True
-    return tuple(sorted(int(levels[level]) for level in chosen))
-
-
-def _one_level(choices: Choices, levels: IntArray) -> IntArray | None:
-    """One budget for all: the best that works."""
-    best: IntArray | None = None
-    for level in levels.tolist():
-        has = choices.exists & (choices.tokens == level)
-        if not np.all(has.any(axis=1)):
-            continue
-        picked = np.argmax(has, axis=1).astype(np.int64)
-        if choices.satisfies(picked) and (
-            best is None or choices.better(choices.objective(picked), choices.objective(best))
-        ):
-            best = picked
-    return best

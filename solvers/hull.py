@@ -10,7 +10,6 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.problem import (
     AllocationProblem,
     SameBudget,
@@ -167,4 +166,4 @@ def _relaxation(choices: Choices, segments: _Segments) -> float:
     whole = min(whole, segments.gains.size) - 1
     share = min(1.0, (missing - float(gained[whole])) / float(segments.gains[whole]))
     relaxed = int(spent[whole]) + share * int(segments.bytes[whole])
-    return float(choices.floor_bytes + round_up_to_grain(relaxed, choices.grain))
+    return choices.rounded_up(choices.floor_bytes + relaxed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from typing import ClassVar
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
@@ -18,12 +20,10 @@ from kvalloc.problem import (
     Solution,
     Solver,
     Termination,
-    is_closed,
+    deadline_after,
 )
-from kvalloc.solvers._ilp_backends import BACKENDS
-from kvalloc.solvers._ilp_found import Options
-from kvalloc.solvers._ilp_search import Search
-from kvalloc.solvers._ilp_tail import TailSearch, most_reachable
+from kvalloc.solvers._ilp_program import BACKENDS
+from kvalloc.solvers._ilp_search import Options, Search
 
 REACH_SECONDS = 5.0
 """Longest search for the largest target that several workloads can meet together."""
@@ -60,13 +60,11 @@ class ILP(Solver):
         Stop at this relative gap; 0 proves the optimum.
     workers : int
         Threads of the back end; with 1 the answer is reproducible.
-    backend : {"auto", "cp_sat", "mathopt", "scipy"}
-        OR-Tools CP-SAT, SCIP through OR-Tools MathOpt, or HiGHS through SciPy. CP-SAT counts in
-        whole numbers; the others in floating point, to about 1e-12 of the range of the values.
-        By default HiGHS where there are caps, whose rows its cuts are made for, SCIP for several
+    backend : {"auto", "cp_sat", "highs", "scip"}
+        OR-Tools CP-SAT, or HiGHS or SCIP through OR-Tools MathOpt. CP-SAT counts in whole
+        numbers; the others in floating point, to about 1e-12 of the range of the values. By
+        default HiGHS where there are caps, whose rows its cuts are made for, SCIP for several
         workloads, which CP-SAT cannot do, else CP-SAT.
-    reduce : bool
-        Leave out options by their reduced costs; without, the back end gets every option.
 
     Raises
     ------
@@ -88,9 +86,7 @@ class ILP(Solver):
     )
     aggregates: ClassVar[frozenset[Aggregate]] = frozenset(Aggregate)
 
-    def __init__(
-        self, gap: float = 0.0, workers: int = 1, backend: str = "auto", reduce: bool = True
-    ) -> None:
+    def __init__(self, gap: float = 0.0, workers: int = 1, backend: str = "auto") -> None:
         if not gap >= 0 or workers < 1:
             raise InputError(f"ilp: gap {gap:g} must be >= 0 and workers {workers} >= 1")
         if backend != "auto" and backend not in BACKENDS:
@@ -100,22 +96,15 @@ class ILP(Solver):
         self.gap = gap
         self.workers = workers
         self.backend = backend
-        self.reduce = reduce
 
     def _options(self, problem: AllocationProblem) -> Options:
         backend = self.backend
         if backend == "auto":
             caps = any(isinstance(c, GroupCap) for c in problem.constraints)
-            backend = "scipy" if caps else "cp_sat"
+            backend = "highs" if caps else "cp_sat"
             if problem.aggregate is Aggregate.TAIL:
-                backend = "mathopt"
-        return Options(
-            gap=self.gap, workers=self.workers, backend=BACKENDS[backend], reduce=self.reduce
-        )
-
-    def _search(self, problem: AllocationProblem, deadline: float) -> Search:
-        kind = TailSearch if problem.aggregate is Aggregate.TAIL else Search
-        return kind(self._options(problem), problem, deadline)
+                backend = "scip"
+        return Options(gap=self.gap, workers=self.workers, backend=BACKENDS[backend])
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """True, unless there are two balances over ranks, or CP-SAT is asked for workloads."""
@@ -123,7 +112,7 @@ class ILP(Solver):
             # OR-Tools 9.15 spends minutes or all memory on wide variables, with a dozen options.
             return (
                 "ilp cannot use CP-SAT for several workloads, whose values are variables of a wide "
-                "range; use backend=mathopt"
+                "range; use backend=scip"
             )
         if sum(isinstance(c, RankBalance) for c in problem.constraints) > 1:
             return "ilp places units on one set of ranks, and two are asked for; give one balance"
@@ -141,8 +130,8 @@ class ILP(Solver):
         SolverError
             If the back end fails, or time runs out before any choice is found.
         """
-        limit = math.inf if time_limit_seconds is None else time_limit_seconds
-        search = self._search(problem, time.monotonic() + limit)
+        deadline = deadline_after(time_limit_seconds)
+        search = Search(self._options(problem), problem, deadline)
         found = search.run()
         if found.infeasible:
             raise self._infeasible(problem)
@@ -151,30 +140,22 @@ class ILP(Solver):
                 "ilp found no choice that satisfies the side constraints in the time it had, and "
                 "has not shown that there is none; give it more time"
             )
-        choice = search.choices.expand(found.picked)
-        objective = problem.objective(choice)
-        return Solution(
-            choice=choice,
-            objective=objective,
+        # Back ends stop a little before they have to.
+        early = deadline if math.isinf(deadline) else deadline - 0.1 * (time_limit_seconds or 0.0)
+        solution = Solution.of(
+            problem,
+            search.choices.expand(found.picked),
             bound=found.bound,
-            termination=self._termination(search, objective, found.bound, limit),
             detail=f"{found.status} on {found.n_options:,} of "
             f"{int(problem.option_counts.sum()):,} options",
             ranks=found.ranks,
+            deadline=early,
         )
-
-    def _termination(
-        self, search: Search, objective: float, bound: float, limit: float
-    ) -> Termination:
-        """Optimal with a bound to show for it; else the gap that was asked, or time."""
-        if is_closed(objective, bound):
-            return Termination.OPTIMAL
-        if self.gap and abs(bound - objective) <= self.gap * abs(objective) * (1 + 1e-9):
-            return Termination.GAP_LIMIT
-        # Back ends stop a little before they have to.
-        if math.isfinite(limit) and search.seconds_left < 0.1 * limit:
-            return Termination.TIME_LIMIT
-        return Termination.HEURISTIC
+        missing, asked = abs(found.bound - solution.objective), self.gap * abs(solution.objective)
+        proven = solution.termination is Termination.OPTIMAL
+        if self.gap and not proven and missing <= asked * (1 + 1e-9):
+            return dataclasses.replace(solution, termination=Termination.GAP_LIMIT)
+        return solution
 
     def _infeasible(self, problem: AllocationProblem) -> InfeasibleError:
         """What is too much together; `kvalloc.allocation.infeasibility` finds out which of it."""
@@ -183,26 +164,33 @@ class ILP(Solver):
             if problem.target is None
             else f"a target of {problem.target:g}"
         )
-        kinds = []
-        for kind in (RankBalance, MaxDistinct, SameBudget, GroupCap):
-            mine = tuple(c for c in problem.constraints if isinstance(c, kind))
-            if mine:
-                kinds.append(_describe(mine))
-        if not kinds:  # what each of several workloads can reach, they may not reach together
-            until = time.monotonic() + REACH_SECONDS
-            nearest = most_reachable(self._options(problem), problem, until)
-            way_out = "ask for less"
-            if nearest is not None:
-                way_out = f"the most is {nearest:.9g}, ask for at most that"
+        kinds = (RankBalance, MaxDistinct, SameBudget, GroupCap)
+        asked = [[c for c in problem.constraints if isinstance(c, kind)] for kind in kinds]
+        sides = [_describe(mine) for mine in asked if mine]
+        if sides:
             return InfeasibleError(
-                f"{goal} cannot be met in the worst workloads; {way_out}", nearest=nearest
+                f"no choice can work: {goal} with {' and '.join(sides)}; relax one of them"
             )
+        # What each of several workloads can reach, they may not reach together.
+        nearest, way_out = self._most_reachable(problem), "ask for less"
+        if nearest is not None:
+            way_out = f"the most is {nearest:.9g}, ask for at most that"
         return InfeasibleError(
-            f"no choice can work: {goal} with {' and '.join(kinds)}; relax one of them"
+            f"{goal} cannot be met in the worst workloads; {way_out}", nearest=nearest
         )
 
+    def _most_reachable(self, problem: AllocationProblem) -> float | None:
+        """The largest value that any choice has, where it is found."""
+        free = problem.with_capacity(problem.max_cost_bytes)
+        try:
+            search = Search(self._options(problem), free, time.monotonic() + REACH_SECONDS)
+            picked = search.run().picked
+        except InfeasibleError:
+            return None
+        return None if picked is None else search.choices.value(picked)
 
-def _describe(constraints: tuple[SideConstraint, ...]) -> str:
+
+def _describe(constraints: Sequence[SideConstraint]) -> str:
     first = constraints[0]
     if isinstance(first, RankBalance):
         return f"balance over {first.n_ranks} ranks within {first.tolerance:.3g}"

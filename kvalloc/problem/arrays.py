@@ -181,7 +181,7 @@ class AllocationProblem:
     tail_share: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check(changed=_OF_VALUES)
+        self._check(changed=frozenset((*_ARRAYS, *_OF_VALUES)))
 
     def replace(self, **changes: Any) -> AllocationProblem:
         """A variant of the problem with other fields; what they touch is checked.
@@ -235,7 +235,7 @@ class AllocationProblem:
     def _check(self, changed: Set[str]) -> None:
         """Refuse what no problem can be; arrays only where one of them changed."""
         if not changed.isdisjoint((*_ARRAYS, "aggregate", "tail_share")):
-            self._check_arrays()
+            self._check_arrays(changed)
             self._check_scenarios()
             for name in _ARRAYS:  # a solver must not change what its answer is checked against
                 if (array := getattr(self, name)) is not None:
@@ -260,7 +260,7 @@ class AllocationProblem:
                     "budgets of the same tokens can differ; leave one of them out"
                 )
 
-    def _check_arrays(self) -> None:
+    def _check_arrays(self, changed: Set[str]) -> None:
         shape = self.values.shape
         if len(shape) != 2 or 0 in shape:
             raise InputError(f"problem: values are shaped {shape}, expected (units, options)")
@@ -282,7 +282,8 @@ class AllocationProblem:
             raise InputError("problem: values are not all finite numbers")
         if not _all_finite(self.weights) or float(self.weights.min()) < 0:
             raise InputError("problem: weights must be finite and not negative")
-        for name, array in (("tokens", self.tokens), ("costs", self.costs)):
+        rising_again = {"tokens", "costs", "bits", "option_counts"} & changed
+        for name, array in (("tokens", self.tokens), ("costs", self.costs)) if rising_again else ():
             rows = _distinct_rows(array)
             rising = np.diff(rows, axis=1) > 0
             if rows.shape[0] > 1:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvalloc.allocation.decision import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solver, Termination
+from kvalloc.solvers._ilp_search import Search
 from kvalloc.testing import brute_force, tiny_problem
 from kvalloc.testing.problems import CURVES, SIDES
 
@@ -189,3 +191,14 @@ def check_more_is_never_worse(solver: Solver, problem: AllocationProblem, count:
         for target in np.linspace(0.1, 0.9, count) * problem.max_value
     ]
     assert all(b >= a for a, b in zip(costs, costs[1:], strict=False))
+
+
+def put_every_option_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option is left out by the dual bound, no budget by the bounds of sets."""
+
+    def all_options(self, choices, prices, threshold, best):
+        return choices.exists.copy()
+
+    monkeypatch.setattr(Search, "_kept", all_options)
+    monkeypatch.setattr("kvalloc.solvers._ilp_search.level_sets", lambda *problem: None)
+    monkeypatch.setattr(Search, "_first_levels", lambda *search: None)

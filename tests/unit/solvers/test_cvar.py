@@ -7,7 +7,14 @@ import time
 
 import numpy as np
 import pytest
-from exact_cases import SLACK, check_all, check_it_repeats, medium_problem, tiny_cases
+from exact_cases import (
+    SLACK,
+    check_all,
+    check_it_repeats,
+    medium_problem,
+    put_every_option_in_the_program,
+    tiny_cases,
+)
 from factories import make_problem
 
 from kvalloc.allocation.decision import solve_problem
@@ -104,13 +111,14 @@ def test_ilp_is_at_least_as_good() -> None:
         assert best.objective <= near.bound + 1e-9
 
 
-@pytest.mark.parametrize("backend", ["mathopt", "scipy"])
-@pytest.mark.parametrize("reduce", [True, False])
-def test_every_back_end(backend: str, reduce: bool) -> None:
+@pytest.mark.parametrize("backend", ["scip", "highs"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_back_end(backend: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if whole:
+        put_every_option_in_the_program(monkeypatch)
     cases = tiny_cases(48, TAILS, seed=4000)
-    exact = backend == "mathopt"  # HiGHS may call a target infeasible that is met by a digit
-    solver = ILP(backend=backend, reduce=reduce)
-    ends = check_all(solver, cases, exact=exact, may_give_up=not exact)
+    exact = backend == "scip"  # HiGHS may call a target infeasible that is met by a digit
+    ends = check_all(ILP(backend=backend), cases, exact=exact, may_give_up=not exact)
     assert ends["optimal"] + ends["heuristic"] > 40
 
 
