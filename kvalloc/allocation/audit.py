@@ -56,20 +56,22 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
     Returns
     -------
     list of Check
-        Model, digests, every budget being an option of the problem, target or capacity, cost,
+        Sizes, digests, every budget being an option of the problem, target or capacity, cost,
         objective, retention, predicted loss, and the bound recomputed by duality. What refining
         measured is not in the score profile: of a refined decision, objective in nats, loss and
         bound are not recomputed, only whether they fit each other.
 
     Raises
     ------
+    ModelMismatchError
+        If the scores are of another model.
     InputError
         If the profile does not say what was requested, so that nothing can be recomputed.
     """
+    profile.shape.require_same_model(scores.shape)
     problem = formulate(scores, _request_of(profile))
     tokens, is_option, choice = _choice_of(profile, problem)
     checks = [
-        _equal("model", profile.shape.model_id, scores.shape.model_id),
         Check(
             name="sizes",
             stated=_sizes(profile.shape),

@@ -106,14 +106,15 @@ def frontier(
         If the solver cannot solve this problem.
     """
     asked["budget"] = 1.0
-    request = Request.parse(**asked)
+    chosen = get_solver(solver, **(solver_options or {}))
+    request, problem, _ = choose_objective(scores, Request.parse(**asked), chosen)
     return trace_request(
         scores,
         request,
+        chosen,
+        problem=problem,
         points=points,
         shares=shares,
-        solver=solver,
-        solver_options=solver_options,
         time_limit=time_limit,
         notify=notify,
     )
@@ -122,11 +123,11 @@ def frontier(
 def trace_request(
     scores: ScoreProfile,
     request: Request,
+    solver: Solver,
     *,
+    problem: AllocationProblem | None = None,
     points: int = 50,
     shares: Sequence[float] | None = None,
-    solver: str = "auto",
-    solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
     notify: Callable[[int, int], None] | None = None,
 ) -> list[FrontierPoint]:
@@ -136,8 +137,11 @@ def trace_request(
     ----------
     scores : ScoreProfile
     request : Request
-        Its target is ``budget=1.0``.
-    points, shares, solver, solver_options, time_limit, notify
+        Its target is ``budget=1.0``, its objective is chosen.
+    solver : Solver
+    problem : AllocationProblem, optional
+        That of the request, where it is known already.
+    points, shares, time_limit, notify
         As in `frontier`.
 
     Returns
@@ -154,14 +158,12 @@ def trace_request(
             "the best groups of layers differ from size to size; name them, such as "
             f"{option('share_groups', '2-3,4-5')} (kvalloc solve chooses them for one size)"
         )
-    chosen = get_solver(solver, **(solver_options or {}))
-    request, problem, _ = choose_objective(scores, request, chosen)
     posed = pose(scores, request, problem)
     whole_bytes = cache_costs(scores, request).full
     try:
         traced = trace_frontier(
             posed.problem,
-            chosen,
+            solver,
             _capacities(posed.problem, points, shares, whole_bytes),
             whole_bytes=whole_bytes,
             time_limit_seconds=time_limit,

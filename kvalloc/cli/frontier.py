@@ -13,6 +13,7 @@ from kvalloc.cli import targets
 from kvalloc.cli.options import Json, Quiet, Solver, SolverOption
 from kvalloc.cli.output import duration, note, print_json, print_table, size
 from kvalloc.cli.solve import LOSS_NOTE
+from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import FrontierPoint
@@ -45,29 +46,36 @@ def frontier(
 
     Each point comes with its bound, and with what one more MiB would buy there.
     """
+    from kvalloc.allocation.formulation import choose_objective
     from kvalloc.allocation.frontier import trace_request
     from kvalloc.cli.progress import ProgressBar
     from kvalloc.files import check_writable
+    from kvalloc.problem.registry import get_solver
 
     asked["budget"] = 1.0
     request = Request.parse(**asked)  # refuses before the scores are read
     targets.check_time_limit(time_limit)
     if png is not None:
+        if png.suffix.lower() != ".png":
+            raise InputError(f"--png {png} has another ending than .png; the picture is a PNG")
         check_writable(png)
-    chosen = targets.solver_options(solver, solver_option or [])
+    chosen = get_solver(solver, **targets.solver_options(solver, solver_option or []))
     profile = targets.load_scores(scores)
     start = time.perf_counter()
+    request, problem, said = choose_objective(profile, request, chosen)
     with ProgressBar(f"tracing with {solver}", unit="sizes", quiet=quiet) as progress:
         traced = trace_request(
             profile,
             request,
+            chosen,
+            problem=problem,
             points=points,
-            solver=solver,
-            solver_options=chosen,
             time_limit=time_limit,
             notify=progress,
         )
     seconds = time.perf_counter() - start
+    if said:
+        note(said, quiet=quiet)
     if png is not None:
         from kvalloc.report.figure import draw_frontier
 
@@ -78,7 +86,7 @@ def frontier(
         how = {
             "solver": solver,
             "level": request.level,
-            "objective": request.objective or "mean",
+            "objective": request.objective,
             "seconds": seconds,
         }
         print_json({**how, "points": [_plain(point) for point in traced]})
@@ -86,7 +94,7 @@ def frontier(
         own = "weighted" if request.weights is not None else ""
         own = "worst samples" if request.workloads != "mean" else own
         own = "worst unit" if request.objective == "worst" else own
-        _print_table(traced, objective=request.objective or "mean", own=own)
+        _print_table(traced, by_loss=request.objective == "loss", own=own)
         note(f"{len(traced)} sizes in {duration(seconds)}")
         if any(point.predicted_loss is not None for point in traced):
             note(f"note: {LOSS_NOTE}")
@@ -104,7 +112,7 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
     }
 
 
-def _print_table(traced: list[FrontierPoint], *, objective: str, own: str) -> None:
+def _print_table(traced: list[FrontierPoint], *, by_loss: bool, own: str) -> None:
     """One line a size, with a bar of what is kept of the score mass.
 
     ``own`` names what was maximised, where it is neither the plain mean nor the loss, which is
@@ -114,7 +122,6 @@ def _print_table(traced: list[FrontierPoint], *, objective: str, own: str) -> No
 
     unicode = can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)
-    losing = objective == "loss"
     headings = [
         "kept",
         "bytes",
@@ -123,7 +130,7 @@ def _print_table(traced: list[FrontierPoint], *, objective: str, own: str) -> No
         *(["loss"] if lossy else []),
         "gap",
     ]
-    headings += ["+1 MiB saves" if losing else "+1 MiB buys", ""]
+    headings += ["+1 MiB saves" if by_loss else "+1 MiB buys", ""]
     rows = []
     for point in traced:
         retention = point.retention or 0.0
@@ -135,7 +142,7 @@ def _print_table(traced: list[FrontierPoint], *, objective: str, own: str) -> No
                 *([f"{point.value:.4f}"] if own else []),
                 *([_number(point.predicted_loss, ".4f")] if lossy else []),
                 f"{point.bound - point.value:.1e}",
-                _number(point.value_per_mib, ".4f" if losing else "+.4f"),
+                _number(point.value_per_mib, ".4f" if by_loss else "+.4f"),
                 bar(retention, 12 if lossy or own else 24, unicode=unicode),
             ]
         )

@@ -67,6 +67,36 @@ def test_loss_decides_where_nothing_was_said_and_it_was_measured(scores: Path) -
     assert run(*asked).err == ""
 
 
+def test_compare_and_frontier_take_the_same_objective_by_default(scores: Path) -> None:
+    rows = run("compare", scores, "--budget", "50%", "--json", "-q").json
+    best = run("solve", scores, "--budget", "50%", "--json", "-q").json
+    assert rows[0]["objective"] == best["objective"] == pytest.approx(-best["predicted_loss"])
+    traced = run("frontier", scores, "--points", "3", "--json")
+    assert traced.json["objective"] == "loss"
+    assert "least predicted loss decides" in traced.err
+    for one in traced.json["points"]:
+        assert one["value"] == pytest.approx(-one["predicted_loss"])
+    by_mean = run("frontier", scores, "--points", "3", "--json", "--objective", "mean")
+    assert (by_mean.json["objective"], by_mean.err) == ("mean", "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--average", "median"), "expected 'curves' or 'allocations'"),
+        (("--average", "allocations", "--max-distinct", "2"), "--average curves"),
+        (("--cap", "0=100B"), "use --cap 0="),
+        (("--cap", "99=1KiB"), "names layer 99"),
+        (("--solver", "adaptive_head"), "--level head"),
+    ],
+)
+def test_what_decides_is_not_said_of_a_call_that_is_refused(
+    scores: Path, wrong: tuple[str, ...], said: str
+) -> None:
+    asked = ("solve", scores, "--budget", "50%", "-o", scores.parent / "p.json")
+    assert said in refused(scores.parent, *asked, *wrong)
+
+
 def test_compare_shows_the_loss_where_it_is_known(scores: Path) -> None:
     rows = run("compare", scores, "--budget", "50%", "--json").json
     assert all(row["predicted_loss"] is not None for row in rows if row["reason"] is None)
