@@ -162,7 +162,8 @@ def _refinement_checks(profile: BudgetProfile) -> list[Check]:
     stated = profile.refinement
     assert stated is not None  # the caller has looked
     held, low_high = stated["measured_loss"], stated["measured_interval"]
-    judging = set(stated["training_prompts"]).isdisjoint(stated["held_out_prompts"])
+    sides = [stated[f"{side}_prompts"] for side in ("training", "choosing", "held_out")]
+    apart = all(sides) and len({one for side in sides for one in side}) == sum(map(len, sides))
     checks = [
         _close("predicted loss", profile.predicted_loss, stated["predicted_loss"]),
         Check(
@@ -173,9 +174,11 @@ def _refinement_checks(profile: BudgetProfile) -> list[Check]:
         ),
         Check(
             name="held-out prompts",
-            stated=f"{len(stated['held_out_prompts'])} prompts",
-            found="nothing was learnt from them" if judging else "some were learnt from",
-            passed=judging,
+            stated=f"{len(sides[2])} prompts",
+            found="nothing was learnt from them or chosen by them"
+            if apart
+            else "some were learnt from or chosen by",
+            passed=apart,
         ),
     ]
     if profile.requested["target"] == "loss":
@@ -184,8 +187,9 @@ def _refinement_checks(profile: BudgetProfile) -> list[Check]:
             Check(
                 name="target met",
                 stated=f"{target:.9g}",
-                found=f"{held:.9g} on held-out prompts",
-                passed=held <= target,
+                found=f"{stated['choosing_loss']:.9g} on the prompts that chose the round, "
+                f"{held:.9g} on held-out ones",
+                passed=stated["choosing_loss"] <= target,
             )
         )
     return checks

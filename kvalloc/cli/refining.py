@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvalloc.cli.output import size
+from kvalloc.cli.output import note, size
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
 
@@ -24,15 +24,16 @@ Refine = Annotated[
         "--refine",
         metavar="MODEL",
         help="Measure the solution's loss on this model, correct the loss curves around it and "
-        "solve again; with --target-loss, the loss on held-out prompts counts.",
+        "solve again; with --target-loss, the loss on prompts that only choose the round counts.",
     ),
 ]
 RefinePrompts = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help="Prompts to refine on, a third of each 'task' held out; can be repeated. By default "
-        "three of each kind that 'kvalloc profile --loss' makes.",
+        help="Prompts to refine on, of each 'task' a quarter to choose the round by and a quarter "
+        "to report the loss on; can be repeated. By default four of each kind that 'kvalloc "
+        "profile --loss' makes.",
     ),
 ]
 Rounds = Annotated[
@@ -135,11 +136,11 @@ def refined(
     from kvalloc.tuning import refine, refinement_prompts
 
     # what cannot be read or resumed is refused before the model is loaded
-    prompts = refinement_prompts(wanted.prompts) if wanted.prompts else None
+    prompts = refinement_prompts(wanted.prompts)[0] if wanted.prompts else None
     check_unfinished(checkpoint_folder(output), resume=wanted.resume)
     loaded = load(wanted.model, dtype=wanted.dtype, device=wanted.device, quiet=quiet)
     with ProgressBar("refining", unit="prompts", quiet=quiet) as progress:
-        return refine(
+        decided = refine(
             scores,
             loaded.model,
             loaded.tokenizer,
@@ -155,6 +156,9 @@ def refined(
             model_id=loaded.model_id,
             request=request,
         )
+    if decided.refinement is not None and decided.refinement["note"]:
+        note(decided.refinement["note"], quiet=quiet)
+    return decided
 
 
 def refinement_fields(decided: BudgetProfile) -> dict[str, str]:
@@ -172,7 +176,7 @@ def refinement_fields(decided: BudgetProfile) -> dict[str, str]:
 
     rounds = "; ".join(
         f"{one['round']}: {one['predicted']:.4g} predicted, {one['training']:.4g} where "
-        f"learnt, {one['held_out']:.4g} held out{'' if one['kept'] else ', not kept'}"
+        f"learnt, {one['choosing']:.4g} where chosen{'' if one['kept'] else ', not kept'}"
         for one in told["rounds"]
     )
     fields = {
@@ -182,6 +186,7 @@ def refinement_fields(decided: BudgetProfile) -> dict[str, str]:
         if told["agrees"]
         else "NO: predicted and held-out loss are further apart than 25% and their intervals",
         "measured on": told["text_description"],
+        **({"note": told["note"]} if told["note"] else {}),
         "rounds": rounds,
     }
     beyond = told.get("largest_size_beyond_target")

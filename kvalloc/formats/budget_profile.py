@@ -50,7 +50,7 @@ class RefinementRound(TypedDict):
     cost_bytes: int
     predicted: float
     training: float
-    held_out: float
+    choosing: float
     judged: float
     spread: NotRequired[float | None]
     reach: float
@@ -60,26 +60,31 @@ class RefinementRound(TypedDict):
 class Refinement(TypedDict):
     """What refining measured, with all units at their budgets at once; losses in nats per token.
 
-    ``predicted_loss`` is on the prompts that the curves were corrected on, ``measured_loss`` on
-    held-out ones. ``largest_size_beyond_target`` is in bytes: the largest smaller choice that is
-    beyond the target loss.
+    ``predicted_loss`` is on the prompts that the curves were corrected on, ``choosing_loss`` on
+    those that chose the round, and ``measured_loss`` on held-out ones, which did neither. ``note``
+    is what the user should know of the prompts, where there is anything.
+    ``largest_size_beyond_target`` is in bytes: the largest smaller choice that is beyond the target
+    loss.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
     predicted_loss: float
     predicted_interval: list[float]
+    choosing_loss: float
     measured_loss: float
     measured_interval: list[float]
     confidence: float
     agrees: bool
     measured_by_task: dict[str, float]
     training_prompts: list[int]
+    choosing_prompts: list[int]
     held_out_prompts: list[int]
     tasks: list[str]
     text_digest: str
     answers_digest: str
     text_description: str
+    note: str
     rounds: list[RefinementRound]
     largest_size_beyond_target: NotRequired[int | None]
 

@@ -21,7 +21,7 @@ from kvalloc.measure.sampling import SampleSet
 from kvalloc.problem import AllocationProblem
 from kvalloc.runtime.policies import policy_of
 from kvalloc.scorers import get_scorer
-from kvalloc.tuning.neighbours import Figures, kinds_of, policies_at
+from kvalloc.tuning.correction import Figures, kinds_of, policies_at
 
 HELD_BYTES = 4 * 2**30
 """Prompts whose keys and values fit in so much are kept; others are read again when needed."""

@@ -6,27 +6,56 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from kvalloc.allocation.formulation import PosedRequest, formulate
-from kvalloc.allocation.request import Request
+from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.allocation.result import to_budget_profile
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import Checkpoint, job_record
-from kvalloc.measure.sampling import SampleSet
 from kvalloc.models.loading import shape_of
 from kvalloc.problem import Solver
 from kvalloc.problem.registry import get_solver, options_of
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.tuning.measurement import JointProbes
-from kvalloc.tuning.refine_prompts import chosen_prompts, refinement_prompts
 from kvalloc.tuning.rounds import Search
+from kvalloc.tuning.tasks import HELD_OUT_SHARE, chosen_prompts, refinement_prompts
 
-Progress = Callable[[int, int], None]
 
-ROUNDS = 3
+class RefineOptions(RequestOptions, total=False):
+    """How to refine, beside the target and limits of `RequestOptions`.
+
+    Attributes
+    ----------
+    request : Request
+        Ready, in place of the keywords of `RequestOptions`.
+    rounds : int
+        Solve and measure at most so often after the first solution; 3 by default.
+    probes : int or None
+        Measure at most so many single changes a round and prompt, those that are decided least;
+        all neighbours by default.
+    held_out_share : float
+        Share of each task's prompts that only choose the round, and of those whose loss is only
+        reported; a quarter each by default.
+    continuation_tokens : int
+        Predictions compared on each prompt, at most; 24 by default.
+    seed : int
+        Of the choice of held-out prompts.
+    solver, solver_options, time_limit
+        As in `kvalloc.solve`.
+    """
+
+    request: Request
+    rounds: int
+    probes: int | None
+    held_out_share: float
+    continuation_tokens: int
+    seed: int
+    solver: str | Solver
+    solver_options: dict[str, Any] | None
+    time_limit: float | None
 
 
 def refine(
@@ -35,19 +64,11 @@ def refine(
     tokenizer: Any,
     prompts: Iterable[str | Document | Prompt] | None = None,
     *,
-    rounds: int = ROUNDS,
-    probes: int | None = None,
-    held_out_share: float = 1 / 3,
-    continuation_tokens: int = 24,
-    seed: int = 0,
-    solver: str | Solver = "auto",
-    solver_options: dict[str, Any] | None = None,
-    time_limit: float | None = None,
     output: str | Path | None = None,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     model_id: str | None = None,
-    **asked: Any,
+    **options: Unpack[RefineOptions],
 ) -> BudgetProfile:
     """Solve on loss curves, measure the whole solution, correct the curves, and solve again.
 
@@ -55,10 +76,11 @@ def refine(
     measured with all units at their budgets at once, and for each unit what one step to its
     neighbours changes while the others stay. The changes are shrunk towards what all units have in
     common, as far as prompts left out want it (cross-validation), and the problem is solved again
-    among the options that this says something about. Prompts that nothing is learnt from judge:
+    among the options that this says something about. Prompts that nothing is learnt from choose:
     the round with the least loss on them is kept, and a step that did more harm is tried half as
     far. With ``target_loss`` the fewest bytes are sought at which the loss on those prompts is
-    within the target.
+    within the target. What is stated in the end is the loss on prompts that were neither learnt
+    from nor chosen by.
 
     Parameters
     ----------
@@ -69,21 +91,8 @@ def refine(
     tokenizer : transformers.PreTrainedTokenizerBase
         Its tokenizer.
     prompts : iterable of str, Document or Prompt, optional
-        What is measured on; every prompt counts, running text gives 12 pieces. By default
+        What is measured on; every prompt counts, running text gives 16 pieces. By default
         what `refinement_prompts` makes for this tokenizer and context.
-    rounds : int
-        Solve and measure at most so often after the first solution.
-    probes : int, optional
-        Measure at most so many single changes a round and prompt, those that are decided least;
-        all neighbours by default.
-    held_out_share : float
-        Share of each task's prompts that only judge.
-    continuation_tokens : int
-        Predictions compared on each prompt, at most.
-    seed : int
-        Of the choice of held-out prompts.
-    solver, solver_options, time_limit
-        As in `kvalloc.solve`.
     output : str or Path, optional
         The budget profile to write. Finished measurements are kept in ``OUTPUT.partial`` until
         then.
@@ -93,15 +102,15 @@ def refine(
         Called with (prompts measured, prompts to measure at most).
     model_id : str, optional
         Instead of what the model's config says.
-    **asked
+    **options
         Target and limits as `kvalloc.solve` takes them (``budget="20%"``, ``level="head"``, ...),
-        or a ready ``request``.
+        and how to refine: see `RefineOptions`.
 
     Returns
     -------
     BudgetProfile
-        Its `refinement` states predicted and measured loss with intervals, the text and every
-        round.
+        Its `refinement` states predicted and measured loss with intervals, the text, what each
+        prompt was for and every round.
 
     Raises
     ------
@@ -111,56 +120,66 @@ def refine(
     ModelMismatchError
         If the score profile is of another model.
     InfeasibleError
-        If no round's held-out loss is within the target.
+        If no round's loss on the prompts that choose is within the target.
     SolverError
         If the solver refuses the problem.
     """
-    request = refinement_request(asked)
+    given: dict[str, Any] = dict(options)
+    rounds, probes = given.pop("rounds", 3), given.pop("probes", None)
+    share, seed = given.pop("held_out_share", HELD_OUT_SHARE), given.pop("seed", 0)
+    continuation, time_limit = given.pop("continuation_tokens", 24), given.pop("time_limit", None)
+    solver, named = _solver(given.pop("solver", "auto"), given.pop("solver_options", None))
+    request = refinement_request(given)
     if rounds < 1 or (probes is not None and probes < 1):
         raise InputError("a refinement needs at least 1 round and 1 probe")
+    if resume and output is None:
+        raise InputError("there is nothing to resume from; name the output")
     scores.shape.require_same_model(shape_of(model, model_id=model_id))
-    problem = formulate(scores, request)
-    if solver_options and isinstance(solver, Solver):
-        raise InputError("solver_options go with a solver's name; this solver has its options set")
-    chosen = solver if isinstance(solver, Solver) else get_solver(solver, **(solver_options or {}))
-    texts = prompts
-    if texts is None:
+    problem, note = formulate(scores, request), ""
+    if prompts is None:
         context = scores.context_tokens
-        texts = refinement_prompts(tokenizer=tokenizer, context_tokens=context)
-    samples, tasks = chosen_prompts(texts, tokenizer, scores)
-    options = options_of(solver) if isinstance(solver, Solver) else {**(solver_options or {})}
+        prompts, note = refinement_prompts(tokenizer=tokenizer, context_tokens=context)
+    samples, tasks = chosen_prompts(prompts, tokenizer, scores)
     with ExitStack() as stack:
         kept = None
         if output is not None:
-            record = _record(model, scores, request, samples, continuation_tokens, probes)
+            record = {
+                **job_record(model),
+                "refining": request.target.record(),
+                "level": request.level,
+                "scores": scores.digest(),
+                "text_digest": samples.digest(),
+                "answers": samples.answers_digest(),
+                "continuation_tokens": continuation,
+                "probes": probes,  # rounds may be added later
+            }
             kept = stack.enter_context(Checkpoint(output, record, resume=resume))
         run = Search(
-            probes=JointProbes(
-                model, scores, samples, continuation_tokens=continuation_tokens, kept=kept
-            ),
-            solver=chosen,
+            probes=JointProbes(model, scores, samples, continuation_tokens=continuation, kept=kept),
+            solver=solver,
             time_limit=time_limit,
             target_loss=request.target.max_loss,
             tasks=tasks,
-            held_out_share=held_out_share,
+            held_out_share=share,
             seed=seed,
             most_probes=probes,
-            progress=progress,
             rounds=rounds,
+            progress=progress,
         )
-        best, told = run.search(problem)
+        best = run.search(problem)
         refinement = {
             "text_digest": samples.digest(),
             "answers_digest": samples.answers_digest(),
             "text_description": samples.description,
-            **run.summary(best, told),
+            "note": note,
+            **run.summary(best),
         }
         decided = to_budget_profile(
             scores,
             PosedRequest(request=request, problem=best.problem),
             best.checked,
-            solver_name=chosen.name,
-            solver_options=options,
+            solver_name=solver.name,
+            solver_options=named,
         ).replace(
             predicted_loss=refinement["predicted_loss"],
             refinement=refinement,
@@ -179,6 +198,7 @@ def refinement_request(asked: dict[str, Any]) -> Request:
     InputError
         If there is no such keyword, or the request is not about loss.
     """
+    asked = dict(asked)
     ready = asked.pop("request", None)
     request = ready if isinstance(ready, Request) else Request.parse(**asked)
     by_retention = request.target.needed_value is not None and request.target.max_loss is None
@@ -192,22 +212,10 @@ def refinement_request(asked: dict[str, Any]) -> Request:
     return replace(request, objective="loss")
 
 
-def _record(
-    model: Any,
-    scores: ScoreProfile,
-    request: Request,
-    samples: SampleSet,
-    continuation_tokens: int,
-    probes: int | None,
-) -> dict[str, Any]:
-    """Everything that decides a measurement, for the checkpoint; rounds may be added later."""
-    return {
-        **job_record(model),
-        "refining": request.target.record(),
-        "level": request.level,
-        "scores": scores.digest(),
-        "text_digest": samples.digest(),
-        "answers": samples.answers_digest(),
-        "continuation_tokens": continuation_tokens,
-        "probes": probes,
-    }
+def _solver(solver: str | Solver, options: dict[str, Any] | None) -> tuple[Solver, dict[str, Any]]:
+    """The solver, and the options that the profile states."""
+    if not isinstance(solver, Solver):
+        return get_solver(solver, **(options or {})), dict(options or {})
+    if options:
+        raise InputError("solver_options go with a solver's name; this solver has its options set")
+    return solver, options_of(solver)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,18 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import AllocationProblem, Solver
-from kvalloc.tuning.correction import Region, corrected, moved, region
+from kvalloc.tuning.correction import (
+    Figures,
+    Region,
+    corrected,
+    most_undecided,
+    moved,
+    neighbours,
+    region,
+)
 from kvalloc.tuning.measurement import JointProbes
-from kvalloc.tuning.neighbours import Figures, most_undecided, neighbours
 from kvalloc.tuning.shrinking import Shrunk, shrink_by_folds
-from kvalloc.tuning.tasks import comparable_scales, interval, prompt_weights, split_prompts
-
-Progress = Callable[[int, int], None]
+from kvalloc.tuning.tasks import Split, comparable_scales, interval, split_prompts
 
 TIGHTENED, LEAST_STEP, MOST_STEP = 6, 0.1, 0.7
 """How often a target that was missed is asked for more strictly, and by which factor at once."""
@@ -44,7 +49,7 @@ class Point:
     choice : ndarray of int64, (n_units,)
         The same as options of the request's own problem.
     losses : ndarray of float64, (n_prompts,)
-        Measured, nats per token.
+        Measured, nats per token; not a number where it was not measured.
     """
 
     problem: AllocationProblem
@@ -66,11 +71,11 @@ class Round:
         Of the decided layers.
     predicted : float
         What the curves said before it was measured, nats per token.
-    training, held_out : float
-        Measured on the prompts that the curves were corrected on, and on the others.
+    training, choosing : float
+        Measured on the prompts that the curves were corrected on, and on those that choose.
     judged : float
-        Held-out loss with the tasks on comparable scales, by which rounds are told apart; the
-        plain one where a loss is the target.
+        Loss on the prompts that choose with the tasks on comparable scales, by which rounds are
+        told apart; the plain one where a loss is the target.
     spread : float or None
         How far units were believed to differ from their pooled curve; None for no limit, and in
         round 0.
@@ -84,17 +89,18 @@ class Round:
     cost_bytes: int
     predicted: float
     training: float
-    held_out: float
+    choosing: float
     judged: float
     spread: float | None = None
     reach: float = 1.0
     kept: bool
 
 
+@dataclass(kw_only=True)
 class Search:
     """One refinement under way.
 
-    Parameters
+    Attributes
     ----------
     probes : JointProbes
         The prompts.
@@ -102,74 +108,112 @@ class Search:
     time_limit : float or None
         Seconds for each solve.
     target_loss : float or None
-        Most held-out loss, nats per token; None where a size is given.
+        Most loss on the prompts that choose, nats per token; None where a size is given.
     tasks : list of str
         Task of each prompt.
     held_out_share : float
-        Share of each task's prompts that only judge.
+        See `split_prompts`.
     seed : int
-        Of their choice.
+        Of the split.
     most_probes : int or None
         Single changes measured a round and prompt.
-    progress : callable or None
     rounds : int
         At most.
+    progress : callable or None
+        Called with (prompts measured, prompts to measure at most).
     """
 
-    def __init__(
-        self,
-        *,
-        probes: JointProbes,
-        solver: Solver,
-        time_limit: float | None,
-        target_loss: float | None,
-        tasks: list[str],
-        held_out_share: float,
-        seed: int,
-        most_probes: int | None,
-        progress: Progress | None,
-        rounds: int,
-    ) -> None:
-        self._probes, self._solver, self._time_limit = probes, solver, time_limit
-        self._target = target_loss
-        self._tasks, self._most_probes = tasks, most_probes
-        self._share, self._seed = held_out_share, seed
-        self._part(None)
-        self._scales: dict[str, float] | None = None
-        self._progress, self._done, self._rounds = progress, 0, rounds
-        self._steps = (rounds + 1) * len(tasks) + rounds * int(self._split.training.size)
+    probes: JointProbes
+    solver: Solver
+    time_limit: float | None
+    target_loss: float | None
+    tasks: list[str]
+    held_out_share: float
+    seed: int
+    most_probes: int | None
+    rounds: int
+    progress: Callable[[int, int], None] | None
+    told: list[Round] = field(default_factory=list, init=False)
+    _split: Split = field(init=False)
+    _scales: dict[str, float] | None = field(default=None, init=False)
+    _done: int = field(default=0, init=False)
 
-    def search(self, problem: AllocationProblem) -> tuple[Point, list[Round]]:
-        """The best point, and what was told of every round."""
-        best, told = self._start(problem)
+    def __post_init__(self) -> None:
+        self._split = self._parted(None)
+        every = np.arange(len(self.tasks), dtype=np.int64)
+        self._every, self._used = every, np.setdiff1d(every, self._split.report.prompts)
+        learn = int(self._split.learn.prompts.size)
+        self._steps = every.size * 2 + self.rounds * (self._used.size + learn)
+
+    def search(self, problem: AllocationProblem) -> Point:
+        """The best point, measured on every prompt; what was told of each round is in `told`."""
+        best = self._start(problem)
         curves, reach = problem, 1.0
         around: tuple[Figures, Shrunk] | None = None
-        for number in range(1, self._rounds + 1):
+        for number in range(1, self.rounds + 1):
             if around is None:
                 around = self._around(curves, best)
             figures, shrunk = around
-            allowed = region(curves, best.choice, figures, reach)
-            point, predicted = self._step(curves, best, allowed, shrunk)
+            point, predicted = self._step(
+                curves, best, region(curves, best.choice, figures, reach), shrunk
+            )
             if point is None:
                 break
             better = self._better(point, best)
-            one = self._told(number, point, predicted, shrunk, reach, kept=better)
-            told.append(one)
+            self._tell(number, point, predicted, shrunk.spread, reach, kept=better)
             if better:
                 whole = region(curves, best.choice, figures)
                 curves = moved(curves, whole, best.choice, self._weighted(shrunk.changes))
-                small = self._is_settled(one, told)
                 best, around = point, None
-                if small:
+                if self._is_settled():
                     break
             else:
                 reach /= 2
                 if reach < LEAST_REACH:
                     break
         self._check_target(best)
-        return best, told
+        return self._reported(best)
 
-    def _start(self, problem: AllocationProblem) -> tuple[Point, list[Round]]:
+    def summary(self, best: Point) -> dict[str, Any]:
+        """What the budget profile states."""
+        learn, report = self._split.learn, self._split.report
+        predicted, measured = learn.mean(best.losses), report.mean(best.losses)
+        of_predicted, of_measured = (
+            interval(side.tasks, best.losses[side.prompts]) for side in (learn, report)
+        )
+        within = (
+            of_predicted[0] <= measured <= of_predicted[1]
+            or of_measured[0] <= predicted <= of_measured[1]
+        )
+        names = np.asarray(report.tasks)
+        beyond = [
+            one.cost_bytes
+            for one in self.told
+            if self.target_loss is not None
+            and one.choosing > self.target_loss
+            and one.cost_bytes < best.checked.cost_bytes
+        ]
+        return {
+            "predicted_loss": predicted,
+            "predicted_interval": of_predicted,
+            "choosing_loss": self._split.choose.mean(best.losses),
+            "measured_loss": measured,
+            "measured_interval": of_measured,
+            "confidence": 0.95,
+            "agrees": within or abs(predicted - measured) <= WITHIN * measured,
+            "measured_by_task": {
+                task: float(best.losses[report.prompts[names == task]].mean())
+                for task in sorted(set(report.tasks))
+            },
+            "training_prompts": learn.prompts.tolist(),
+            "choosing_prompts": self._split.choose.prompts.tolist(),
+            "held_out_prompts": report.prompts.tolist(),
+            "tasks": self.tasks,
+            "rounds": [{**asdict(one), "spread": _finite(one.spread)} for one in self.told],
+            "largest_size_beyond_target": max(beyond, default=None),
+        }
+
+    def _start(self, problem: AllocationProblem) -> Point:
         """Where the rounds begin: with a target, the first solution that meets it when measured.
 
         What single units lose adds up to less than all of them do together, the more so on other
@@ -177,106 +221,70 @@ class Search:
         forward a prompt, where a round of neighbours takes many.
         """
         first = self._first(problem)
-        best = self._point(problem, first, first.choice)
-        self._part(best.losses)
-        if self._target is None:  # the first solution says how the tasks compare
-            losses = best.losses[self._split.training]
-            self._scales = comparable_scales(self._train, losses)
-            return best, [self._told(0, best, -first.value, kept=True)]
-        told = [self._told(0, best, -first.value, kept=True)]
-        aim, held = self._target, told[0].held_out
+        best = self._point(problem, first, first.choice, self._every)
+        self._split = self._parted(best.losses)
+        self._used = np.setdiff1d(self._every, self._split.report.prompts)
+        if self.target_loss is None:  # the first solution says how the tasks compare
+            learn = self._split.learn
+            self._scales = comparable_scales(learn.tasks, best.losses[learn.prompts])
+        self._tell(0, best, -first.value, kept=True)
+        if self.target_loss is None:
+            return best
+        aim, found = self.target_loss, self.told[0].choosing
         for _ in range(TIGHTENED):
-            if held <= self._target:
+            if found <= self.target_loss:
                 break
-            aim *= min(max(self._target / held, LEAST_STEP), MOST_STEP)
+            aim *= min(max(self.target_loss / found, LEAST_STEP), MOST_STEP)
             tighter = problem.with_target(-aim)
             try:
                 solved = self._solved(tighter)
             except InfeasibleError:
                 break
-            self._steps += len(self._tasks)
-            point = self._point(tighter, solved, solved.choice)
+            self._steps += self._used.size
+            point = self._point(tighter, solved, solved.choice, self._used)
             better = self._better(point, best)
-            told.append(self._told(0, point, -solved.value, kept=better))
-            held = told[-1].held_out
+            self._tell(0, point, -solved.value, kept=better)
+            found = self.told[-1].choosing
             best = point if better else best
-        return best, told
+        return best
 
     def _first(self, problem: AllocationProblem) -> CheckedSolution:
         """The solution on the score profile's own curves."""
         try:
             return self._solved(problem)
         except InfeasibleError as error:
-            if self._target is None or error.nearest is None:
+            if self.target_loss is None or error.nearest is None:
                 raise
             least = -float(error.nearest)
             raise InfeasibleError(
-                f"a loss of {self._target:g} nats per token is not possible with the budgets that "
-                f"are allowed, whose curves end at {least:g}; ask for at least that, or allow more",
+                f"a loss of {self.target_loss:g} nats per token is not possible with the budgets "
+                f"that are allowed, whose curves end at {least:g}; ask for at least that, or allow "
+                "more",
                 nearest=least,
             ) from error
 
-    def _part(self, losses: FloatArray | None) -> None:
-        """Settle who learns and who judges."""
-        share, seed = self._share, self._seed
-        self._split = split_prompts(self._tasks, losses, held_out_share=share, seed=seed)
-        self._train = [self._tasks[i] for i in self._split.training]
-        self._held = [self._tasks[i] for i in self._split.held_out]
-
-    def summary(self, best: Point, told: list[Round]) -> dict[str, Any]:
-        """What the budget profile states."""
-        train, held = best.losses[self._split.training], best.losses[self._split.held_out]
-        predicted, measured = _mean(self._train, train), _mean(self._held, held)
-        of_predicted = interval(self._train, train)
-        of_measured = interval(self._held, held)
-        within = (
-            of_predicted[0] <= measured <= of_predicted[1]
-            or of_measured[0] <= predicted <= of_measured[1]
-        )
-        by_task = {
-            task: float(
-                np.mean([loss for loss, t in zip(held, self._held, strict=True) if t == task])
-            )
-            for task in sorted(set(self._held))
-        }
-        rows = [{**asdict(one), "spread": _finite(one.spread)} for one in told]
-        beyond = []
-        if self._target is not None:
-            most = best.checked.cost_bytes
-            over = (one for one in told if one.held_out > self._target)
-            beyond = [one.cost_bytes for one in over if one.cost_bytes < most]
-        return {
-            "predicted_loss": predicted,
-            "predicted_interval": of_predicted,
-            "measured_loss": measured,
-            "measured_interval": of_measured,
-            "confidence": 0.95,
-            "agrees": within or abs(predicted - measured) <= WITHIN * measured,
-            "measured_by_task": by_task,
-            "training_prompts": [int(i) for i in self._split.training],
-            "held_out_prompts": [int(i) for i in self._split.held_out],
-            "tasks": self._tasks,
-            "rounds": rows,
-            "largest_size_beyond_target": max(beyond, default=None),
-        }
+    def _parted(self, losses: FloatArray | None) -> Split:
+        """Who learns, who chooses and who reports."""
+        share, seed = self.held_out_share, self.seed
+        return split_prompts(self.tasks, losses, held_out_share=share, seed=seed)
 
     def _solved(self, problem: AllocationProblem) -> CheckedSolution:
-        return solve_problem(problem, self._solver, time_limit_seconds=self._time_limit)
+        return solve_problem(problem, self.solver, time_limit_seconds=self.time_limit)
 
     def _step(
         self, curves: AllocationProblem, best: Point, allowed: Region, shrunk: Shrunk
     ) -> tuple[Point | None, float]:
         """Solve on corrected curves and measure; None where nothing changes."""
-        losses = best.losses[self._split.training]
-        weights = prompt_weights(self._train, self._scales)
+        learn = self._split.learn
         changes = self._weighted(shrunk.changes)
-        problem, options = corrected(curves, allowed, float(weights @ losses), changes)
-        if self._target is not None:
+        loss = learn.mean(best.losses, self._scales)
+        problem, options = corrected(curves, allowed, loss, changes)
+        if self.target_loss is not None:
             problem = problem.with_target(-self._training_target(best))
         try:
             checked = self._solved(problem)
         except InfeasibleError:
-            if self._target is None:
+            if self.target_loss is None:
                 raise
             # As far as this round can go: the least loss whatever it costs.
             problem = problem.with_capacity(problem.max_cost_bytes)
@@ -284,119 +292,121 @@ class Search:
         choice = options[np.arange(problem.n_units), checked.choice]
         if np.array_equal(choice, best.choice):
             return None, 0.0
-        each = losses + shrunk.changes @ self._shares_of(allowed, choice)
-        return self._point(problem, checked, choice), _mean(self._train, each)
+        taken = allowed.options == choice[allowed.units]
+        shares = allowed.shares[taken].sum(axis=0)
+        each = best.losses[learn.prompts] + shrunk.changes @ shares
+        return self._point(problem, checked, choice, self._used), float(learn.weights() @ each)
 
     def _training_target(self, best: Point) -> float:
-        """The loss on training prompts that stands for the target on the held-out ones."""
-        assert self._target is not None  # the caller has looked
-        train = _mean(self._train, best.losses[self._split.training])
-        held = _mean(self._held, best.losses[self._split.held_out])
-        ratio = train / held if held > 0 and train > 0 else 1.0
-        return self._target * min(max(ratio, 0.25), 4.0)
-
-    def _shares_of(self, allowed: Region, choice: IntArray) -> FloatArray:
-        """The sum over units of a choice's shares in the figures, ``(n_figures,)``."""
-        taken = allowed.options == choice[allowed.units]
-        total: FloatArray = allowed.shares[taken].sum(axis=0)
-        return total
+        """The loss on training prompts that stands for the target on those that choose."""
+        assert self.target_loss is not None  # asked only where a loss is the target
+        train, found = (side.mean(best.losses) for side in (self._split.learn, self._split.choose))
+        ratio = train / found if found > 0 and train > 0 else 1.0
+        return self.target_loss * min(max(ratio, 0.25), 4.0)
 
     def _around(self, curves: AllocationProblem, best: Point) -> tuple[Figures, Shrunk]:
         """Measure the neighbours of a point on the training prompts."""
         figures = neighbours(curves, best.choice)
-        if self._most_probes is not None:
+        if self.most_probes is not None:
             price = best.checked.multiplier or 0.0
-            figures = most_undecided(curves, best.choice, figures, price, self._most_probes)
+            figures = most_undecided(curves, best.choice, figures, price, self.most_probes)
         rows = []
-        for index in self._split.training.tolist():
-            found = self._probes.measure(index, curves, best.choice, figures)
-            rows.append(found.changes)
+        for index in self._split.learn.prompts.tolist():
+            rows.append(self.probes.measure(index, curves, best.choice, figures).changes)
             self._advance()
         weights, values = curves.weights[figures.units], curves.values
         chosen = best.choice[figures.units]
         expected = weights * (
             values[figures.units, chosen] - values[figures.units, figures.options]
         )
-        changes = np.stack(rows)
-        return figures, shrink_by_folds(changes, expected, self._train)
+        return figures, shrink_by_folds(np.stack(rows), expected, self._split.learn.tasks)
 
     def _point(
-        self, problem: AllocationProblem, checked: CheckedSolution, choice: IntArray
+        self,
+        problem: AllocationProblem,
+        checked: CheckedSolution,
+        choice: IntArray,
+        prompts: IntArray,
     ) -> Point:
-        """Measure a choice on every prompt, all units at once."""
-        losses = np.zeros(len(self._tasks))
-        for index in range(losses.size):
-            losses[index] = self._probes.measure(index, problem, checked.choice, NONE).loss
+        """Measure a choice on some prompts, all units at once."""
+        losses = np.full(len(self.tasks), np.nan)
+        point = Point(problem=problem, checked=checked, choice=choice, losses=losses)
+        return self._measured(point, prompts)
+
+    def _measured(self, point: Point, prompts: IntArray) -> Point:
+        losses = point.losses.copy()
+        for index in prompts.tolist():
+            found = self.probes.measure(index, point.problem, point.checked.choice, NONE)
+            losses[index] = found.loss
             self._advance()
-        return Point(problem=problem, checked=checked, choice=choice, losses=losses)
+        return replace(point, losses=losses)
+
+    def _reported(self, best: Point) -> Point:
+        """The best point, measured on the prompts that nothing else has looked at."""
+        prompts = self._split.report.prompts
+        return self._measured(best, prompts[np.isnan(best.losses[prompts])])
 
     def _weighted(self, changes: FloatArray) -> FloatArray:
-        weighted: FloatArray = prompt_weights(self._train, self._scales) @ changes
+        weighted: FloatArray = self._split.learn.weights(self._scales) @ changes
         return weighted
 
     def _judged(self, point: Point) -> float:
-        losses = point.losses[self._split.held_out]
-        return float(prompt_weights(self._held, self._scales) @ losses)
+        return self._split.choose.mean(point.losses, self._scales)
 
     def _better(self, point: Point, best: Point) -> bool:
         new, old = self._judged(point), self._judged(best)
-        if self._target is None:
+        if self.target_loss is None or old > self.target_loss:
             return new < old
-        if old > self._target:
-            return new < old
-        return new <= self._target and point.checked.cost_bytes < best.checked.cost_bytes
+        return new <= self.target_loss and point.checked.cost_bytes < best.checked.cost_bytes
 
-    def _is_settled(self, one: Round, told: list[Round]) -> bool:
+    def _is_settled(self) -> bool:
         """Whether predicted and measured agree and there is next to nothing left to gain."""
-        agrees = abs(one.predicted - one.held_out) <= WITHIN * one.held_out
-        before = [r for r in told[:-1] if r.kept][-1]
-        if self._target is not None:
-            return agrees and one.held_out <= self._target <= 1.02 * one.held_out
+        one = self.told[-1]
+        agrees = abs(one.predicted - one.choosing) <= WITHIN * one.choosing
+        before = [told for told in self.told[:-1] if told.kept][-1]
+        if self.target_loss is not None:
+            return agrees and one.choosing <= self.target_loss <= 1.02 * one.choosing
         return agrees and one.judged > 0.98 * before.judged
 
-    def _told(
+    def _tell(
         self,
         number: int,
         point: Point,
         predicted: float,
-        shrunk: Shrunk | None = None,
+        spread: float | None = None,
         reach: float = 1.0,
         *,
         kept: bool,
-    ) -> Round:
-        return Round(
-            round=number,
-            cost_bytes=point.checked.cost_bytes,
-            predicted=float(predicted),
-            training=_mean(self._train, point.losses[self._split.training]),
-            held_out=_mean(self._held, point.losses[self._split.held_out]),
-            judged=self._judged(point),
-            spread=None if shrunk is None else shrunk.spread,
-            reach=reach,
-            kept=kept,
+    ) -> None:
+        self.told.append(
+            Round(
+                round=number,
+                cost_bytes=point.checked.cost_bytes,
+                predicted=float(predicted),
+                training=self._split.learn.mean(point.losses),
+                choosing=self._split.choose.mean(point.losses),
+                judged=self._judged(point),
+                spread=spread,
+                reach=reach,
+                kept=kept,
+            )
         )
 
     def _check_target(self, best: Point) -> None:
-        if self._target is None:
-            return
-        held = _mean(self._held, best.losses[self._split.held_out])
-        if held > self._target:
+        found = self._split.choose.mean(best.losses)
+        if self.target_loss is not None and found > self.target_loss:
             raise InfeasibleError(
-                f"no round came within {self._target:g} nats per token on the held-out prompts; "
-                f"the nearest lost {held:.4g} in {best.checked.cost_bytes:,} bytes: ask for that, "
-                "or allow more rounds and resume, which measures nothing twice",
-                nearest=held,
+                f"no round came within {self.target_loss:g} nats per token on the prompts that "
+                f"choose the round; the nearest lost {found:.4g} in "
+                f"{best.checked.cost_bytes:,} bytes: ask for that, or allow more rounds and "
+                "resume, which measures nothing twice",
+                nearest=found,
             )
 
     def _advance(self) -> None:
         self._done += 1
-        if self._progress is not None:
-            self._progress(min(self._done, self._steps), self._steps)
-
-
-def _mean(tasks: list[str], losses: FloatArray) -> float:
-    """Mean over tasks of the means over their prompts."""
-    return float(prompt_weights(tasks) @ losses)
+        if self.progress is not None:
+            self.progress(min(self._done, self._steps), self._steps)
 
 
 def _finite(value: float | None) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,18 @@ from kvalloc.allocation.decision import solve
 from kvalloc.errors import InfeasibleError, InputError, ModelMismatchError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure import Prompt, profile
+from kvalloc.measure import Document, Prompt, profile
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers import get_scorer
+from kvalloc.tuning.measurement import JointProbes
 
 TOKENIZER = WordTokenizer()
 PLAN = LossPlan(shares=(0.0, 0.15, 0.3, 0.6), level="head", continuation_tokens=5, method="fast")
 
 
-def prompts(count: int = 6) -> list[Prompt]:
+def prompts(count: int = 9) -> list[Prompt]:
     every = words(80 * count).split()
     texts = [" ".join(every[80 * i : 80 * i + 60 - i]) for i in range(count)]
     return [
@@ -109,7 +111,7 @@ def test_the_best_round_by_held_out_loss_is_kept(
     assert len(rounds) > 1
     best = min(rounds, key=lambda one: one["judged"])
     assert [one for one in rounds if one["kept"]][-1] == best
-    assert best["held_out"] == pytest.approx(told["measured_loss"])
+    assert best["choosing"] == pytest.approx(told["choosing_loss"])
     first = solve(scores, budget="35%", level="head", objective="loss")
     assert rounds[0]["predicted"] == pytest.approx(first.predicted_loss)
     decided.save(tmp_path / "p.json")
@@ -117,7 +119,8 @@ def test_the_best_round_by_held_out_loss_is_kept(
     assert again.refinement is not None
     assert again.refinement["rounds"] == [{**one} for one in rounds]
     assert all(check.passed for check in verify(again, scores))
-    assert told["tasks"] == ["text", "answers", "text", "answers", "text", "answers"]
+    assert told["tasks"] == ["text", "answers"] * 4 + ["text"]
+    assert told["note"] == ""
     assert set(told["measured_by_task"]) == {"text", "answers"}
 
 
@@ -129,14 +132,14 @@ def test_a_killed_refinement_goes_on_where_it_was(
 
     def stop(done: int, total: int) -> None:
         assert done <= total
-        if done == 9:
+        if done == 11:
             raise Killed
 
     asked: dict[str, Any] = {"budget": "35%", "output": tmp_path / "x"}
     with pytest.raises(Killed):
         run(scores, model, progress=stop, **asked)
     files = list((tmp_path / "x.partial").glob("measured_*"))
-    assert len(files) == 9
+    assert len(files) == 11
     with pytest.raises(InputError, match="unfinished work.*resume=True"):
         run(scores, model, **asked)
     with pytest.raises(InputError, match="begun with continuation_tokens 5, now it is 4"):
@@ -154,13 +157,13 @@ def test_a_killed_refinement_goes_on_where_it_was(
 def test_fewest_bytes_within_a_held_out_loss(model: Any, scores: ScoreProfile) -> None:
     half = run(scores, model, budget="40%", rounds=1).refinement
     assert half is not None
-    target = half["measured_loss"]
+    target = half["choosing_loss"]
     decided = run(scores, model, target_loss=target, rounds=4)
     told = decided.refinement
     assert told is not None
-    assert told["measured_loss"] <= target
+    assert told["choosing_loss"] <= target
     assert decided.retained_bytes < decided.full_bytes
-    within = [one for one in told["rounds"] if one["held_out"] <= target]
+    within = [one for one in told["rounds"] if one["choosing"] <= target]
     assert min(one["cost_bytes"] for one in within) == decided.retained_bytes
     beyond = told["largest_size_beyond_target"]
     assert beyond is None or beyond < decided.retained_bytes
@@ -172,16 +175,16 @@ def test_curves_that_promise_too_much_are_asked_for_less(model: Any, scores: Sco
     assert half is not None
     assert scores.losses is not None
     hopeful = scores.replace(losses=scores.losses * 0.1)
-    target = half["measured_loss"]
+    target = half["choosing_loss"]
     decided = run(hopeful, model, target_loss=target, rounds=1)
     told = decided.refinement
     assert told is not None
     first, second = told["rounds"][:2]
     assert first["round"] == second["round"] == 0
-    assert first["held_out"] > target
+    assert first["choosing"] > target
     assert second["predicted"] < first["predicted"]
     assert second["cost_bytes"] > first["cost_bytes"]
-    assert told["measured_loss"] <= target
+    assert told["choosing_loss"] <= target
     assert told["largest_size_beyond_target"] >= first["cost_bytes"]
     assert decided.retained_bytes < decided.full_bytes
     assert all(check.passed for check in verify(decided, hopeful))
@@ -219,10 +222,12 @@ def test_by_default_it_refines_on_prompts_of_every_kind(monkeypatch: pytest.Monk
         return prompts()
 
     monkeypatch.setattr(calibration, "calibration_prompts", made)
-    assert refinement_prompts(tokenizer=TOKENIZER, context_tokens=512) == prompts()
-    assert refinement_prompts(tokenizer=TOKENIZER, context_tokens=60) == [*default_texts()]
-    assert refinement_prompts() == [*default_texts()]
-    assert [one[0] for one in asked] == [12, 12]
+    assert refinement_prompts(tokenizer=TOKENIZER, context_tokens=512) == (prompts(), "")
+    texts, said = refinement_prompts(tokenizer=TOKENIZER, context_tokens=60)
+    assert texts == [*default_texts()]
+    assert "on prose alone, because prompts of every kind cannot be made (no prompt of the" in said
+    assert refinement_prompts() == ([*default_texts()], "")
+    assert [one[0] for one in asked] == [16, 16]
     assert all(seed > 0 for *_, seed in asked)  # others than losses are measured on by default
 
 
@@ -315,6 +320,48 @@ def test_a_model_that_ends_at_once_has_no_continuation(model: Any, scores: Score
 
 
 def test_running_text_gives_pieces(model: Any, scores: ScoreProfile) -> None:
-    decided = run(scores, model, [words(60 * 14)], budget=0.4, rounds=1)
+    decided = run(scores, model, [words(60 * 18)], budget=0.4, rounds=1)
     assert decided.refinement is not None
-    assert decided.refinement["tasks"] == ["text"] * 12
+    assert decided.refinement["tasks"] == ["text"] * 16
+
+
+@pytest.mark.parametrize("target", [{"budget": "40%"}, {"target_loss": 0.4}])
+def test_the_stated_loss_is_of_prompts_that_decide_nothing(
+    monkeypatch: pytest.MonkeyPatch, model: Any, scores: ScoreProfile, target: dict[str, Any]
+) -> None:
+    """Whatever they lose after the split is drawn, the budgets and the rounds are the same."""
+    measure, plain = JointProbes.measure, run(scores, model, **target)
+    assert plain.refinement is not None
+    report = plain.refinement["held_out_prompts"]
+    sides = [plain.refinement[f"{one}_prompts"] for one in ("training", "choosing", "held_out")]
+    assert sorted(sum(sides, [])) == list(range(9))
+    seen: dict[int, int] = {}
+
+    def other(self: Any, index: int, *rest: Any) -> Any:
+        seen[index] = seen.get(index, 0) + 1
+        found = measure(self, index, *rest)
+        late = index in report and seen[index] > 1
+        return replace(found, loss=100 * found.loss) if late else found
+
+    monkeypatch.setattr(JointProbes, "measure", other)
+    changed = run(scores, model, **target)
+    assert changed.refinement is not None
+    assert np.array_equal(changed.budgets, plain.budgets)
+    for name in ("rounds", "predicted_loss", "choosing_loss"):
+        assert changed.refinement[name] == plain.refinement[name]
+    assert all(seen[index] <= 2 for index in report)
+    forged = {**plain.refinement, "choosing_prompts": plain.refinement["held_out_prompts"]}
+    checks = verify(plain.replace(refinement=forged), scores)
+    assert [check.name for check in checks if not check.passed] == ["held-out prompts"]
+
+
+def test_a_refinement_on_prose_says_so(
+    monkeypatch: pytest.MonkeyPatch, model: Any, scores: ScoreProfile
+) -> None:
+    from kvalloc.tuning import tasks
+
+    monkeypatch.setattr(tasks, "default_texts", lambda: [Document(text=words(60 * 18))])
+    told = refine(scores, model, TOKENIZER, budget=0.4, level="head", rounds=1).refinement
+    assert told is not None
+    assert told["tasks"] == ["text"] * 16
+    assert "measured on prose alone" in told["note"]

@@ -14,8 +14,7 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError
 from kvalloc.problem import AllocationProblem
-from kvalloc.tuning.correction import corrected, moved, region
-from kvalloc.tuning.neighbours import most_undecided, neighbours
+from kvalloc.tuning.correction import corrected, most_undecided, moved, neighbours, region
 from kvalloc.tuning.shrinking import pooled, shrink, shrink_by_folds
 from kvalloc.tuning.tasks import (
     comparable_scales,
@@ -33,40 +32,55 @@ def make_problem(seed: int = 0, level: str = "head") -> AllocationProblem:
     return formulate(scores, Request.parse(budget=0.5, level=level, objective="loss"))
 
 
-@given(TASKS, st.floats(0.1, 0.9), st.integers(0, 99))
+@given(TASKS, st.floats(0.1, 0.49), st.integers(0, 99))
 def test_a_split_takes_its_share_of_every_task(tasks: list[str], share: float, seed: int) -> None:
-    counts = {task: tasks.count(task) for task in set(tasks)}
+    counts = {task: tasks.count(task) for task in sorted(set(tasks))}
+    pairs = [task for task, count in counts.items() if count == 2]
+    if max(counts.values()) < 3 and len(pairs) < 2:
+        with pytest.raises(InputError, match="none can be held out"):
+            split_prompts(tasks, held_out_share=share, seed=seed)
+        return
     split = split_prompts(tasks, held_out_share=share, seed=seed)
-    assert sorted([*split.training, *split.held_out]) == list(range(len(tasks)))
+    sides = (split.learn, split.choose, split.report)
+    assert sorted(one for side in sides for one in side.prompts) == list(range(len(tasks)))
+    for side in sides:
+        assert side.tasks == tuple(tasks[place] for place in side.prompts)
     for task, count in counts.items():
-        held = sum(tasks[i] == task for i in split.held_out)
-        if count == 1:
-            assert held == 0
+        wanted = min((count - 1) // 2, max(1, round(share * count)))
+        held = tuple(side.tasks.count(task) for side in sides[1:])
+        if count == 2:
+            assert held == ((1, 0), (0, 1))[pairs.index(task) % 2]
         else:
-            assert held == min(count - 1, max(1, round(share * count)))
+            assert held == (wanted, wanted)
     again = split_prompts(tasks, held_out_share=share, seed=seed)
-    assert np.array_equal(again.held_out, split.held_out)
+    assert np.array_equal(again.report.prompts, split.report.prompts)
 
 
 @given(st.integers(0, 999), st.integers(2, 9))
-def test_both_sides_get_their_share_of_the_prompts_that_lose_most(seed: int, n: int) -> None:
+def test_all_sides_get_their_share_of_the_prompts_that_lose_most(seed: int, n: int) -> None:
     random = np.random.default_rng(seed)
-    losses = random.permutation(np.r_[random.random(2 * n), 100 + random.random(n)])
-    split = split_prompts(["a"] * (3 * n), losses, seed=seed)
-    assert len(split.held_out) == n
-    heavy = (losses[split.held_out] > 100).sum()
-    assert n // 3 <= heavy <= -(-n // 3)
-    ranks = np.sort(np.argsort(np.argsort(losses))[split.held_out]) // 3
-    assert ranks.tolist() == list(range(n))  # one of every three
+    losses = random.permutation(np.r_[random.random(3 * n), 100 + random.random(n)])
+    split = split_prompts(["a"] * (4 * n), losses, seed=seed)
+    for side in (split.choose, split.report):
+        assert len(side.prompts) == n
+        heavy = (losses[side.prompts] > 100).sum()
+        assert n // 4 <= heavy <= -(-n // 4)
+        ranks = np.sort(np.argsort(np.argsort(losses))[side.prompts]) // 4
+        assert ranks.tolist() == list(range(n))  # one of every four
 
 
-def test_what_cannot_be_split_is_refused() -> None:
-    with pytest.raises(InputError, match="at least 4 prompts.*there are 3"):
-        split_prompts(["a", "a", "a"])
-    with pytest.raises(InputError, match="no task has two prompts"):
-        split_prompts(["a", "b", "c", "d"])
-    with pytest.raises(InputError, match="not between 0 and 1"):
-        split_prompts(["a"] * 4, held_out_share=1.0)
+@pytest.mark.parametrize(
+    ("tasks", "share", "said"),
+    [
+        (["a", "a", "a"], 0.25, "at least 4 prompts.*there are 3"),
+        (["a", "b", "c", "d"], 0.25, "no task has three prompts"),
+        (["a", "a", "c", "d"], 0.25, "no task has three prompts"),
+        (["a"] * 4, 0.5, "not between 0 and 1/2"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(tasks: list[str], share: float, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        split_prompts(tasks, held_out_share=share)
 
 
 @given(TASKS, st.integers(2, 4))
