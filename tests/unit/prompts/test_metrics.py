@@ -36,7 +36,8 @@ LABELS = ("date", "place", "name", "place name")
         ("exact", "The  Answer.", ["answer"], 1.0),
         ("exact", "answers", ["answer"], 0.0),
         ("contains", "it is 1 234 567.", ["1234567"], 1.0),
-        ("contains", "it is 91234567.", ["1234567"], 0.0),
+        ("contains", "it is 91234567, 12345678, 1.234567 or 123456.", ["1234567"], 0.0),
+        ("contains", "", ["1234567"], 0.0),
         ("all", "ABC and XYZ", ["ABC", "DEF", "xyz", "GHI"], 0.5),
     ],
 )  # fmt: skip

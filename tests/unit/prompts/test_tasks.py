@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sysconfig
 from collections import Counter
@@ -105,19 +106,6 @@ def test_pairs_belong_to_the_key_that_is_asked_for(seed, split):
         assert not set(asked) & set(dict(shown))
 
 
-def test_keys_of_pairs_are_in_one_split_only():
-    keys = {
-        split: {
-            key
-            for case in make("pairs", split=split)
-            for key in re.findall(r"^([a-z]+): \d{5}$", read(case.input_ids), re.MULTILINE)
-        }
-        for split in SPLITS
-    }
-    assert all(keys.values())
-    assert sum(map(len, keys.values())) == len(set.union(*keys.values()))
-
-
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_tracked_variables_hold_the_value_when_the_assignments_are_followed(seed):
@@ -204,10 +192,6 @@ def test_texts_are_cut_where_they_go_on(name):
         joined = read(case.input_ids + turn.question_ids + turn.continuation_ids)
         assert joined in texts[case.source]
         assert len(case.input_ids + turn.question_ids) == 3000
-    with pytest.raises(InputError, match="no text for development has"):
-        make(name, n_tokens=10**6)
-    with pytest.raises(InputError, match="leaves nothing to compress"):
-        make(name, n_tokens=20, after=True)
 
 
 def test_later_turns_stand_between_the_answer_before_and_their_own():
@@ -223,33 +207,40 @@ def test_later_turns_stand_between_the_answer_before_and_their_own():
 
 def test_no_split_shares_texts_keys_words_or_prompts():
     texts = {split: split_texts(split) for split in SPLITS}
-    speakers = {split: {name.rsplit("_", 1)[0] for name in texts[split]} for split in SPLITS}
-    for one, other in (("profiling", "development"), ("profiling", "held-out"),
-                       ("development", "held-out")):  # fmt: skip
-        assert not speakers[one] & speakers[other]
-        assert not set(KEYS[one]) & set(KEYS[other])
-        assert not set(plain_words(one)) & set(plain_words(other))
-        for name in TASKS:
-            mine, theirs = (make(name, split=split) for split in (one, other))
-            assert not {c.input_ids for c in mine} & {c.input_ids for c in theirs}
+    of_split = {
+        split: [
+            {name.rsplit("_", 1)[0] for name in texts[split]},
+            set(KEYS[split]),
+            set(plain_words(split)),
+            {case.input_ids for name in TASKS for case in make(name, split=split)},
+        ]
+        for split in SPLITS
+    }
+    for one, other in itertools.combinations(of_split.values(), 2):
+        assert all(mine and not mine & theirs for mine, theirs in zip(one, other, strict=True))
     assert all(sum(belongs(f"w{n}", split) for split in SPLITS) == 1 for n in range(50))
     assert len(texts["held-out"]) >= 4
 
 
-def test_what_cannot_be_made_is_refused():
-    with pytest.raises(InputError, match="needle fits into 50 tokens"):
-        make("needle", n_tokens=50)
-    with pytest.raises(InputError, match="needle cannot be made 90000 tokens long"):
-        make("needle", n_tokens=90000)
-    with pytest.raises(InputError, match="asks 1 question a prompt, not 2"):
-        make("code", turns=2)
-    with pytest.raises(InputError, match="0 samples evaluate nothing"):
-        make("kl", n_cases=0)
-    with pytest.raises(InputError, match="no split 'test'"):
-        check_split("test")
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("needle", {"n_tokens": 50}, "needle fits into 50 tokens"),
+        ("needle", {"n_tokens": 90000}, "needle cannot be made 90000 tokens long"),
+        ("code", {"turns": 2}, "asks 1 question a prompt, not 2"),
+        ("kl", {"n_cases": 0}, "0 samples evaluate nothing"),
+        ("kl", {"n_tokens": 10**6}, "no text for development has"),
+        ("kl", {"n_tokens": 20, "after": True}, "leaves nothing to compress"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(name, options, said):
+    with pytest.raises(InputError, match=said):
+        make(name, **options)
 
 
-def test_tasks_are_found_once_and_others_refused():
+def test_tasks_and_splits_are_found_once_and_others_refused():
     assert [task.name for task in find_tasks(["kl", "needle", "kl"])] == ["kl", "needle"]
     with pytest.raises(InputError, match=f"choose from: {', '.join(TASKS)}"):
         find_tasks(["ruler"])
+    with pytest.raises(InputError, match="no split 'test'"):
+        check_split("test")
