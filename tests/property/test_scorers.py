@@ -12,38 +12,16 @@ from scorer_oracle import make_states
 
 from kvalloc.formats.score_profile import rank_grid
 from kvalloc.measure.curves import on_grid, retention_curves
-from kvalloc.scorers import scorer_names
-from kvalloc.scorers.a2sf import A2SF
-from kvalloc.scorers.cake import CAKE
-from kvalloc.scorers.criticalkv import CriticalKV
-from kvalloc.scorers.expected_attention import ExpectedAttention
-from kvalloc.scorers.h2o import H2O
-from kvalloc.scorers.keydiff import KeyDiff
-from kvalloc.scorers.knorm import KNorm
+from kvalloc.scorers import get_scorer, scorer_class, scorer_names
 from kvalloc.scorers.later_pass import LaterStep
-from kvalloc.scorers.lookahead import Lookahead
-from kvalloc.scorers.reconstruction import Reconstruction
-from kvalloc.scorers.snapkv import SnapKV
-from kvalloc.scorers.streaming import Streaming
-from kvalloc.scorers.tova import TOVA
+from kvalloc.scorers.pooled import PooledScorer
 from kvalloc.scorers.xkv import XKV
 
-MAKE = {
-    "xkv": lambda window, pool: XKV(window=window, pool=pool),
-    "snapkv": lambda window, pool: SnapKV(
-        window=window, pool=pool, pooling="max", group_reduce="max"
-    ),
-    "streaming": lambda window, pool: Streaming(window=window),
-    "h2o": lambda window, pool: H2O(window=window),
-    "a2sf": lambda window, pool: A2SF(window=window, forgetting=0.5),
-    "tova": lambda window, pool: TOVA(window=window),
-    "knorm": lambda window, pool: KNorm(window=window),
-    "keydiff": lambda window, pool: KeyDiff(window=window),
-    "criticalkv": lambda window, pool: CriticalKV(window=window, pool=pool),
-    "cake": lambda window, pool: CAKE(window=window, pool=pool),
-    "expected_attention": lambda window, pool: ExpectedAttention(window=window, future=pool),
-    "lookahead": lambda window, pool: Lookahead(window=window, pool=pool, tokens=3),
-    "reconstruction": lambda window, pool: Reconstruction(window=window, pool=pool),
+OPTIONS = {
+    "snapkv": {"pooling": "max", "group_reduce": "max"},
+    "a2sf": {"forgetting": 0.5},
+    "expected_attention": {"future": 3},
+    "lookahead": {"tokens": 3},
 }
 
 
@@ -59,10 +37,6 @@ def after_a_later_pass(scorer, states, sinks):
     return replace(states, later={scorer.later_key: noted})
 
 
-def test_every_scorer_is_among_them():
-    assert sorted(MAKE) == scorer_names()
-
-
 @given(
     seed=st.integers(0, 10**6),
     n_tokens=st.integers(1, 40),
@@ -71,7 +45,7 @@ def test_every_scorer_is_among_them():
     sinks=st.integers(0, 6),
     pool=st.sampled_from([1, 3, 5, 7]),
     group=st.integers(1, 3),
-    kind=st.sampled_from(sorted(MAKE)),
+    kind=st.sampled_from(scorer_names()),
 )
 def test_scores_keep_the_contract(seed, n_tokens, n_new, window, sinks, pool, group, kind):
     states = make_states(
@@ -83,7 +57,8 @@ def test_scores_keep_the_contract(seed, n_tokens, n_new, window, sinks, pool, gr
         hidden_size=5,
         frequencies=torch.tensor([1.0, 0.1]),
     )
-    scorer = MAKE[kind](window, pool)
+    pooled = {"pool": pool} if issubclass(scorer_class(kind), PooledScorer) else {}
+    scorer = get_scorer(kind, window=window, **pooled, **OPTIONS.get(kind, {}))
     if scorer.later is not None:
         states = after_a_later_pass(scorer, states, sinks)
     scores = scorer.score(states, sinks=sinks)

@@ -1,0 +1,498 @@
+"""Scorers against the whole attention matrix in float64, against loops, and by hand."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scorer_oracle
+import torch
+from scorer_oracle import make_states, score_in_chunks
+
+from kvalloc.errors import InputError, UnsupportedModelError
+from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers import (
+    attention_rows,
+    column_sums,
+    get_scorer,
+    projected_values,
+    scorer_class,
+    scorer_names,
+)
+from kvalloc.scorers.a2sf import A2SF
+from kvalloc.scorers.cake import CAKE
+from kvalloc.scorers.criticalkv import CriticalKV
+from kvalloc.scorers.expected_attention import ExpectedAttention
+from kvalloc.scorers.h2o import H2O
+from kvalloc.scorers.keydiff import KeyDiff
+from kvalloc.scorers.knorm import KNorm
+from kvalloc.scorers.projected_values import projected_value_norms
+from kvalloc.scorers.snapkv import SnapKV
+from kvalloc.scorers.streaming import Streaming
+from kvalloc.scorers.tova import TOVA
+from kvalloc.scorers.xkv import XKV
+
+FREQUENCIES = torch.tensor([1.0, 0.05])
+
+
+def one_head(*exponentials):
+    """One head of one dimension, whose queries are 1: ``exp`` of the logits is as given."""
+    keys = torch.tensor(exponentials).log().view(1, 1, -1, 1)
+    ones = torch.ones_like(keys)
+    return AttentionStates(layer=0, queries=ones, keys=keys, values=ones, scaling=1.0, mask=None)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "sinks", "expected"),
+    [
+        (XKV(window=1, pool=1), 0, [8 / 16, 1 / 16, 2 / 16, 4 / 16, 0]),
+        # the sink's 8 must not bleed into its neighbour: (0 + 1 + 2) / 3, ...
+        (XKV(window=1, pool=3), 1, [0, 3 / 48, 7 / 48, 6 / 48, 0]),
+    ],
+)
+def test_a_window_by_hand(scorer, sinks, expected):
+    scores = scorer.score(one_head(8.0, 1.0, 2.0, 4.0, 1.0), sinks=sinks)
+    assert scores[0, 0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "expected"),
+    [
+        (H2O(window=1), [1 + 2 / 3 + 1 / 2, 1 / 3 + 1 / 4, 0]),
+        (A2SF(window=1, forgetting=0.5), [1 / 4 + 1 / 3 + 1 / 2, 1 / 6 + 1 / 4, 0]),
+        (TOVA(), [1 / 2, 1 / 4, 0]),
+    ],
+)
+def test_columns_by_hand(scorer, expected):
+    """The rows are (1), (2, 1) / 3 and (2, 1, 1) / 4."""
+    scores = scorer.score(one_head(2.0, 1.0, 1.0), sinks=0)
+    assert scores[0, 0].tolist() == pytest.approx(expected)
+
+
+def test_query_heads_share_the_right_kv_head():
+    # Two KV heads, two query heads each; query head 1 looks at token 0, the others at token 2.
+    queries = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]) * 50
+    keys = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    states = AttentionStates(
+        layer=0,
+        queries=queries.view(1, 4, 1, 2).expand(1, 4, 4, 2),
+        keys=keys.expand(1, 2, 4, 2),
+        values=keys.expand(1, 2, 4, 2),
+        scaling=1.0,
+        mask=None,
+    )
+    mean = XKV(window=1, pool=1).score(states, sinks=0)
+    assert mean[0].tolist() == [
+        pytest.approx([0.5, 0, 0.5, 0], abs=1e-6),
+        pytest.approx([0, 0, 1.0, 0], abs=1e-6),
+    ]
+    most = XKV(window=1, pool=1, group_reduce="max").score(states, sinks=0)
+    assert most[0, 0].tolist() == pytest.approx([1.0, 0, 1.0, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("group_reduce", ["mean", "max"])
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+@pytest.mark.parametrize(("window", "pool"), [(1, 1), (5, 7), (8, 3)])
+def test_agrees_with_the_whole_matrix(window, pool, pooling, group_reduce, sinks):
+    states = make_states(batch=2)
+    options = {"window": window, "pool": pool, "pooling": pooling, "group_reduce": group_reduce}
+    found = SnapKV(**options).score(states, sinks=sinks)
+    expected = scorer_oracle.window_scores(states, sinks=sinks, **options)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    if pooling == "avg":
+        xkv = XKV(window=window, pool=pool, group_reduce=group_reduce).score(states, sinks=sinks)
+        assert torch.equal(xkv, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_scored_in_float32_block_by_block(dtype, monkeypatch):
+    monkeypatch.setattr(attention_rows, "_KEY_BLOCK_TOKENS", 7)
+    states = make_states(dtype=dtype)
+    found = XKV(window=5).score(states, sinks=2)
+    expected = scorer_oracle.window_scores(states, window=5, sinks=2, pool=7)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("new", [1, 3, 12])
+def test_few_new_tokens_after_many_old_ones(new):
+    states = make_states(n_new_tokens=new)
+    found = XKV(window=8, pool=3).score(states, sinks=2)
+    expected = scorer_oracle.window_scores(states, window=8, sinks=2, pool=3)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["bool", "additive", "padding only"])
+def test_padding_is_no_token(form):
+    pads = (0, 9, 36)  # the last row has fewer real tokens than the window
+    states = make_states(batch=3)
+    visible = np.ones((3, 1, 40, 40), dtype=bool)
+    for row, n_pads in enumerate(pads):
+        visible[row, :, :, :n_pads] = False
+    causal = torch.from_numpy(visible & np.tril(np.ones((40, 40), dtype=bool)))
+    mask = {
+        "bool": causal,
+        "additive": torch.where(causal, 0.0, torch.finfo(torch.float32).min),
+        "padding only": torch.from_numpy(visible[:, 0, 0]).long(),
+    }[form]
+    masked, where = replace(states, mask=mask), {"sinks": 3, "first": pads, "visible": visible}
+    found = XKV(window=8, pool=7).score(masked, sinks=3)
+    expected = scorer_oracle.window_scores(states, window=8, pool=7, **where)
+    assert torch.isfinite(found).all()
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    found = H2O(window=8).score(masked, sinks=3)
+    expected = scorer_oracle.column_sums(states, window=8, **where)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+    found = Streaming(window=3).score(masked, sinks=3)
+    assert torch.equal(found.amax(dim=-1)[:2], torch.full((2, 2), 37 / 40))
+    assert not found[1, :, : 9 + 3].any()
+
+
+def test_a_bias_of_each_query_head_counts():
+    states = make_states()
+    bias = torch.zeros(1, 6, 40, 40)
+    bias[:, 4, :, 10] = 100.0
+    bias = bias.masked_fill(torch.ones(40, 40).triu(1).bool(), torch.finfo(torch.float32).min)
+    scores = XKV(window=4, pool=1).score(replace(states, mask=bias), sinks=0)
+    assert scores[0, 1, 10] > 0.33
+    assert scores[0, 0, 10] < 0.33
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "more", [{"softcap": 1.5}, {"sink_logits": torch.linspace(0, 12, 6)}], ids=["softcap", "sinks"]
+)
+def test_logits_are_those_of_the_model(more, masked):
+    mask = torch.ones(1, 1, 40, 40).tril().bool() if masked else None
+    states = make_states(mask=mask, **more)
+    found = XKV(window=5, pool=3).score(states, sinks=2)
+    expected = scorer_oracle.window_scores(states, window=5, sinks=2, pool=3)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    plain = scorer_oracle.window_scores(make_states(), window=5, sinks=2, pool=3)
+    assert np.abs(plain - expected).max() > 0.01
+
+
+def test_a_mask_that_is_no_tensor_is_refused():
+    states = make_states(mask=object())  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="sdpa"):
+        XKV().score(states, sinks=0)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 8, 11, 12])
+def test_nothing_to_evict_gives_zeros(n_tokens):
+    scores = XKV(window=8).score(make_states(n_tokens=n_tokens), sinks=4)
+    assert scores.shape == (1, 2, n_tokens)
+    assert not scores.any()
+
+
+def test_tova_shares_one_ranking_over_all_heads_of_the_layer():
+    states = make_states(batch=2)
+    scores = TOVA(window=3).score(states, sinks=2)
+    assert torch.equal(scores[:, 0], scores[:, 1])
+    expected = scorer_oracle.full_attention(states)[:, :, -1].mean(axis=1)
+    np.testing.assert_allclose(scores[:, 0, 2:-3].numpy(), expected[:, 2:-3], atol=1e-6)
+    assert not scores[..., :2].any()
+    assert not scores[..., -3:].any()
+
+
+@pytest.mark.parametrize("least_rows", [1, 7, 1000])
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("forgetting", [1.0, 0.8])
+def test_agrees_with_the_whole_matrix_in_any_blocks(monkeypatch, forgetting, sinks, least_rows):
+    monkeypatch.setattr(column_sums, "_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(column_sums, "_LEAST_ROWS", least_rows)
+    states = make_states(batch=2)
+    scorer = H2O(window=5) if forgetting == 1 else A2SF(window=5, forgetting=forgetting)
+    expected = scorer_oracle.column_sums(states, sinks=sinks, window=5, forgetting=forgetting)
+    found = scorer.score(states, sinks=sinks)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[40], [1, 39], [20, 20], [13, 13, 13, 1]])
+@pytest.mark.parametrize(
+    "scorer",
+    [
+        H2O(window=4),
+        A2SF(window=4, forgetting=0.9),
+        TOVA(),
+        ExpectedAttention(window=4, future=16),
+    ],
+    ids=lambda scorer: scorer.name,
+)
+def test_chunks_give_the_same_score(scorer, sizes):
+    states = make_states(batch=2, frequencies=FREQUENCIES)
+    whole = scorer.score(states, sinks=2)
+    in_chunks = score_in_chunks(scorer, states, sizes, sinks=2)
+    torch.testing.assert_close(in_chunks, whole, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("scorer", "rows"), [(XKV(), 8), (H2O(), 16)])
+def test_no_tensor_grows_with_the_square_of_the_prompt(monkeypatch, scorer, rows):
+    monkeypatch.setattr(column_sums, "_BLOCK_ELEMENTS", 1)
+    sizes = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                sizes.append(result.numel())
+            return result
+
+    states = make_states(n_tokens=600)
+    with Spy():
+        scorer.score(states, sinks=4)
+    assert max(sizes) <= 6 * rows * 600
+
+
+def test_streaming_is_the_position():
+    scores = Streaming(window=3).score(make_states(n_tokens=10), sinks=2)
+    assert scores.shape == (1, 2, 10)
+    assert scores.dtype == torch.float32
+    assert scores[0, 1].tolist() == pytest.approx([0, 0, 0.3, 0.4, 0.5, 0.6, 0.7, 0, 0, 0])
+    assert not Streaming(window=8).score(make_states(n_tokens=5), sinks=2).any()
+
+
+def test_knorm_by_hand():
+    states = make_states(n_kv_heads=1, n_tokens=3, head_dim=2)
+    keys = torch.tensor([[3.0, 4.0], [0.0, 0.5], [1.0, 0.0]]).view(1, 1, 3, 2)
+    scores = KNorm(window=1).score(replace(states, keys=keys), sinks=0)
+    assert scores[0, 0].tolist() == pytest.approx([0.2, 2.0, 0.0])
+
+
+def test_knorm_of_a_zero_key_is_finite():
+    states = make_states(n_tokens=5)
+    assert torch.isfinite(KNorm().score(replace(states, keys=states.keys * 0), sinks=0)).all()
+
+
+def test_keydiff_by_hand():
+    states = make_states(n_kv_heads=1, n_tokens=4, head_dim=2)
+    # two keys along x, one along y, one along -x: the anchor is along (1, 1)
+    keys = torch.tensor([[9.0, 0.0], [1.0, 0.0], [0.0, 5.0], [-2.0, 0.0]]).view(1, 1, 4, 2)
+    scores = KeyDiff(window=1).score(replace(states, keys=keys), sinks=0)
+    half = 1 - math.sqrt(0.5)
+    assert scores[0, 0].tolist() == pytest.approx([half, half, half, 0.0], abs=1e-6)
+
+
+def test_keydiff_agrees_with_loops():
+    states = make_states(batch=2)
+    keys = states.keys.double().numpy()
+    found = KeyDiff(window=4).score(states, sinks=3).numpy()
+    for row in range(2):
+        for head in range(2):
+            units = [key / np.linalg.norm(key) for key in keys[row, head]]
+            anchor = np.mean(units, axis=0)
+            anchor /= np.linalg.norm(anchor)
+            expected = [1 - unit @ anchor if 3 <= i < 36 else 0.0 for i, unit in enumerate(units)]
+            np.testing.assert_allclose(found[row, head], expected, atol=1e-6)
+
+
+def test_keydiff_leaves_padding_out_of_the_anchor():
+    states = make_states()
+    whole = KeyDiff(window=4).score(states, sinks=3)
+    pads = torch.full((1, 2, 9, 4), 50.0)
+    mask = torch.ones(1, 49, dtype=torch.long)
+    mask[:, :9] = 0
+    padded = make_states(n_tokens=49, mask=mask)
+    padded = replace(padded, keys=torch.cat([pads, states.keys], dim=2))
+    found = KeyDiff(window=4).score(padded, sinks=3)
+    torch.testing.assert_close(found[..., 9:], whole)
+    assert not found[..., :9].any()
+
+
+def test_cake_agrees_with_loops():
+    states = make_states(batch=2)
+    window, gamma, sinks = 6, 200.0, 2
+    found = CAKE(window=window, pool=5, gamma=gamma).score(states, sinks=sinks)
+    attention = scorer_oracle.full_attention(states)[:, :, -window:]
+    last = 40 - window
+    expected = np.zeros((2, 2, 40))
+    for row in range(2):
+        for query_head in range(6):
+            rows = attention[row, query_head]
+            raw = rows.mean(axis=0) + gamma * rows.var(axis=0, ddof=1)
+            raw = np.array([raw[i] if sinks <= i < last else 0.0 for i in range(last)])
+            padded = np.concatenate([[0, 0], raw, [0, 0]])
+            pooled = [padded[i : i + 5].sum() / 5 for i in range(last)]
+            expected[row, query_head // 3, sinks:last] += np.array(pooled)[sinks:] / 3
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_cake_with_one_row_has_no_variance():
+    states = make_states()
+    with_variance = CAKE(window=1, pool=1, gamma=200.0).score(states, sinks=0)
+    without = CAKE(window=1, pool=1, gamma=0.0).score(states, sinks=0)
+    assert torch.equal(with_variance, without)
+
+
+def rotation(angles: np.ndarray) -> np.ndarray:
+    """The matrix that turns dimension i and i + half by each angle; the rest stays."""
+    size = 4
+    matrix = np.eye(size)
+    half = len(angles)
+    for i, angle in enumerate(angles):
+        matrix[i, i] = matrix[i + half, i + half] = math.cos(angle)
+        matrix[i, i + half], matrix[i + half, i] = -math.sin(angle), math.sin(angle)
+    return matrix
+
+
+@pytest.mark.parametrize("frequencies", [[1.0, 0.05], [0.7]])
+@pytest.mark.parametrize("covariance", [True, False])
+@pytest.mark.parametrize("value_norm", [True, False])
+def test_expected_attention_agrees_with_loops(frequencies, covariance, value_norm):
+    states = make_states(batch=2, frequencies=torch.tensor(frequencies))
+    sinks, window, future = 3, 5, 11
+    scorer = ExpectedAttention(
+        window=window, future=future, covariance=covariance, value_norm=value_norm, epsilon=0.01
+    )
+    found = scorer.score(states, sinks=sinks).numpy()
+    turns = np.array(frequencies)
+    ahead = np.mean([rotation((40 + step) * turns) for step in range(future)], axis=0)
+    keys, values = states.keys.double().numpy(), states.values.double().numpy()
+    for row in range(2):
+        for head in range(2):
+            expected = np.zeros(40)
+            for member in range(3):
+                queries = states.queries[row, head * 3 + member].double().numpy()
+                raw = [rotation(-p * turns) @ queries[p] for p in range(sinks, 40)]
+                mean = ahead @ np.mean(raw, axis=0)
+                spread = ahead @ np.cov(np.array(raw).T, bias=True) @ ahead.T
+                logits = keys[row, head] @ mean / 2
+                if covariance:
+                    logits += np.array([k @ spread @ k for k in keys[row, head]]) / 8
+                weights = np.exp(logits[sinks:] - logits[sinks:].max())
+                expected[sinks:] += weights / weights.sum() / 3
+            if value_norm:
+                expected = (expected + 0.01) * np.linalg.norm(values[row, head], axis=-1)
+            expected[:sinks] = expected[-window:] = 0.0
+            np.testing.assert_allclose(found[row, head], expected, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "rotate"),
+        ({"frequencies": torch.ones(2), "softcap": 30.0}, "caps"),
+        ({"frequencies": torch.ones(2), "sink_logits": torch.ones(6)}, "sink"),
+    ],
+)
+def test_expected_attention_refuses_what_it_cannot_expect(more, said):
+    with pytest.raises(UnsupportedModelError, match=said):
+        ExpectedAttention().score(make_states(**more), sinks=0)
+
+
+def test_projected_value_norms_agree_with_loops(monkeypatch):
+    monkeypatch.setattr(projected_values, "_BLOCK_TOKENS", 7)
+    states = make_states(batch=2, hidden_size=10)
+    weight = states.output_projection.double().numpy()
+    found = projected_value_norms(states).numpy()
+    for row in range(2):
+        for head in range(2):
+            for token in range(40):
+                value = states.values[row, head, token].double().numpy()
+                heads = range(head * 3, head * 3 + 3)
+                norms = [np.abs(weight[:, h * 4 : h * 4 + 4] @ value).sum() for h in heads]
+                assert found[row, head, token] == pytest.approx(np.mean(norms), rel=1e-5)
+
+
+def test_criticalkv_is_attention_times_what_reaches_the_output():
+    states = make_states(batch=2, hidden_size=10)
+    found = CriticalKV(window=6, pool=3, epsilon=0.01).score(states, sinks=2).numpy()
+    attention = scorer_oracle.window_scores(states, window=6, sinks=2, pool=3, pooling="max")
+    weight = states.output_projection.double().numpy()
+    for row in range(2):
+        for head in range(2):
+            values = states.values[row, head].double().numpy()
+            heads = range(head * 3, head * 3 + 3)
+            norms = [np.abs(values @ weight[:, h * 4 : h * 4 + 4].T).sum(axis=1) for h in heads]
+            expected = (attention[row, head] + 0.01) * np.mean(norms, axis=0)
+            expected[:2] = expected[-6:] = 0.0
+            np.testing.assert_allclose(found[row, head], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "weight", [None, torch.ones(10, 5), torch.ones(10, 24, dtype=torch.uint8), torch.ones(24)]
+)
+def test_without_a_readable_projection_there_are_no_norms(weight):
+    with pytest.raises(UnsupportedModelError, match="output projection"):
+        projected_value_norms(replace(make_states(), output_projection=weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "scorer",
+    [KNorm(), KeyDiff(), CAKE(window=8), ExpectedAttention()],
+    ids=lambda scorer: scorer.name,
+)
+def test_half_precision_is_scored_in_float32(scorer, dtype):
+    states = make_states(dtype=dtype, frequencies=FREQUENCIES)
+    whole = replace(
+        states,
+        queries=states.queries.float(),
+        keys=states.keys.float(),
+        values=states.values.float(),
+    )
+    found = scorer.score(states, sinks=2)
+    assert found.dtype == torch.float32
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found, scorer.score(whole, sinks=2))
+
+
+@pytest.mark.parametrize(
+    ("scorer", "options", "said"),
+    [
+        (XKV, {"window": 0}, "scorer xkv: window is 0, expected a number >= 1"),
+        (XKV, {"window": True}, "window is True"),
+        (XKV, {"window": 8.0}, "window is 8.0"),
+        (XKV, {"pool": 4}, "pool is 4, expected an odd number >= 1"),
+        (XKV, {"group_reduce": "sum"}, "choose from: mean, max"),
+        (SnapKV, {"pooling": "min"}, "choose from: avg, max"),
+        (SnapKV, {"pool": -1}, "pool is -1"),
+        (H2O, {"window": 0}, "window is 0"),
+        (TOVA, {"window": -1}, "window is -1"),
+        (Streaming, {"window": 0}, "window is 0"),
+        (A2SF, {"forgetting": 0.0}, "forgetting is 0.0, expected a number above 0 and at most 1"),
+        (A2SF, {"forgetting": 1.5}, "forgetting is 1.5"),
+        (A2SF, {"forgetting": True}, "forgetting is True"),
+        (CAKE, {"gamma": -1.0}, "gamma is -1.0"),
+        (CAKE, {"pool": 2}, "pool is 2"),
+        (ExpectedAttention, {"future": 0}, "future is 0"),
+        (ExpectedAttention, {"epsilon": float("nan")}, "epsilon is nan"),
+        (ExpectedAttention, {"covariance": "no"}, "covariance is 'no', expected true or false"),
+        (KeyDiff, {"window": 0}, "window is 0"),
+        (KNorm, {"window": 0}, "window is 0"),
+        (CriticalKV, {"epsilon": -1.0}, "epsilon is -1.0"),
+        (CriticalKV, {"pooling": "sum"}, "avg, max"),
+    ],
+)
+def test_parameters_out_of_range(scorer, options, said):
+    with pytest.raises(InputError, match=said):
+        scorer(**options)
+
+
+@pytest.mark.parametrize("name", scorer_names())
+def test_parameters_build_it_again(name):
+    scorer = get_scorer(name, window=5)
+    assert (scorer.name, scorer.window) == (name, 5)
+    assert get_scorer(name, **scorer.parameters()) == scorer
+    assert scorer_class(name).reference
+
+
+def test_unknown_names_list_the_choices():
+    with pytest.raises(InputError, match=r"no scorer 'sanpkv'.*snapkv.*xkv"):
+        get_scorer("sanpkv")
+    with pytest.raises(InputError, match=r"no option 'kernel'.*window, pool"):
+        get_scorer("xkv", kernel=3)
+
+
+def test_listing_and_building_needs_no_torch():
+    code = (
+        "import sys; from kvalloc.scorers import *; "
+        "[get_scorer(name) for name in scorer_names()]; "
+        "import kvalloc.measure; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
