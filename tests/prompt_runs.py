@@ -1,21 +1,58 @@
-"""Prompts whose budgets are decided for themselves: what tests of it run, and how long they are."""
+"""What tests of policies and of budgets for each prompt run, and how long their prompts are."""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import torch
+
+import kvalloc
+from kvalloc.runtime.policies import get_policy
+from kvalloc.scorers import get_scorer
 
 CONTEXT, SINKS, NEW = 70, 2, 6
 WINDOW = {"window": 4}
 TARGET: dict[str, Any] = {"sinks": SINKS, "scorer_options": WINDOW}
 
 
-def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
+def policy(name: str, **parameters: Any) -> Any:
+    return get_policy(name, scorer=get_scorer("xkv", window=4, pool=3), **parameters)
+
+
+def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None, **inputs: Any) -> torch.Tensor:
     with torch.no_grad():
-        out = model(ids, attention_mask=mask, past_key_values=cache)
+        out = model(ids, attention_mask=mask, past_key_values=cache, **inputs)
     logits: torch.Tensor = out.logits
     return logits
+
+
+def padded_rows(
+    rows: list[torch.Tensor], side: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, mask and positions of prompts (1, n) as the rows of one batch."""
+    longest = max(own.shape[1] for own in rows)
+    ids, mask = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
+    for row, own in enumerate(rows):
+        n = own.shape[1]
+        at = slice(longest - n, None) if side == "left" else slice(0, n)
+        ids[row, at], mask[row, at] = own[0], 1
+    return ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def chunked_copied_and_loaded(
+    profile: Any, model: Any, ids: torch.Tensor, folder: Path
+) -> tuple[Any, Any, Any, Any]:
+    """Caches of one prompt: in one piece, in chunks, a copy of the first, the first loaded."""
+    whole, chunked = profile.cache(model), profile.cache(model)
+    run(model, ids, whole)
+    with chunked.prefill():
+        for chunk in ids.split(33, dim=1):
+            run(model, chunk, chunked)
+    whole.save(folder / "saved.safetensors")
+    loaded = kvalloc.load_cache(folder / "saved.safetensors", model)
+    return whole, chunked, copy.deepcopy(whole), loaded
 
 
 def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from prompt_runs import chunked_copied_and_loaded, padded_rows, policy, run
 from scorer_oracle import make_states
 
-import kvalloc
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
@@ -25,8 +24,6 @@ from kvalloc.runtime.matching import (
     match_attention,
     ridge_step,
 )
-from kvalloc.runtime.policies import get_policy
-from kvalloc.scorers import get_scorer
 
 Array = npt.NDArray[np.float64]
 CONTEXT = 90
@@ -175,38 +172,12 @@ def test_queries_that_see_nothing_of_what_is_kept_change_nothing() -> None:
 # As a policy
 
 
-def policy(**parameters: Any) -> Any:
-    return get_policy("attention_matching", scorer=get_scorer("xkv", window=4), **parameters)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
-        ({"rows": 0, "draft": 0}, "nothing to match"),
-        ({"rows": -1}, "policy attention_matching: rows is -1"),
-        ({"draft": 1.5}, "policy attention_matching: draft is 1.5"),
-        ({"rows": 0, "draft_weight": 0}, "draft_weight is 0"),
-        ({"value_ridge": 0.0}, "value_ridge is 0"),
-        ({"bias_ridge": -1.0}, "bias_ridge is -1"),
-        ({"draft_weight": float("nan")}, "draft_weight is nan"),
-    ],
-)
-def test_parameters_out_of_range(parameters: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        policy(**parameters)
-
-
-def test_its_parameters_build_it_again() -> None:
-    made = policy(rows=5, draft=0, biases=False)
-    assert policy(**made.parameters()).parameters() == made.parameters()
-
-
 def test_without_rotation_only_a_draft_can_be_matched() -> None:
     states = make_states()
     kept = torch.zeros(states.keys.shape[:3], dtype=torch.bool)
     kept[..., :9] = True
     with pytest.raises(UnsupportedModelError, match="rows=0"):
-        policy(draft=0).combine(states, kept, sinks=2, window=4)
+        policy("attention_matching", draft=0).combine(states, kept, sinks=2, window=4)
 
 
 # In a cache
@@ -215,12 +186,6 @@ def test_without_rotation_only_a_draft_can_be_matched() -> None:
 def matching(profile: BudgetProfile, **parameters: Any) -> BudgetProfile:
     own = profile.policy.replace(name="attention_matching", parameters={**PARAMETERS, **parameters})
     return profile.replace(policy=own)
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(ids, past_key_values=cache, **inputs).logits
-    return logits
 
 
 def seen_by(model: Any, ids: torch.Tensor) -> dict[int, Any]:
@@ -349,14 +314,9 @@ def test_each_row_is_matched_as_if_it_were_alone(tiny: ModuleType, side: str) ->
     model = tiny.tiny_model()
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
     rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
-    ids, mask = torch.zeros(2, CONTEXT, dtype=torch.long), torch.zeros(2, CONTEXT).long()
-    for row, own in enumerate(rows):
-        n = own.shape[1]
-        at = slice(CONTEXT - n, None) if side == "left" else slice(0, n)
-        ids[row, at], mask[row, at] = own[0], 1
+    ids, mask, positions = padded_rows(rows, side)
     cache: Any = profile.cache(model)
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    run(model, ids, cache, attention_mask=mask, position_ids=positions)
+    run(model, ids, cache, mask, position_ids=positions)
     for row, own in enumerate(rows):
         alone = profile.cache(model)
         run(model, own, alone)
@@ -373,18 +333,7 @@ def test_each_row_is_matched_as_if_it_were_alone(tiny: ModuleType, side: str) ->
 def test_chunks_a_copy_and_a_saved_cache_are_the_same(tiny: ModuleType, tmp_path: Path) -> None:
     model, ids, following = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(2, seed=9)
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)))
-    whole: Any = profile.cache(model)
-    chunked: Any = profile.cache(model)
-    run(model, ids, whole)
-    with chunked.prefill():
-        for chunk in ids.split(33, dim=1):
-            run(model, chunk, chunked)
-    whole.save(tmp_path / "saved.safetensors")
-    others = [
-        chunked,
-        copy.deepcopy(whole),
-        kvalloc.load_cache(tmp_path / "saved.safetensors", model),
-    ]
+    whole, *others = chunked_copied_and_loaded(profile, model, ids, tmp_path)
     expected = run(model, following, whole)
     for other in others:
         torch.testing.assert_close(run(model, following, other), expected, atol=1e-4, rtol=0)

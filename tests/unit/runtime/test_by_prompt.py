@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from prompt_runs import chunked_copied_and_loaded, padded_rows, run
 
-import kvalloc
 from kvalloc.errors import InputError, ProfileFileError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.runtime.policies import Weighted
@@ -40,12 +39,6 @@ def weighted(tiny: ModuleType, model: Any, **changes: Any) -> Any:
     return profile.replace(
         other_policies=(drafting,), unit_weights=weights, by_prompt=True, **changes
     )
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(ids, past_key_values=cache, **inputs).logits
-    return logits
 
 
 def total_of(profile: BudgetProfile, tokens: int) -> int:
@@ -185,14 +178,9 @@ def test_each_row_hands_out_its_own(tiny: ModuleType, side: str) -> None:
     profile = weighted(tiny, model)
     lengths = (CONTEXT, 61)
     rows = [tiny.prompt(n, seed=n) for n in lengths]
-    ids, mask = torch.zeros(2, CONTEXT, dtype=torch.long), torch.zeros(2, CONTEXT).long()
-    for row, own in enumerate(rows):
-        n = own.shape[1]
-        at = slice(CONTEXT - n, None) if side == "left" else slice(0, n)
-        ids[row, at], mask[row, at] = own[0], 1
+    ids, mask, positions = padded_rows(rows, side)
     cache = profile.cache(model)
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    run(model, ids, cache, attention_mask=mask, position_ids=positions)
+    run(model, ids, cache, mask, position_ids=positions)
     for row, own in enumerate(rows):
         alone = profile.cache(model)
         run(model, own, alone)
@@ -203,16 +191,10 @@ def test_each_row_hands_out_its_own(tiny: ModuleType, side: str) -> None:
 def test_chunks_a_copy_and_a_saved_cache_keep_the_same(tiny: ModuleType, tmp_path: Path) -> None:
     model, ids, following = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(2, seed=9)
     profile = weighted(tiny, model)
-    whole, chunked = profile.cache(model), profile.cache(model)
-    run(model, ids, whole)
-    with chunked.prefill():
-        for chunk in ids.split(33, dim=1):
-            run(model, chunk, chunked)
+    whole, chunked, copied, loaded = chunked_copied_and_loaded(profile, model, ids, tmp_path)
     assert chunked.kept_tokens.tolist() == whole.kept_tokens.tolist()
     assert chunked.retained_bytes == whole.retained_bytes
-    whole.save(tmp_path / "saved.safetensors")
-    loaded = kvalloc.load_cache(tmp_path / "saved.safetensors", model)
-    logits = run(model, following, copy.deepcopy(whole))
+    logits = run(model, following, copied)
     assert torch.equal(run(model, following, loaded), logits)
     assert torch.allclose(run(model, following, chunked), logits, atol=1e-4)
 

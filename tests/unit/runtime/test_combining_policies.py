@@ -10,19 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prompt_runs import policy
 from scorer_oracle import make_states
 
-from kvalloc.errors import InputError
-from kvalloc.runtime.policies import EvictionPolicy, get_policy
 from kvalloc.runtime.policies import merge as merge_file
-from kvalloc.scorers import get_scorer
 
 CONTEXT = 120
 Loops = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-def policy(name: str, **parameters: Any) -> EvictionPolicy:
-    return get_policy(name, scorer=get_scorer("xkv", window=4, pool=3), **parameters)
 
 
 def merged_in_loops(
@@ -127,14 +121,7 @@ def test_merge_by_hand() -> None:
     """Token 2 is gone; it points where token 1 does, and token 3 points elsewhere."""
     keys = torch.tensor([[5.0, 5.0], [2.0, 0.0], [4.0, 0.0], [0.0, 1.0], [5.0, 5.0]])
     states = make_states(n_kv_heads=1, group=1, n_tokens=5, head_dim=2)
-    states = type(states)(
-        layer=0,
-        queries=states.queries,
-        keys=keys.view(1, 1, 5, 2),
-        values=keys.view(1, 1, 5, 2) * 10,
-        scaling=1.0,
-        mask=None,
-    )
+    states = replace(states, keys=keys.view(1, 1, 5, 2), values=keys.view(1, 1, 5, 2) * 10)
     kept = torch.tensor([[[True, True, False, True, True]]])
     combined = policy("merge").combine(states, kept, sinks=1, window=1)
     assert combined is not None
@@ -156,14 +143,11 @@ def test_padding_is_in_no_mean() -> None:
         valid = torch.ones(1, 49, dtype=torch.bool)
         valid[:, :9] = False
         huge = torch.full((1, 2, 9, 4), 1e4)
-        wide = type(states)(
-            layer=0,
-            queries=wide.queries,
-            keys=torch.cat([huge, states.keys], dim=2),
-            values=torch.cat([huge, states.values], dim=2),
-            scaling=0.5,
-            mask=None,
+        keys, values = (
+            torch.cat([huge, states.keys], dim=2),
+            torch.cat([huge, states.values], dim=2),
         )
+        wide = replace(wide, keys=keys, values=values)
         kept_wide = torch.nn.functional.pad(kept, (9, 0))
         padded = made.combine(wide, kept_wide, sinks=2, window=4, valid=valid)
         assert alone is not None
@@ -248,12 +232,3 @@ def test_rows_move_with_their_bias(tiny: ModuleType) -> None:
         model(ids[[1, 0]], past_key_values=again)
         expected = model(question, past_key_values=again).logits
     torch.testing.assert_close(swapped, expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [({"threshold": 1.5}, "threshold is 1.5"), ({"weights": "mean"}, "exponential, gaussian")],
-)
-def test_parameters_out_of_range(parameters: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        policy("merge", **parameters)

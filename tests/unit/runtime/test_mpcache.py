@@ -10,18 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prompt_runs import policy
 from scorer_oracle import full_attention, make_states
-
-from kvalloc.errors import InputError
-from kvalloc.runtime.policies import get_policy
-from kvalloc.scorers import get_scorer
 
 SMALL = {"coarse_tokens": 8, "fine_tokens": 4, "coarse_share": 0.5, "fine_share": 0.5}
 
 
-def policy(**parameters: Any) -> Any:
-    scorer = get_scorer("xkv", window=4, pool=3)
-    return get_policy("mpcache", scorer=scorer, **{**SMALL, **parameters})
+def small(**parameters: Any) -> Any:
+    return policy("mpcache", **{**SMALL, **parameters})
 
 
 def read_in_loops(states: Any, row: int, head: int, *, start: int, n_coarse: int) -> list[int]:
@@ -43,7 +39,7 @@ def read_in_loops(states: Any, row: int, head: int, *, start: int, n_coarse: int
 
 def test_clusters_agree_with_loops() -> None:
     states = make_states(batch=2, n_tokens=53, n_new_tokens=1)
-    reader = policy().reader(sinks=2, window=4)
+    reader = small().reader(sinks=2, window=4)
     # 50 entries of the prompt: 2 sinks, five clusters of 8, 4 that fill none, 4 of the window
     found = reader.read(states, place=0, n_prompt=50, positions=None)
     assert found is not None
@@ -56,7 +52,7 @@ def test_clusters_agree_with_loops() -> None:
 def test_the_static_half_sums_the_last_rows() -> None:
     states = make_states(batch=2)
     budgets = torch.full((2, 2), 17)
-    kept = policy(rows_share=0.2).keep(states, budgets, sinks=2, window=4)
+    kept = small(rows_share=0.2).keep(states, budgets, sinks=2, window=4)
     attention = full_attention(states)[:, :, -8:].sum(axis=2).reshape(2, 2, 3, 40).mean(axis=2)
     must = {0, 1, 36, 37, 38, 39}
     for row in range(2):
@@ -67,7 +63,7 @@ def test_the_static_half_sums_the_last_rows() -> None:
 
 def test_short_prompts_are_read_whole() -> None:
     states = make_states(n_tokens=20, n_new_tokens=1)
-    reader = policy().reader(sinks=2, window=4)
+    reader = small().reader(sinks=2, window=4)
     assert reader.read(states, place=0, n_prompt=19, positions=None) is None
 
 
@@ -80,7 +76,7 @@ def test_the_second_of_a_pair_reads_what_the_first_does() -> None:
         (True, (0, 1), False),
         (False, (2, 3), False),
     ]:
-        reader = policy(share_layers=share).reader(sinks=2, window=4)
+        reader = small(share_layers=share).reader(sinks=2, window=4)
         led = reader.read(first, place=places[0], n_prompt=50, positions=None)
         follows = reader.read(second, place=places[1], n_prompt=50, positions=None)
         assert torch.equal(led, follows) is same
@@ -89,7 +85,7 @@ def test_the_second_of_a_pair_reads_what_the_first_does() -> None:
 def test_a_follower_with_other_entries_reads_its_nearest_positions() -> None:
     first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
     positions = torch.arange(50).expand(1, 2, -1)
-    reader = policy().reader(sinks=2, window=4)
+    reader = small().reader(sinks=2, window=4)
     led = reader.read(first, place=2, n_prompt=50, positions=positions)
     # the follower's entry i is position 2 i: its cluster c covers positions 8 c .. 8 c + 7
     spread = positions * 2
@@ -192,17 +188,3 @@ def test_rows_copies_and_new_prompts_have_clusters_of_their_own(tiny: ModuleType
         cache.reorder_cache(torch.tensor([1, 0]))
         swapped = model(tokens[[1, 0], 1:], past_key_values=cache).logits
     np.testing.assert_allclose(swapped[[1, 0]], expected[:, 1:], atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
-        ({"coarse_tokens": 6}, "no multiple"),
-        ({"coarse_tokens": 2}, "coarse_tokens 2 is no multiple of fine_tokens 4"),
-        ({"alpha": 2.0}, "alpha is 2.0"),
-        ({"fine_share": 0.0}, "fine_share is 0.0"),
-    ],
-)
-def test_parameters_out_of_range(parameters: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        policy(**parameters)

@@ -11,6 +11,7 @@ import pytest
 import scorer_oracle
 import torch
 import transformers
+from prompt_runs import policy
 from scorer_oracle import make_states
 from transformers import DynamicCache
 
@@ -24,7 +25,7 @@ from kvalloc.runtime.policies import (
     policy_names,
     policy_of,
 )
-from kvalloc.scorers import get_scorer, scorer_names
+from kvalloc.scorers import scorer_names
 from kvalloc.scorers.projected_values import projected_value_norms
 
 N_TOKENS = 40
@@ -35,10 +36,6 @@ DROPPING = [name for name in policy_names() if name not in COMBINING]
 def states_of(**changes: Any) -> Any:
     values = {"batch": 2, "n_tokens": N_TOKENS, "hidden_size": 9}
     return make_states(**{**values, **changes})
-
-
-def policy(name: str, **parameters: Any) -> EvictionPolicy:
-    return get_policy(name, scorer=get_scorer("xkv", window=4, pool=3), **parameters)
 
 
 def padded(states: Any, pads: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
@@ -187,7 +184,7 @@ def test_nacl_draws_by_seed_layer_and_head() -> None:
 def test_nacl_draws_from_the_softmax_of_its_scores() -> None:
     # One entry is drawn of two; its frequency over many seeds is its share of the softmax.
     states = states_of(batch=1, n_kv_heads=1, group=1, n_tokens=4)
-    scores = naive_one_head(states)
+    scores = scorer_oracle.full_attention(states)[0, 0, -1]
     counts = np.zeros(4)
     n_seeds = 600
     for seed in range(n_seeds):
@@ -199,11 +196,6 @@ def test_nacl_draws_from_the_softmax_of_its_scores() -> None:
     assert abs(counts[1] / n_seeds - expected) < 5 * np.sqrt(0.25 / n_seeds)
 
 
-def naive_one_head(states: Any) -> np.ndarray:
-    found: np.ndarray = scorer_oracle.full_attention(states)[0, 0, -1]
-    return found
-
-
 def test_nacl_with_more_proxies_than_budget_keeps_the_last_ones() -> None:
     kept = policy("nacl", proxy_share=0.5).keep(
         states_of(), torch.full((2, 2), 10), sinks=2, window=4
@@ -213,19 +205,36 @@ def test_nacl_with_more_proxies_than_budget_keeps_the_last_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("name", "parameters", "said"),
     [
-        {"proxy_start": 3},
-        {"proxy_stop": 3},
-        {"proxy_start": 4, "proxy_stop": 4},
-        {"random_share": 1.2},
-        {"proxy_share": -0.1},
-        {"seed": -1},
+        (
+            "nacl",
+            {"proxy_start": 3},
+            "policy nacl: proxy_start 3 and proxy_stop None name no range",
+        ),
+        ("nacl", {"proxy_stop": 3}, "proxy_stop 3 name no range"),
+        ("nacl", {"proxy_start": 4, "proxy_stop": 4}, "give both, with 0 <= start < stop"),
+        ("nacl", {"random_share": 1.2}, "random_share is 1.2, expected a number from 0 to 1"),
+        ("nacl", {"proxy_share": -0.1}, "proxy_share is -0.1"),
+        ("nacl", {"seed": -1}, "policy nacl: seed is -1, expected a number >= 0"),
+        ("merge", {"threshold": 1.5}, "threshold is 1.5"),
+        ("merge", {"weights": "mean"}, "choose from: exponential, gaussian"),
+        ("mpcache", {"coarse_tokens": 24}, "coarse_tokens 24 is no multiple of fine_tokens 16"),
+        ("mpcache", {"coarse_tokens": 8}, "no multiple"),
+        ("mpcache", {"alpha": 2.0}, "alpha is 2.0"),
+        ("mpcache", {"fine_share": 0.0}, "fine_share is 0.0"),
+        ("attention_matching", {"rows": 0, "draft": 0}, "nothing to match"),
+        ("attention_matching", {"rows": -1}, "policy attention_matching: rows is -1"),
+        ("attention_matching", {"draft": 1.5}, "policy attention_matching: draft is 1.5"),
+        ("attention_matching", {"rows": 0, "draft_weight": 0}, "draft_weight is 0"),
+        ("attention_matching", {"value_ridge": 0.0}, "value_ridge is 0.0, expected a number above"),
+        ("attention_matching", {"bias_ridge": -1.0}, "bias_ridge is -1"),
+        ("attention_matching", {"draft_weight": float("nan")}, "draft_weight is nan"),
     ],
 )
-def test_nacl_parameters_out_of_range(parameters: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="policy nacl|scorer nacl"):
-        policy("nacl", **parameters)
+def test_parameters_out_of_range(name: str, parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        policy(name, **parameters)
 
 
 def test_nacl_proxies_beyond_the_prompt_are_refused() -> None:
@@ -240,20 +249,24 @@ def test_nacl_proxies_beyond_the_prompt_are_refused() -> None:
 CONTEXT = 120
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
-@pytest.mark.parametrize("name", [*DROPPING, *scorer_names()])
-def test_the_cache_answers_as_with_hidden_entries(tiny: ModuleType, name: str, family: str) -> None:
-    model = tiny.tiny_model(family)
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
+def check_against_the_oracle(tiny: ModuleType, model: Any, profile: Any, name: str) -> None:
+    """The cache answers as a full one with the evicted entries hidden."""
     cache = profile.cache(model, policy=name)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(7, 2, seed=1)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        full = profile.shape.full_layers
-        assert (cache.kept_tokens[list(full)] == profile.budgets[list(full)]).all()
+        full = list(profile.shape.full_layers)
+        assert (cache.kept_tokens[full] == profile.budgets[full]).all()
         oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
         logits = model(question, past_key_values=cache).logits
     assert (logits - oracle.logits(question)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", [*DROPPING, *scorer_names()])
+def test_the_cache_answers_as_with_hidden_entries(tiny: ModuleType, name: str, family: str) -> None:
+    model = tiny.tiny_model(family)
+    check_against_the_oracle(tiny, model, tiny.make_profile(model, CONTEXT, 0.3), name)
 
 
 def merging(name: str) -> bool:
@@ -352,13 +365,7 @@ def test_soft_caps_and_sink_logits_are_carried(
             torch.nn.init.normal_(weight, std=2.0)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     profile = tiny.by_head(profile) if level == "head" else profile
-    cache = profile.cache(model, policy=name)
-    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(7, 2, seed=1)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
-        logits = model(question, past_key_values=cache).logits
-    assert (logits - oracle.logits(question)).abs().max() < 1e-4
+    check_against_the_oracle(tiny, model, profile, name)
 
 
 def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None:
@@ -379,10 +386,10 @@ def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None
 
 
 def test_parameters_build_the_policy_again() -> None:
+    own = {"attention_matching": {"rows": 5, "draft": 0, "biases": False}}
     for name in policy_names():
-        made = policy(name)
-        again = get_policy(name, scorer=made.scorer, **made.parameters())
-        assert again.parameters() == made.parameters()
+        made = policy(name, **own.get(name, {}))
+        assert get_policy(name, scorer=made.scorer, **made.parameters()) == made
 
 
 @pytest.mark.parametrize(
@@ -393,20 +400,15 @@ def test_parameters_build_the_policy_again() -> None:
         ("tova", {"pool": 3}, "no option 'pool'"),
         ("critical", {"alpha": 2.0}, "alpha is 2.0"),
         ("snapkv", {"window": 60}, "they must agree"),
+        (None, {"seed": 1}, "name it"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused_with_the_choices(
-    tiny: ModuleType, name: str, options: Any, said: str
+    tiny: ModuleType, name: str | None, options: Any, said: str
 ) -> None:
     model = tiny.tiny_model()
     with pytest.raises(InputError, match=said):
         tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy=name, policy_options=options)
-
-
-def test_options_without_a_policy_are_refused(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    with pytest.raises(InputError, match="name it"):
-        tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy_options={"seed": 1})
 
 
 def test_a_policy_that_misses_its_budget_is_refused(tiny: ModuleType, monkeypatch: Any) -> None:

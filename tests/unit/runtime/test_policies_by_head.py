@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prompt_runs import run
 
 import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
@@ -33,13 +34,6 @@ def mixed(tiny: ModuleType, model: Any, level: str, names: tuple[str, ...] = NAM
         heads = 2 * place + np.arange(shape.n_kv_heads)
         table[layer] = (heads if level == "head" else heads[:1]) % (1 + len(names))
     return profile.replace(other_policies=others, unit_policies=table)
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(ids, attention_mask=mask, past_key_values=cache)
-    logits: torch.Tensor = out.logits
-    return logits
 
 
 def heads_kept(cache: Any, layer: int, head: int, row: int = 0) -> list[int]:
