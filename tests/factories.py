@@ -124,9 +124,11 @@ def make_losses(
     losses = -np.sort(-rng.exponential(0.05, size) * rng.random((*size[:3], 1)), axis=-1)
     losses += noise * rng.standard_normal(size)
     losses[..., -1] = 0.0
-    fields = {name: getattr(scores, name) for name in scores.__dataclass_fields__}
-    measured = {"loss_tokens": np.array(levels, dtype=np.int64), "losses": losses}
-    return ScoreProfile(**{**fields, **measured, "loss_stderr": np.full(size, noise)})
+    return scores.replace(
+        loss_tokens=np.array(levels, dtype=np.int64),
+        losses=losses,
+        loss_stderr=np.full(size, noise),
+    )
 
 
 def make_choices(
@@ -165,9 +167,8 @@ def make_bits(seed: int = 0, **changes: Any) -> ScoreProfile:
     size = (scores.n_samples, scores.shape.n_layers, scores.shape.n_kv_heads)
     at_8 = 1 - 0.02 * rng.random(size)
     at_4 = at_8 - 0.3 * rng.random(size)
-    fields = {name: getattr(scores, name) for name in scores.__dataclass_fields__}
     fidelity = np.stack([np.ones(size), at_8, at_4], axis=-1)
-    return ScoreProfile(**{**fields, "bit_widths": np.array([16, 8, 4]), "bit_fidelity": fidelity})
+    return scores.replace(bit_widths=np.array([16, 8, 4]), bit_fidelity=fidelity)
 
 
 def joint_curves(raw: Array, runs: Array) -> Array:

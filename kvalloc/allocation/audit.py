@@ -78,7 +78,7 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
             found=_sizes(scores.shape),
             passed=profile.shape == scores.shape,
         ),
-        _equal("score profile digest", profile.score_digest, scores.digest()),
+        _equal("score profile digest", profile.score_digest, scores.digest),
         Check(
             name="budgets are options",
             stated=f"{tokens.size} budgets",

@@ -142,7 +142,7 @@ def to_budget_profile(
         cost_bytes=checked.cost_bytes if other_cost else None,
         full_cost_bytes=costs.full if other_cost else None,
         batch=request.batch,
-        score_digest=scores.digest(),
+        score_digest=scores.digest,
         problem_digest=problem.digest(),
         versions={"python": platform.python_version(), **versions("numpy")},
         created=utc_date(),

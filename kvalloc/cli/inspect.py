@@ -325,7 +325,7 @@ def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
         "loss_method": profile.loss_method or None,
         "loss_policies": None if profile.losses is None else policies,
         "bit_widths": None if widths is None else widths.tolist(),
-        "digest": profile.digest(),
+        "digest": profile.digest,
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self
 
@@ -19,7 +18,7 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.accounting.stored_bytes import BIT_WIDTHS, stored_bytes
 from kvalloc.errors import InputError
 from kvalloc.files import atomic_write
-from kvalloc.formats.policy import BY_SCORE, Policy, others_fault
+from kvalloc.formats.policy import BY_SCORE, Policy, require_policies
 from kvalloc.formats.record import FileRecord, FloatArray3D, IntArray2D, require
 from kvalloc.formats.sharing_groups import Groups, groups_fault
 from kvalloc.shape import ModelShape
@@ -272,12 +271,6 @@ class BudgetProfile(FileRecord):
         """Bytes a plain cache stores at the reference context and batch."""
         return self.full_bytes_at(self.context_tokens, self.batch)
 
-    @computed_field  # type: ignore[prop-decorator]
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of all other values, hexadecimal digits."""
-        return self.digest_of_content()
-
     @property
     def policies(self) -> tuple[Policy, ...]:
         """All policies: the profile's own, then the others."""
@@ -440,7 +433,7 @@ class BudgetProfile(FileRecord):
         try:
             stated = from_json(Path(path).read_bytes())
         except (ValueError, OSError) as error:
-            found, expected = f"not readable as JSON ({error})", f"a {cls.NAME} by {cls.MADE_BY}"
+            found, expected = f"not readable as JSON ({error})", cls.expected()
             raise cls.file_error(path, "file", found, expected) from error
         return cls.from_record(path, stated)
 
@@ -504,8 +497,8 @@ class BudgetProfile(FileRecord):
         elif table is None:
             expected = "unit_policies that say which KV head has which"
             require(not others, "other_policies", "given", expected)
-        if others and (fault := others_fault(self.policy, others)) is not None:
-            require(False, "other_policies", *fault)
+        if others:  # a single policy needs no name
+            require_policies("other_policies", self.policy, others)
         if table is not None:
             found = f"{int(table.min())}..{int(table.max())}"
             inside = table.min() >= 0 and table.max() <= len(others)

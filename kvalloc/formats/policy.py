@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from kvalloc.errors import InputError, command
-from kvalloc.formats.record import Record
+from kvalloc.formats.record import Record, require
 
 BY_SCORE = ("score", "attention_matching")
 """Policies that keep the best by score, whatever they do with the rest."""
@@ -51,23 +51,30 @@ class Policy(Record):
         return self.label or (self.scorer if self.name == "score" else self.name)
 
 
-def others_fault(own: Policy, others: Sequence[Policy]) -> tuple[object, str] | None:
-    """What cannot be in policies that stand beside a profile's own: found, expected; or None.
+def require_policies(field: str, own: Policy, others: Sequence[Policy]) -> None:
+    """Refuse policies that cannot stand beside a profile's own, as `require` does.
 
     Budgets include sinks and window, so all must protect the same; and each needs a name of its
     own by which it can be asked for.
+
+    Parameters
+    ----------
+    field : str
+        Where the others stand.
+    own, others
+        The policies.
     """
     for other in others:
-        if (other.sinks, other.window) != (own.sinks, own.window):
-            return (
-                f"{other.title} with {other.sinks} sinks and a window of {other.window}",
-                f"the profile's {own.sinks} sinks and window of {own.window} in every policy",
-            )
+        require(
+            (other.sinks, other.window) == (own.sinks, own.window),
+            field,
+            f"{other.title} with {other.sinks} sinks and a window of {other.window}",
+            f"the profile's {own.sinks} sinks and window of {own.window} in every policy",
+        )
     titles = [policy.title for policy in (own, *others)]
-    twice = next((title for title in titles if titles.count(title) > 1), None)
-    if twice is not None or not all(titles):
-        return f"{twice!r} twice", "a name of its own for each policy"
-    return None
+    twice = next((title for title in titles if titles.count(title) > 1), "")
+    single = len({*titles}) == len(titles) and all(titles)
+    require(single, field, f"{twice!r} twice", "a name of its own for each policy")
 
 
 def places_of(own: Policy, others: Sequence[Policy], names: Sequence[str]) -> tuple[int, ...]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, computed_field
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, ProfileFileError
@@ -26,6 +27,7 @@ __all__ = [
     "IntArray4D",
     "Record",
     "digest_of",
+    "first_fault",
     "require",
 ]
 
@@ -121,7 +123,7 @@ class Record(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            field, found, expected = _first_fault(error)
+            field, found, expected = first_fault(error)
             raise InputError(f"{self.NAME}: {field} is {found}, expected {expected}") from error
 
     # Records inside records are validated without this method, so that the outermost one's
@@ -158,19 +160,19 @@ class FileRecord(Record):
     MADE_BY: ClassVar[str] = ""
     """The command that writes the file."""
 
+    METADATA: ClassVar[str] = ""
+    """Under which a safetensors file's metadata have the record."""
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileRecord) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    @computed_field  # type: ignore[prop-decorator]
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the content, hexadecimal digits."""
-        return self.digest_of_content()
-
-    def digest_of_content(self) -> str:
-        """SHA-256 of all values but the digest itself."""
         try:
             return digest_of(self.model_dump(mode="json", exclude={"digest"}))
         except ValueError as error:
@@ -192,9 +194,16 @@ class FileRecord(Record):
         ProfileFileError
             Naming the first field that is wrong.
         """
+        found = cls.parsed(path, stated)
+        cls.check_digest(path, stated, digest_of)
+        return found
+
+    @classmethod
+    def parsed(cls, path: str | Path, stated: object) -> Self:
+        """The same, whose digest nobody has checked."""
         if not isinstance(stated, dict):
-            found = type(stated).__name__
-            raise cls.file_error(path, "file", found, f"a JSON object, a {cls.NAME}")
+            name = type(stated).__name__
+            raise cls.file_error(path, "file", name, f"a JSON object, a {cls.NAME}")
         for name in ("schema_version", "kind"):
             found, expected = stated.get(name, "missing"), cls.model_fields[name].default
             if found != expected:
@@ -203,10 +212,10 @@ class FileRecord(Record):
         derived = cls.model_computed_fields
         try:
             given = {name: value for name, value in stated.items() if name not in derived}
-            profile = cls.model_validate_json(json.dumps(given))
-            true, digest = profile.record(), digest_of(stated)
+            record = cls.model_validate_json(json.dumps(given))
+            true = record.model_dump(mode="json", exclude={"digest"})
         except ValidationError as error:
-            raise cls.file_error(path, *_first_fault(error)) from error
+            raise cls.file_error(path, *first_fault(error)) from error
         except (InputError, ValueError, RecursionError) as error:
             raise cls.file_error(path, "content", str(error), f"a sound {cls.NAME}") from error
         for name in [name for name in derived if name != "digest"]:
@@ -214,15 +223,22 @@ class FileRecord(Record):
             if found != expected:
                 expected = f"{expected}, which follows from the other fields"
                 raise cls.file_error(path, name, found, expected)
-        cls.check_digest(path, stated.get("digest", "missing"), digest)
-        return profile
+        return record
 
     @classmethod
-    def check_digest(cls, path: str | Path, stated: object, digest: str) -> None:
+    def check_digest(
+        cls, path: str | Path, stated: Any, digest: Callable[[dict[str, Any]], str]
+    ) -> None:
         """Raise a `ProfileFileError` unless a file's digest is that of its content."""
-        if stated != digest:
+        found = stated.get("digest", "missing")
+        content = {name: value for name, value in stated.items() if name != "digest"}
+        try:
+            true = digest(content)
+        except ValueError as error:
+            raise cls.file_error(path, "content", str(error), f"a sound {cls.NAME}") from error
+        if found != true:
             expected = "the digest of the content (the file was edited or damaged)"
-            raise cls.file_error(path, "digest", stated, expected)
+            raise cls.file_error(path, "digest", found, expected)
 
     @classmethod
     def file_error(
@@ -237,21 +253,61 @@ class FileRecord(Record):
         """Raise a `ProfileFileError` unless there is such a file."""
         if not Path(path).is_file():
             found = "a folder" if Path(path).is_dir() else "missing"
-            expected, way_out = f"a {cls.NAME} written by '{cls.MADE_BY}'", "check the path"
             raise ProfileFileError(
-                path, field="file", found=found, expected=expected, way_out=way_out
+                path, field="file", found=found, expected=cls.expected(), way_out="check the path"
             )
 
+    @classmethod
+    def expected(cls) -> str:
+        """What such a file is, for messages."""
+        return f"a {cls.NAME} written by '{cls.MADE_BY}'"
 
-def digest_of(record: dict[str, Any]) -> str:
-    """SHA-256 of plain values in one order, but for the digest among them."""
-    content = {name: value for name, value in record.items() if name != "digest"}
+    @classmethod
+    @contextmanager
+    def opened(cls, path: str | Path, framework: Literal["numpy", "pt"]) -> Iterator[Any]:
+        """A safetensors file that holds such a record, open for reading.
+
+        Parameters
+        ----------
+        path : str or Path
+        framework : str
+            Whose tensors it gives.
+
+        Raises
+        ------
+        ProfileFileError
+            If it is missing, or not readable as safetensors.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        cls.require_file(path)
+        try:
+            with safe_open(path, framework=framework) as file:
+                yield file
+        except (SafetensorError, OSError, TypeError, ValueError) as error:
+            found = f"not readable as safetensors ({error})"
+            raise cls.file_error(path, "file", found, cls.expected()) from error
+
+    @classmethod
+    def stated(cls, path: str | Path, file: Any) -> dict[str, Any]:
+        """What the header of an open safetensors file says; nothing of it is checked."""
+        try:
+            found = from_json((file.metadata() or {}).get(cls.METADATA, "null"))
+        except ValueError as error:
+            raise cls.file_error(path, "header", str(error), "JSON") from error
+        if not isinstance(found, dict):
+            raise cls.file_error(path, "header", found or "missing", cls.expected())
+        return found
+
+
+def digest_of(content: dict[str, Any]) -> str:
+    """SHA-256 of plain values in one order."""
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _first_fault(error: ValidationError) -> tuple[str, object, str]:
-    """The first thing that is wrong: field, what was found, what is expected."""
+def first_fault(error: ValidationError) -> tuple[str, object, str]:
+    """The first thing that is wrong with a record: field, what was found, what is expected."""
     first = error.errors(include_url=False)[0]
     place, context = [str(part) for part in first["loc"]], first.get("ctx", {})
     if first["type"] == "kvalloc":

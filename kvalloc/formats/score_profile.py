@@ -3,124 +3,103 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Real
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
+from pydantic import Field, ValidationError, computed_field, model_validator
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.errors import InputError, ProfileFileError, command, option
+from kvalloc.accounting.stored_bytes import BIT_WIDTHS
+from kvalloc.errors import InputError, command, option
 from kvalloc.files import atomic_write
-from kvalloc.formats.policy import Policy
-from kvalloc.formats.score_checks import first_fault
-from kvalloc.formats.score_reading import read_scores
-from kvalloc.formats.sharing_groups import run_index
+from kvalloc.formats.policy import Policy, require_policies
+from kvalloc.formats.record import (
+    FileRecord,
+    FloatArray3D,
+    FloatArray4D,
+    FloatArray5D,
+    IntArray1D,
+    IntArray2D,
+    IntArray4D,
+    first_fault,
+    require,
+)
+from kvalloc.formats.sharing_groups import LONGEST_RUN, runs_of
 from kvalloc.shape import ModelShape
 
-SCHEMA_VERSION = 1
 EXACT_CONTEXT_TOKENS = 4096
 """Up to this context the curves hold every rank; above it, a grid."""
 
+CURVE_TOLERANCE = 1e-9
+"""How far float64 rounding may take a curve from monotone or concave."""
 
-_ARRAYS = ("ranks", "curves", "masses", "sample_tokens")
-_OPTIONAL_ARRAYS = (
-    *("loss_tokens", "losses", "loss_stderr"),
-    *("other_losses", "other_loss_stderr"),
-    "loss_probed",
-    *("bit_widths", "bit_fidelity"),
-    *("shared_runs", "shared_curves"),
-)
-"""Left out of file and digest where they are None."""
-
-_HEADER_TYPES: dict[str, type] = {
-    "shape": dict,
-    **dict.fromkeys(("context_tokens", "sinks", "window"), int),
-    **dict.fromkeys(("scorer_parameters", "versions"), dict),
-    **dict.fromkeys(("scorer", "text_digest", "text_description", "created"), str),
-    "interpolation_error": Real,
-}
+LOSS_NOISE_NATS = 1e-3
+"""A measured loss may be this far below 0 whatever the others are; see `_require_losses`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoreProfile:
+class ScoreHeader(FileRecord):
+    """All of a score profile but its arrays."""
+
+    NAME: ClassVar[str] = "score profile"
+    MADE_BY: ClassVar[str] = "kvalloc profile"
+    METADATA: ClassVar[str] = "kvalloc"
+
+    kind: Literal["kvalloc.score_profile"] = "kvalloc.score_profile"
+    """What the file is."""
+
+    schema_version: Literal[2] = 2
+    """How the file is to be read."""
+
+    shape: ModelShape
+    """The model."""
+
+    scorer: str
+    """Name of the scorer."""
+
+    scorer_parameters: dict[str, Any]
+    """What rebuilds it: ``get_scorer(scorer, **scorer_parameters)``."""
+
+    context_tokens: int = Field(ge=1)
+    """Reference context, tokens."""
+
+    sinks: int = Field(ge=0)
+    """First tokens of the prompt, never evicted and therefore left out of the curves."""
+
+    window: int = Field(ge=0)
+    """Last tokens of the prompt, likewise."""
+
+    loss_policies: tuple[Policy, ...] = ()
+    """Policies whose losses were measured beside those of the scorer's best entries, each with a
+    name of its own and the same sinks and window."""
+
+    loss_method: Literal["", "measured", "fast"] = ""
+    """Whether losses were measured or estimated (``--loss fast``); ``fast`` with ``loss_probed``
+    says which were measured as well. Empty where the file has none."""
+
+    interpolation_error: float = Field(default=0.0, ge=0, lt=1)
+    """Largest measured difference between a curve and its interpolation on the grid; 0 when
+    ``ranks`` holds every rank."""
+
+    text_digest: str = ""
+    """SHA-256 over the token ids of all samples."""
+
+    text_description: str = ""
+    """Where the text came from, for people."""
+
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of the libraries that measured."""
+
+    created: str = ""
+    """ISO date of the measurement, UTC."""
+
+
+class ScoreProfile(ScoreHeader):
     """Retention curves of one model on some text, with everything that made them.
-
-    Attributes
-    ----------
-    shape : ModelShape
-        The model.
-    scorer : str
-        Name of the scorer.
-    scorer_parameters : dict
-        What rebuilds it: ``get_scorer(scorer, **scorer_parameters)``.
-    context_tokens : int
-        Reference context, tokens.
-    sinks, window : int
-        First and last tokens of the prompt that are never evicted and therefore left out of the
-        curves.
-    ranks : ndarray of int64, (n_points,)
-        Numbers of kept evictable entries, from 0 to ``evictable_tokens``.
-    curves : ndarray of float64, (n_samples, n_layers, n_kv_heads, n_points)
-        ``curves[..., k]`` is R(ranks[k]), the share of a head's evictable score mass in its
-        ``ranks[k]`` best entries, 0..1 (XKV, Eq. 4).
-    masses : ndarray of float64, (n_samples, n_layers, n_kv_heads)
-        The evictable score mass itself; zero in sliding layers, which have no curve of their own.
-    sample_tokens : ndarray of int64, (n_samples,)
-        Tokens of each sample. A sample shorter than the reference context has had its curve
-        stretched over the reference ranks by the share kept.
-    loss_tokens : ndarray of int64, (n_levels,), or None
-        Budgets in tokens at the reference context, everything included, that the loss curves were
-        measured at; rising, the last one is the context.
-    losses : ndarray of float64, (n_samples, n_layers, n_kv_heads or 1, n_levels), or None
-        Loss curves C(n): KL(full cache || reduced cache) of the next-token distribution, nats per
-        token, with this unit alone reduced to ``loss_tokens``; one row a layer where whole layers
-        were reduced. 0 at the last level. What was measured, noise included: a curve need not
-        fall, be convex, or stay above 0 everywhere.
-    loss_stderr : ndarray of float64, shaped as ``losses``, or None
-        Standard error of each loss.
-    loss_policies : tuple of Policy
-        Policies whose losses were measured beside those of the scorer's best entries, each with a
-        name of its own and the same sinks and window.
-    other_losses : ndarray of float64, (n_samples, n_layers, n_kv_heads or 1, n_policies, n_levels)
-        Their loss curves, at the same levels; or None. Every policy keeps the same where nothing
-        but sinks and window is kept, and where everything is.
-    other_loss_stderr : ndarray of float64, shaped as ``other_losses``, or None
-        Standard error of each.
-    loss_probed : ndarray of int64, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels), or None
-        1 where a loss was measured and 0 where it is an estimate scaled to those (`kvalloc profile
-        --probes`), the scorer's own entries first; None where all are of one kind.
-    loss_method : {"measured", "fast", ""}
-        Whether losses were measured or estimated (``--loss fast``); ``fast`` with `loss_probed`
-        says which were measured as well. Empty where the file does not tell: it is older.
-    bit_widths : ndarray of int64, (n_bits,), or None
-        Bit widths whose fidelity was measured, of 16, 8 and 4.
-    bit_fidelity : ndarray of float64, (n_samples, n_layers, n_kv_heads, n_bits), or None
-        ``max(0, 1 - ||o_b - o|| / ||o||)`` of the window's rows of attention output with K and V
-        at b bits (o_b) and as they are (o), nothing evicted; 0..1, and 1 at 16 bits. A stand-in
-        for harm: it sees one layer, and neither what later layers make of it nor the answer.
-    interpolation_error : float
-        Largest measured difference between a curve and its interpolation on the grid; 0 when
-        ``ranks`` holds every rank.
-    text_digest : str
-        SHA-256 over the token ids of all samples.
-    text_description : str
-        Where the text came from, for people.
-    versions : dict of str
-        Versions of the libraries that measured.
-    created : str
-        ISO date of the measurement.
-    shared_runs : ndarray of int64, (n_runs, 2), or None
-        First layer and number of layers of each run of adjacent layers whose joint curves were
-        measured.
-    shared_curves : ndarray of float64, (n_samples, n_runs, n_kv_heads, n_points), or None
-        What the layers of a run keep together in one KV head, as the sum of their shares of their
-        layer's score mass, when all keep the same ``ranks[k]`` entries: those with the largest sum
-        of shares (MPCache, Sec. 4.4). At most the sum of the layers' contributions.
 
     Raises
     ------
@@ -133,45 +112,75 @@ class ScoreProfile:
     XKV: Personalized KV Cache Memory Reduction, Eq. 3 and 4.
     """
 
-    shape: ModelShape
-    scorer: str
-    scorer_parameters: dict[str, Any]
-    context_tokens: int
-    sinks: int
-    window: int
-    ranks: IntArray
-    curves: FloatArray
-    masses: FloatArray
-    sample_tokens: IntArray
-    loss_tokens: IntArray | None = None
-    losses: FloatArray | None = None
-    loss_stderr: FloatArray | None = None
-    loss_policies: tuple[Policy, ...] = ()
-    other_losses: FloatArray | None = None
-    other_loss_stderr: FloatArray | None = None
-    loss_probed: IntArray | None = None
-    loss_method: str = ""
-    bit_widths: IntArray | None = None
-    bit_fidelity: FloatArray | None = None
-    interpolation_error: float = 0.0
-    text_digest: str = ""
-    text_description: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-    created: str = ""
-    shared_runs: IntArray | None = None
-    shared_curves: FloatArray | None = None
+    ranks: IntArray1D
+    """Numbers of kept evictable entries, from 0 to ``evictable_tokens``, ``(n_points,)``."""
 
-    def __post_init__(self) -> None:
-        problem = first_fault(self)
-        if problem is not None:
-            name, found, expected = problem
-            raise InputError(f"score profile: {name} is {found}, expected {expected}")
-        for array in self._arrays().values():
-            array.flags.writeable = False
+    curves: FloatArray4D
+    """``curves[..., k]`` is R(ranks[k]), the share of a head's evictable score mass in its
+    ``ranks[k]`` best entries, 0..1 (XKV, Eq. 4); ``(n_samples, n_layers, n_kv_heads, n_points)``.
+    """
 
-    def replace(self, **changes: Any) -> ScoreProfile:
-        """A checked copy with other values of some fields."""
-        return replace(self, **changes)
+    masses: FloatArray3D
+    """The evictable score mass itself, ``(n_samples, n_layers, n_kv_heads)``; zero in sliding
+    layers, which have no curve of their own."""
+
+    sample_tokens: IntArray1D
+    """Tokens of each sample, ``(n_samples,)``. A sample shorter than the reference context has had
+    its curve stretched over the reference ranks by the share kept."""
+
+    loss_tokens: IntArray1D | None = None
+    """Budgets in tokens at the reference context, everything included, that the loss curves were
+    measured at, ``(n_levels,)``; rising, the last one is the context."""
+
+    losses: FloatArray4D | None = None
+    """Loss curves C(n): KL(full cache || reduced cache) of the next-token distribution, nats per
+    token, with this unit alone reduced to ``loss_tokens``; one row a layer where whole layers were
+    reduced; ``(n_samples, n_layers, n_kv_heads or 1, n_levels)``. 0 at the last level. What was
+    measured, noise included: a curve need not fall, be convex, or stay above 0 everywhere."""
+
+    loss_stderr: FloatArray4D | None = None
+    """Standard error of each loss, shaped as ``losses``."""
+
+    other_losses: FloatArray5D | None = None
+    """Loss curves of ``loss_policies`` at the same levels, ``(n_samples, n_layers, n_kv_heads or
+    1, n_policies, n_levels)``. Every policy keeps the same where nothing but sinks and window is
+    kept, and where everything is."""
+
+    other_loss_stderr: FloatArray5D | None = None
+    """Standard error of each."""
+
+    loss_probed: IntArray4D | None = None
+    """1 where a loss was measured and 0 where it is an estimate scaled to those (``kvalloc profile
+    --probes``), the scorer's own entries first, ``(n_layers, n_kv_heads or 1, 1 + n_policies,
+    n_levels)``; None where all are of one kind."""
+
+    bit_widths: IntArray1D | None = None
+    """Bit widths whose fidelity was measured, of 16, 8 and 4, ``(n_bits,)``."""
+
+    bit_fidelity: FloatArray4D | None = None
+    """``max(0, 1 - ||o_b - o|| / ||o||)`` of the window's rows of attention output with K and V at
+    b bits (o_b) and as they are (o), nothing evicted; 0..1, and 1 at 16 bits; ``(n_samples,
+    n_layers, n_kv_heads, n_bits)``. A stand-in for harm: it sees one layer, and neither what later
+    layers make of it nor the answer."""
+
+    shared_runs: IntArray2D | None = None
+    """First layer and number of layers of each run of adjacent layers whose joint curves were
+    measured, ``(n_runs, 2)``."""
+
+    shared_curves: FloatArray4D | None = None
+    """What the layers of a run keep together in one KV head, as the sum of their shares of their
+    layer's score mass, when all keep the same ``ranks[k]`` entries: those with the largest sum of
+    shares (MPCache, Sec. 4.4); ``(n_samples, n_runs, n_kv_heads, n_points)``. At most the sum of
+    the layers' contributions."""
+
+    def __repr__(self) -> str:
+        return (
+            f"ScoreProfile({self.shape.model_id}, {self.scorer}, {self.n_samples} samples of "
+            f"{self.context_tokens} tokens, {'with' if self.has_losses else 'without'} losses, "
+            f"{self.digest[:8]})"
+        )
+
+    __str__ = __repr__
 
     @property
     def n_samples(self) -> int:
@@ -297,19 +306,19 @@ class ScoreProfile:
         InputError
             If that run was not measured.
         """
-        run = run_index(self, group)
-        assert self.shared_curves is not None  # there is such a run
-        curves = self.shared_curves[:, run]
+        curves = self._curves_of_run(group)
         chosen: FloatArray = curves.mean(axis=0) if sample is None else curves[sample]
         return chosen
 
+    @computed_field  # type: ignore[prop-decorator]
+    @cached_property
     def digest(self) -> str:
-        """SHA-256 over header and arrays: the identity of this measurement."""
-        hasher = hashlib.sha256(json.dumps(self._header(), sort_keys=True).encode())
-        for name, array in self._arrays().items():
-            hasher.update(name.encode())
-            hasher.update(np.ascontiguousarray(array).data)
-        return hasher.hexdigest()
+        """SHA-256 over header and arrays, their types and shapes: identifies the measurement."""
+        return self._digest_over(self.header())
+
+    def header(self) -> dict[str, Any]:
+        """Plain values of all but the arrays."""
+        return self.model_dump(mode="json", include=set(ScoreHeader.model_fields))
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with a JSON header entry, atomically.
@@ -327,12 +336,11 @@ class ScoreProfile:
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
-        header = {**self._header(), "digest": self.digest()}
+        header = json.dumps({**self.header(), "digest": self.digest}, sort_keys=True)
         arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
-        metadata = {"kvalloc": json.dumps(header, sort_keys=True)}
         with atomic_write(path) as temporary:
             try:
-                save_file(arrays, temporary, metadata=metadata)
+                save_file(arrays, temporary, metadata={self.METADATA: header})
             except SafetensorError as error:  # a full disk is not an OSError there
                 raise OSError(str(error)) from error
 
@@ -351,75 +359,216 @@ class ScoreProfile:
             If the file is missing, truncated, of another schema version, edited, or holds values
             that cannot be; names the file, the field, what was found and the way out.
         """
-        again = "make it again with 'kvalloc profile'"
-        header, arrays = read_scores(Path(path), _ARRAYS, _OPTIONAL_ARRAYS)
-        version = header.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ProfileFileError(
-                path,
-                field="schema_version",
-                found=version,
-                expected=str(SCHEMA_VERSION),
-                way_out=again,
-            )
-        digest = header.pop("digest", None)
-        header.pop("schema_version")
-        for name, kind in _HEADER_TYPES.items():
-            if not isinstance(header.get(name), kind):
-                found = header.get(name, "missing")
-                raise ProfileFileError(
-                    path, field=name, found=found, expected=f"a {kind.__name__}", way_out=again
-                )
+        with cls.opened(path, "numpy") as file:
+            stated = cls.stated(path, file)
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header = ScoreHeader.parsed(path, stated)
+        own = {name: getattr(header, name) for name in ScoreHeader.model_fields}
         try:
-            header["shape"] = ModelShape.from_dict(header["shape"])
-            header["loss_policies"] = tuple(
-                Policy(**record) for record in header.get("loss_policies", ())
-            )
-            for name, kind in (("ranks", np.int64), ("sample_tokens", np.int64)):
-                if arrays[name].dtype != kind:
-                    raise InputError(f"{name} has dtype {arrays[name].dtype}, expected int64")
-            profile = cls(**header, **arrays)
-        except (KeyError, TypeError, ValueError, InputError) as error:
-            raise ProfileFileError(
-                path, field="content", found=str(error), expected="a sound profile", way_out=again
-            ) from error
-        if digest != profile.digest():
-            raise ProfileFileError(
-                path,
-                field="digest",
-                found=digest,
-                expected="the digest of the content (the file was edited or damaged)",
-                way_out=again,
-            )
+            profile = cls.model_validate({**own, **arrays})
+        except ValidationError as error:
+            raise cls.file_error(path, *first_fault(error)) from error
+        cls.check_digest(path, stated, profile._digest_over)
         return profile
 
-    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def _arrays(self) -> dict[str, FloatArray | IntArray]:
         """The arrays that are there, in the order of the file's digest."""
-        optional = {name: getattr(self, name) for name in _OPTIONAL_ARRAYS}
-        present = {name: array for name, array in optional.items() if array is not None}
-        return {name: getattr(self, name) for name in _ARRAYS} | present
+        arrays = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in arrays.items() if isinstance(value, np.ndarray)}
 
-    def _header(self) -> dict[str, Any]:
-        others = [
-            {k: v for k, v in policy.record().items() if v or k != "label"}
-            for policy in self.loss_policies
-        ]
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "shape": self.shape.to_dict(),
-            "scorer": self.scorer,
-            "scorer_parameters": self.scorer_parameters,
-            "context_tokens": self.context_tokens,
-            "sinks": self.sinks,
-            "window": self.window,
-            "interpolation_error": self.interpolation_error,
-            "text_digest": self.text_digest,
-            "text_description": self.text_description,
-            "versions": self.versions,
-            "created": self.created,
-            **({"loss_policies": others} if others else {}),
-            **({"loss_method": self.loss_method} if self.loss_method else {}),
-        }
+    def _digest_over(self, header: dict[str, Any]) -> str:
+        hasher = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+        for name, array in self._arrays().items():
+            hasher.update(f"{name} {array.dtype} {array.shape}".encode())
+            hasher.update(np.ascontiguousarray(array).data)
+        return hasher.hexdigest()
+
+    def _curves_of_run(self, group: Sequence[int]) -> FloatArray:
+        """Joint curves of a measured run of layers, ``(n_samples, n_kv_heads, n_points)``."""
+        again = f"measure again with {command('profile', share_length=len(group))}"
+        if self.shared_runs is None or self.shared_curves is None:
+            raise InputError(
+                f"the score profile has no curves of layers that share entries; {again}"
+            )
+        found = np.flatnonzero((self.shared_runs == (group[0], len(group))).all(axis=1))
+        if found.size:
+            return self.shared_curves[:, int(found[0])]
+        longest = int(self.shared_runs[:, 1].max(initial=0))
+        if len(group) <= min(longest, LONGEST_RUN):
+            raise InputError(f"layers {group[0]}-{group[-1]} cannot share: not all are measured")
+        way = again if len(group) <= LONGEST_RUN else f"groups have at most {LONGEST_RUN} layers"
+        raise InputError(
+            f"the score profile has no curves of {len(group)} layers that share entries; {way}"
+        )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        least, most, ranks = self.protected_tokens, self.evictable_tokens, self.ranks
+        expected = f"more than the {least} tokens of sinks and window"
+        require(most >= 1, "context_tokens", self.context_tokens, expected)
+        require(ranks.size > 1, "ranks", f"shaped {ranks.shape}", "a list of at least two ranks")
+        rising = ranks[0] == 0 and ranks[-1] == most and (np.diff(ranks) > 0).all()
+        require(rising, "ranks", f"{ranks[0]}..{ranks[-1]}", f"rising from 0 to {most}")
+        size = (max(1, self.n_samples), self.shape.n_layers, self.shape.n_kv_heads)
+        for name, expected_size in (
+            ("curves", (*size, ranks.size)),
+            ("masses", size),
+            ("sample_tokens", size[:1]),
+        ):
+            found = getattr(self, name).shape
+            require(found == expected_size, name, f"shaped {found}", f"{expected_size}")
+        sound = np.isfinite(self.masses).all() and (self.masses >= 0).all()
+        require(sound, "masses", "negative or not finite", "finite masses >= 0")
+        # One layer of one sample at a time: with a long context, a copy of all curves is gigabytes.
+        for sample, layer in itertools.product(range(self.n_samples), self.shape.full_layers):
+            _require_curves(self.curves[sample, layer], ranks, f"sample {sample}, layer {layer}")
+        self._require_losses()
+        self._require_fidelity()
+        self._require_shared()
+        return self
+
+    def _require_losses(self) -> None:
+        """Loss curves are measured, so noise stays: a curve need not fall, nor stay above 0.
+
+        What cannot be noise is refused: more nats below 0 than above it (a sign turned round), a
+        loss where everything is kept (levels turned round).
+        """
+        levels, losses, others = self.loss_tokens, self.losses, self.other_losses
+        if levels is None or losses is None:
+            names = ("loss_tokens", "losses", "loss_stderr", "loss_probed")
+            alone = ", ".join(name for name in names if getattr(self, name) is not None)
+            expected = "both losses and loss_tokens, or none of them"
+            require(not alone, "loss_tokens, losses", f"given as {alone} alone", expected)
+            expected = "losses that it belongs to"
+            require(not self.loss_method, "loss_method", self.loss_method, expected)
+            given = self.loss_policies or others is not None
+            expected = "losses of the scorer's own entries beside them"
+            require(not given, "other_losses", "given", expected)
+            return
+        least, most = max(1, self.protected_tokens), self.context_tokens
+        require(levels.size > 1, "loss_tokens", f"shaped {levels.shape}", "two levels or more")
+        sound = (np.diff(levels) > 0).all() and levels[0] >= least and levels[-1] == most
+        found = f"{levels.tolist()[:4]}..{int(levels[-1])}"
+        expected = f"rising from at least {least} (sinks and window) to the context of {most}"
+        require(sound, "loss_tokens", found, expected)
+        self._require_nats("losses", "loss_stderr", {1, self.shape.n_kv_heads}, ())
+        if self.loss_policies or others is not None or self.other_loss_stderr is not None:
+            both, expected = bool(self.loss_policies) and others is not None, "both or neither"
+            require(both, "loss_policies, other_losses", "one without the other", expected)
+            require_policies("loss_policies", self.policy, self.loss_policies)
+            n_policies = (len(self.loss_policies),)
+            self._require_nats("other_losses", "other_loss_stderr", {losses.shape[2]}, n_policies)
+        if (probed := self.loss_probed) is not None:
+            size = (*losses.shape[1:3], len(self.policies), levels.size)
+            sound = probed.shape == size and bool(((probed == 0) | (probed == 1)).all())
+            expected = f"int64 of 0 and 1 shaped {size}"
+            require(sound, "loss_probed", f"int64 shaped {probed.shape}", expected)
+
+    def _require_nats(
+        self, name: str, errors: str, heads: set[int], middle: tuple[int, ...]
+    ) -> None:
+        """Losses and errors ``(n_samples, n_layers, one of heads, *middle, n_levels)``, by name."""
+        losses, stderr = getattr(self, name), getattr(self, errors)
+        assert self.loss_tokens is not None  # checked by the caller
+        full, n_levels = list(self.shape.full_layers), self.loss_tokens.size
+        sizes = {(self.n_samples, self.shape.n_layers, n, *middle, n_levels) for n in heads}
+        for field, array in ((name, losses), (errors, stderr)):
+            if array is None:
+                continue
+            sound = array.shape in sizes and array.shape == losses.shape
+            expected = f"float64 shaped {sorted(sizes)}"
+            require(sound, field, f"float64 shaped {array.shape}", expected)
+            wrong = np.argwhere(~np.isfinite(array[:, full]))
+            if wrong.size:
+                sample, layer, head, *others = wrong[0].tolist()
+                policy = "".join(f", policy {place}" for place in others[:-1])
+                found = f"not finite in sample {sample}, layer {full[layer]}, head {head}{policy}"
+                require(False, field, f"{found}, level {others[-1]}", "finite nats per token")
+        sound = stderr is None or not (stderr < 0).any()
+        require(sound, errors, "negative", "standard errors >= 0")
+        decided = losses[:, full]
+        whole = (np.abs(decided[..., -1]) <= CURVE_TOLERANCE).all()
+        require(whole, name, "not 0 where everything is kept", "C(context) = 0, levels rising")
+        low, high = float(decided.min()), float(decided.max())
+        expected = "KL in nats: what is lost, above 0 but for noise"
+        require(low >= -max(LOSS_NOISE_NATS, high), name, f"{low:.6g}..{high:.6g}", expected)
+
+    def _require_fidelity(self) -> None:
+        widths, fidelity = self.bit_widths, self.bit_fidelity
+        if widths is None or fidelity is None:
+            name, none = "bit_widths, bit_fidelity", widths is None and fidelity is None
+            require(none, name, "one without the other", "both or neither")
+            return
+        given, known = widths.tolist(), ", ".join(map(str, BIT_WIDTHS))
+        sound = given and len({*given}) == len(given) and {*given} <= {*BIT_WIDTHS}
+        require(bool(sound), "bit_widths", f"int64 {given}", f"int64, each one of {known} once")
+        name, size = "bit_fidelity", (*self.masses.shape, widths.size)
+        require(fidelity.shape == size, name, f"float64 shaped {fidelity.shape}", f"float64 {size}")
+        decided = fidelity[:, list(self.shape.full_layers)]
+        require(np.isfinite(decided).all(), name, "not finite", "finite values")
+        found = f"{decided.min():.6g}..{decided.max():.6g}"
+        require(decided.min() >= 0 and decided.max() <= 1, name, found, "values within 0..1")
+        whole = (decided[..., widths == 16] == 1).all()
+        require(whole, name, "not 1 at 16 bits", "1 where nothing is changed")
+
+    def _require_shared(self) -> None:
+        runs, curves = self.shared_runs, self.shared_curves
+        if runs is None or curves is None:
+            name, none = "shared_runs, shared_curves", runs is None and curves is None
+            require(none, name, "only one of them", "both or none")
+            return
+        require(runs.shape[1] == 2, "shared_runs", f"int64 shaped {runs.shape}", "(n_runs, 2)")
+        given = [tuple(run) for run in runs.tolist()]
+        possible = {tuple(run) for run in runs_of(self.shape.full_layers, LONGEST_RUN).tolist()}
+        wrong = next((run for run in given if run not in possible), "the same run twice")
+        sound = len({*given}) == len(given) and possible.issuperset(given)
+        expected = f"runs of 2 to {LONGEST_RUN} adjacent layers from layer 2 on"
+        require(sound, "shared_runs", wrong, expected)
+        size = (self.n_samples, len(given), self.shape.n_kv_heads, self.ranks.size)
+        name = "shared_curves"
+        require(curves.shape == size, name, f"float64 shaped {curves.shape}", f"float64 {size}")
+        require(np.isfinite(curves).all(), name, "not finite", "finite values")
+        for sample in range(self.n_samples):
+            apart = self.contributions(sample)
+            for run, (first, length) in enumerate(given):
+                together, separate = curves[sample, run], apart[first : first + length].sum(axis=0)
+                where = f"in sample {sample}, layers {first}-{first + length - 1}"
+                sound = (together <= separate + CURVE_TOLERANCE).all()
+                sound = sound and together.min() >= -CURVE_TOLERANCE
+                found, expected = (
+                    f"{together.max():.6g} {where}",
+                    "no more than the layers keep apart",
+                )
+                require(sound, name, found, expected)
+                whole = np.abs(together[:, -1] - separate[:, -1]) <= CURVE_TOLERANCE
+                expected = "everything when everything is kept"
+                require(whole.all(), name, f"not whole {where}", expected)
+                gains = np.diff(together, axis=-1) / np.diff(self.ranks)
+                sound = gains.min() >= -CURVE_TOLERANCE
+                sound = sound and np.diff(gains, axis=-1).max(initial=0.0) <= CURVE_TOLERANCE
+                found = f"not rising and concave {where}"
+                require(sound, name, found, "best entries first")
+
+
+def _require_curves(curves: FloatArray, ranks: IntArray, where: str) -> None:
+    """Refuse retention curves of a layer that cannot be, ``(n_kv_heads, n_points)``."""
+    if not np.isfinite(curves).all():
+        head, point = np.argwhere(~np.isfinite(curves))[0].tolist()
+        found = f"not finite at head {head}, rank {ranks[point]} in {where}"
+        require(False, "curves", found, "finite values")
+    low, high = curves.min(), curves.max()
+    inside = low >= -CURVE_TOLERANCE and high <= 1 + CURVE_TOLERANCE
+    expected = "shares of mass within 0..1"
+    require(inside, "curves", f"{low:.6g}..{high:.6g} in {where}", expected)
+    whole = (np.abs(curves[:, -1] - 1) <= CURVE_TOLERANCE).all()
+    found = f"not 1 when everything is kept in {where}"
+    require(whole, "curves", found, "R(all evictable entries) = 1")
+    gains = np.diff(curves, axis=1)
+    gains /= np.diff(ranks)
+    rising = gains.min() >= -CURVE_TOLERANCE
+    require(rising, "curves", f"falling in {where}", "curves that rise with every entry")
+    concave = np.diff(gains, axis=1).max(initial=0.0) <= CURVE_TOLERANCE
+    require(concave, "curves", f"not concave in {where}", "best entries first (concave)")
 
 
 def rank_grid(evictable_tokens: int, context_tokens: int, points: int = 4097) -> IntArray:

@@ -1,4 +1,4 @@
-"""Groups of adjacent layers that keep the same entries: which there can be, and their curves.
+"""Groups of adjacent layers that keep the same entries: which there can be, and their text.
 
 MPCache (Sec. 4.4) shares the kept indices between adjacent layers, whose attention ranks entries
 alike, and never of the first two layers, whose does not.
@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.errors import InputError, command
-
-if TYPE_CHECKING:
-    from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.accounting import IntArray
+from kvalloc.errors import InputError
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -162,89 +158,3 @@ def segments_of(full_layers: Sequence[int], groups: Groups) -> Groups:
     inside = {layer for group in groups for layer in group}
     alone = [(layer,) for layer in full_layers if layer not in inside]
     return tuple(sorted([*groups, *alone]))
-
-
-def run_index(scores: ScoreProfile, group: Sequence[int]) -> int:
-    """Which of the measured runs a group is.
-
-    Raises
-    ------
-    InputError
-        If it was not measured.
-    """
-    again = f"measure again with {command('profile', share_length=len(group))}"
-    if scores.shared_runs is None:
-        raise InputError(f"the score profile has no curves of layers that share entries; {again}")
-    found = np.flatnonzero((scores.shared_runs == (group[0], len(group))).all(axis=1))
-    if found.size == 0:
-        longest = int(scores.shared_runs[:, 1].max(initial=0))
-        if len(group) <= min(longest, LONGEST_RUN):
-            raise InputError(f"layers {group[0]}-{group[-1]} cannot share: not all are measured")
-        way = again if len(group) <= LONGEST_RUN else f"groups have at most {LONGEST_RUN} layers"
-        raise InputError(
-            f"the score profile has no curves of {len(group)} layers that share entries; {way}"
-        )
-    return int(found[0])
-
-
-def similarity(scores: ScoreProfile, group: Sequence[int]) -> FloatArray:
-    """What layers that share entries keep of what each would keep on its own.
-
-    Parameters
-    ----------
-    scores : ScoreProfile
-        With shared curves.
-    group : sequence of int
-        A measured run of layers.
-
-    Returns
-    -------
-    ndarray of float64, (n_points,)
-        At each rank the kept score mass over that without sharing, 0..1; 1 where nothing is kept.
-    """
-    together = scores.shared_contributions(group).sum(axis=0)
-    apart = scores.contributions()[list(group)].sum(axis=(0, 1))
-    kept: FloatArray = np.divide(together, apart, out=np.ones_like(apart), where=apart > 0)
-    return kept
-
-
-def shared_fault(profile: ScoreProfile, tolerance: float) -> tuple[str, object, str] | None:
-    """The first thing that cannot be about the shared curves, as (field, found, expected)."""
-    runs, curves = profile.shared_runs, profile.shared_curves
-    if runs is None and curves is None:
-        return None
-    if runs is None or curves is None:
-        return "shared_runs, shared_curves", "only one of them", "both or none"
-    possible = {tuple(run) for run in runs_of(profile.shape.full_layers, LONGEST_RUN).tolist()}
-    if runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 2:
-        return "shared_runs", f"{runs.dtype} shaped {runs.shape}", "int64 shaped (n_runs, 2)"
-    given = [tuple(run) for run in runs.tolist()]
-    if len(set(given)) != len(given) or not possible.issuperset(given):
-        wrong = next((run for run in given if run not in possible), "the same run twice")
-        return "shared_runs", wrong, f"runs of 2 to {LONGEST_RUN} adjacent layers from layer 2 on"
-    expected = (profile.n_samples, len(given), profile.shape.n_kv_heads, profile.ranks.size)
-    if curves.dtype != np.float64 or curves.shape != expected:
-        return "shared_curves", f"{curves.dtype} shaped {curves.shape}", f"float64 {expected}"
-    if not np.all(np.isfinite(curves)):
-        return "shared_curves", "not finite", "finite values"
-    return _values_fault(profile, given, curves, tolerance)
-
-
-def _values_fault(
-    profile: ScoreProfile, runs: list[tuple[int, ...]], curves: FloatArray, tolerance: float
-) -> tuple[str, object, str] | None:
-    steps = np.diff(profile.ranks)
-    for sample in range(profile.n_samples):
-        apart = profile.contributions(sample)
-        for run, (first, length) in enumerate(runs):
-            together, separate = curves[sample, run], apart[first : first + length].sum(axis=0)
-            where = f"in sample {sample}, layers {first}-{first + length - 1}"
-            if np.any(together > separate + tolerance) or together.min() < -tolerance:
-                found = f"{together.max():.6g} {where}"
-                return "shared_curves", found, "no more than the layers keep apart"
-            if np.any(np.abs(together[:, -1] - separate[:, -1]) > tolerance):
-                return "shared_curves", f"not whole {where}", "everything when everything is kept"
-            gains = np.diff(together, axis=-1) / steps
-            if np.any(gains < -tolerance) or np.any(np.diff(gains, axis=-1) > tolerance):
-                return "shared_curves", f"not rising and concave {where}", "best entries first"
-    return None

@@ -129,7 +129,7 @@ def adapt_budgets(profile: BudgetProfile, scores: ScoreProfile, limit: float) ->
         termination=checked.termination.value,
         requested={**profile.requested, "adapt": float(limit)},
         retention=mean_retention(scores, budgets, context),
-        score_digest=scores.digest(),
+        score_digest=scores.digest,
         problem_digest=problem.digest(),
     )
 

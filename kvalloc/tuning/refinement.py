@@ -147,7 +147,7 @@ def refine(
                 **job_record(model),
                 "refining": request.target.record(),
                 "level": request.level,
-                "scores": scores.digest(),
+                "scores": scores.digest,
                 "text_digest": samples.digest(),
                 "answers": samples.answers_digest(),
                 "continuation_tokens": continuation,

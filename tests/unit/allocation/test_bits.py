@@ -295,7 +295,7 @@ def test_fidelities_are_saved_loaded_and_part_of_the_digest(tmp_path: Path) -> N
     scores.save(tmp_path / "s.safetensors")
     again = ScoreProfile.load(tmp_path / "s.safetensors")
     np.testing.assert_array_equal(again.bit_fidelity, scores.bit_fidelity)  # type: ignore[arg-type]
-    assert again.digest() == scores.digest() != make_scores().digest()
+    assert again.digest == scores.digest != make_scores().digest
 
 
 def test_loss_is_not_predicted_for_fewer_bits() -> None:

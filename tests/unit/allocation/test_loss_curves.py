@@ -36,11 +36,11 @@ def test_loss_curves_are_saved_loaded_and_part_of_the_digest(tmp_path: Path) -> 
     again = ScoreProfile.load(tmp_path / "s.safetensors")
     for name in ("loss_tokens", "losses", "loss_stderr"):
         np.testing.assert_array_equal(getattr(again, name), getattr(scores, name))
-    assert again.digest() == scores.digest()
+    assert again.digest == scores.digest
     changed = scores.losses.copy()
     changed[0, 0, 0, 0] += 1e-9
-    assert scores.replace(losses=changed).digest() != scores.digest()
-    assert scores.replace(loss_stderr=None).digest() != scores.digest()
+    assert scores.replace(losses=changed).digest != scores.digest
+    assert scores.replace(loss_stderr=None).digest != scores.digest
     with pytest.raises(ValueError, match="read-only"):
         scores.losses[0] = 0.0
 
@@ -49,7 +49,7 @@ def test_without_them_file_and_digest_are_as_before(tmp_path: Path) -> None:
     plain = make_scores()
     bare = make_losses().replace(loss_tokens=None, losses=None, loss_stderr=None)
     assert not plain.has_losses
-    assert bare.digest() == plain.digest()
+    assert bare.digest == plain.digest
     plain.save(tmp_path / "plain.safetensors")
     bare.save(tmp_path / "bare.safetensors")
     same = [(tmp_path / name).read_bytes() for name in ("plain.safetensors", "bare.safetensors")]

@@ -39,11 +39,11 @@ def test_losses_of_policies_are_saved_loaded_and_part_of_the_digest(tmp_path: Pa
     assert [policy.title for policy in again.policies] == ["xkv", "tova", "critical"]
     np.testing.assert_array_equal(again.other_losses, scores.other_losses)
     np.testing.assert_array_equal(again.other_loss_stderr, scores.other_loss_stderr)
-    assert again.digest() == scores.digest()
+    assert again.digest == scores.digest
     renamed = (scores.loss_policies[0].replace(label="t"), scores.loss_policies[1])
-    assert scores.replace(loss_policies=renamed).digest() != scores.digest()
+    assert scores.replace(loss_policies=renamed).digest != scores.digest
     bare = scores.replace(loss_policies=(), other_losses=None, other_loss_stderr=None)
-    assert bare.digest() == make_losses().digest()
+    assert bare.digest == make_losses().digest
 
 
 FAULTS: dict[str, tuple[Any, str]] = {

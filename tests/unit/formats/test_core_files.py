@@ -16,7 +16,7 @@ from factories import make_budget_profile, make_scores, make_shape
 from refusals import refused
 
 from kvalloc.allocation.decision import solve
-from kvalloc.errors import InputError, KVAllocError
+from kvalloc.errors import InputError, KVAllocError, ProfileFileError
 from kvalloc.files import atomic_write, check_writable
 from kvalloc.formats.budget_profile import BudgetProfile, budget_profile_schema
 from kvalloc.formats.score_profile import ScoreProfile
@@ -136,7 +136,7 @@ def test_a_score_profile_comes_back_bit_for_bit(tmp_path: Path) -> None:
         path = tmp_path / f"{seed}.safetensors"
         scores.save(path)
         loaded = ScoreProfile.load(path)
-        assert loaded.digest() == scores.digest()
+        assert loaded.digest == scores.digest
         for name in ("ranks", "curves", "masses", "sample_tokens"):
             mine, theirs = getattr(scores, name), getattr(loaded, name)
             assert mine.dtype == theirs.dtype
@@ -380,3 +380,20 @@ def test_numbers_beyond_what_can_be_counted(budgets_text: str, tmp_path: Path, n
     path = tmp_path / "p.json"
     path.write_text(edited(budgets_text, name, value=2**63, seal=True), encoding="utf-8")
     assert "more than can be counted" in str(refused(path, BudgetProfile.load).found)
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(
+    budgets_text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.json"
+    for keys, value in (
+        (("level",), "\x1b[31mred\nsecond line"),
+        (("\x1b]0;title\x07",), 1),
+        (("shape", "layer_types"), ["full\x1b[1m", "full", "full"]),
+        (("schema_version",), "\r\x1b[K"),
+    ):
+        text = edited(budgets_text, *keys, value=value, seal=True)
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ProfileFileError) as caught:
+            BudgetProfile.load(path)
+        assert str(caught.value).isprintable()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_scores
+from factories import make_scores, make_shape
 from refusals import refused
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -40,32 +40,37 @@ def write_sealed(path: Path, header: dict[str, Any], arrays: dict[str, Any]) -> 
     hasher = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in ARRAYS:
         if name in arrays:
-            hasher.update(name.encode())
+            hasher.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
             hasher.update(arrays[name].tobytes())
     header["digest"] = hasher.hexdigest()
     save_file(arrays, path, metadata={"kvalloc": json.dumps(header, sort_keys=True)})
 
 
 HEADERS: dict[str, tuple[str, Any, str]] = {
-    "another version": ("schema_version", 2, "schema_version"),
+    "another version": ("schema_version", 1, "schema_version"),
     "no version": ("schema_version", ..., "schema_version"),
     "no sinks": ("sinks", ..., "sinks"),
     "no shape": ("shape", ..., "shape"),
-    "no versions": ("versions", ..., "versions"),
-    "unknown field": ("surprise", 1, "content"),
+    "unknown field": ("surprise", 1, "surprise"),
     "context as text": ("context_tokens", "40", "context_tokens"),
     "context as fraction": ("context_tokens", 40.0, "context_tokens"),
-    "context too small": ("context_tokens", 5, "content"),
-    "context of another size": ("context_tokens", 41, "content"),
+    "context too small": ("context_tokens", 5, "context_tokens"),
+    "context of another size": ("context_tokens", 41, "ranks"),
     "sinks null": ("sinks", None, "sinks"),
-    "sinks negative": ("sinks", -2, "content"),
+    "sinks negative": ("sinks", -2, "sinks"),
     "scorer a number": ("scorer", 5, "scorer"),
     "parameters a list": ("scorer_parameters", [1], "scorer_parameters"),
     "versions a number": ("versions", 5, "versions"),
-    "error NaN": ("interpolation_error", float("nan"), "content"),
+    "error NaN": ("interpolation_error", float("nan"), "interpolation_error"),
     "error as text": ("interpolation_error", "small", "interpolation_error"),
+    "another kind": ("kind", "kvalloc.budget_profile", "kind"),
+    "window of sliding layers as text": (
+        "shape",
+        {**make_shape().to_dict(), "sliding_window": "9"},
+        "shape.sliding_window",
+    ),
     "shape as text": ("shape", "x", "shape"),
-    "shape empty": ("shape", {}, "content"),
+    "shape empty": ("shape", {}, "shape.model_id"),
 }
 
 
@@ -105,18 +110,22 @@ CONTENT: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "not concave": ("curves", convex, "not concave in sample 0"),
     "not all": ("curves", lambda c: c * 0.9, "not 1 when everything is kept"),
     "other shape": ("curves", lambda c: c[:, :2].copy(), r"curves is shaped \(2, 2, 2, 36\)"),
-    "flat array": ("curves", lambda c: c.ravel(), "curves is shaped"),
+    "flat array": (
+        "curves",
+        lambda c: c.ravel(),
+        r"curves is float64 shaped \(432,\), expected float64 with 4",
+    ),
     "no samples": ("curves", lambda c: c[:0], "curves is shaped"),
     "masses of another shape": ("masses", lambda m: m[:1].copy(), "masses is shaped"),
     "negative masses": ("masses", lambda m: -m, "masses is negative or not finite"),
     "masses NaN": ("masses", lambda m: m * np.nan, "masses is negative or not finite"),
     "ranks falling": ("ranks", lambda r: r[::-1].copy(), "ranks is 35..0"),
     "ranks repeated": ("ranks", lambda r: r.clip(1) - 1, "ranks is 0..34"),
-    "ranks as floats": ("ranks", lambda r: r.astype(float), "ranks has dtype float64"),
-    "ranks unsigned": ("ranks", lambda r: r.astype(np.uint64), "ranks has dtype uint64"),
+    "ranks as floats": ("ranks", lambda r: r.astype(float), "ranks is float64"),
+    "ranks unsigned": ("ranks", lambda r: r.astype(np.uint64), "ranks is uint64"),
     "no ranks": ("ranks", lambda r: r[:0], "ranks is shaped"),
     "too few samples": ("sample_tokens", lambda s: s[:1].copy(), "sample_tokens is shaped"),
-    "samples as floats": ("sample_tokens", lambda s: s.astype(float), "dtype float64"),
+    "samples as floats": ("sample_tokens", lambda s: s.astype(float), "sample_tokens is float64"),
 }
 
 
@@ -128,7 +137,8 @@ def test_a_score_profile_of_values_that_cannot_be(stored: Any, tmp_path: Path, e
     path = tmp_path / "edited.safetensors"
     write_sealed(path, header, arrays)
     error = refused(path, ScoreProfile.load)
-    assert re.search(words, str(error.found)), error.found
+    assert error.field == name
+    assert re.search(words, str(error)), error
     # In memory the same fault is an InputError: measuring code is held to it too.
     if name in ("curves", "masses"):
         with pytest.raises(InputError, match=words):
@@ -141,19 +151,20 @@ def test_an_array_missing(stored: Any, tmp_path: Path, name: str) -> None:
     del arrays[name]
     path = tmp_path / "edited.safetensors"
     write_sealed(path, header, arrays)
-    assert f"without {name}" in str(refused(path, ScoreProfile.load).found)
+    error = refused(path, ScoreProfile.load)
+    assert (error.field, error.found) == (name, "missing")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "7", "", "[" * 200_000, "9" * 5000])
 def test_a_header_that_is_no_object(stored: Any, tmp_path: Path, text: str) -> None:
     path = tmp_path / "edited.safetensors"
     save_file(stored[2], path, metadata={"kvalloc": text})
-    assert refused(path, ScoreProfile.load).field == "kvalloc header"
+    assert refused(path, ScoreProfile.load).field == "header"
 
 
 def test_another_safetensors_file(stored: Any, tmp_path: Path) -> None:
     save_file({"weight": np.zeros(3)}, tmp_path / "model.safetensors")
-    assert refused(tmp_path / "model.safetensors", ScoreProfile.load).field == "kvalloc header"
+    assert refused(tmp_path / "model.safetensors", ScoreProfile.load).field == "header"
 
 
 def test_an_array_type_that_numpy_does_not_have(stored: Any, tmp_path: Path) -> None:
@@ -166,6 +177,23 @@ def test_an_array_type_that_numpy_does_not_have(stored: Any, tmp_path: Path) -> 
     path = tmp_path / "bf16.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
     assert refused(path, ScoreProfile.load).field == "file"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("masses", "I64"), ("ranks", "F64"), ("curves", "U64")]
+)
+def test_an_array_relabelled_as_of_another_type(
+    stored: Any, tmp_path: Path, name: str, dtype: str
+) -> None:
+    """The same bytes under another type: the digest covers the type, and fields have one each."""
+    raw = stored[0]
+    size = struct.unpack("<Q", raw[:8])[0]
+    head = json.loads(raw[8 : 8 + size])
+    head[name]["dtype"] = dtype
+    text = json.dumps(head).encode()
+    path = tmp_path / "relabelled.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+    assert refused(path, ScoreProfile.load).field == name
 
 
 def test_a_score_profile_cut_off_anywhere(stored: Any, tmp_path: Path) -> None:
@@ -188,4 +216,4 @@ def test_a_bit_flipped_anywhere_is_seen(stored: Any, tmp_path: Path) -> None:
         except ProfileFileError:
             loaded = None
         # White space and the order of the file's own header may differ without harm.
-        assert loaded is None or loaded.digest() == stored[1]["digest"]
+        assert loaded is None or loaded.digest == stored[1]["digest"]

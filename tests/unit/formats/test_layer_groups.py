@@ -119,4 +119,4 @@ def test_the_file_holds_them_and_notices_edits(tmp_path):
     with pytest.raises(ProfileFileError):
         ScoreProfile.load(tmp_path / "t.safetensors")
     without = scores.replace(shared_runs=None, shared_curves=None)
-    assert without.digest() != scores.digest()
+    assert without.digest != scores.digest

@@ -120,7 +120,7 @@ def test_probed_figures_are_those_that_measuring_everything_gives(
     found.save(tmp_path / "s.safetensors")
     again = ScoreProfile.load(tmp_path / "s.safetensors")
     assert np.array_equal(again.loss_probed, found.loss_probed)
-    assert again.digest() == found.digest()
+    assert again.digest == found.digest
 
 
 def test_probes_that_cannot_be_are_refused() -> None:

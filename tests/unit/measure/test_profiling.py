@@ -240,7 +240,7 @@ def test_a_stopped_job_goes_on_and_gives_the_same_bits(tmp_path, options, layers
             assert mine.tobytes() == theirs.tobytes(), field.name
     assert again.text_digest == whole.text_digest
     assert list(tmp_path.iterdir()) == [output]
-    assert ScoreProfile.load(output).digest() == again.digest()
+    assert ScoreProfile.load(output).digest == again.digest
 
 
 def test_a_sample_that_another_job_would_give_is_measured_again(tmp_path):
@@ -286,7 +286,7 @@ def test_the_file_stands_before_the_samples_go(tmp_path, monkeypatch):
     found = measure(output=output)
     assert removed == [3]
     assert list(tmp_path.iterdir()) == [output]
-    assert ScoreProfile.load(output).digest() == found.digest()
+    assert ScoreProfile.load(output).digest == found.digest
 
 
 def test_what_cannot_be_written_or_resumed_shows_before_anything_is_measured(tmp_path):
