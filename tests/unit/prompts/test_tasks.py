@@ -32,6 +32,10 @@ def make(name, seed=0, n_cases=3, n_tokens=N_CHARACTERS, *, chat=True, **options
     return TASKS[name].make(Letters(chat=chat), n_cases, n_tokens, seed, **options)
 
 
+def read_all(name, split):
+    return "\n".join(read(case.input_ids) for case in make(name, split=split))
+
+
 @pytest.mark.parametrize("name", TASKS)
 @settings(max_examples=3, deadline=None)
 @given(
@@ -213,6 +217,8 @@ def test_no_split_shares_texts_keys_words_or_prompts():
             set(KEYS[split]),
             set(plain_words(split)),
             {case.input_ids for name in TASKS for case in make(name, split=split)},
+            {part for text in texts[split].values() for part in text.split(". ") if part[80:]},
+            set(re.findall(r"^([a-z]+): \d{5}$", read_all("pairs", split), re.MULTILINE)),
         ]
         for split in SPLITS
     }
