@@ -48,7 +48,6 @@ from kvalloc.problem import (
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.solvers.auto import Auto
 from kvalloc.testing import KINDS, larger_problem
-from kvalloc.testing.oracle import better
 
 SLACK = 1e-9
 CHOICE_TARGET = 0.01
@@ -169,7 +168,7 @@ def row_of(name: str, problem: AllocationProblem, repeats: int) -> dict[str, Any
     beaten = {
         other: answer.objective
         for other, answer in values.items()
-        if better(problem, answer.objective, auto.objective, SLACK)
+        if problem.is_better(answer.objective, auto.objective, SLACK)
     }
     choosing, solving = choice_seconds(problem, chosen, repeats)
     return {

@@ -28,7 +28,7 @@ from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solver, Termination
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.testing import brute_force, tiny_problem
-from kvalloc.testing.oracle import Optimum, better
+from kvalloc.testing.oracle import Optimum
 from kvalloc.testing.problems import CURVES, SIDES
 
 PROBLEMS = 2240
@@ -141,11 +141,11 @@ def judged(
     if optimum is None:
         return claimed, "answers where brute force finds no choice"
     best = optimum.objective
-    if better(problem, answer.objective, best, SLACK):
+    if problem.is_better(answer.objective, best, SLACK):
         return claimed, f"{answer.objective} is better than all choices there are, {best}"
-    if answer.bound is not None and better(problem, best, answer.bound, SLACK):
+    if answer.bound is not None and problem.is_better(best, answer.bound, SLACK):
         return claimed, f"the bound {answer.bound} is beaten by {best}"
-    if claimed and better(problem, best, answer.objective, SLACK):
+    if claimed and problem.is_better(best, answer.objective, SLACK):
         return claimed, f"claims that {answer.objective} is optimal, {best} is"
     if exact and not claimed:
         return claimed, f"ends without a proof: {answer.termination.value}, {answer.detail}"

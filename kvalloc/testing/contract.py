@@ -15,7 +15,7 @@ from kvalloc.allocation.request import RequestOptions
 from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, Termination
 from kvalloc.problem.registry import solver_names
-from kvalloc.testing.oracle import Optimum, better, brute_force
+from kvalloc.testing.oracle import Optimum, brute_force
 from kvalloc.testing.problems import KINDS, larger_problem, tiny_problem
 
 TOLERANCE = 1e-9
@@ -134,15 +134,15 @@ class SolverContract:
                 continue
             assert optimum is not None, f"{name}: solved, and brute force finds no choice"
             best = optimum.objective
-            assert not better(problem, answer.objective, best, TOLERANCE), f"{name}: beats brute"
+            assert not problem.is_better(answer.objective, best, TOLERANCE), f"{name}: beats brute"
             if self.exact:
                 assert answer.termination is Termination.OPTIMAL, f"{name}: {answer.detail}"
             if answer.termination is Termination.OPTIMAL:
-                assert not better(problem, best, answer.objective, TOLERANCE), (
+                assert not problem.is_better(best, answer.objective, TOLERANCE), (
                     f"{name}: claims {answer.objective} is optimal, brute force finds {best}"
                 )
             # The tighter of the solver's bound and kvalloc's own.
-            assert answer.bound is None or not better(problem, best, answer.bound, TOLERANCE), (
+            assert answer.bound is None or not problem.is_better(best, answer.bound, TOLERANCE), (
                 f"{name}: the bound {answer.bound} is beaten by {best}"
             )
 
@@ -271,20 +271,10 @@ def _edges(problem: AllocationProblem) -> Iterator[tuple[str, AllocationProblem]
     yield "far more than everything fits", problem.with_capacity(2**62)
     yield "a target that the floors meet", problem.with_target(min(floor, problem.max_value))
     yield "a target that only the best meets", problem.with_target(problem.max_value)
-    single = AllocationProblem(
-        tokens=problem.tokens[:, :1].copy(),
-        values=problem.values[:, :1].copy(),
-        costs=problem.costs[:, :1].copy(),
-        option_counts=np.ones(problem.n_units, dtype=np.int64),
-        weights=problem.weights,
-        layers=problem.layers,
-        heads=problem.heads,
-        sense=Sense.MAX_VALUE,
-        aggregate=problem.aggregate,
-        scenarios=None if problem.scenarios is None else problem.scenarios[:, :, :1].copy(),
-        tail_share=problem.tail_share,
-        capacity_bytes=problem.min_cost_bytes,
-        context_tokens=problem.context_tokens,
-        protected_tokens=problem.protected_tokens,
+    names = ("tokens", "values", "costs", "bits", "scenarios")
+    arrays = {name: getattr(problem, name) for name in names}
+    first = {name: array[..., :1].copy() for name, array in arrays.items() if array is not None}
+    single = problem.with_capacity(problem.min_cost_bytes).replace(
+        **first, option_counts=np.ones(problem.n_units, dtype=np.int64), constraints=()
     )
     yield "one option for each unit", single

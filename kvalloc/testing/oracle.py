@@ -9,7 +9,7 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem, RankBalance, Sense
+from kvalloc.problem import AllocationProblem, RankBalance
 
 MOST_CHOICES = 200_000
 """Choices that are looked at before a problem counts as too large."""
@@ -85,14 +85,6 @@ def brute_force(problem: AllocationProblem) -> Optimum | None:
                 objective=objective, choice=choice, ranks=placed if placed.size else None
             )
     return None
-
-
-def better(problem: AllocationProblem, first: float, second: float, slack: float) -> bool:
-    """Whether the first objective beats the second by more than the slack."""
-    room = slack * max(1.0, abs(second))
-    if problem.sense is Sense.MAX_VALUE:
-        return first > second + room
-    return first < second - room
 
 
 def _placed(problem: AllocationProblem, choice: IntArray) -> IntArray | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -113,38 +112,12 @@ def tiny_problem(
     >>> tiny_problem("non_concave", seed=3).digest() == tiny_problem("non_concave", seed=3).digest()
     True
     """
-    aggregate, curves, side = _parse(kind)
     random = np.random.default_rng([seed, zlib.crc32(kind.encode()), int(sense is Sense.MIN_COST)])
     per_layer = 1 if level == "layer" else int(random.integers(2, 4))
     n_layers = int(random.integers(3, 6)) if level == "layer" else int(random.integers(1, 3))
-    n_units = n_layers * per_layer
-    n_options = int(random.integers(2, 5 if n_units > 4 else 6))
-    tokens, values, costs, counts = _options(random, curves, n_units, n_options)
-    weights = np.full(n_units, 1.0 / n_layers)
-    if curves == "weighted":
-        weights = random.uniform(0.1, 1.0, n_units)
-        weights[random.integers(n_units)] = 0.0
-    tail: dict[str, Any] = {}
-    if aggregate is Aggregate.TAIL:
-        values, tail = _scenarios(random, curves, values)
-    problem = AllocationProblem(
-        **tail,
-        tokens=tokens,
-        bits=random.choice([16, 8, 4], tokens.shape) if curves in BIT_CURVES else None,
-        values=values,
-        costs=costs,
-        option_counts=counts,
-        weights=weights,
-        layers=np.repeat(np.arange(n_layers), per_layer),
-        heads=np.full(n_units, -1) if level == "layer" else np.arange(n_units) % per_layer,
-        sense=Sense.MAX_VALUE,
-        aggregate=aggregate,
-        capacity_bytes=int(np.iinfo(np.int32).max),
-        context_tokens=int(tokens.max()),
-        protected_tokens=int(tokens.min()),
-    )
-    problem = dataclasses.replace(problem, constraints=_sides(random, side, problem))
-    return _with_goal(random, problem, sense)
+    n_options = int(random.integers(2, 5 if n_layers * per_layer > 4 else 6))
+    heads = np.full(per_layer, -1) if level == "layer" else np.arange(per_layer)
+    return _made(random, kind, sense, n_layers, heads, n_options)
 
 
 def tiny_problems(
@@ -204,10 +177,26 @@ def larger_problem(
     -------
     AllocationProblem
     """
-    aggregate, curves, side = _parse(kind)
     random = np.random.default_rng([seed, zlib.crc32(kind.encode()), 2])
-    n_units = n_layers * n_heads
+    return _made(random, kind, sense, n_layers, np.arange(n_heads), n_options)
+
+
+def _made(
+    random: np.random.Generator,
+    kind: str,
+    sense: Sense,
+    n_layers: int,
+    heads: IntArray,
+    n_options: int,
+) -> AllocationProblem:
+    """A problem of a kind, with so many layers of these heads."""
+    aggregate, curves, side = _parse(kind)
+    n_units = n_layers * heads.size
     tokens, values, costs, counts = _options(random, curves, n_units, n_options)
+    weights = np.full(n_units, 1.0 / n_layers)
+    if curves == "weighted":
+        weights = random.uniform(0.1, 1.0, n_units)
+        weights[random.integers(n_units)] = 0.0
     tail: dict[str, Any] = {}
     if aggregate is Aggregate.TAIL:
         values, tail = _scenarios(random, curves, values)
@@ -218,16 +207,16 @@ def larger_problem(
         values=values,
         costs=costs,
         option_counts=counts,
-        weights=np.full(n_units, 1.0 / n_layers),
-        layers=np.repeat(np.arange(n_layers), n_heads),
-        heads=np.arange(n_units) % n_heads,
+        weights=weights,
+        layers=np.repeat(np.arange(n_layers), heads.size),
+        heads=np.tile(heads, n_layers),
         sense=Sense.MAX_VALUE,
         aggregate=aggregate,
-        capacity_bytes=int(np.iinfo(np.int64).max),
+        capacity_bytes=int(np.iinfo(np.int32).max),
         context_tokens=int(tokens.max()),
         protected_tokens=int(tokens.min()),
     )
-    problem = dataclasses.replace(problem, constraints=_sides(random, side, problem))
+    problem = problem.replace(constraints=_sides(random, side, problem))
     return _with_goal(random, problem, sense)
 
 
