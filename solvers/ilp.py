@@ -61,8 +61,8 @@ class ILP(Solver):
     workers : int
         Threads of the back end; with 1 the answer is reproducible.
     backend : {"auto", "cp_sat", "highs", "scip"}
-        OR-Tools CP-SAT, or HiGHS or SCIP through OR-Tools MathOpt. CP-SAT counts in whole
-        numbers; the others in floating point, to about 1e-12 of the range of the values. By
+        OR-Tools CP-SAT, HiGHS through SciPy, or SCIP through OR-Tools MathOpt. CP-SAT counts in
+        whole numbers; the others in floating point, to about 1e-12 of the range of the values. By
         default HiGHS where there are caps, whose rows its cuts are made for, SCIP for several
         workloads, which CP-SAT cannot do, else CP-SAT.
 
