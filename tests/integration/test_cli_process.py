@@ -13,6 +13,7 @@ import pytest
 from factories import make_scores
 
 RUN = "import sys; from kvalloc.cli.main import main; code = main()"
+EXIT = "sys.exit(code)"
 HEAVY = ("torch", "transformers", "matplotlib")
 OPTIMISERS = ("scipy", "ortools", "networkx")
 
@@ -24,18 +25,19 @@ def scores(tmp_path):
     return path
 
 
+def started(*arguments: object, code: str = f"{RUN}; {EXIT}", **options):
+    """A command in a process of its own."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, timeout=120, check=False, **options)
+
+
 def loaded_modules(*arguments: object) -> set[str]:
     """Top-level modules that a command loads."""
     report = (
         "import json; sys.stderr.write(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", f"{RUN}; {report}; sys.exit(code)", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    code = f"{RUN}; {report}; {EXIT}"
+    done = started(*arguments, code=code, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stderr.splitlines()[-1]))
 
@@ -66,14 +68,7 @@ def test_solve_with_greedy_loads_no_rich(scores):
 def test_a_reader_that_hangs_up_gets_no_complaint():
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-c", f"{RUN}; sys.exit(code)", "solvers"],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = started("solvers", stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -82,12 +77,8 @@ def test_ctrl_c_ends_a_process_with_130_and_one_line(tmp_path):
     fifo = tmp_path / "prompt.txt"
     os.mkfifo(fifo)  # reading it waits for a writer
     command = ("generate", "demo", "--full", "--prompt-file", str(fifo))
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"{RUN}; sys.exit(code)", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", f"{RUN}; {EXIT}", *command], **pipes)
     writer = None
     try:
         writer = _open_when_read(fifo)
@@ -136,9 +127,7 @@ def test_an_error_of_ours_keeps_its_traceback():
         "module.solvers = solvers\n"
         "from kvalloc.cli.main import main; sys.exit(main(['solvers']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = started(code=code, capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ZeroDivisionError: ours" in done.stderr
@@ -151,14 +140,8 @@ def test_output_that_was_closed_is_no_defect(scores, closed):
         for number in closed:
             os.close(number)
 
-    done = subprocess.run(
-        [sys.executable, "-c", f"{RUN}; sys.exit(code)", "inspect", str(scores), "-q"],
-        stderr=None if 2 in closed else subprocess.PIPE,
-        stdout=None if 1 in closed else subprocess.PIPE,
-        preexec_fn=close,
-        timeout=120,
-        check=False,
-    )
+    out, err = (None if number in closed else subprocess.PIPE for number in (1, 2))
+    done = started("inspect", scores, "-q", stdout=out, stderr=err, preexec_fn=close)
     assert done.returncode == 0
     assert not done.stderr
     assert bool(done.stdout) == (1 not in closed)

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cli_tools import prose, refused, run, save_tiny_model
-from tiny_models import tiny_model
 from transformers import BloomConfig, BloomForCausalLM
 
 from kvalloc.cli.main import main
@@ -21,22 +20,12 @@ QUESTIONS = [prose(40)[60:90].strip(), "w3 w8 w13", "w21"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(models, profiles, tmp_path_factory):
     """Models, a budget profile, a document, and a saved cache of it."""
     folder = tmp_path_factory.mktemp("questions")
-    save_tiny_model(folder / "tiny", tiny_model())
-    save_tiny_model(folder / "twin", tiny_model(seed=1))
-    save_tiny_model(folder / "deeper", tiny_model(num_hidden_layers=4))
-    save_tiny_model(folder / "chatty", tiny_model(), chat=True)
-    save_tiny_model(folder / "gemma", tiny_model("gemma3"))
-    (folder / "text.txt").write_text(prose(1000))
+    for path in (*models.iterdir(), *profiles.iterdir()):
+        (folder / path.name).symlink_to(path)
     (folder / "doc.txt").write_text(prose(120))
-    for name in ("tiny", "gemma"):
-        scores = folder / f"{name}.safetensors"
-        arguments = ("--text", folder / "text.txt", "--context", 64, "--samples", 2)
-        assert run("profile", folder / name, *arguments, "-o", scores).code == 0
-        budget = ("--budget", "50%", "--quiet")
-        assert run("solve", scores, *budget, "-o", folder / f"{name}.json").code == 0
     ran = run(*reading(folder), "--save-cache", folder / "doc.kv")
     assert ran.code == 0, ran.err
     return folder

@@ -22,22 +22,16 @@ MIB = 1024**2
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "import sys; from kvalloc.cli.main import main; sys.exit(main())"]
-        + ["demo", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    code = "import sys; from kvalloc.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "demo", "--quick", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("demo")
     # a limit that no machine reaches: the whole ladder is asked
-    done = run("--quick", "--time-limit", "3600", folder=folder)
+    done = run("--time-limit", "3600", folder=folder)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return folder / "demo-output", done.stdout
@@ -52,6 +46,7 @@ def record(demo: tuple[Path, str]) -> dict[str, Any]:
 def test_every_file_is_there_and_sound(demo, record):
     folder, _ = demo
     scores = ScoreProfile.load(folder / "scores.safetensors")
+    assert not any(name in scores.text_description for name in haystack_texts())
     assert (folder / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     names = {d["solver"] for d in record["decisions"] if d["level"] is not None}
     assert {"uniform", "greedy", "ilp", "pyramid", "adaptive_head"} <= names
@@ -63,11 +58,6 @@ def test_every_file_is_there_and_sound(demo, record):
     assert not list(folder.glob("*.tmp"))
 
 
-def test_the_haystacks_were_not_measured_on(demo):
-    scores = ScoreProfile.load(demo[0] / "scores.safetensors")
-    assert not any(name in scores.text_description for name in haystack_texts())
-
-
 def test_output_fits_80_columns_without_a_terminal(demo):
     _, output = demo
     assert max(map(len, output.splitlines())) <= 80
@@ -77,12 +67,10 @@ def test_output_fits_80_columns_without_a_terminal(demo):
 
 
 def test_found_is_what_the_answers_say(record):
-    for reference in record["full_cache"]:
-        assert reference["found"] is is_found(reference)
     for asked in record["asked"] + record["by_loss"] + record["ladder"]:
-        for row in asked["rows"]:
-            assert row["found"] is is_found(row)
         assert asked["found"] == sum(map(is_found, asked["rows"]))
+        for row in asked["rows"] + record["full_cache"]:
+            assert row["found"] is is_found(row)
 
 
 def is_found(row: dict[str, Any]) -> bool:
@@ -127,7 +115,7 @@ def test_bytes_are_equal_and_true(demo, record):
     greedy = BudgetProfile.load(folder / "greedy.json")
     assert record["capacity_bytes"] == greedy.retained_bytes
     layer_step = greedy.shape.n_layers * greedy.shape.n_kv_heads * greedy.shape.bytes_per_entry
-    for asked in record["asked"]:
+    for asked in record["asked"] + record["by_loss"]:
         for row in asked["rows"]:
             # never above what was granted; below it by less than one entry a head, plus what a
             # prompt that is a token or two shorter cannot fill
@@ -136,9 +124,6 @@ def test_bytes_are_equal_and_true(demo, record):
             assert row["full_bytes"] == greedy.full_bytes_at(row["prompt_tokens"])
     decided = [d for d in record["at_capacity"] if d["level"] is not None]
     assert {a["solver"] for a in record["asked"]} == {d["solver"] for d in decided}
-    for asked in record["by_loss"]:
-        for row in asked["rows"]:
-            assert 0 <= record["capacity_bytes"] - row["retained_bytes"] <= 4 * layer_step
 
 
 def test_loss_was_measured_on_other_texts(demo):
@@ -166,7 +151,7 @@ def test_the_whole_ladder_was_asked(record):
 
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "taken").write_text("x")
-    done = run("--quick", "--output-dir", "taken", folder=tmp_path)
+    done = run("--output-dir", "taken", folder=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.strip().count("\n") == 0
@@ -175,14 +160,14 @@ def test_a_file_where_the_folder_should_be(tmp_path):
 
 @pytest.mark.parametrize("limit", ["0", "-5", "nan", "inf"])
 def test_a_time_limit_that_is_no_positive_number_is_refused(tmp_path, limit):
-    done = run("--quick", "--time-limit", limit, folder=tmp_path)
+    done = run("--time-limit", limit, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"--time-limit is {limit} s, expected a number above 0" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_json_has_stdout_to_itself(tmp_path):
-    done = run("--quick", "--json", "--time-limit", "1", "--output-dir", "o", folder=tmp_path)
+    done = run("--json", "--time-limit", "1", "--output-dir", "o", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert record == json.loads((tmp_path / "o" / "results.json").read_text("utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -16,40 +17,28 @@ from kvalloc.report.terminal import bar
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
+    ("written", "text"),
     [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1.00 KiB"),
-        (150 * 1024, "150 KiB"),
-        (5_630_976, "5.37 MiB"),
-        (1024**3, "1.00 GiB"),
-        (5000 * 1024**3, "5000 GiB"),
+        (output.size(0), "0 bytes"),
+        (output.size(1023), "1023 bytes"),
+        (output.size(1024), "1.00 KiB"),
+        (output.size(150 * 1024), "150 KiB"),
+        (output.size(5_630_976), "5.37 MiB"),
+        (output.size(1024**3), "1.00 GiB"),
+        (output.size(5000 * 1024**3), "5000 GiB"),
+        (output.duration(0.0004), "0.000 s"),
+        (output.duration(9.5), "9.500 s"),
+        (output.duration(59.94), "59.9 s"),
+        (output.duration(61), "1 min 1 s"),
+        (output.duration(7322), "2 h 2 min"),
+        (output.gap_text(None), "unknown"),  # which is not zero
+        (output.gap_text(0.0), "0%"),
+        (output.gap_text(1e-7), "<0.001%"),
+        (output.gap_text(0.0328), "3.28%"),
     ],
 )
-def test_sizes(count, text):
-    assert output.size(count) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0004, "0.000 s"),
-        (9.5, "9.500 s"),
-        (59.94, "59.9 s"),
-        (61, "1 min 1 s"),
-        (7322, "2 h 2 min"),
-    ],
-)
-def test_durations(seconds, text):
-    assert output.duration(seconds) == text
-
-
-def test_an_unknown_gap_is_not_zero():
-    assert output.gap_text(None) == "unknown"
-    assert output.gap_text(0.0) == "0%"
-    assert output.gap_text(1e-7) == "<0.001%"
-    assert output.gap_text(0.0328) == "3.28%"
+def test_sizes_durations_and_gaps(written, text):
+    assert written == text
 
 
 def test_nan_is_never_printed_as_json():
@@ -65,14 +54,8 @@ def test_bars_are_exact_to_an_eighth():
 
 
 def test_a_whole_bar_is_a_round_share_not_below_the_largest():
-    assert [inspect.bar_scale(share) for share in (0.01, 0.05, 0.051, 0.3, 0.51, 1.0)] == [
-        0.05,
-        0.05,
-        0.1,
-        0.5,
-        1.0,
-        1.0,
-    ]
+    shares = {0.01: 0.05, 0.05: 0.05, 0.051: 0.1, 0.3: 0.5, 0.51: 1.0, 1.0: 1.0}
+    assert [inspect.bar_scale(share) for share in shares] == list(shares.values())
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -129,6 +112,15 @@ class _Terminal(io.StringIO):
         return True
 
 
+def in_terminal(monkeypatch):
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    return terminal
+
+
 def test_a_log_gets_a_line_now_and_then(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
@@ -140,19 +132,14 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch):
 
 
 def test_quiet_shows_nothing(monkeypatch):
-    terminal = _Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    terminal = in_terminal(monkeypatch)
     with ProgressBar("x", unit="layers", quiet=True) as progress, slow("x", quiet=True):
         progress(1, 2)
     assert terminal.getvalue() == ""
 
 
 def test_a_terminal_gets_a_bar_with_the_time_left(monkeypatch):
-    terminal = _Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = in_terminal(monkeypatch)
     with ProgressBar("measuring", unit="layers") as progress:
         progress(1, 4)
         progress._bar.refresh()
@@ -162,15 +149,11 @@ def test_a_terminal_gets_a_bar_with_the_time_left(monkeypatch):
 
 
 def test_a_spinner_shows_only_when_it_takes_long(monkeypatch):
-    terminal = _Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = in_terminal(monkeypatch)
     with slow("soon over"):
         pass
     assert terminal.getvalue() == ""
     monkeypatch.setattr("kvalloc.cli.progress.PATIENCE_SECONDS", 0.0)
-    import time
-
     with slow("takes long"):
         deadline = time.monotonic() + 10
         while "takes long" not in terminal.getvalue() and time.monotonic() < deadline:

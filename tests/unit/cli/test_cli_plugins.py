@@ -102,15 +102,18 @@ def test_lists_fit_the_terminal(monkeypatch, command, width):
     assert max(map(len, lines)) <= int(width)
 
 
-def test_doctor_finds_everything_here():
+def findings(code=0):
+    """What the doctor found, by name."""
     ran = run("doctor", "--json")
-    assert (ran.code, ran.err) == (0, "")
-    found = {finding["name"]: finding for finding in ran.json["findings"]}
-    assert ran.json["ok"] is True
+    assert (ran.code, ran.err, ran.json["ok"]) == (code, "", code == 0)
+    return {finding["name"]: finding for finding in ran.json["findings"]}
+
+
+def test_doctor_finds_everything_here():
+    found = findings()
     assert found["torch"]["found"]
-    assert "threads" in found["compute"]["found"]
-    assert "greedy" in found["solvers"]["found"]
-    assert "xkv" in found["scorers"]["found"]
+    for name, words in (("compute", "threads"), ("solvers", "greedy"), ("scorers", "xkv")):
+        assert words in found[name]["found"]
 
 
 def _without(monkeypatch, *missing):
@@ -145,20 +148,14 @@ def test_doctor_works_without_torch_and_says_how_to_get_it(monkeypatch):
 
 def test_doctor_fails_when_the_core_is_broken(monkeypatch):
     _without(monkeypatch, "scipy")
-    ran = run("doctor", "--json")
-    assert ran.code == 1
-    assert ran.json["ok"] is False
+    assert findings(code=1)["scipy"]["advice"]
 
 
 def test_doctor_names_broken_plugins_but_goes_on(broken):
-    ran = run("doctor", "--json")
-    found = {finding["name"]: finding for finding in ran.json["findings"]}
-    assert ran.code == 0
-    assert "broken cannot be loaded" in found["solvers"]["advice"]
+    assert "broken cannot be loaded" in findings()["solvers"]["advice"]
 
 
 def test_doctor_finds_a_cache_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVALLOC_CACHE", str(tmp_path / "file"))
-    found = {finding["name"]: finding for finding in run("doctor", "--json").json["findings"]}
-    assert "KVALLOC_CACHE" in found["cache folder"]["advice"]
+    assert "KVALLOC_CACHE" in findings()["cache folder"]["advice"]
