@@ -47,19 +47,11 @@ def decision_table(decisions: Sequence[Decision]) -> list[str]:
             notes += textwrap.wrap(f"* {name}: {decision.reason}", WIDTH, subsequent_indent="  ")
             rows.append((f"{name} *", "-", *[""] * 7))
             continue
-        rows.append(
-            (
-                name,
-                profile.level,
-                _number(profile.retention, ".4f"),
-                f"{profile.retained_tokens:,}",
-                f"{profile.retained_bytes / profile.full_bytes:.1%}",
-                f"{profile.retained_bytes / MIB:.2f}",
-                _number(profile.bound and profile.bound / MIB, ".2f"),
-                _number(profile.gap, ".1%"),
-                f"{decision.seconds:.2f}",
-            )
-        )
+        share, mib = profile.retained_bytes / profile.full_bytes, profile.retained_bytes / MIB
+        bound = None if profile.bound is None else profile.bound / MIB
+        kept = (_number(profile.retention, ".4f"), f"{profile.retained_tokens:,}", f"{share:.1%}")
+        proof = (f"{mib:.2f}", _number(bound, ".2f"), _number(profile.gap, ".1%"))
+        rows.append((name, profile.level, *kept, *proof, f"{decision.seconds:.2f}"))
     return [*table_lines(headings, rows, rule=True), *notes]
 
 
@@ -106,16 +98,10 @@ def summary_table(asked: Sequence[Asked]) -> list[str]:
     rows = []
     for entry in _own(asked):
         agree = known(outcome.top1_agreement for outcome in entry.outcomes)
-        rows.append(
-            (
-                entry.solver,
-                _number(entry.profile.retention, ".4f"),
-                f"{entry.n_found} of {len(entry.outcomes)}",
-                _number(entry.kl, ".3f"),
-                f"{sum(agree) / len(agree):.0%}" if agree else "-",
-                f"{entry.profile.retained_bytes / MIB:.2f}",
-            )
-        )
+        found = f"{entry.n_found} of {len(entry.outcomes)}"
+        harm = (_number(entry.kl, ".3f"), f"{sum(agree) / len(agree):.0%}" if agree else "-")
+        mib = f"{entry.profile.retained_bytes / MIB:.2f}"
+        rows.append((entry.solver, _number(entry.profile.retention, ".4f"), found, *harm, mib))
     headings = ("all questions", "retention", "found", "KL", "agree", "MiB")
     twins = [(entry.solver, entry.same_as) for entry in asked if entry.same_as is not None]
     shared = _grouped(twins, "the same budgets as {}, measured once")
@@ -300,17 +286,14 @@ def _twins(everything: Iterable[Asked]) -> dict[str, str]:
 
 
 def _answer_cells(name: str, outcome: Outcome, *, of_full: bool = False) -> tuple[str, ...]:
-    agree = "-" if of_full else _number(outcome.top1_agreement, ".0%", unknown="-")
-    return (
-        name,
-        _short(outcome.answers[0]),
-        "yes" if outcome.found else "no",
-        "-" if of_full else _number(outcome.kl, ".3f"),
-        agree,
-        f"{(outcome.full_bytes if of_full else outcome.retained_bytes) / MIB:.2f}",
-        f"{outcome.prefill_seconds:.2f}",
-        f"{outcome.decode_seconds:.2f}",
-    )
+    harm = ("-", "-")
+    if not of_full:
+        agree = _number(outcome.top1_agreement, ".0%", unknown="-")
+        harm = (_number(outcome.kl, ".3f"), agree)
+    stored = outcome.full_bytes if of_full else outcome.retained_bytes
+    numbers = (stored / MIB, outcome.prefill_seconds, outcome.decode_seconds)
+    found = "yes" if outcome.found else "no"
+    return (name, _short(outcome.answers[0]), found, *harm, *(f"{x:.2f}" for x in numbers))
 
 
 def _short(answer: str) -> str:

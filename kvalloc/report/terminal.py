@@ -211,18 +211,18 @@ def _block(
     bar_width = max(_MIN_BAR, min(30, each - 2 - _NUMBER_WIDTH - 1))
     cell_width = _NUMBER_WIDTH + 1 + bar_width
     heads = [short_name(name, cell_width) for name in columns]
-    lines = [f"{'layer':<{_LABEL_WIDTH - 2}}" + "".join(f"  {h:<{cell_width}}" for h in heads)]
     depth = len(next(iter(columns.values())))
     step = -(-depth // max_rows)
+    rows = []
     for first in range(0, depth, step):
         last = min(depth, first + step) - 1
-        line = f"{first if step == 1 else f'{first}-{last}':>{_LABEL_WIDTH - 2}}"
+        cells = [str(first) if step == 1 else f"{first}-{last}"]
         for shares in columns.values():
             share = float(shares[first : last + 1].mean())
             drawn = bar(min(share, 1.0), bar_width, unicode=unicode)
-            line += f"  {100 * share:>{_NUMBER_WIDTH - 1}.0f}% {drawn:<{bar_width}}"
-        lines.append(line)
-    return [line.rstrip() for line in lines]
+            cells.append(f"{100 * share:>{_NUMBER_WIDTH - 1}.0f}% {drawn:<{bar_width}}")
+        rows.append(cells)
+    return table_lines(("layer", *heads), rows, left=range(1, 1 + len(heads)))
 
 
 def short_name(name: str, width: int) -> str:
