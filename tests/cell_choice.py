@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,7 @@ def covering_cells() -> list[Cell]:
 # The product
 
 
+@functools.cache
 def product_cells() -> list[Cell]:
     """Every policy in every arrival on every model, each with every setting of every other factor.
 

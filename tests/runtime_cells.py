@@ -113,6 +113,16 @@ class Setting:
                 for states, found in zip(own, (keys, values), strict=True):
                     states[positions.long()] = found.float()
 
+    def met(self, cache: Any, lengths: tuple[int, ...], mask: Any = None) -> None:
+        """Each row keeps the budgets of its own length, to the entry, and no padding."""
+        full = list(self.profile.shape.full_layers)
+        for row, tokens in enumerate(lengths):
+            kept = cache.kept_tokens_by_row[row, full]
+            assert (kept == self.profile.budgets_for(tokens)[full]).all()
+            for layer in full if mask is not None else ():
+                columns = cache.kept_indices(layer)[row]
+                assert mask[row, columns[columns >= 0].long().cpu()].all()
+
     def near(self, found: torch.Tensor, expected: torch.Tensor, mask: Any = None) -> None:
         assert self.tiny.worst(found, expected, mask) <= self.tolerance
 
@@ -170,8 +180,7 @@ def widths(profile: Any, bits: str) -> Any:
 
 def one_prompt(at: Setting) -> None:
     cache, shadow = at.prompted()
-    full = list(at.profile.shape.full_layers)
-    assert (cache.kept_tokens_by_row[:, full] == at.profile.budgets[full]).all()
+    at.met(cache, (CONTEXT, CONTEXT))
     at.ask(1, cache, shadow)
 
 
@@ -196,6 +205,7 @@ def chunks(at: Setting) -> None:
     for part in at.tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
         at.near(at.run(part, cache), shadow.logits(part))
         at.follow(shadow, cache)
+    at.met(cache, (CONTEXT, CONTEXT))
     at.ask(5, cache, shadow)
 
 
@@ -206,6 +216,7 @@ def unannounced_chunks(at: Setting) -> None:
             at.near(at.run(part, cache), shadow.logits(part))
             at.follow(shadow, cache)
     at.follow(shadow, cache)  # a held prompt is evicted from now
+    at.met(cache, (CONTEXT, CONTEXT))
     at.ask(1, cache, shadow)
 
 
@@ -215,6 +226,7 @@ def padded(at: Setting, side: str) -> None:
     cache, shadow, ids = at.cache(), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
     at.near(at.run(ids, cache, mask.long()), shadow.logits(ids, mask.long()), mask)
     at.follow(shadow, cache)
+    at.met(cache, LENGTHS, mask)
     at.ask(5, cache, shadow, mask.long())
 
 
@@ -235,6 +247,7 @@ def padded_chunks(at: Setting) -> None:
         own = mask[:, :seen]
         at.near(at.run(part, cache, own), shadow.logits(part, own), own)
         at.follow(shadow, cache)
+    at.met(cache, LENGTHS, mask)
     at.ask(5, cache, shadow, mask)
 
 

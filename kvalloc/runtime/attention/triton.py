@@ -187,21 +187,29 @@ def _read_segment(  # type: ignore[no-untyped-def]
     rest, rest_end = tl.load(spans + segment * 4 + 2), tl.load(spans + segment * 4 + 3)
     share = tl.cdiv(tl.cdiv(end - start, SPLITS), COLUMNS) * COLUMNS
     own = start + split * share
-    most, total, summed = _add_kept(
-        asked, kept_keys, kept_values, key_scales, value_scales, first_scales + segment * 2,
-        bias, own, tl.minimum(own + share, end), (own - start) // COLUMNS,
-        most, total, summed, scaling, softcap,
-        HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
-        BITS, BIASED, CAPPED, PRECISION,
-    )  # fmt: skip
+    for part in tl.static_range(2):  # its share of the whole blocks; of the last split also the rest
+        first, last = own, tl.minimum(own + share, end)
+        if part == 1:
+            first, last = rest, tl.where(split == SPLITS - 1, rest_end, rest)
+        if BITS == 16:
+            most, total, summed = _add_numbers(
+                asked, kept_keys, kept_values, bias, first, last,
+                most, total, summed, scaling, softcap,
+                end, end,  # place and padding, which nothing asks for
+                HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS,
+                BIASED, False, CAPPED, False, PRECISION,
+            )  # fmt: skip
+        else:
+            scale = tl.load(first_scales + segment * 2 + part)
+            if part == 0:
+                scale += (own - start) // COLUMNS
+            most, total, summed = _add_packed(
+                asked, kept_keys, kept_values, key_scales, value_scales, bias, first, last, scale,
+                most, total, summed, scaling, softcap,
+                HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
+                BITS, BIASED, CAPPED, PRECISION,
+            )  # fmt: skip
     if split == SPLITS - 1:
-        most, total, summed = _add_kept(
-            asked, kept_keys, kept_values, key_scales, value_scales, first_scales + segment * 2 + 1,
-            bias, rest, rest_end, 0,
-            most, total, summed, scaling, softcap,
-            HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
-            BITS, BIASED, CAPPED, PRECISION,
-        )  # fmt: skip
         most, total, summed = _add_numbers(
             asked,
             keys + segment * n_following * HEAD_DIM,
@@ -220,53 +228,6 @@ def _read_segment(  # type: ignore[no-untyped-def]
         summed,
         mask=(row[:, None] < n_rows) & (value_dims[None, :] < VALUE_DIM),
     )
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _add_kept(  # type: ignore[no-untyped-def]
-    queries,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    first_scale,
-    bias,
-    start,
-    end,
-    blocks_before,
-    most,
-    total,
-    summed,
-    scaling,
-    softcap,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BITS: tl.constexpr,
-    BIASED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add kept entries from start to end to a softmax, as they are stored."""
-    if BITS == 16:
-        most, total, summed = _add_numbers(
-            queries, keys, values, bias, start, end, most, total, summed, scaling, softcap,
-            end, end,  # place and padding, which nothing asks for
-            HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS,
-            BIASED, False, CAPPED, False, PRECISION,
-        )  # fmt: skip
-    else:
-        most, total, summed = _add_packed(
-            queries, keys, values, key_scales, value_scales, bias,
-            start, end, tl.load(first_scale) + blocks_before,
-            most, total, summed, scaling, softcap,
-            HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
-            BITS, BIASED, CAPPED, PRECISION,
-        )  # fmt: skip
-    return most, total, summed
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 
 CONTEXT = 80
+
+
+def profile_of(tiny: ModuleType, model: Any, level: str) -> Any:
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    return tiny.by_head(profile, spread=9) if level == "head" else profile
 
 
 def run(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
@@ -78,17 +83,6 @@ def test_bytes_of_sliding_layers_past_their_window(tiny: ModuleType, share: floa
     assert (cache.retained_bytes == cache.full_bytes) is (share == 1.0)
 
 
-@pytest.mark.parametrize("tokens", [3, 6, 7, 40, 200])
-def test_prompts_of_other_lengths_get_scaled_budgets(tiny: ModuleType, tokens: int) -> None:
-    model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.4)
-    cache = profile.cache(model)
-    run(model, tiny.prompt(tokens), cache)
-    assert np.array_equal(cache.kept_tokens, profile.budgets_for(tokens))
-    assert cache.retained_bytes == profile.retained_bytes_at(tokens)
-    assert cache.get_seq_length() == tokens
-
-
 def test_positions_and_masks_count_tokens_seen(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     cache = tiny.make_profile(model, CONTEXT, [6, 10, 20, 80]).cache(model)
@@ -107,56 +101,6 @@ def test_positions_and_masks_count_tokens_seen(tiny: ModuleType) -> None:
         assert cache.layers[0].get_mask_sizes(torch.arange(84, 84 + new)) == (84 + new, 0)
 
 
-def test_interleaved_caches_are_independent(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profiles = [tiny.make_profile(model, CONTEXT, share) for share in (0.2, 0.6)]
-    prompts = [tiny.prompt(CONTEXT, seed=1), tiny.prompt(CONTEXT - 11, seed=2)]
-    question = [tiny.prompt(5, seed=3), tiny.prompt(3, seed=4)]
-    alone = []
-    for profile, ids, follow in zip(profiles, prompts, question, strict=True):
-        cache = profile.cache(model)
-        alone.append((run(model, ids, cache), run(model, follow, cache)))
-    caches = [profile.cache(model) for profile in profiles]
-    plain_before = run(model, prompts[0], None)
-    first = [run(model, ids, cache) for ids, cache in zip(prompts, caches, strict=True)]
-    plain_between = run(model, prompts[0], None)
-    then = [run(model, ids, cache) for ids, cache in zip(question, caches, strict=True)]
-    assert torch.equal(plain_before, plain_between)
-    for expected, one, two in zip(alone, first, then, strict=True):
-        assert torch.equal(expected[0], one)
-        assert torch.equal(expected[1], two)
-
-
-def test_constant_keys_keep_sinks_window_and_the_earliest(tiny: ModuleType) -> None:
-    """Every score is the same: the least informative prompt there is."""
-    model = tiny.tiny_model()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.weight.zero_()
-    # The pooling counts zeros beyond the ends, so without it ties are complete.
-    profile = tiny.make_profile(model, CONTEXT, [20] * 4, parameters={"pool": 1})
-    cache = profile.cache(model)
-    run(model, tiny.prompt(CONTEXT), cache)
-    expected = [*range(CONTEXT - tiny.WINDOW)][: 20 - tiny.WINDOW]
-    expected += range(CONTEXT - tiny.WINDOW, CONTEXT)
-    for layer in range(4):
-        assert (cache.kept_indices(layer) == torch.tensor(expected)).all()
-
-
-def test_the_smallest_budget_is_sinks_and_window(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    least = tiny.SINKS + tiny.WINDOW
-    cache = tiny.make_profile(model, CONTEXT, [least] * 4).cache(model)
-    ids = tiny.prompt(CONTEXT)
-    run(model, ids, cache)
-    expected = [*range(tiny.SINKS), *range(CONTEXT - tiny.WINDOW, CONTEXT)]
-    for layer in range(4):
-        assert (cache.kept_indices(layer) == torch.tensor(expected)).all()
-    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
-    question = tiny.prompt(5, seed=1)
-    assert (run(model, question, cache) - oracle.logits(question)).abs().max() < 1e-4
-
-
 def test_kept_indices_of_a_whole_layer_and_of_a_sliding_one(tiny: ModuleType) -> None:
     model = tiny.tiny_model("gemma3")
     cache = tiny.make_profile(model, CONTEXT, [CONTEXT, 20]).cache(model)
@@ -170,9 +114,10 @@ def test_kept_indices_of_a_whole_layer_and_of_a_sliding_one(tiny: ModuleType) ->
         cache.kept_indices(0)
 
 
-def test_rows_can_be_reordered_repeated_and_selected(tiny: ModuleType) -> None:
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_rows_can_be_reordered_repeated_and_selected(tiny: ModuleType, level: str) -> None:
     model = tiny.tiny_model()
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    profile = profile_of(tiny, model, level)
     ids, question = tiny.prompt(CONTEXT, 3), tiny.prompt(4, 3, seed=1)
     order = torch.tensor([2, 0, 0])
     cache, expected = profile.cache(model), profile.cache(model)
@@ -186,7 +131,7 @@ def test_rows_can_be_reordered_repeated_and_selected(tiny: ModuleType) -> None:
     cache.batch_select_indices(torch.tensor([1]))
     cache.batch_repeat_interleave(2)
     assert torch.equal(cache.kept_indices(1), before[[0, 0]])
-    assert cache.layers[1].keys.shape[0] == 2
+    assert cache.layers[1].batch == 2
 
 
 def test_rows_selected_by_a_mask_keep_the_budgets_of_their_own_prompts(tiny: ModuleType) -> None:
@@ -211,9 +156,10 @@ def test_rows_of_an_empty_cache_are_repeated_in_vain(tiny: ModuleType) -> None:
     assert cache.batch == 2
 
 
-def test_a_copy_goes_on_by_itself(tiny: ModuleType) -> None:
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_a_copy_goes_on_by_itself(tiny: ModuleType, level: str) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = profile_of(tiny, model, level).cache(model)
     run(model, tiny.prompt(CONTEXT), cache)
     other = copy.deepcopy(cache)
     question = tiny.prompt(6, seed=1)
@@ -235,9 +181,10 @@ def test_a_copy_of_a_cache_that_was_filled_with_gradients(tiny: ModuleType) -> N
     assert torch.equal(run(model, question, other), run(model, question, cache))
 
 
-def test_cropping_back_to_the_prompt_asks_another_question(tiny: ModuleType) -> None:
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_cropping_back_to_the_prompt_asks_another_question(tiny: ModuleType, level: str) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    cache = profile_of(tiny, model, level).cache(model)
     run(model, tiny.prompt(CONTEXT), cache)
     bytes_before = cache.retained_bytes
     question = tiny.prompt(6, seed=1)
@@ -246,6 +193,8 @@ def test_cropping_back_to_the_prompt_asks_another_question(tiny: ModuleType) -> 
     assert cache.get_seq_length() == CONTEXT
     assert cache.retained_bytes == bytes_before
     assert torch.equal(run(model, question, cache), first)
+    with pytest.raises(UnsupportedRequestError, match="only 6 tokens followed"):
+        cache.crop(-7)
     cache.crop(0)
     assert cache.get_seq_length() == CONTEXT + 6
 
@@ -312,3 +261,43 @@ def test_a_cache_shows_its_tokens_and_bytes(tiny: ModuleType) -> None:
         model(tiny.prompt(CONTEXT, 2), past_key_values=cache)
     stored = f"{cache.retained_bytes:,} of {cache.full_bytes:,} bytes"
     assert repr(cache).endswith(f"rows=2, tokens={CONTEXT}, {stored})")
+
+
+def test_what_is_kept_are_each_heads_best(tiny: ModuleType) -> None:
+    """Selection recomputed from the full prompt's states, layer by layer."""
+    from kvalloc.models.attention import intercept_attention
+    from kvalloc.scorers import get_scorer
+
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    cache = profile.cache(model)
+    ids = tiny.prompt(CONTEXT, 2)
+    scores = {}
+    policy = profile.policy
+    scorer = get_scorer(policy.scorer, **policy.scorer_parameters)
+
+    def note(states: object, compute: object) -> object:
+        scores[states.layer] = scorer.score(states, sinks=policy.sinks)  # type: ignore[attr-defined]
+        return compute(states.mask)  # type: ignore[operator, attr-defined]
+
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with intercept_attention(model, note):
+            model(ids)
+    differ = 0
+    for layer, score in scores.items():
+        kept = cache.kept_indices(layer)
+        budget = int(profile.budgets[layer, 0])
+        assert kept.shape == (2, tiny.N_KV_HEADS, budget)
+        assert kept.dtype == torch.int32
+        for row in range(2):
+            for head in range(tiny.N_KV_HEADS):
+                mine = set(kept[row, head].tolist())
+                must = {*range(policy.sinks), *range(CONTEXT - policy.window, CONTEXT)}
+                assert must <= mine
+                free = sorted(
+                    set(range(CONTEXT)) - must, key=lambda t: (-score[row, head, t].item(), t)
+                )
+                assert mine == must | set(free[: budget - len(must)])
+        differ += int((kept[:, 0] != kept[:, 1]).any())
+    assert differ == tiny.N_LAYERS

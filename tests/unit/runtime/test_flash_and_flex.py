@@ -43,7 +43,7 @@ def profile_of(tiny: ModuleType, model: Any, level: str) -> Any:
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_questions_after_a_padded_prompt(
     tiny: ModuleType, attention: str, family: str, level: str
 ) -> None:
@@ -66,21 +66,6 @@ def test_questions_after_a_padded_prompt(
             question = tiny.prompt(tokens, 2, seed=tokens)
             found, expected = run(model, question, cache, mask), shadow.logits(question, mask)
             assert tiny.worst(found, expected, mask) < 1e-4
-
-
-@pytest.mark.parametrize("policy", ["merge", "compensate", "attention_matching"])
-def test_entries_that_stand_for_several(tiny: ModuleType, attention: str, policy: str) -> None:
-    """Neither takes a bias for each head, so that kvalloc attends by itself."""
-    model = tiny.tiny_model("llama", attention)
-    cache = make_cache(profile_of(tiny, model, "layer"), model, policy=policy)
-    shadow, ids = tiny.Shadow(model), tiny.prompt(CONTEXT, 2)
-    run(model, ids, cache)
-    shadow.logits(ids)
-    shadow.follow(cache)
-    shadow.take_combined(cache)
-    for tokens in (1, 5):
-        question = tiny.prompt(tokens, 2, seed=tokens)
-        assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -139,11 +124,11 @@ HELD = {
     "lookahead": {"tokens": 5, "pool": 3},
     "reconstruction": {"chunk": 37, "instruction": "7+8+9", "continuation": "10"},
 }
-SIDES = ["none", "left", "right"]
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "side"), [("llama", "none"), ("llama", "right"), ("gemma3", "left")]
+)
 @pytest.mark.parametrize("scorer", list(HELD))
 def test_prompts_that_are_held_whole(
     tiny: ModuleType, attention: str, scorer: str, family: str, side: str
@@ -152,8 +137,6 @@ def test_prompts_that_are_held_whole(
 
     In one piece and in chunks, which come to the same.
     """
-    if side == "right" and family == "gemma3" and attention == "padding_only":
-        pytest.skip("flash attention cuts padding out and counts a sliding window without it")
     columns, count = torch.arange(CONTEXT), torch.tensor(LENGTHS)[:, None]
     mask = {
         "none": torch.ones(2, CONTEXT, dtype=torch.bool),

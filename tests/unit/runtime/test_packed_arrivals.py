@@ -28,7 +28,6 @@ from kvalloc.runtime.refusals import check_profile
 
 CONTEXT = 150
 LENGTHS = (CONTEXT, 97, 30)
-FAMILIES = ["llama", "qwen3", "phi3", "gemma3"]
 
 
 def bits_profile(
@@ -88,12 +87,9 @@ def account(cache: Any) -> int:
 
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("level", ["layer", "head"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_prompt_and_questions_of_any_length(
-    tiny: ModuleType, family: str, attention: str, level: str
-) -> None:
-    model = tiny.tiny_model(family, attention)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_prompt_and_questions_of_any_length(tiny: ModuleType, family: str, level: str) -> None:
+    model = tiny.tiny_model(family)
     profile = bits_profile(tiny, model, level)
     cache, shadow = profile.cache(model), tiny.Shadow(model)
     ids = tiny.prompt(CONTEXT, 2)
@@ -147,7 +143,7 @@ def test_what_is_stored_is_what_the_model_computed_rounded_once(
 
 
 @pytest.mark.parametrize("announced", [True, False])
-@pytest.mark.parametrize("side", ["left", "right", None])
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("level", ["layer", "head"])
 def test_a_prompt_in_chunks_and_rows_of_different_lengths(
     tiny: ModuleType, level: str, side: str | None, announced: bool
@@ -293,22 +289,6 @@ def test_a_file_whose_packed_layers_were_edited_is_refused(
             kvalloc.load_cache(other, model)
 
 
-def test_layers_that_share_entries_may_differ_in_bits(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profile = bits_profile(tiny, model)
-    budgets = profile.budgets.copy()
-    budgets[3] = budgets[2]
-    profile = profile.replace(budgets=budgets, share_groups=((2, 3),))
-    cache, shadow = profile.cache(model), tiny.Shadow(model)
-    ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(4, 2, seed=1)
-    run(model, ids, cache)
-    shadow.logits(ids)
-    assert torch.equal(cache.kept_indices(2), cache.kept_indices(3))
-    assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2)
-    follow(shadow, cache)
-    assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
-
-
 @pytest.mark.parametrize(
     "policy", ["merge", "compensate", "attention_matching", "critical", "nacl"]
 )
@@ -327,23 +307,6 @@ def test_policies_decide_and_merge_before_anything_is_rounded(
     few, many = (run(model, question, cache) for cache in caches)
     assert torch.isfinite(few).all()
     assert not torch.equal(few, many)
-
-
-@pytest.mark.usefixtures("either_way")
-def test_half_precision_is_no_worse_than_the_models_own(tiny: ModuleType) -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        model = tiny.tiny_model("llama", "sdpa", dtype, initializer_range=0.08)
-        ids = tiny.prompt(CONTEXT, 2)
-        profile = bits_profile(tiny, model)
-        cache, shadow = profile.cache(model), tiny.Shadow(model)
-        own = tiny.worst(run(model, ids, cache), shadow.logits(ids))
-        assert cache.retained_bytes == profile.retained_bytes_at(CONTEXT, 2)
-        follow(shadow, cache)
-        for tokens in (1, 5, 40):
-            question = tiny.prompt(tokens, 2, seed=tokens)
-            found = run(model, question, cache)
-            assert found.dtype == dtype
-            assert tiny.worst(found, shadow.logits(question)) <= 2 * own
 
 
 def test_prefill_needs_what_is_kept_and_one_layer_in_full(

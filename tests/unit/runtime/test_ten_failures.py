@@ -135,7 +135,7 @@ def test_8_ties_and_tiny_budgets_keep_sinks_and_window(tiny: ModuleType, model: 
     base = tiny.make_profile(model, CONTEXT, [least] * 4, parameters={"pool": 1})
     budgets = base.budgets.copy()
     budgets[:, 1] += 3
-    profile = tiny.dataclasses.replace(base, level="head", budgets=budgets)
+    profile = base.replace(level="head", budgets=budgets)
     cache = profile.cache(model)
     run(model, tiny.prompt(CONTEXT), cache)
     window = list(range(CONTEXT - tiny.WINDOW, CONTEXT))
@@ -157,13 +157,15 @@ def test_9_what_is_stored_is_what_was_granted(
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"])
 def test_10_a_budget_of_everything_changes_no_bit(
-    tiny: ModuleType, attention: str, level: str
+    tiny: ModuleType, family: str, attention: str
 ) -> None:
-    model = tiny.tiny_model("llama", attention)
-    profile = tiny.dataclasses.replace(tiny.make_profile(model, CONTEXT, 1.0), level=level)
-    cache, plain = profile.cache(model), DynamicCache(config=model.config)
-    for tokens in (CONTEXT, 5, 1):
-        ids = tiny.prompt(tokens, 2, seed=tokens)
-        assert torch.equal(run(model, ids, cache), run(model, ids, plain))
+    model = tiny.tiny_model(family, attention)
+    for level in ("layer", "head"):
+        profile = tiny.make_profile(model, CONTEXT, 1.0).replace(level=level)
+        cache, plain = profile.cache(model), DynamicCache(config=model.config)
+        for tokens in (CONTEXT, 1, 5, 1):
+            ids = tiny.prompt(tokens, 2, seed=tokens)
+            assert torch.equal(run(model, ids, cache), run(model, ids, plain))
+        assert cache.retained_bytes >= cache.full_bytes
