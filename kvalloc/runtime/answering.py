@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvalloc.errors import InputError, ModelMismatchError
 from kvalloc.models.structure import context_limit, decoder_of
+from kvalloc.runtime.holding import end_tokens
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -73,7 +74,7 @@ def answer(
     )
     ids = ids.reshape(1, -1) if ids.ndim < 2 else ids
     _check(model, cache, ids, max_new_tokens)
-    stops = _ends(model) if ends is None else frozenset(ends)
+    stops = end_tokens(model) if ends is None else frozenset(ends)
     return _written(model, cache if keep else copy.deepcopy(cache), ids, max_new_tokens, stops)
 
 
@@ -117,10 +118,3 @@ def _check(model: Any, cache: Cache, ids: Tensor, max_new_tokens: int) -> None:
             f"{max_new_tokens} are beyond the {limit} tokens that the model was made for; shorten "
             "the question or the answer"
         )
-
-
-def _ends(model: Any) -> frozenset[int]:
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)

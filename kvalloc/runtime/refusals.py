@@ -71,11 +71,10 @@ LONG_CHUNK = 32
 """Tokens right after a prompt, and at least half as many as it has, that look like more of it."""
 
 
-def _refuse(*cases: tuple[object, str]) -> None:
-    """Raise `UnsupportedRequestError` with the message of the first condition that is true."""
-    for wrong, message in cases:
-        if wrong:
-            raise UnsupportedRequestError(message)
+def _refuse(wrong: object, message: str) -> None:
+    """One row of a table of refusals: raise `UnsupportedRequestError` if the condition is true."""
+    if wrong:
+        raise UnsupportedRequestError(message)
 
 
 class RefusedCalls:
@@ -145,22 +144,20 @@ def check_profile(profile: BudgetProfile) -> None:
     groups = f"in this profile {shared_text(profile.share_groups)}"
     several = profile.unit_policies is not None or profile.unit_weights is not None
     _refuse(
-        (
-            fewest < 16 and kind.reader is not EvictionPolicy.reader,
-            f"this profile stores entries at {fewest} bits, but the policy {name} compares keys as "
-            "the model made them at each decoded token; choose another policy, or solve again "
-            f"without {option('bits')}",
-        ),
-        (
-            profile.share_groups and several,
-            f"{groups}, but heads have different policies, which cannot choose together; solve "
-            f"again without {option('share_groups')}, or with one policy",
-        ),
-        (
-            profile.share_groups and not issubclass(kind, RankedPolicy),
-            f"{groups}, but the policy {name} chooses for each layer on its own; take one that "
-            f"ranks, such as score, or solve again without {option('share_groups')}",
-        ),
+        fewest < 16 and kind.reader is not EvictionPolicy.reader,
+        f"this profile stores entries at {fewest} bits, but the policy {name} compares keys as "
+        "the model made them at each decoded token; choose another policy, or solve again "
+        f"without {option('bits')}",
+    )
+    _refuse(
+        profile.share_groups and several,
+        f"{groups}, but heads have different policies, which cannot choose together; solve "
+        f"again without {option('share_groups')}, or with one policy",
+    )
+    _refuse(
+        profile.share_groups and not issubclass(kind, RankedPolicy),
+        f"{groups}, but the policy {name} chooses for each layer on its own; take one that "
+        f"ranks, such as score, or solve again without {option('share_groups')}",
     )
     smallest = int(profile.budgets[list(profile.shape.full_layers)].min())
     least = min(profile.policy.protected_tokens, profile.context_tokens)
@@ -189,20 +186,18 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
     kind = getattr(config, "cache_implementation", None)
     chunk = getattr(config, "prefill_chunk_size", None)
     compiled = getattr(model, "_compiled_call_impl", None) is not None
+    _refuse(hasattr(model, "_orig_mod") or compiled, COMPILED)
+    _refuse(getattr(config, "compile_config", None) is not None, COMPILED)
     _refuse(
-        (hasattr(model, "_orig_mod") or compiled, COMPILED),
-        (getattr(config, "compile_config", None) is not None, COMPILED),
-        (
-            kind not in (None, "dynamic"),
-            f"the model's generation config asks for a {kind} cache, which does not go with "
-            "another one; set model.generation_config.cache_implementation to None",
-        ),
-        (
-            chunk is not None and prompt_tokens is None,
-            f"the model prefills in chunks of {chunk} tokens, and a second chunk cannot be told "
-            "from a follow-up; say how long the prompt is: "
-            "kvalloc.runtime.make_cache(profile, model, prompt_tokens=...)",
-        ),
+        kind not in (None, "dynamic"),
+        f"the model's generation config asks for a {kind} cache, which does not go with "
+        "another one; set model.generation_config.cache_implementation to None",
+    )
+    _refuse(
+        chunk is not None and prompt_tokens is None,
+        f"the model prefills in chunks of {chunk} tokens, and a second chunk cannot be told "
+        "from a follow-up; say how long the prompt is: "
+        "kvalloc.runtime.make_cache(profile, model, prompt_tokens=...)",
     )
 
 
@@ -241,7 +236,7 @@ def check_decoding(policy: type[EvictionPolicy], decode_every: object) -> None:
         )
     merges = policy.combine is not EvictionPolicy.combine
     without = f"leave out {option('decode_every')}, or choose another policy"
-    _refuse((merges, f"{_merging(policy.name)} at once; {without}"))
+    _refuse(merges, f"{_merging(policy.name)} at once; {without}")
 
 
 def _merging(name: str) -> str:
@@ -259,16 +254,14 @@ def check_chunk(policy: EvictionPolicy, step: Step) -> None:
     """
     whole = step.follows or (step.seen == 0 and step.completes)
     _refuse(
-        (
-            policy.combines and step.budgets is not None and not whole,
-            f"{_merging(policy.name)}; send it in one piece, or choose another policy",
-        ),
-        (  # something follows that has to be added up
-            step.remember and needs_whole_prompt(policy),
-            "one of this profile's policies adds up the attention of all tokens, which works for "
-            "prompts in one piece only where heads have different policies; send the prompt in "
-            f"one piece without {option('decode_every')}, or give all heads one policy",
-        ),
+        policy.combines and step.budgets is not None and not whole,
+        f"{_merging(policy.name)}; send it in one piece, or choose another policy",
+    )
+    _refuse(
+        step.remember and needs_whole_prompt(policy),
+        "one of this profile's policies adds up the attention of all tokens, which works for "
+        "prompts in one piece only where heads have different policies; send the prompt in "
+        f"one piece without {option('decode_every')}, or give all heads one policy",
     )
 
 
@@ -286,12 +279,10 @@ def check_read(policy: EvictionPolicy, targets: Iterable[IntArray]) -> None:
         If a layer is to keep different numbers of entries.
     """
     _refuse(
-        (
-            any((counts != counts[0, 0]).any() for counts in targets),
-            f"the policy {policy.name} leaves entries unread at each decoded token, which needs "
-            "the same number of entries in all rows and heads of a layer; use a profile of layer "
-            "level and prompts of equal length, or another policy",
-        )
+        any((counts != counts[0, 0]).any() for counts in targets),
+        f"the policy {policy.name} leaves entries unread at each decoded token, which needs "
+        "the same number of entries in all rows and heads of a layer; use a profile of layer "
+        "level and prompts of equal length, or another policy",
     )
 
 
@@ -311,16 +302,11 @@ def check_crop(*, decoding: bool, arriving: bool) -> None:
         In both cases.
     """
     _refuse(
-        (
-            decoding,
-            "cannot crop a cache that keeps its budget while decoding: what scores were made of "
-            f"cannot be taken back; make one without {option('decode_every')}",
-        ),
-        (
-            arriving,
-            "cannot crop before the prompt is complete; reset the cache and start again",
-        ),
+        decoding,
+        "cannot crop a cache that keeps its budget while decoding: what scores were made of "
+        f"cannot be taken back; make one without {option('decode_every')}",
     )
+    _refuse(arriving, "cannot crop before the prompt is complete; reset the cache and start again")
 
 
 def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
@@ -346,19 +332,17 @@ def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
         return next((value for value in values if value is not None), None)
 
     kind = setting("cache_implementation")
+    _refuse(arguments.get("assistant_model") is not None, ASSISTED)
+    _refuse(setting("prompt_lookup_num_tokens"), ASSISTED)
+    _refuse("offloaded" in (kind or ""), OFFLOADED)
     _refuse(
-        (arguments.get("assistant_model") is not None, ASSISTED),
-        (setting("prompt_lookup_num_tokens"), ASSISTED),
-        ("offloaded" in (kind or ""), OFFLOADED),
-        (
-            kind not in (None, "dynamic"),
-            f"cache_implementation={kind!r} asks for another cache; leave it out where kvalloc "
-            "supplies the cache",
-        ),
-        (setting("use_cache") is False, UNUSED),
-        (setting("compile_config") is not None, COMPILED),
-        (setting("output_attentions"), WEIGHTS),
+        kind not in (None, "dynamic"),
+        f"cache_implementation={kind!r} asks for another cache; leave it out where kvalloc "
+        "supplies the cache",
     )
+    _refuse(setting("use_cache") is False, UNUSED)
+    _refuse(setting("compile_config") is not None, COMPILED)
+    _refuse(setting("output_attentions"), WEIGHTS)
 
 
 def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows: int) -> MaskKind:
@@ -388,25 +372,21 @@ def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows:
     weights = arguments.get("output_attentions")
     if weights is None:
         weights = getattr(decoder.config, "output_attentions", False)
+    _refuse(_is_compiled(), COMPILED)
+    _refuse(arguments.get("use_cache") is False, UNUSED)
+    _refuse(decoder.training and _is_checkpointed(decoder), CHECKPOINTED)
     _refuse(
-        (_is_compiled(), COMPILED),
-        (arguments.get("use_cache") is False, UNUSED),
-        (decoder.training and _is_checkpointed(decoder), CHECKPOINTED),
-        (
-            kind is None,
-            f"a reduced cache runs on sdpa, eager, flash and flex attention, not on {base}; load "
-            'the model with attn_implementation="sdpa"',
-        ),
-        (weights, WEIGHTS),
+        kind is None,
+        f"a reduced cache runs on sdpa, eager, flash and flex attention, not on {base}; load "
+        'the model with attn_implementation="sdpa"',
     )
+    _refuse(weights, WEIGHTS)
     batch, _ = new_tokens_shape(arguments)
     rows = "1 row" if stored_rows == 1 else f"{stored_rows} rows"
     _refuse(
-        (
-            stored_rows not in (0, batch),
-            f"the cache holds {rows}, but this input has {batch}; make a cache for each batch, or "
-            "repeat the rows with cache.batch_repeat_interleave(n)",
-        )
+        stored_rows not in (0, batch),
+        f"the cache holds {rows}, but this input has {batch}; make a cache for each batch, or "
+        "repeat the rows with cache.batch_repeat_interleave(n)",
     )
     assert kind is not None
     return kind

@@ -187,7 +187,9 @@ def _read_segment(  # type: ignore[no-untyped-def]
     rest, rest_end = tl.load(spans + segment * 4 + 2), tl.load(spans + segment * 4 + 3)
     share = tl.cdiv(tl.cdiv(end - start, SPLITS), COLUMNS) * COLUMNS
     own = start + split * share
-    for part in tl.static_range(2):  # its share of the whole blocks; of the last split also the rest
+    for part in tl.static_range(
+        2
+    ):  # its share of the whole blocks; of the last split also the rest
         first, last = own, tl.minimum(own + share, end)
         if part == 1:
             first, last = rest, tl.where(split == SPLITS - 1, rest_end, rest)
