@@ -1,15 +1,60 @@
-"""Prompts made by the tasks' rules, for the commands that measure losses."""
+"""The prompts of the commands that measure losses: given, or made by the tasks' rules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
+from kvalloc.allocation.request import Option
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from kvalloc.measure import Prompt
+    from kvalloc.measure import Document, Prompt
+
+PROMPTS = "On which text or prompts"
+DEFAULT_CONTEXT = 1024
+
+
+class PromptOptions(TypedDict, total=False):
+    """Which texts or prompts are measured.
+
+    Parameters
+    ----------
+    text : sequence of str
+        Running text, files or folders, cut into samples.
+    prompts : sequence of str
+        Prompts of the kinds that are to come, one JSON object a line with 'prompt', 'text',
+        'messages', or 'context' and 'input'.
+    tasks : str
+        Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc eval'
+        from texts and words that no evaluation uses.
+    question : {"inside", "after", "both"}, default "inside"
+        With `tasks`: whether the prompt that is reduced ends with the question, or is the context
+        alone, and the question is read after the reduction.
+    lengths : str
+        With `tasks`: prompts of each of these lengths, tokens; `context` by default.
+    context : int, default 1024
+        Reference context, tokens.
+    seed : int, default 0
+        Of the choice of samples or prompts.
+    """
+
+    text: Annotated[Sequence[str] | None, Option("FILE|DIR", PROMPTS)]
+    prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", PROMPTS)]
+    tasks: Annotated[str | None, Option("NAME,NAME", PROMPTS)]
+    question: Annotated[Literal["inside", "after", "both"] | None, Option("", PROMPTS)]
+    lengths: Annotated[str | None, Option("N,N", PROMPTS)]
+    context: Annotated[int | None, Option("N", PROMPTS, least=1)]
+    seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
+
+
+def read_given(given: Mapping[str, Any]) -> list[Document | Prompt]:
+    """The texts and prompts in the files that the user names."""
+    from kvalloc.measure import read_prompts, read_texts
+
+    texts: list[Document | Prompt] = [*read_texts(given.get("text", ()))]
+    return texts + [one for file in given.get("prompts", ()) for one in read_prompts(file)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,26 +76,17 @@ class Recipe:
     lengths: tuple[int, ...] = ()
 
     def make(
-        self,
-        tokenizer: Any,
-        *,
-        samples: int | None,
-        each: int,
-        context: int,
-        seed: int,
-        begun_every: int = 0,
+        self, tokenizer: Any, given: Mapping[str, Any], *, each: int, begun_every: int = 0
     ) -> list[Prompt]:
         """The prompts.
 
         Parameters
         ----------
         tokenizer : PreTrainedTokenizerBase
-        samples : int or None
-            How many; `each` of every kind and form by default.
+        given : mapping
+            What was typed of ``context``, ``seed`` and ``samples``, how many prompts.
         each : int
-        context : int
-            Reference context, tokens.
-        seed : int
+            So many of every kind and form by default.
         begun_every : int
             See `kvalloc.prompts.calibration.calibration_prompts`.
 
@@ -61,41 +97,29 @@ class Recipe:
         """
         from kvalloc.prompts.calibration import STANDINGS, calibration_prompts
 
-        lengths = self.lengths or (context,)
+        lengths = self.lengths or (given.get("context", DEFAULT_CONTEXT),)
         forms = len(self.kinds) * len(lengths) * len(STANDINGS[self.question])
         try:
             return calibration_prompts(
                 tokenizer,
-                each * forms if samples is None else samples,
+                given.get("samples", each * forms),
                 lengths,
                 kinds=self.kinds,
                 question=self.question,
                 begun_every=begun_every,
-                seed=seed,
+                seed=given.get("seed", 0),
             )
         except InputError as error:
             raise InputError(f"{error}; or bring your own with --prompts or --text") from error
 
 
-def read_recipe(
-    tasks: str | None,
-    question: str | None,
-    lengths: str | None,
-    *,
-    context: int,
-    given: bool,
-    default: Sequence[str] = (),
-) -> Recipe | None:
+def read_recipe(given: Mapping[str, Any], *, default: Sequence[str] = ()) -> Recipe | None:
     """What --tasks, --question and --lengths ask for; None where no prompts are to be made.
 
     Parameters
     ----------
-    tasks, question, lengths : str or None
-        As the user wrote them.
-    context : int
-        Reference context, tokens: no prompt may be longer.
-    given : bool
-        Whether there are texts or prompts of the user's.
+    given : mapping
+        Of `PromptOptions`, those that were typed.
     default : sequence of str
         Tasks where the user gives nothing at all.
 
@@ -104,10 +128,12 @@ def read_recipe(
     InputError
         If they contradict each other, or there is no such task, place or length.
     """
-    if tasks is not None and given:
+    own, tasks = bool(given.get("text") or given.get("prompts")), given.get("tasks")
+    if tasks is not None and own:
         raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
-    if tasks is None and (given or not default):
-        if question is not None or lengths is not None:
+    question = given.get("question")
+    if tasks is None and (own or not default):
+        if question is not None or "lengths" in given:
             flag = "--question" if question is not None else "--lengths"
             raise InputError(f"{flag} is about prompts that --tasks makes; add --tasks")
         return None
@@ -120,7 +146,7 @@ def read_recipe(
     return Recipe(
         kinds=tuple(task.name for task in find_tasks(names)),
         question=question or "inside",
-        lengths=_lengths(lengths, context),
+        lengths=_lengths(given.get("lengths"), given.get("context", DEFAULT_CONTEXT)),
     )
 
 

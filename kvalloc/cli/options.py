@@ -28,32 +28,6 @@ Json = Annotated[
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print only what was asked for, and errors.")
 ]
-TaskNames = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,NAME",
-        help="Prompts with answers instead of text, made by the rules of these tasks of 'kvalloc "
-        "eval' from texts and words that no evaluation uses.",
-    ),
-]
-Question = Annotated[
-    str | None,
-    typer.Option(
-        metavar="inside|after|both",
-        help="With --tasks: whether the prompt that is reduced ends with the question, or is the "
-        "context alone, and the question is read after the reduction; inside by default.",
-    ),
-]
-Lengths = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,N",
-        help="With --tasks: prompts of each of these lengths, tokens; --context by default.",
-    ),
-]
-ReferenceContext = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Reference context, tokens.")
-]
 Solver = Annotated[str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")]
 SolverOption = Annotated[
     list[str] | None,

@@ -5,31 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from kvalloc.cli import profile_options as options
-from kvalloc.cli.calibrating import Recipe, read_recipe
-from kvalloc.cli.options import (
-    Device,
-    Dtype,
-    Json,
-    Lengths,
-    ModelName,
-    Question,
-    Quiet,
-    ReferenceContext,
-    TaskNames,
-)
+import typer
+
+from kvalloc.allocation.request import Option
+from kvalloc.cli import targets
+from kvalloc.cli.calibrating import PromptOptions, Recipe, read_given, read_recipe
+from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
 from kvalloc.cli.output import duration, print_fields, print_json, size
-from kvalloc.cli.progress import load
+from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
 from kvalloc.units import parse_bits
 
 if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile
-    from kvalloc.measure import Document, Prompt
-    from kvalloc.models.loading import LoadedModel
-    from kvalloc.scorers import Scorer
 
 EXAMPLES = """\
   kvalloc profile demo --samples 4 --context 1024 -o s.safetensors
@@ -40,195 +30,181 @@ EXAMPLES = """\
       --loss-policies usual -o s.safetensors
 """
 
-DEFAULT_SINKS = 4
-DEFAULT_RATIO = 0.1
 DEFAULT_KINDS = ("needle", "pairs", "kl", "code")
 """`kvalloc.prompts.calibration.KINDS`, which is not imported without need."""
 EACH_TASK = 2
 """Prompts of each kind that are made."""
 
 
+SCORER_OPTIONS = ("window", "pool", "group_reduce")
+SCORES, LOSSES, MORE = "What is measured", "Losses", "Other measurements"
+
+
+class ProfileFlags(TypedDict, total=False):
+    """What ``kvalloc profile`` measures; see `kvalloc.measure.profiling.ProfileOptions`.
+
+    Parameters
+    ----------
+    samples : int
+        Samples to measure; see `sampling_ratio`. With `tasks` two of each by default.
+    sampling_ratio : float, default 0.1
+        Without `samples`: share of all samples there are.
+    scorer : str, default "xkv"
+        What is measured; see 'kvalloc scorers'.
+    window : int
+        The scorer's window, tokens; its own by default.
+    pool : int
+        The scorer's pooling width, tokens; its own by default.
+    group_reduce : str
+        How query heads that share a KV head are reduced.
+    sinks : int, default 4
+        First tokens that are never evicted.
+    count_sinks : bool
+        Count the sinks as evictable, as XKV does.
+    loss : str
+        Also measure what reducing each unit alone does to the next-token distribution: a forward
+        for every unit and level, or a second-order estimate at the price of a few prefills.
+    loss_level : str, default "layer"
+        What is reduced alone for `loss`.
+    probes : int
+        With `loss` measured: estimate everything first, then measure only the N figures a sample
+        whose measurement may change the solution; all by default.
+    loss_policies : str
+        Policies or scorers whose losses are measured beside the scorer's, so that 'kvalloc solve'
+        chooses one for each unit with its budget; options after a colon, such as
+        tova,critical,snapkv:window=4:pool=1; 'usual' for a set that does well.
+    bits : str
+        Measure what these bit widths do to the attention output too, for 'kvalloc solve --bits'.
+    share_length : int, default 1
+        Also measure what runs of 2 to N adjacent layers keep when they share the kept entries, for
+        'kvalloc solve --share-groups'; 4 at most, 1 measures nothing.
+    """
+
+    samples: Annotated[int | None, Option("N", SCORES)]
+    sampling_ratio: Annotated[float | None, Option("SHARE", SCORES)]
+    scorer: Annotated[str | None, Option("NAME", SCORES)]
+    window: Annotated[int | None, Option("N", SCORES)]
+    pool: Annotated[int | None, Option("N", SCORES)]
+    group_reduce: Annotated[str | None, Option("mean|max", SCORES)]
+    sinks: Annotated[int | None, Option("N", SCORES)]
+    count_sinks: Annotated[bool | None, Option("", SCORES)]
+    loss: Annotated[str | None, Option("[measured|fast]", LOSSES)]
+    loss_level: Annotated[str | None, Option("layer|head", LOSSES)]
+    probes: Annotated[int | None, Option("N", LOSSES)]
+    loss_policies: Annotated[str | None, Option("NAME,NAME", LOSSES)]
+    bits: Annotated[str | None, Option("16,8,4", MORE)]
+    share_length: Annotated[int | None, Option("N", MORE)]
+
+
+Output = Annotated[
+    Path,
+    typer.Option("--output", "-o", metavar="OUT.safetensors", help="The score profile to write."),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with what a killed command had finished.")
+]
+
+
+@targets.takes(ProfileFlags)
+@targets.takes(PromptOptions)
 def profile(
     model: ModelName,
-    output: options.Output,
-    text: options.Text = None,
-    prompts: options.Prompts = None,
-    tasks: TaskNames = None,
-    question: Question = None,
-    lengths: Lengths = None,
-    samples: options.Samples = None,
-    sampling_ratio: options.SamplingRatio = None,
-    context: ReferenceContext = 1024,
-    scorer: options.Scorer = "xkv",
-    window: options.Window = None,
-    pool: options.Pool = None,
-    group_reduce: options.GroupReduce = None,
-    sinks: options.Sinks = None,
-    count_sinks: options.CountSinks = False,
-    bits: options.Bits = None,
-    share_length: options.ShareLength = 1,
-    seed: options.Seed = 0,
-    loss: options.Loss = None,
-    loss_level: options.LossLevel = "layer",
-    probes: options.Probes = None,
-    loss_policies: options.LossPolicies = None,
+    output: Output,
     dtype: Dtype = "float32",
     device: Device = None,
-    resume: options.Resume = False,
+    resume: Resume = False,
     json: Json = False,
     quiet: Quiet = False,
+    **asked: Any,
 ) -> None:
     """Measure on text what each layer and KV head can do without.
 
     MODEL is a hub id, a local folder, a .gguf file, or 'demo' (SmolLM2-135M-Instruct). Finished
-    samples are kept in OUT.safetensors.partial until the profile is complete. With --loss, and no
-    text or prompts given, prompts are made as by --tasks needle,pairs,kl,code.
+    samples are kept in OUT.safetensors.partial until the profile is complete. Without any text,
+    public-domain texts that ship with kvalloc are taken; with --loss, and no text or prompts given,
+    prompts are made as by --tasks needle,pairs,kl,code.
     """
-    given = dict(locals())
+    from kvalloc.measure import default_texts
+    from kvalloc.measure import profile as measured_profile
+
+    given = {name: value for name, value in asked.items() if value is not None}
     # Everything that can be refused without the model is refused before it is loaded.
-    _check(given)
-    recipe = _recipe(given)
-    texts = [] if recipe else _read(text or [], prompts or [])
     wanted = _wanted(given)
+    _check(output, wanted, resume=resume)
+    recipe = _recipe(given)
+    texts = [] if recipe else read_given(given) or [*default_texts()]
     start = time.perf_counter()
     loaded = load(model, dtype=dtype, device=device, quiet=quiet)
     if recipe:
-        texts = [
-            *recipe.make(
-                loaded.tokenizer, samples=samples, each=EACH_TASK, context=context, seed=seed
-            )
-        ]
+        texts = [*recipe.make(loaded.tokenizer, given, each=EACH_TASK)]
         wanted["samples"] = len(texts)
-    measured = _measure(loaded, texts, output, wanted, quiet=quiet)
+    # losses are counted as the layers of a prefill that take as long
+    unit = "steps" if "loss" in wanted else "layers"
+    with ProgressBar("profiling", unit=unit, quiet=quiet) as progress:
+        measured = measured_profile(
+            loaded.model,
+            loaded.tokenizer,
+            texts,
+            output=output,
+            resume=resume,
+            progress=progress,
+            model_id=loaded.model_id,
+            **wanted,
+        )
     _report(measured, output, time.perf_counter() - start, json=json, quiet=quiet)
 
 
-def _check(given: Mapping[str, Any]) -> None:
-    """Refuse options that contradict each other."""
-    chosen = _check_output(
-        given["output"], given["scorer"], _scorer_options(given), resume=given["resume"]
-    )
-    if given["sinks"] is not None and given["count_sinks"]:
+def _wanted(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `kvalloc.profile` is asked."""
+    names = (*ProfileFlags.__annotations__, "context", "seed")
+    wanted = {name: given[name] for name in names if name in given}
+    if "bits" in wanted:
+        wanted["bits"] = parse_bits(wanted["bits"])
+    if "loss_policies" in wanted:
+        wanted["loss_policies"] = tuple(wanted["loss_policies"].split(","))
+    return wanted
+
+
+def _check(output: Path, wanted: Mapping[str, Any], *, resume: bool) -> None:
+    """Refuse an output that cannot be written, and options that contradict each other."""
+    from kvalloc.files import check_writable
+    from kvalloc.measure.checkpoint import check_unfinished, checkpoint_folder
+    from kvalloc.measure.loss_plan import LossPlan
+    from kvalloc.measure.profiling import DEFAULTS
+    from kvalloc.models.loading import require_run_packages
+    from kvalloc.scorers import get_scorer
+
+    check_writable(output)
+    parameters = {name: wanted[name] for name in SCORER_OPTIONS if name in wanted}
+    scorer = get_scorer(wanted.get("scorer", DEFAULTS["scorer"]), **parameters)
+    require_run_packages()
+    check_unfinished(checkpoint_folder(output), resume=resume)
+    if "sinks" in wanted and "count_sinks" in wanted:
         raise InputError("--sinks and --count-sinks contradict each other; give one of them")
-    _check_probes(given["probes"], given["loss"])
-    _check_loss(given["loss"], given["loss_level"], _policies(given), chosen, _sinks(given))
+    policies, probes = wanted.get("loss_policies", ()), wanted.get("probes")
+    if "loss" in wanted:
+        plan = LossPlan(
+            method=wanted["loss"],
+            level=wanted.get("loss_level", DEFAULTS["loss_level"]),
+            probes=probes,
+            policies=policies,
+        )
+        plan.named_policies(scorer, sinks=wanted.get("sinks", DEFAULTS["sinks"]))
+    elif probes is not None:
+        raise InputError("--probes are of measured losses; add --loss")
+    elif policies:
+        raise InputError("--loss-policies are measured by their losses; add --loss measured|fast")
 
 
 def _recipe(given: Mapping[str, Any]) -> Recipe | None:
     """Which prompts are to be made, if any."""
-    recipe = read_recipe(
-        *(given["tasks"], given["question"], given["lengths"]),
-        context=given["context"],
-        given=bool(given["text"] or given["prompts"]),
-        default=DEFAULT_KINDS if given["loss"] is not None else (),
-    )
-    if recipe is not None and given["sampling_ratio"] is not None:
+    recipe = read_recipe(given, default=DEFAULT_KINDS if "loss" in given else ())
+    if recipe is not None and "sampling_ratio" in given:
         raise InputError(
             "--sampling-ratio is a share of the text that is given, and prompts are made here; "
             "say how many with --samples"
         )
     return recipe
-
-
-def _wanted(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `kvalloc.measure.profile` is told."""
-    ratio = given["sampling_ratio"]
-    same = (
-        *("samples", "context", "scorer", "count_sinks", "share_length", "seed", "loss"),
-        *("loss_level", "probes", "resume"),
-    )
-    return {
-        **_scorer_options(given),
-        **{name: given[name] for name in same},
-        "sampling_ratio": DEFAULT_RATIO if ratio is None else ratio,
-        "sinks": _sinks(given),
-        "loss_policies": _policies(given),
-        "bits": None if given["bits"] is None else parse_bits(given["bits"]),
-    }
-
-
-def _scorer_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("window", "pool", "group_reduce")
-    return {name: given[name] for name in names if given[name] is not None}
-
-
-def _sinks(given: Mapping[str, Any]) -> int:
-    return DEFAULT_SINKS if given["sinks"] is None else int(given["sinks"])
-
-
-def _policies(given: Mapping[str, Any]) -> tuple[str, ...]:
-    names = given["loss_policies"]
-    return tuple(names.split(",")) if names else ()
-
-
-def _check_output(output: Path, scorer: str, parameters: dict[str, Any], *, resume: bool) -> Scorer:
-    """Refuse what is wrong with output and scorer."""
-    from kvalloc.files import check_writable
-    from kvalloc.measure.checkpoint import check_unfinished, checkpoint_folder
-    from kvalloc.models.loading import require_run_packages
-    from kvalloc.scorers import get_scorer
-
-    check_writable(output)
-    chosen = get_scorer(scorer, **parameters)
-    require_run_packages()
-    check_unfinished(checkpoint_folder(output), resume=resume)
-    return chosen
-
-
-def _check_probes(probes: int | None, loss: str | None) -> None:
-    from kvalloc.measure.loss_plan import LossPlan
-
-    if probes is None:
-        return
-    if loss is None:
-        raise InputError("--probes are of measured losses; add --loss")
-    LossPlan(method=loss, probes=probes)  # type: ignore[arg-type]  # it checks them
-
-
-def _check_loss(
-    loss: str | None, level: str, policies: tuple[str, ...], scorer: Scorer, sinks: int
-) -> None:
-    from kvalloc.measure.loss_plan import LossPlan
-
-    if loss is not None:
-        plan = LossPlan(method=loss, level=level, policies=policies)  # type: ignore[arg-type]
-        plan.named_policies(scorer, sinks=sinks)
-    elif policies:
-        raise InputError("--loss-policies are measured by their losses; add --loss measured|fast")
-
-
-def _measure(
-    loaded: LoadedModel,
-    texts: list[Document | Prompt],
-    output: Path,
-    options: dict[str, Any],
-    *,
-    quiet: bool,
-) -> ScoreProfile:
-    from kvalloc.cli.progress import ProgressBar
-    from kvalloc.measure import profile
-
-    # losses are counted as the layers of a prefill that take as long
-    unit = "layers" if options["loss"] is None else "steps"
-    with ProgressBar("profiling", unit=unit, quiet=quiet) as progress:
-        return profile(
-            loaded.model,
-            loaded.tokenizer,
-            texts,
-            output=output,
-            progress=progress,
-            model_id=loaded.model_id,
-            **options,
-        )
-
-
-def _read(text: list[Path], prompts: list[Path]) -> list[Document | Prompt]:
-    from kvalloc.measure import default_texts, read_prompts, read_texts
-
-    texts: list[Document | Prompt] = [*read_texts(text)]
-    for file in prompts:
-        texts += read_prompts(file)
-    return texts or [*default_texts()]
 
 
 def _report(

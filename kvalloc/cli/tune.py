@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from kvalloc.cli import tune_options as options
-from kvalloc.cli.calibrating import read_recipe
-from kvalloc.cli.options import (
-    Device,
-    Dtype,
-    Json,
-    Lengths,
-    ModelName,
-    Question,
-    Quiet,
-    ReferenceContext,
-    TaskNames,
-)
+import typer
+
+from kvalloc.allocation.request import Option
+from kvalloc.cli import targets
+from kvalloc.cli.calibrating import PromptOptions, read_given, read_recipe
+from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
 from kvalloc.cli.output import print_json, print_table, size
-from kvalloc.cli.progress import load
+from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
-    from kvalloc.models.loading import LoadedModel
     from kvalloc.tuning.tuned_profile import Tuned
 
 EXAMPLES = """\
@@ -35,31 +28,70 @@ EXAMPLES = """\
 
 EACH_TASK = 4
 """Prompts of each kind that are made."""
+DECIDED = "What is decided, and how"
 
 
+class TuneFlags(TypedDict, total=False):
+    """What ``kvalloc tune`` decides; see `kvalloc.tuning.tuned_profile.TuneOptions`.
+
+    Parameters
+    ----------
+    samples : int
+        How many prompts; all by default, with `tasks` four of each.
+    by_prompt : bool
+        Let each prompt hand out its entries among the heads by score; what is tuned is how much
+        each scorer's scores count in each head.
+    scorer : str
+        Ranks where nothing else is better; xkv, or a draft.
+    window : int
+        The scorer's window, never evicted, tokens.
+    policies : str
+        Scorers that each head chooses from beside that one, options after a colon, such as
+        tova,xkv:window=4:pool=1.
+    combine : str
+        With `by_prompt`: what is done with evicted entries, options after a colon;
+        attention_matching by default.
+    steps : int
+        Steps of the descent; 60, or 100 with `by_prompt`.
+    """
+
+    samples: Annotated[int | None, Option("N", DECIDED, least=2)]
+    by_prompt: Annotated[bool | None, Option("", DECIDED)]
+    scorer: Annotated[str | None, Option("NAME", DECIDED)]
+    window: Annotated[int | None, Option("N", DECIDED)]
+    policies: Annotated[str | None, Option("NAME,NAME", DECIDED)]
+    combine: Annotated[str | None, Option("NAME|none", DECIDED)]
+    steps: Annotated[int | None, Option("N", DECIDED, least=1)]
+
+
+Output = Annotated[
+    Path,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="OUT.json",
+        help="Where the budget profile goes; of several budgets each gets its own, such as "
+        "OUT-20.json.",
+    ),
+]
+Budget = Annotated[
+    list[str], typer.Option(metavar="20%", help="Share of the entries; can be repeated.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where a killed command stood.")]
+
+
+@targets.takes(TuneFlags)
+@targets.takes(PromptOptions)
 def tune(
     model: ModelName,
-    output: options.Output,
-    budget: options.Budget,
-    prompts: options.Prompts = None,
-    text: options.Text = None,
-    tasks: TaskNames = None,
-    question: Question = None,
-    lengths: Lengths = None,
-    samples: options.Samples = None,
-    context: ReferenceContext = 1024,
-    by_prompt: options.ByPrompt = False,
-    scorer: options.Scorer = None,
-    window: options.Window = None,
-    policies: options.Policies = None,
-    combine: options.Combine = None,
-    steps: options.Steps = None,
-    seed: options.Seed = 0,
+    output: Output,
+    budget: Budget,
     dtype: Dtype = "float32",
     device: Device = None,
-    resume: options.Resume = False,
+    resume: Resume = False,
     json: Json = False,
     quiet: Quiet = False,
+    **asked: Any,
 ) -> None:
     """Decide budgets and policies of all heads together, on what the reduced cache really does.
 
@@ -68,39 +100,37 @@ def tune(
     need them. A fifth of the prompts is held out and chooses among the stages of the descent.
     """
     from kvalloc.models.loading import require_run_packages
+    from kvalloc.tuning import tune_each
     from kvalloc.units import parse_share
 
     require_run_packages()
+    given = {name: value for name, value in asked.items() if value is not None}
     shares = list(dict.fromkeys(parse_share(one) for one in budget))
     files = _files(output, shares)
     _check_outputs(files, resume=resume)
-    recipe = read_recipe(tasks, question, lengths, context=context, given=bool(text or prompts))
-    texts = [] if recipe else _texts(text or [], prompts or [])
-    if combine is not None and not by_prompt:
-        raise InputError("--combine goes with --by-prompt: other profiles have one policy a head")
-    wanted = _options(
-        by_prompt=by_prompt,
-        scorer=scorer,
-        window=window,
-        policies=policies,
-        combine=combine,
-        steps=steps,
-    )
+    recipe = read_recipe(given)
+    texts = [] if recipe else read_given(given)
+    if not recipe and not texts:
+        raise InputError("there is nothing to tune on; give --tasks, --prompts or --text")
+    wanted = _wanted(given)
     loaded = load(model, dtype=dtype, device=device, quiet=quiet)
     if recipe:
-        texts = [
-            *recipe.make(
-                loaded.tokenizer,
-                samples=samples,
-                each=EACH_TASK,
-                context=context,
-                seed=seed,
-                begun_every=2 if by_prompt else 0,  # a draft begins in another place then
-            )
-        ]
-        samples = len(texts)
-    wanted |= {"shares": shares, "context": context, "samples": samples, "seed": seed}
-    rows = _tuned(loaded, texts, files, wanted | {"resume": resume}, quiet=quiet)
+        begun = 2 if "by_prompt" in given else 0  # a draft begins in another place then
+        texts = [*recipe.make(loaded.tokenizer, given, each=EACH_TASK, begun_every=begun)]
+        wanted["samples"] = len(texts)
+    with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
+        found = tune_each(
+            loaded.model,
+            loaded.tokenizer,
+            texts,
+            shares=shares,
+            outputs=files,
+            resume=resume,
+            progress=progress,
+            model_id=loaded.model_id,
+            **wanted,
+        )
+        rows = [_row(file, tuned) for file, tuned in zip(files, found, strict=True)]
     if json:
         print_json(rows)
     elif not quiet:
@@ -123,72 +153,25 @@ def _check_outputs(files: list[Path], *, resume: bool) -> None:
         check_unfinished(checkpoint_folder(file), resume=resume)
 
 
-def _tuned(
-    loaded: LoadedModel,
-    texts: list[Any],
-    files: list[Path],
-    options: dict[str, Any],
-    *,
-    quiet: bool,
-) -> list[dict[str, Any]]:
-    """Decide one budget after the other, each written as soon as it is decided."""
-    from kvalloc.cli.progress import ProgressBar
-    from kvalloc.tuning import tune_each
-
-    with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
-        found = tune_each(
-            loaded.model,
-            loaded.tokenizer,
-            texts,
-            outputs=files,
-            model_id=loaded.model_id,
-            progress=progress,
-            **options,
-        )
-        return [_row(file, tuned) for file, tuned in zip(files, found, strict=True)]
-
-
-def _texts(text: list[Path], prompts: list[Path]) -> list[Any]:
-    from kvalloc.measure import read_prompts, read_texts
-
-    found: list[Any] = [*read_texts(text)]
-    for file in prompts:
-        found += read_prompts(file)
-    if not found:
-        raise InputError("there is nothing to tune on; give --tasks, --prompts or --text")
-    return found
-
-
-def _options(
-    *,
-    by_prompt: bool,
-    scorer: str | None,
-    window: int | None,
-    policies: str | None,
-    combine: str | None,
-    steps: int | None,
-) -> dict[str, Any]:
+def _wanted(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `kvalloc.tuning.tune_each` is asked."""
     from dataclasses import replace
 
     from kvalloc.tuning.fixed_budgets import FixedBudgets
     from kvalloc.tuning.score_mixing import MixedScores
 
-    moves = MixedScores if by_prompt else FixedBudgets
-    options: dict[str, Any] = {"by_prompt": by_prompt}
-    if scorer is not None or window is not None:
-        name = scorer or moves.own_scorer
-        options["scorer"] = name if window is None else f"{name}:window={window}"
-    if combine is not None:
-        options["combine"] = combine
-    if steps is not None:
-        options["descent"] = replace(moves.settings, steps=steps)
-    return options | _named(policies)
-
-
-def _named(policies: str | None) -> dict[str, Any]:
-    if policies is None:
-        return {}
-    return {"policies": [name.strip() for name in policies.split(",") if name.strip()]}
+    moves = MixedScores if "by_prompt" in given else FixedBudgets
+    if "combine" in given and "by_prompt" not in given:
+        raise InputError("--combine goes with --by-prompt: other profiles have one policy a head")
+    same = ("samples", "by_prompt", "scorer", "combine", "context", "seed")
+    wanted = {name: given[name] for name in same if name in given}
+    if "window" in given:
+        wanted["scorer"] = f"{given.get('scorer', moves.own_scorer)}:window={given['window']}"
+    if "policies" in given:
+        wanted["policies"] = [one.strip() for one in given["policies"].split(",") if one.strip()]
+    if "steps" in given:
+        wanted["descent"] = replace(moves.settings, steps=given["steps"])
+    return wanted
 
 
 def _row(file: Path, tuned: Tuned) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class Checkpoint:
         try:
             self._begin()
         except BaseException:
+            if not (self.folder / _MANIFEST).exists():
+                shutil.rmtree(self.folder, ignore_errors=True)  # nothing was begun
             self._lock.release()
             raise
         return self

@@ -19,6 +19,7 @@ from kvalloc.measure.loss_plan import named_policies, read_named, read_scorer
 from kvalloc.measure.sampling import SampleSet, choose_samples
 from kvalloc.models.loading import require_run_packages, shape_of
 from kvalloc.prompts.intervals import interval
+from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy, policy_of
 from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import Scorer
@@ -257,18 +258,21 @@ def tune_each(
             )
             profile = _profile(job, what, course, own, train)
             if own != policies[0]:
-                losses = [
-                    one.probe.cache_loss(profile.cache(model, allow_other_model=True))
-                    for one in asked
-                ]
+                losses = []
+                for one in asked:
+                    n_tokens = one.probe.n_tokens  # what follows is no part of the prompt
+                    cache = make_cache(
+                        profile, model, allow_other_model=True, prompt_tokens=n_tokens
+                    )
+                    losses.append(one.probe.cache_loss(cache))
                 course = replace(course, held_out_losses=np.array(losses))
             profile = profile.replace(**_provenance(job, what, course, found, seed))
             if outputs is not None:
                 profile.save(outputs[number])
             yield Tuned(profile=profile, course=course)
-        for one in kept:
-            if one is not None:
-                one.finish()
+        for checkpoint in kept:
+            if checkpoint is not None:
+                checkpoint.finish()
 
 
 def _policies(moves: type[Moves], options: TuneOptions) -> tuple[Policy, ...]:

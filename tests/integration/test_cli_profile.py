@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
 
 import pytest
 from cli_tools import CLI_CONTEXT, files_in, profile_arguments, prose, refused, run
 
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure.checkpoint import checkpoint_folder
+from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
 
 
 def test_profile_writes_what_it_says(models, folder):
@@ -103,6 +104,26 @@ def test_an_interruption_before_the_first_sample_leaves_nothing(models, folder, 
     ran = run(*profile_arguments(models, folder))
     assert (ran.code, ran.err) == (130, "interrupted\n")
     assert files_in(folder) == before
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_a_second_command_on_one_output_touches_nothing(models, folder, resume):
+    with Checkpoint(folder / "s.safetensors", {"of": "another process"}, resume=False) as kept:
+        kept.save("sample_00000", {})
+        line = refused(folder, *profile_arguments(models, folder), *resume)
+        assert "another process is at work in" in line
+        assert "s.safetensors.partial; wait for it" in line
+
+
+def test_a_full_disk_is_one_line(models, folder):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        line = refused(folder, *profile_arguments(models, folder))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot write" in line
+    assert "File too large" in line
 
 
 @pytest.mark.parametrize(

@@ -558,6 +558,7 @@ def test_the_command(command, tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_the_command_by_prompt(command, tmp_path):
     out, asked = tmp_path / "p.json", ("--steps", 1, "--budget", "60%")
     ran = command("--by-prompt", *asked, "--json")
