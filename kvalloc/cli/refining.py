@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-import typer
-
+from kvalloc.allocation.request import Option
 from kvalloc.cli.output import note, size
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
@@ -18,110 +16,82 @@ if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.formats.score_profile import ScoreProfile
 
-Refine = Annotated[
-    str | None,
-    typer.Option(
-        "--refine",
-        metavar="MODEL",
-        help="Measure the solution's loss on this model, correct the loss curves around it and "
-        "solve again; with --target-loss, the loss on prompts that only choose the round counts.",
-    ),
-]
-RefinePrompts = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="FILE.jsonl",
-        help="Prompts to refine on, of each 'task' a quarter to choose the round by and a quarter "
-        "to report the loss on; can be repeated. By default four of each kind that 'kvalloc "
-        "profile --loss' makes.",
-    ),
-]
-Rounds = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="With --refine: rounds at most; 3 by default."),
-]
-RefineProbes = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="With --refine: single changes measured a round and prompt, the least decided ones; "
-        "all neighbours by default.",
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume", help="With --refine: go on with what a killed command had measured."),
-]
-
-ROUNDS = 3
+REFINING = "Refining"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refinement:
-    """What was asked for beside the request.
+class RefineFlags(TypedDict, total=False):
+    """How ``kvalloc solve`` refines; see `kvalloc.tuning.refinement.RefineOptions`.
 
-    Attributes
+    Parameters
     ----------
-    model : str
-    prompts : tuple of Path
+    refine : str
+        Measure the solution's loss on this model, correct the loss curves around it and solve
+        again; with `target_loss`, the loss on prompts that only choose the round counts.
+    refine_prompts : sequence of str
+        Prompts to refine on, of each 'task' a quarter to choose the round by and a quarter to
+        report the loss on. By default four of each kind that 'kvalloc profile --loss' makes.
     rounds : int
-    probes : int or None
-    dtype : str
-    device : str or None
+        With `refine`: rounds at most; 3 by default.
+    refine_probes : int
+        With `refine`: single changes measured a round and prompt, the least decided ones; all
+        neighbours by default.
     resume : bool
+        With `refine`: go on with what a killed command had measured.
     """
 
-    model: str
-    prompts: tuple[Path, ...]
-    rounds: int
-    probes: int | None
-    dtype: str
-    device: str | None
-    resume: bool
+    refine: Annotated[str | None, Option("MODEL", REFINING)]
+    refine_prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", REFINING)]
+    rounds: Annotated[int | None, Option("N", REFINING, least=1)]
+    refine_probes: Annotated[int | None, Option("N", REFINING, least=1)]
+    resume: Annotated[bool | None, Option("", REFINING)]
 
 
-def asked_refinement(given: Mapping[str, Any], output: Path | None) -> Refinement | None:
-    """The refinement that the command's options ask for, None where they ask for none.
+def check_refinement(given: Mapping[str, Any], output: Path | None) -> None:
+    """Refuse flags of a refinement without one, and one that cannot be.
+
+    Parameters
+    ----------
+    given : mapping
+        Of `RefineFlags`, and ``average`` and ``device``.
+    output : Path or None
 
     Raises
     ------
     InputError
-        If options of a refinement stand without one, or it has nowhere to keep what it measured.
+        If flags of a refinement stand without one, or it has nowhere to keep what it measured.
     """
     if given["refine"] is None:
         for name in ("refine_prompts", "rounds", "refine_probes", "resume", "device"):
             if given[name]:
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag} belongs to a refinement; name the model with --refine")
-        return None
-    if given["average"] != "curves":
+    elif given["average"] != "curves":
         raise InputError("a refinement corrects the mean curves; leave out --average")
-    if output is None:
+    elif output is None:
         raise InputError("--refine keeps what it measured beside the profile: say -o OUT.json")
-    return Refinement(
-        model=given["refine"],
-        prompts=tuple(given["refine_prompts"] or ()),
-        rounds=given["rounds"] or ROUNDS,
-        probes=given["refine_probes"],
-        dtype=given["dtype"],
-        device=given["device"],
-        resume=given["resume"],
-    )
 
 
 def refined(
     scores: ScoreProfile,
     request: Request,
-    wanted: Refinement,
+    given: Mapping[str, Any],
     output: Path,
+    how: dict[str, Any],
     *,
-    solver: str,
-    solver_options: dict[str, Any],
-    time_limit: float | None,
     quiet: bool,
 ) -> BudgetProfile:
     """Refine and save, with a bar; what was measured is in ``OUT.json.partial`` until then.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    request : Request
+    given : mapping
+        As for `check_refinement`, and ``dtype``.
+    output : Path
+    how : dict
+        Solver, its options and the time limit.
+    quiet : bool
 
     Raises
     ------
@@ -136,25 +106,25 @@ def refined(
     from kvalloc.tuning import refine, refinement_prompts
 
     # what cannot be read or resumed is refused before the model is loaded
-    prompts = refinement_prompts(wanted.prompts)[0] if wanted.prompts else None
-    check_unfinished(checkpoint_folder(output), resume=wanted.resume)
-    loaded = load(wanted.model, dtype=wanted.dtype, device=wanted.device, quiet=quiet)
+    files, resume = given["refine_prompts"], bool(given["resume"])
+    prompts = refinement_prompts(files)[0] if files else None
+    check_unfinished(checkpoint_folder(output), resume=resume)
+    loaded = load(given["refine"], dtype=given["dtype"], device=given["device"], quiet=quiet)
+    if given["rounds"] is not None:
+        how = {**how, "rounds": given["rounds"]}
     with ProgressBar("refining", unit="prompts", quiet=quiet) as progress:
         decided = refine(
             scores,
             loaded.model,
             loaded.tokenizer,
             prompts,
-            rounds=wanted.rounds,
-            probes=wanted.probes,
-            solver=solver,
-            solver_options=solver_options,
-            time_limit=time_limit,
+            probes=given["refine_probes"],
             output=output,
-            resume=wanted.resume,
+            resume=resume,
             progress=progress,
             model_id=loaded.model_id,
             request=request,
+            **how,
         )
     if decided.refinement is not None and decided.refinement["note"]:
         note(decided.refinement["note"], quiet=quiet)
@@ -189,6 +159,11 @@ def refinement_fields(decided: BudgetProfile) -> dict[str, str]:
         **({"note": told["note"]} if told["note"] else {}),
         "rounds": rounds,
     }
+    if decided.requested["target"] == "loss":
+        target = decided.requested["value"]
+        fields["target"] = f"met by {told['choosing_loss']:.6f} on the prompts that chose the round"
+        if told["measured_loss"] > target:
+            fields["target"] += "; the held-out loss is above it"
     beyond = told.get("largest_size_beyond_target")
     if beyond is not None:
         fields["least bytes"] = f"{size(beyond)} of decided layers was too little"

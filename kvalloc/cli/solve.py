@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,6 +32,7 @@ LOSS_NOTE = (
 RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
 
 
+@targets.takes(refining.RefineFlags)
 @targets.takes(RequestOptions)
 def solve(
     scores: targets.Scores,
@@ -39,11 +40,6 @@ def solve(
     solver_option: SolverOption = None,
     average: targets.Average = "curves",
     time_limit: targets.TimeLimit = None,
-    refine: refining.Refine = None,
-    refine_prompts: refining.RefinePrompts = None,
-    rounds: refining.Rounds = None,
-    refine_probes: refining.RefineProbes = None,
-    resume: refining.Resume = False,
     dtype: Dtype = "float32",
     device: Device = None,
     output: Annotated[
@@ -57,7 +53,7 @@ def solve(
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
-    **asked: Unpack[RequestOptions],
+    **asked: Any,
 ) -> None:
     """Decide how many entries each layer and KV head keeps.
 
@@ -68,9 +64,11 @@ def solve(
     from kvalloc.cli.progress import slow
     from kvalloc.files import check_writable
 
-    given = dict(locals())
+    given = {name: asked.pop(name) for name in refining.RefineFlags.__annotations__}
+    given |= {"average": average, "dtype": dtype, "device": device}
     request = Request.parse(**asked)  # refuses before the scores are read
-    refinement = refining.asked_refinement(given, output)
+    refining.check_refinement(given, output)
+    refinement = given["refine"] is not None
     targets.check_time_limit(time_limit)
     _check_output(output, scores, json=json)
     if output is not None:
@@ -79,8 +77,8 @@ def solve(
     profile = targets.load_scores(scores)
     start = time.perf_counter()
     how: dict[str, Any] = {"solver": solver, "solver_options": chosen, "time_limit": time_limit}
-    if refinement is not None and output is not None:
-        decided = refining.refined(profile, request, refinement, output, **how, quiet=quiet)
+    if refinement and output is not None:
+        decided = refining.refined(profile, request, given, output, how, quiet=quiet)
     else:
         with slow(f"solving with {solver}", quiet=quiet):
             decided = solve_request(
@@ -91,7 +89,7 @@ def solve(
                 **how,
             )
     seconds = time.perf_counter() - start
-    if output is not None and refinement is None:
+    if output is not None and not refinement:
         decided.save(output)
     if json:
         interval = {"predicted_loss_interval": loss_interval(decided, profile)}
