@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from re import fullmatch
+from typing import Any, ClassVar, Literal
 
 from kvalloc.errors import InputError, ModelMismatchError, option
 
 LayerType = Literal["full", "sliding"]
 
+MAX_OTHER_SIGNS = 0.2
+"""Share of signs that quantization to 4 bits may change; of unrelated weights half differ."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model's KV cache.
-
-    Attributes
-    ----------
-    model_id : str
-        Hub id, or the base name of a local folder or file.
-    revision : str or None
-        Hub revision, if known.
-    n_layers, n_query_heads, n_kv_heads : int
-        Decoder layers; query heads and KV heads of one layer.
-    head_dim : int
-        Length of one key or value vector, elements.
-    dtype_bytes : int
-        Bytes of one element of a key or value vector.
-    layer_types : tuple of {"full", "sliding"}
-        Attention of each layer, ``(n_layers,)``. A sliding layer keeps a constant number of
-        entries whatever kvalloc decides, so it is accounted for but never given a budget.
-    sliding_window : int or None
-        Window of the sliding layers, tokens.
-    max_context_tokens : int or None
-        The longest context the model was made for, tokens.
+    """The sizes of a model's KV cache, and by what a model is known.
 
     Raises
     ------
@@ -41,16 +25,56 @@ class ModelShape:
         layer types do not fit.
     """
 
+    # For pydantic, where a shape is part of a file.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "strict": True,
+        "use_attribute_docstrings": True,
+    }
+
     model_id: str
+    """Hub id, or the base name of a local folder or file."""
+
     n_layers: int
+    """Decoder layers."""
+
     n_query_heads: int
+    """Query heads of one layer."""
+
     n_kv_heads: int
+    """KV heads of one layer."""
+
     head_dim: int
+    """Length of one key or value vector, elements."""
+
     dtype_bytes: int
+    """Bytes of one element of a key or value vector."""
+
     layer_types: tuple[LayerType, ...]
+    """Attention of each layer, ``(n_layers,)``. A sliding layer keeps a constant number of entries
+    whatever kvalloc decides, so it is accounted for but never given a budget."""
+
     revision: str | None = None
+    """Hub revision, if known."""
+
     sliding_window: int | None = None
+    """Window of the sliding layers, tokens."""
+
     max_context_tokens: int | None = None
+    """The longest context the model was made for, tokens."""
+
+    vocab_size: int | None = None
+    """Tokens of the vocabulary; None if unknown."""
+
+    rotary: str | None = None
+    """Rotary settings of the config, as JSON; None if unknown or without."""
+
+    weights_digest: str | None = None
+    """Digest of some of the weights, the same in float32 and bfloat16; None if unknown."""
+
+    weights_signs: str | None = None
+    """Signs of some of the weights, hexadecimal digits: nearly the same at any precision, also of
+    weights quantized to 4 bits; None if unknown."""
 
     def __post_init__(self) -> None:
         for name in ("n_layers", "n_query_heads", "n_kv_heads", "head_dim", "dtype_bytes"):
@@ -71,6 +95,8 @@ class ModelShape:
                 f"model shape: {self.model_id} has no full-attention layer, so there is no budget "
                 "to decide"
             )
+        if self.weights_signs is not None and not fullmatch("[0-9a-f]+", self.weights_signs):
+            raise InputError("model shape: weights_signs is no hexadecimal number")
         if "sliding" in self.layer_types and not self.sliding_window:
             raise InputError("model shape: sliding layers need a sliding_window in tokens")
 
@@ -105,33 +131,60 @@ class ModelShape:
     def require_same_model(self, other: ModelShape, *, allow_other_model: bool = False) -> None:
         """Raise unless ``other`` is the model this shape describes.
 
+        Identical weights are one model under any name. Weights whose signs differ are another
+        model under any name. In between (other precision, a fine-tune) and where one side does
+        not know its weights, the name decides.
+
         Parameters
         ----------
         other : ModelShape
             The model at hand.
         allow_other_model : bool
-            Accept another name (a fine-tune, a renamed folder) as long as the sizes agree.
+            Accept another name and other weights (a fine-tune, a renamed folder) as long as the
+            sizes agree.
 
         Raises
         ------
         ModelMismatchError
-            If the sizes differ, or the names do and ``allow_other_model`` is False.
+            If sizes, vocabulary or rotary settings differ; or if weights or names do and
+            ``allow_other_model`` is False.
         """
         sizes = ("n_layers", "n_query_heads", "n_kv_heads", "head_dim", "layer_types")
-        for name in sizes:
+        for name in (*sizes, "vocab_size", "rotary"):
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
+            if mine != theirs and (name in sizes or None not in (mine, theirs)):
                 raise ModelMismatchError(
                     f"the profile is for {self.model_id} with {name} {_brief(mine)}, but the model "
                     f"is {other.model_id} with {name} {_brief(theirs)}; make a profile for this "
                     "model with 'kvalloc profile'"
                 )
-        if not allow_other_model and _base_name(self.model_id) != _base_name(other.model_id):
+        if allow_other_model or self._has_weights_of(other) is True:
+            return
+        way_out = (
+            "; make a profile for this model with 'kvalloc profile', or allow another model of the "
+            f"same sizes ({option('allow_other_model', True)})"
+        )
+        if self._has_weights_of(other) is False:
             raise ModelMismatchError(
-                f"the profile is for {self.model_id}, but the model is {other.model_id}; make a "
-                "profile for this model with 'kvalloc profile', or allow another model of the "
-                f"same sizes ({option('allow_other_model', True)})"
+                f"the profile is for the weights of {self.model_id}, but the model "
+                f"{other.model_id} has other weights{way_out}"
             )
+        if _base_name(self.model_id) != _base_name(other.model_id):
+            raise ModelMismatchError(
+                f"the profile is for {self.model_id}, but the model is {other.model_id}{way_out}"
+            )
+
+    def _has_weights_of(self, other: ModelShape) -> bool | None:
+        """Whether both are known to have the same weights; None if that is not clear."""
+        if self.weights_digest is not None and self.weights_digest == other.weights_digest:
+            return True
+        mine, theirs = self.weights_signs, other.weights_signs
+        if mine is None or theirs is None:
+            return None
+        if len(mine) != len(theirs):
+            return False
+        different = (int(mine, 16) ^ int(theirs, 16)).bit_count()
+        return None if different <= MAX_OTHER_SIGNS * 4 * len(mine) else False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a file header."""

@@ -12,7 +12,13 @@ from typing import Any
 from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
 from kvalloc.models import gguf
 from kvalloc.models.quiet import one_line, quiet_transformers
-from kvalloc.models.structure import check_decoder_only, context_limit, text_config
+from kvalloc.models.structure import (
+    check_decoder_only,
+    context_limit,
+    known_weights,
+    rotary_settings,
+    text_config,
+)
 from kvalloc.shape import LayerType, ModelShape
 
 DEMO = "demo"
@@ -146,6 +152,9 @@ def shape_of(model: Any, *, model_id: str | None = None, revision: str | None = 
         layer_types=layer_types,
         sliding_window=sliding_window,
         max_context_tokens=context_limit(model),
+        vocab_size=getattr(config, "vocab_size", None),
+        rotary=rotary_settings(config),
+        **known_weights(model),
     )
 
 

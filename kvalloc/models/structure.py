@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from kvalloc.errors import UnsupportedModelError
 
-__all__ = ["check_decoder_only", "context_limit", "decoder_layers", "decoder_of", "text_config"]
+__all__ = [
+    "check_decoder_only",
+    "context_limit",
+    "decoder_layers",
+    "decoder_of",
+    "known_weights",
+    "rotary_settings",
+    "text_config",
+]
+
+_SAMPLES = 64
+"""Elements of each sampled weight."""
 
 
 def decoder_of(model: Any) -> Any:
@@ -46,3 +59,53 @@ def check_decoder_only(model: Any) -> None:
             f"{type(model).__name__} is an encoder-decoder model; kvalloc works on decoder-only "
             "language models"
         )
+
+
+def rotary_settings(config: Any) -> str | None:
+    """Rotary settings as JSON in one order; None where the config has none."""
+    found = getattr(config, "rope_parameters", None)
+    return None if not found else json.dumps(found, sort_keys=True, default=str)
+
+
+def known_weights(model: Any) -> dict[str, str | None]:
+    """By what `ModelShape.require_same_model` knows a model's weights again.
+
+    A few elements are read of the embedding and of each matrix of the first and the last layer.
+    The digest is of their values as bfloat16, so it is the same of weights in float32 and of the
+    same in bfloat16; of other types, and of weights that are not loaded, it is None. Signs are
+    those of the same elements, of any floating-point type.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+
+    Returns
+    -------
+    dict
+        ``weights_digest`` and ``weights_signs``, each None where it is unknown.
+    """
+    import torch
+
+    unknown: dict[str, str | None] = {"weights_digest": None, "weights_signs": None}
+    layers, embedding = decoder_layers(model), model.get_input_embeddings()
+    if layers is None or embedding is None:
+        return unknown
+    ends = (layers[0], layers[len(layers) - 1])
+    weights = [embedding.weight, *(w for layer in ends for w in layer.parameters() if w.ndim == 2)]
+    if any(weight.is_meta or not weight.is_floating_point() for weight in weights):
+        return unknown
+    samples = []
+    for weight in weights:
+        count = min(_SAMPLES, weight.numel())
+        places = torch.arange(count) * (weight.numel() - 1) // max(1, count - 1)
+        rows, columns = places // weight.shape[1], places % weight.shape[1]
+        where = rows.to(weight.device), columns.to(weight.device)
+        samples.append(weight.detach()[where].cpu().float())
+    values = torch.cat(samples)
+    exact = all(weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
+    raw = values.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    signs = "".join("1" if positive else "0" for positive in (values > 0).tolist())
+    return {
+        "weights_digest": hashlib.sha256(raw).hexdigest() if exact else None,
+        "weights_signs": f"{int(signs, 2):0{-(-len(signs) // 4)}x}",
+    }
