@@ -10,7 +10,7 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, Termination
+from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 
 
 class SquareRoot(Solver):
@@ -61,17 +61,10 @@ class SquareRoot(Solver):
             return apportion(steps * shares, steps, maximum=last)
 
         if problem.sense is Sense.MAX_VALUE:
-            room = problem.spendable_bytes - problem.min_cost_bytes
-            choice = rule(room // (problem.step_bytes or 1))
+            choice = rule(problem.spendable_steps)
         else:
             choice = _fewest(problem, rule)
-        return Solution(
-            choice=choice,
-            objective=problem.objective(choice),
-            bound=None,
-            termination=Termination.HEURISTIC,
-            detail=f"offset {self.offset:g}",
-        )
+        return Solution.of(problem, choice, detail=f"offset {self.offset:g}")
 
 
 def _fewest(problem: AllocationProblem, rule: Callable[[int], IntArray]) -> IntArray:

@@ -172,27 +172,6 @@ def hand_problem(**changes: Any) -> AllocationProblem:
     return AllocationProblem(**{**fields, **changes})
 
 
-def check_it_repeats(solver: Solver, problem: AllocationProblem) -> None:
-    first, second = solve_problem(problem, solver), solve_problem(problem, solver)
-    assert first.choice.tolist() == second.choice.tolist()
-    assert first.bound == second.bound
-
-
-def check_more_is_never_worse(solver: Solver, problem: AllocationProblem, count: int = 12) -> None:
-    """The optimum rises with the capacity, and the cost with the target."""
-    values = []
-    for share in np.linspace(0.0, 1.0, count):
-        room = problem.max_cost_bytes - problem.min_cost_bytes
-        capacity = problem.min_cost_bytes + int(share * room)
-        values.append(solve_problem(problem.with_capacity(capacity), solver).objective)
-    assert all(b >= a - 1e-12 for a, b in zip(values, values[1:], strict=False))
-    costs = [
-        solve_problem(problem.with_target(float(target)), solver).objective
-        for target in np.linspace(0.1, 0.9, count) * problem.max_value
-    ]
-    assert all(b >= a for a, b in zip(costs, costs[1:], strict=False))
-
-
 def put_every_option_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """No option is left out by the dual bound, no budget by the bounds of sets."""
 

@@ -10,7 +10,6 @@ import pytest
 from exact_cases import (
     SLACK,
     check_all,
-    check_it_repeats,
     medium_problem,
     put_every_option_in_the_program,
     tiny_cases,
@@ -155,10 +154,6 @@ def test_auto_takes_the_cheapest_that_is_enough() -> None:
     answer = solve_problem(small, get_solver("auto"))
     assert answer.detail.startswith("ilp: ")
     assert answer.termination is Termination.OPTIMAL
-
-
-def test_it_repeats_itself() -> None:
-    check_it_repeats(CVaR(), workloads(2))
 
 
 def test_it_keeps_the_time_limit() -> None:

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from exact_cases import (
     check_all,
-    check_it_repeats,
-    check_more_is_never_worse,
     hand_problem,
     kinds,
     medium_problem,
@@ -109,11 +107,6 @@ def test_it_refuses_caps_and_the_worst_unit() -> None:
         solve_problem(hand_problem(constraints=(cap,)), DP())
     with pytest.raises(SolverError, match="use max_min"):
         solve_problem(hand_problem(aggregate=Aggregate.WORST), DP())
-
-
-def test_it_repeats_and_more_is_never_worse() -> None:
-    check_it_repeats(DP(), medium_problem(5))
-    check_more_is_never_worse(DP(), medium_problem(7, n_layers=4, n_options=12))
 
 
 def test_it_stops_in_time_with_an_honest_answer() -> None:

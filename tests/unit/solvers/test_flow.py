@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from exact_cases import (
     check_all,
-    check_it_repeats,
-    check_more_is_never_worse,
     hand_problem,
     kinds,
     medium_problem,
@@ -147,11 +145,6 @@ def test_a_target_beyond_the_caps_says_what_can_be_met() -> None:
         solve_problem(problem.with_target(most + 1e-6), Flow())
     assert raised.value.nearest == pytest.approx(most)
     assert solve_problem(problem.with_target(most), Flow()).value == pytest.approx(most)
-
-
-def test_it_repeats_and_more_is_never_worse() -> None:
-    check_it_repeats(Flow(), tree_problem(5))
-    check_more_is_never_worse(Flow(), medium_problem(7, n_layers=4, n_options=12, concave=True))
 
 
 def test_long_curves_need_no_arc_per_option() -> None:

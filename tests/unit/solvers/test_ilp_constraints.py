@@ -14,8 +14,6 @@ from exact_cases import (
     WORKLOADS,
     answer_or_error,
     check_all,
-    check_it_repeats,
-    check_more_is_never_worse,
     hand_problem,
     kinds,
     medium_problem,
@@ -325,18 +323,6 @@ def test_a_gap_that_was_asked_for_is_not_called_optimal_nor_out_of_time() -> Non
     exact = solve_problem(problem, ILP())
     assert exact.termination is Termination.OPTIMAL
     assert answer.objective <= exact.objective <= (answer.bound or 0.0) + 1e-12
-
-
-@pytest.mark.parametrize(
-    "constraints",
-    [(), (HEADS_SHARE,), (MaxDistinct(most=3),), DEVICES],
-    ids=["none", "shared", "few", "caps"],
-)
-def test_it_repeats_and_more_is_never_worse(constraints: tuple[SideConstraint, ...]) -> None:
-    problem = medium_problem(4, n_options=8, constraints=constraints)
-    check_it_repeats(ILP(), problem)
-    if constraints is not DEVICES:  # caps put high targets out of reach
-        check_more_is_never_worse(ILP(), problem, count=6)
 
 
 def test_page_four_budgets_four_ranks() -> None:

@@ -7,7 +7,6 @@ import pytest
 from exact_cases import (
     answer_or_error,
     check_all,
-    check_it_repeats,
     hand_problem,
     kinds,
     medium_problem,
@@ -131,11 +130,6 @@ def test_it_refuses_what_has_no_price(constraint: MaxDistinct | RankBalance) -> 
 def test_it_refuses_the_worst_unit() -> None:
     with pytest.raises(SolverError, match="use max_min"):
         solve_problem(hand_problem(aggregate=Aggregate.WORST), Lagrangian())
-
-
-def test_it_repeats() -> None:
-    check_it_repeats(Lagrangian(), medium_problem(5))
-    check_it_repeats(Lagrangian(), medium_problem(5, target=True))
 
 
 def test_it_stops_in_time_with_an_honest_answer() -> None:

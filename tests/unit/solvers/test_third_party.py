@@ -22,7 +22,7 @@ from kvalloc.allocation.verification import (
     solve_problem,
 )
 from kvalloc.errors import SolverError
-from kvalloc.problem import Solution, Solver, Termination
+from kvalloc.problem import Solution, Solver
 from kvalloc.problem.registry import get_solver
 
 SOURCE = Path(__file__).parents[2] / "third_party" / "kvalloc_example_solver"
@@ -124,13 +124,7 @@ class Slow(Solver):
             time.sleep(self.seconds)
         if self.where == "raise":
             raise ZeroDivisionError("a plug-in's own mistake")
-        choice = problem.last_options * 0
-        return Solution(
-            choice=choice,
-            objective=problem.objective(choice),
-            bound=None,
-            termination=Termination.HEURISTIC,
-        )
+        return Solution.of(problem, problem.last_options * 0)
 
 
 PROBLEM = make_problem([[0.0, 1.0]] * 2, capacity=1)
