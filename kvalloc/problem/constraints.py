@@ -12,6 +12,8 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
 from kvalloc.problem.arrays import AllocationProblem, SideConstraint
 
+Ranks = IntArray | None
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCap(SideConstraint):
@@ -47,9 +49,7 @@ class GroupCap(SideConstraint):
         """See the base class."""
         return self.units
 
-    def fault(
-        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
-    ) -> str | None:
+    def fault(self, problem: AllocationProblem, choice: IntArray, ranks: Ranks) -> str | None:
         """See the base class."""
         units = np.asarray(self.units, dtype=np.int64)
         cost = int(problem.costs[units, choice[units]].sum())
@@ -97,9 +97,7 @@ class SameBudget(SideConstraint):
         """See the base class."""
         return tuple(unit for group in self.groups for unit in group)
 
-    def fault(
-        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
-    ) -> str | None:
+    def fault(self, problem: AllocationProblem, choice: IntArray, ranks: Ranks) -> str | None:
         """See the base class."""
         tokens = problem.chosen_tokens(choice)
         for group in self.groups:
@@ -132,9 +130,7 @@ class MaxDistinct(SideConstraint):
         """See the base class."""
         return "different budgets", f"at most {self.most}"
 
-    def fault(
-        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
-    ) -> str | None:
+    def fault(self, problem: AllocationProblem, choice: IntArray, ranks: Ranks) -> str | None:
         """See the base class."""
         distinct = np.unique(problem.chosen_tokens(choice)).size
         if distinct > self.most:
@@ -173,9 +169,7 @@ class RankBalance(SideConstraint):
         """See the base class."""
         return "balance of ranks", f"{self.n_ranks} ranks within {self.tolerance:.3g}"
 
-    def fault(
-        self, problem: AllocationProblem, choice: IntArray, ranks: IntArray | None
-    ) -> str | None:
+    def fault(self, problem: AllocationProblem, choice: IntArray, ranks: Ranks) -> str | None:
         """See the base class."""
         if ranks is None:
             return "no rank was given for any unit"
