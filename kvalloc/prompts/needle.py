@@ -67,17 +67,6 @@ class NeedleCase:
         return contained(answer, self.number)
 
 
-def haystack_texts() -> dict[str, str]:
-    """Read the public-domain texts that ship for evaluation only, by name.
-
-    Returns
-    -------
-    dict of str
-        None of them is among the texts that profiles are measured on.
-    """
-    return split_texts("development")
-
-
 def make_needle_cases(
     tokenizer: PreTrainedTokenizerBase,
     n_cases: int,
@@ -121,7 +110,7 @@ def make_needle_cases(
     """
     if n_cases < 1:
         raise InputError(f"{n_cases} needle questions ask nothing; ask for at least 1")
-    sources = dict(haystack_texts() if texts is None else texts)
+    sources = dict(split_texts("development") if texts is None else texts)
     if not sources:
         raise InputError("there is no text to hide a needle in; give at least one")
     draw = random.Random(seed)

@@ -14,7 +14,8 @@ import pytest
 
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.prompts.needle import NeedleCase, haystack_texts
+from kvalloc.prompts.needle import NeedleCase
+from kvalloc.prompts.splits import split_texts
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -46,7 +47,7 @@ def record(demo: tuple[Path, str]) -> dict[str, Any]:
 def test_every_file_is_there_and_sound(demo, record):
     folder, _ = demo
     scores = ScoreProfile.load(folder / "scores.safetensors")
-    assert not any(name in scores.text_description for name in haystack_texts())
+    assert not any(name in scores.text_description for name in split_texts("development"))
     assert (folder / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     names = {d["solver"] for d in record["decisions"] if d["level"] is not None}
     assert {"uniform", "greedy", "ilp", "pyramid", "adaptive_head"} <= names
@@ -131,7 +132,7 @@ def test_loss_was_measured_on_other_texts(demo):
     assert losses.has_losses
     assert losses.loss_method == "measured"
     assert losses.losses.shape[2] == 1
-    assert not any(name in losses.text_description for name in haystack_texts())
+    assert not any(name in losses.text_description for name in split_texts("development"))
     decided = BudgetProfile.load(demo[0] / "least_loss.json")
     assert decided.score_digest == losses.digest
     assert decided.predicted_loss is not None

@@ -92,4 +92,4 @@ def _completion(brief: Brief) -> Draft:
     return Draft(make=make, least=LEAST_LINES // 2, most=at)
 
 
-COMPLETION_TASK = by_rule("code", _completion)
+TASKS = (by_rule("code", _completion),)

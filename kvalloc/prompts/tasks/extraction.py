@@ -95,5 +95,4 @@ def _zeta_counts(total: int) -> list[int]:
     return [max(1, round(total * weight / sum(weights))) for weight in weights]
 
 
-COMMON_TASK = by_rule("common-words", _common)
-FREQUENT_TASK = by_rule("frequent-words", _frequent)
+TASKS = (by_rule("common-words", _common), by_rule("frequent-words", _frequent))

@@ -68,4 +68,4 @@ def _labels(brief: Brief) -> Draft:
     return Draft(make=make, least=len(LABELS), most=len(shots))
 
 
-LABELS_TASK = by_rule("labels", _labels, most_turns=MOST_TURNS)
+TASKS = (by_rule("labels", _labels, most_turns=MOST_TURNS),)

@@ -44,5 +44,7 @@ def _needles(least_hidden: int) -> Callable[[Brief], Draft]:
     return recipe
 
 
-NEEDLE_TASK = by_rule("needle", _needles(1), most_turns=MOST_TURNS)
-NEEDLE_KEYS_TASK = by_rule("needle-keys", _needles(MANY), most_turns=MOST_TURNS)
+TASKS = (
+    by_rule("needle", _needles(1), most_turns=MOST_TURNS),
+    by_rule("needle-keys", _needles(MANY), most_turns=MOST_TURNS),
+)

@@ -58,4 +58,4 @@ def _keys(brief: Brief, count: int) -> list[str]:
     return list(keys)
 
 
-PAIRS_TASK = by_rule("pairs", _pairs, most_turns=MOST_TURNS)
+TASKS = (by_rule("pairs", _pairs, most_turns=MOST_TURNS),)

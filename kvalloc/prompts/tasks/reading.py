@@ -97,5 +97,7 @@ def _cloze(brief: Brief) -> Draft:
     return Draft(make=make, least=200, most=len(excerpt))
 
 
-FACTS_TASK = by_rule("qa", _facts, most_turns=MOST_TURNS)
-QUOTE_TASK = by_rule("quote", _cloze, most_turns=MOST_TURNS)
+TASKS = (
+    by_rule("qa", _facts, most_turns=MOST_TURNS),
+    by_rule("quote", _cloze, most_turns=MOST_TURNS),
+)

@@ -68,5 +68,4 @@ def continuation_task(name: str, continuation_tokens: int) -> Task:
     return Task(name=name, build=build)
 
 
-KL_TASK = continuation_task("kl", KL_TOKENS)
-PERPLEXITY_TASK = continuation_task("perplexity", PERPLEXITY_TOKENS)
+TASKS = (continuation_task("kl", KL_TOKENS), continuation_task("perplexity", PERPLEXITY_TOKENS))

@@ -43,4 +43,4 @@ def _tracking(brief: Brief) -> Draft:
     return brief.scattered(LEAD, sentences, depths, [question])
 
 
-TRACKING_TASK = by_rule("tracking", _tracking)
+TASKS = (by_rule("tracking", _tracking),)
