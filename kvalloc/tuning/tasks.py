@@ -234,10 +234,8 @@ def folds(
         yield np.flatnonzero(of != fold), np.flatnonzero(of == fold)
 
 
-def interval(
-    tasks: Sequence[str], losses: FloatArray, *, confidence: float = 0.95, seed: int = 0
-) -> list[float]:
-    """Percentile bootstrap interval of the mean over tasks, prompts drawn within their task.
+def interval(tasks: Sequence[str], losses: FloatArray) -> list[float]:
+    """95% percentile bootstrap interval of the mean over tasks, prompts drawn within their task.
 
     A task's only prompt tells nothing of how much its prompts differ. Where there is such a task,
     prompts are drawn across the tasks, each with its weight in the mean.
@@ -246,8 +244,6 @@ def interval(
     ----------
     tasks : sequence of str, (n_prompts,)
     losses : ndarray of float64, (n_prompts,)
-    confidence : float
-    seed : int
 
     Returns
     -------
@@ -257,16 +253,12 @@ def interval(
     names = np.asarray(tasks)
     known, place, counts = np.unique(names, return_inverse=True, return_counts=True)
     if counts.min() > 1:
-        ends = intervals.interval(
-            [losses[names == task] for task in known], confidence=confidence, seed=seed
-        )
+        ends = intervals.interval([losses[names == task] for task in known])
     else:
         weights = 1 / counts[place]
         ends = intervals.interval(
             [np.column_stack([weights * losses, weights])],
             lambda means: means[:, 0] / means[:, 1],
-            confidence=confidence,
-            seed=seed,
         )
     return [float(losses.mean())] * 2 if ends is None else ends
 

@@ -1,7 +1,6 @@
 """From a model and text to a score profile."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import resource
@@ -234,10 +233,10 @@ def test_a_stopped_job_goes_on_and_gives_the_same_bits(tmp_path, options, layers
     n_resumed = len(calls)
     measure(model, samples=5, **options)
     assert not calls or n_resumed < len(calls) - n_resumed  # what was finished did not run again
-    for field in dataclasses.fields(whole):
-        mine, theirs = getattr(again, field.name), getattr(whole, field.name)
+    for name in ScoreProfile.model_fields:
+        mine, theirs = getattr(again, name), getattr(whole, name)
         if isinstance(mine, np.ndarray):
-            assert mine.tobytes() == theirs.tobytes(), field.name
+            assert mine.tobytes() == theirs.tobytes(), name
     assert again.text_digest == whole.text_digest
     assert list(tmp_path.iterdir()) == [output]
     assert ScoreProfile.load(output).digest == again.digest
