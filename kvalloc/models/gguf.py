@@ -22,7 +22,7 @@ from kvalloc.files import cache_folder
 from kvalloc.models.quiet import one_line, quiet_transformers
 
 _FORMAT = "1"
-_OLDEST_READER = (5, 23)
+_OLDEST_READER = "5.23"
 """Older transformers read the tokenizer of GGUF files wrongly (5.2 adds or changes tokens); the
 folder that a newer one wrote is right in all of them."""
 
@@ -60,21 +60,21 @@ def converted_folder(
         If transformers cannot read this model.
     """
     import transformers
+    from packaging.version import Version
 
     base = cache_folder() / "gguf"
     key = f"{_digest(file)}-{dtype}-{_FORMAT}"
     found = _find(base, f"*-{key}-{transformers.__version__}")
     if found is not None:
         return found
-    if _version(transformers.__version__) < _OLDEST_READER:
+    if Version(transformers.__version__) < Version(_OLDEST_READER):
         found = _find(base, f"*-{key}-*")
         if found is not None:
             return found
-        wanted = ".".join(map(str, _OLDEST_READER))
         raise MissingDependencyError(
             f"transformers {transformers.__version__} reads the tokenizer of GGUF files wrongly; "
-            f"load {file.name} once with transformers {wanted} or newer: "
-            f"pip install 'transformers>={wanted}'"
+            f"load {file.name} once with transformers {_OLDEST_READER} or newer: "
+            f"pip install 'transformers>={_OLDEST_READER}'"
         )
     if notify is not None:
         notify(f"unpacking {file.name} once into {base}; this takes about half a minute")
@@ -158,8 +158,3 @@ def _digest(file: Path) -> str:
             return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
     except OSError as error:
         raise InputError(f"cannot read {file} ({error.strerror})") from error
-
-
-def _version(text: str) -> tuple[int, ...]:
-    parts = text.split(".")[:2]
-    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)

@@ -31,7 +31,7 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies import EvictionPolicy
 from kvalloc.runtime.policies.score import Score
 from kvalloc.runtime.policies.weighted import Weighted
-from kvalloc.runtime.refusals import HALF_WAY, check_read, needs_whole_prompt
+from kvalloc.runtime.refusals import HALF_WAY, check_read
 from kvalloc.runtime.selection import handed_out, keep_best
 from kvalloc.runtime.unfinished import Part, parts
 from kvalloc.scorers import Scorer
@@ -108,7 +108,7 @@ class HeldEviction(Eviction):
     def _wanted_rows(self) -> int:
         """Of the prompt's last queries, all where somebody adds up what each chunk brings."""
         policy, n_tokens = self.policy, self.prompt_tokens
-        sums, rows = policy.observes or needs_whole_prompt(policy), policy.query_rows(n_tokens)
+        sums, rows = policy.observes or policy.needs_whole_prompt, policy.query_rows(n_tokens)
         if self.deciding is not None:
             sums |= type(self.deciding).observe is not Scorer.observe
             rows = max(rows, self.deciding.query_rows(n_tokens))

@@ -18,7 +18,7 @@ from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.models.attention import base_implementation
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.attention.masks import MaskKind, mask_kind
-from kvalloc.runtime.policies import ByHead, EvictionPolicy, RankedPolicy, Weighted, policy_class
+from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
 
 __all__ = [
     "HALF_WAY",
@@ -258,16 +258,11 @@ def check_chunk(policy: EvictionPolicy, step: Step) -> None:
         f"{_merging(policy.name)}; send it in one piece, or choose another policy",
     )
     _refuse(
-        step.remember and needs_whole_prompt(policy),
+        step.remember and policy.needs_whole_prompt,
         "one of this profile's policies adds up the attention of all tokens, which works for "
         "prompts in one piece only where heads have different policies; send the prompt in "
         f"one piece without {option('decode_every')}, or give all heads one policy",
     )
-
-
-def needs_whole_prompt(policy: EvictionPolicy) -> bool:
-    """Whether heads have different policies, of which one adds up what each chunk brings."""
-    return isinstance(policy, ByHead | Weighted) and policy.needs_whole_prompt
 
 
 def check_read(policy: EvictionPolicy, targets: Iterable[IntArray]) -> None:

@@ -11,7 +11,7 @@ import torch
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import EvictionPolicy, Limits
+from kvalloc.runtime.policies.base import CombinedPolicy, EvictionPolicy, Limits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ByHead(EvictionPolicy):
+class ByHead(CombinedPolicy):
     """Each KV head keeps what its own policy would keep there.
 
     A policy that some head of a layer has looks at that layer once, with all its heads, so that
@@ -53,31 +53,20 @@ class ByHead(EvictionPolicy):
         for policy in self.policies:
             check_chooses_only(policy)
 
+    @property
+    def parts(self) -> tuple[EvictionPolicy, ...]:
+        """The policies."""
+        return self.policies
+
     def keep(self, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]) -> Tensor:
         """Choose the entries that stay; see `EvictionPolicy.keep`."""
         n_heads = int(states.keys.shape[1])
         places = self.table[states.layer, states.first_head : states.first_head + n_heads]
-        used: list[int] = np.unique(places).tolist()
-        if len(used) == 1:
-            only = self.policies[used[0]]
-            return only.keep(states, budgets, **limits)
         kept = torch.zeros(states.keys.shape[:3], dtype=torch.bool, device=states.keys.device)
-        for place in used:
+        for place in np.unique(places).tolist():
             heads = torch.from_numpy(np.flatnonzero(places == place)).to(kept.device)
-            one = self.policies[place]
-            found = one.keep(states, budgets, **limits)
-            kept[:, heads] = found[:, heads]
+            kept[:, heads] = self.policies[place].keep(states, budgets, **limits)[:, heads]
         return kept
-
-    @property
-    def observes(self) -> bool:
-        """No: where one of them has to, the prompt comes in one piece."""
-        return False
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether one of them adds up what each chunk brings, of which there is one record."""
-        return any(policy.observes for policy in self.policies)
 
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
         """Those of the policies that some head of the layer has."""
@@ -85,10 +74,6 @@ class ByHead(EvictionPolicy):
         for place in np.unique(self.table[layer]).tolist():
             found += self.policies[place].later_scorers(layer)
         return tuple(found)
-
-    def query_rows(self, n_tokens: int) -> int:
-        """The most that one of them wants to see: each takes those that it needs from the end."""
-        return max(policy.query_rows(n_tokens) for policy in self.policies)
 
 
 def check_chooses_only(policy: EvictionPolicy) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from kvalloc.accounting import FloatArray
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.policies.base import Combined, EvictionPolicy, Limits
+from kvalloc.runtime.policies.base import Combined, CombinedPolicy, EvictionPolicy, Limits
 from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers import Scorer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Weighted(EvictionPolicy):
+class Weighted(CombinedPolicy):
     """Each KV head keeps the best by a sum of scores that are weighted for it.
 
     The weights say which scorer knows best in a head, and how much a head's scores count beside
@@ -44,6 +44,11 @@ class Weighted(EvictionPolicy):
     scorers: tuple[Scorer, ...]
     weights: FloatArray
     combining: EvictionPolicy | None = None
+
+    @property
+    def parts(self) -> tuple[EvictionPolicy | Scorer, ...]:
+        """The scorers, and the policy that combines."""
+        return self.scorers if self.combining is None else (*self.scorers, self.combining)
 
     def scores(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """The weighted sums of one layer's scores.
@@ -95,16 +100,6 @@ class Weighted(EvictionPolicy):
         """Places of the scorers that count in any head of a layer."""
         return [int(place) for place in np.flatnonzero(self.weights[layer].any(axis=0))]
 
-    @property
-    def observes(self) -> bool:
-        """No: where one of them has to, the prompt comes in one piece."""
-        return False
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether one of them adds up what each chunk brings, of which there is one record."""
-        return any(scorer.observes for scorer in self.scorers)
-
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
         """Those that count in some head of the layer, and what the combining policy looks at."""
         used = [self.scorers[place] for place in self._used(layer)]
@@ -112,10 +107,3 @@ class Weighted(EvictionPolicy):
             own = self.combining.scorer
             used += [one for one in self.combining.later_scorers(layer) if one is not own]
         return tuple(scorer for scorer in used if scorer.later is not None)
-
-    def query_rows(self, n_tokens: int) -> int:
-        """The most that one of them wants to see: each takes those that it needs from the end."""
-        wanted = [scorer.query_rows(n_tokens) for scorer in self.scorers]
-        if self.combining is not None:
-            wanted.append(self.combining.query_rows(n_tokens))
-        return max(wanted)
