@@ -11,12 +11,13 @@ from pathlib import Path
 class KVAllocError(Exception):
     """Base of every error that a user of kvalloc can cause.
 
-    The message is one sentence or two on one line: what was wrong, where, and what to do. Control
-    characters in it, which may come from a file, are shown escaped.
+    The message is one sentence or two on one line: what was wrong, where, and what to do. Lines
+    of a quoted message are joined, and control characters, which may come from a file, are shown
+    escaped.
     """
 
     def __str__(self) -> str:
-        return plain(super().__str__())
+        return plain(" ".join(super().__str__().split()))
 
 
 class InputError(KVAllocError):
