@@ -10,7 +10,7 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.curves import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.allocation.formulation import formulate, pose
-from kvalloc.allocation.request import Request
+from kvalloc.allocation.request import Request, Target
 from kvalloc.allocation.result import policy_table
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
@@ -23,7 +23,7 @@ TOLERANCE = 1e-9
 """Recomputed and stated numbers this close, relative to the larger of 1 and them, agree."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One statement of a budget profile and whether it is true.
 
@@ -72,18 +72,13 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
     problem = formulate(scores, _request_of(profile))
     tokens, is_option, choice = _choice_of(profile, problem)
     checks = [
-        Check(
-            name="sizes",
-            stated=_sizes(profile.shape),
-            found=_sizes(scores.shape),
-            passed=profile.shape == scores.shape,
-        ),
+        Check("sizes", _sizes(profile.shape), _sizes(scores.shape), profile.shape == scores.shape),
         _equal("score profile digest", profile.score_digest, scores.digest),
         Check(
-            name="budgets are options",
-            stated=f"{tokens.size} budgets",
-            found="all are" if is_option.all() else f"{int((~is_option).sum())} are not",
-            passed=bool(is_option.all()),
+            "budgets are options",
+            f"{tokens.size} budgets",
+            "all are" if is_option.all() else f"{int((~is_option).sum())} are not",
+            bool(is_option.all()),
         ),
         *_goal_checks(profile, problem, choice),
         *_side_checks(profile, problem, choice),
@@ -94,7 +89,7 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         checks.append(_close("objective", profile.objective, problem.objective(choice)))
     checks += _prediction_checks(profile, scores, problem, choice)
     if profile.refinement is None:
-        checks.append(_bound_check(profile, problem, choice))
+        checks.append(_boundCheck(profile, problem, choice))
     return checks
 
 
@@ -102,25 +97,16 @@ def _goal_checks(
     profile: BudgetProfile, problem: AllocationProblem, choice: IntArray
 ) -> list[Check]:
     """That the capacity is kept, or the target met; what refining measured is not known here."""
-    if problem.capacity_bytes is not None:
+    if (capacity := problem.capacity_bytes) is not None:
         cost = problem.cost(choice)
-        kept = Check(
-            name="within capacity",
-            stated=f"{problem.capacity_bytes:,} bytes",
-            found=f"{cost:,} bytes",
-            passed=cost <= problem.capacity_bytes,
-        )
-        return [kept]
+        return [
+            Check("within capacity", f"{capacity:,} bytes", f"{cost:,} bytes", cost <= capacity)
+        ]
     if profile.refinement is not None:
         return []
     value = problem.objective_value(choice)
-    met = Check(
-        name="target met",
-        stated=f"{problem.target:.9g}",
-        found=f"{value:.9g}",
-        passed=problem.meets_target(value),
-    )
-    return [met]
+    met = problem.meets_target(value)
+    return [Check("target met", f"{problem.target:.9g}", f"{value:.9g}", met)]
 
 
 def _prediction_checks(
@@ -131,26 +117,21 @@ def _prediction_checks(
 ) -> list[Check]:
     """Retention, cost and loss, each told again by the score profile."""
     context, bits, groups = profile.context_tokens, profile.bits, profile.share_groups
+    budgets, retention, loss = profile.budgets, None, None
     policies, checks = _policies_of(profile, scores, problem, choice)
-    if policies is not None:
-        checks.append(_equal("retention", profile.retention, None))
-    else:
-        found = mean_retention(scores, profile.budgets, context, bits=bits, share_groups=groups)
-        checks.append(_close("retention", profile.retention, found))
+    if policies is None:
+        retention = mean_retention(scores, budgets, context, bits=bits, share_groups=groups)
+    checks.append(_close("retention", profile.retention, retention))
     if profile.requested.get("cost", "bytes") != "bytes":
         checks.append(_equal("cost", profile.cost_bytes, problem.cost(choice)))
-    loss = None
     if not groups:
-        budgets = profile.budgets
         loss = predicted_loss(scores, budgets, context, bits=bits, policies=policies)
     if profile.refinement is not None:
         checks.extend(_refinement_checks(profile))
-    elif loss is None:
-        checks.append(_equal("predicted loss", profile.predicted_loss, None))
     else:
         checks.append(_close("predicted loss", profile.predicted_loss, loss))
     if "workloads" in profile.requested:
-        worst = worst_sample_retention(scores, profile.budgets, context, share_groups=groups)
+        worst = worst_sample_retention(scores, budgets, context, share_groups=groups)
         checks.append(_close("worst sample", profile.worst_sample_retention, worst))
     if "share_groups" in profile.requested:
         checks.extend(_group_checks(profile, scores))
@@ -162,36 +143,30 @@ def _refinement_checks(profile: BudgetProfile) -> list[Check]:
     stated = profile.refinement
     assert stated is not None  # the caller has looked
     held, low_high = stated["measured_loss"], stated["measured_interval"]
+    inside = low_high[0] <= held <= low_high[1]
     sides = [stated[f"{side}_prompts"] for side in ("training", "choosing", "held_out")]
     apart = all(sides) and len({one for side in sides for one in side}) == sum(map(len, sides))
     checks = [
         _close("predicted loss", profile.predicted_loss, stated["predicted_loss"]),
         Check(
-            name="measured loss",
-            stated=f"{held:.9g} in {low_high[0]:.4g}..{low_high[1]:.4g}",
-            found="within its interval" if low_high[0] <= held <= low_high[1] else "outside",
-            passed=low_high[0] <= held <= low_high[1],
+            "measured loss",
+            f"{held:.9g} in {low_high[0]:.4g}..{low_high[1]:.4g}",
+            "within its interval" if inside else "outside",
+            inside,
         ),
         Check(
-            name="held-out prompts",
-            stated=f"{len(sides[2])} prompts",
-            found="nothing was learnt from them or chosen by them"
+            "held-out prompts",
+            f"{len(sides[2])} prompts",
+            "nothing was learnt from them or chosen by them"
             if apart
             else "some were learnt from or chosen by",
-            passed=apart,
+            apart,
         ),
     ]
-    if profile.requested["target"] == "loss":
-        target = profile.requested["value"]
-        checks.append(
-            Check(
-                name="target met",
-                stated=f"{target:.9g}",
-                found=f"{stated['choosing_loss']:.9g} on the prompts that chose the round, "
-                f"{held:.9g} on held-out ones",
-                passed=stated["choosing_loss"] <= target,
-            )
-        )
+    if (most := Target.read(profile.requested).max_loss) is not None:
+        chosen = stated["choosing_loss"]
+        found = f"{chosen:.9g} on the prompts that chose the round, {held:.9g} on held-out ones"
+        checks.append(Check("target met", f"{most:.9g}", found, chosen <= most))
     return checks
 
 
@@ -209,26 +184,16 @@ def _policies_of(
     places = {_identity(policy): place for place, policy in enumerate(scores.policies)}
     own = [places.get(_identity(policy)) for policy in profile.policies]
     least = np.zeros_like(profile.budgets) if found is None else found
-    if any(place is None for place in own):
+    if None in own:
         unknown = profile.policies[own.index(None)].title
-        return found, [
-            Check(
-                name="policies",
-                stated=unknown,
-                found=f"losses of {', '.join(policy.title for policy in scores.policies)}",
-                passed=False,
-            )
-        ]
+        known = ", ".join(policy.title for policy in scores.policies)
+        return found, [Check("policies", unknown, f"losses of {known}", False)]
     table = profile.unit_policies
     stated = np.asarray(own)[np.zeros_like(profile.budgets) if table is None else table]
-    check = Check(
-        name="policies",
-        stated=_policies_text(scores, stated),
-        found=_policies_text(scores, least)
-        if np.array_equal(stated, least)
-        else f"{int((stated != least).sum())} heads lose less with another one",
-        passed=np.array_equal(stated, least),
-    )
+    other = int((stated != least).sum())
+    same = _policies_text(scores, least)
+    text = f"{other} heads lose less with another one" if other else same
+    check = Check("policies", _policies_text(scores, stated), text, not other)
     return stated.astype(np.int64) if stated.any() else None, [check]
 
 
@@ -250,15 +215,11 @@ def _group_checks(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         return [_equal("groups", groups_text(profile.share_groups), groups_text(asked))]
     alone = len(scores.shape.full_layers) - sum(len(group) for group in profile.share_groups)
     count = alone + len(profile.share_groups)
-    checks = [
-        Check(name="groups", stated=f"at most {asked}", found=f"{count}", passed=count <= asked)
-    ]
     bound = pose(scores, replace(_request_of(profile), share_groups=asked)).grouping_bound
-    if bound is None:
-        checks.append(_equal("bound over groupings", profile.grouping_bound, None))
-    else:
-        checks.append(_close("bound over groupings", profile.grouping_bound, bound))
-    return checks
+    return [
+        Check("groups", f"at most {asked}", f"{count}", count <= asked),
+        _close("bound over groupings", profile.grouping_bound, bound),
+    ]
 
 
 def _request_of(profile: BudgetProfile) -> Request:
@@ -295,9 +256,7 @@ def _side_checks(
     for constraint in problem.constraints:
         fault = constraint.fault(problem, choice, ranks)
         name, stated = constraint.stated()
-        checks.append(
-            Check(name=name, stated=stated, found=fault or "it holds", passed=fault is None)
-        )
+        checks.append(Check(name, stated, fault or "it holds", fault is None))
     return checks
 
 
@@ -307,26 +266,28 @@ def _sizes(shape: ModelShape) -> str:
 
 
 def _equal(name: str, stated: object, found: object) -> Check:
-    return Check(name=name, stated=_brief(stated), found=_brief(found), passed=stated == found)
+    return Check(name, _brief(stated), _brief(found), stated == found)
 
 
-def _close(name: str, stated: float | None, found: float) -> Check:
-    passed = stated is not None and abs(stated - found) <= TOLERANCE * max(1.0, abs(found))
-    return Check(name=name, stated=f"{stated!r}", found=f"{found!r}", passed=passed)
+def _close(name: str, stated: float | None, found: float | None) -> Check:
+    if stated is None or found is None:
+        return _equal(name, stated, found)
+    close = abs(stated - found) <= TOLERANCE * max(1.0, abs(found))
+    return Check(name, f"{stated!r}", f"{found!r}", close)
 
 
-def _bound_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
+def _boundCheck(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
     """The stated bound must not be beaten, and must not claim more than duality allows."""
     dual = dual_bound(problem).bound
     objective, stated = problem.objective(choice), profile.bound
     slack = TOLERANCE * max(1.0, abs(objective))
     if stated is None:
-        return Check(name="bound", stated="none", found=f"{dual!r} by duality", passed=True)
+        return Check("bound", "none", f"{dual!r} by duality", True)
     if problem.sense is Sense.MAX_VALUE:
         passed = objective - slack <= stated <= dual + slack
     else:
         passed = dual - slack <= stated <= objective + slack
-    return Check(name="bound", stated=f"{stated!r}", found=f"{dual!r} by duality", passed=passed)
+    return Check("bound", f"{stated!r}", f"{dual!r} by duality", passed)
 
 
 def _brief(value: object) -> str:

@@ -324,7 +324,8 @@ def advise(
     if found is None:
         return error
     ways: dict[str, str | None] = {
-        _flag(request, one): _way_out(request, problem, one) for one in found.relaxations
+        _flag(request, one.index, one.constraint): _way_out(request, one)
+        for one in found.relaxations
     }
     if request.max_tokens is not None and request.bits is None:
         ways[option("max_tokens", request.max_tokens)] = _more_tokens(scores, request, deadline)
@@ -334,7 +335,7 @@ def advise(
     if ways:
         text += f" with {' and '.join(ways)}"
     else:
-        every = [_flag(request, one) for one in _unchanged(problem)]
+        every = [_flag(request, place, one) for place, one in enumerate(problem.constraints)]
         if request.max_tokens is not None:
             every.append(option("max_tokens", request.max_tokens))
         text += f" with {' and '.join(every)}" if every else ""
@@ -350,18 +351,10 @@ def advise(
     return InfeasibleError(text, nearest=nearest)
 
 
-def _unchanged(problem: AllocationProblem) -> list[Relaxation]:
-    return [
-        Relaxation(index=index, constraint=one, relaxed=None, exact=False)
-        for index, one in enumerate(problem.constraints)
-    ]
-
-
-def _flag(request: Request, one: Relaxation) -> str:
+def _flag(request: Request, index: int, constraint: SideConstraint) -> str:
     """The option that a constraint came from."""
-    constraint = one.constraint
     if isinstance(constraint, GroupCap):
-        return option("cap", request.cap[one.index].text)
+        return option("cap", request.cap[index].text)
     if isinstance(constraint, MaxDistinct):
         return option("max_distinct", constraint.most)
     if isinstance(constraint, RankBalance):
@@ -369,7 +362,7 @@ def _flag(request: Request, one: Relaxation) -> str:
     return option("equal_heads", True)
 
 
-def _way_out(request: Request, problem: AllocationProblem, one: Relaxation) -> str:
+def _way_out(request: Request, one: Relaxation) -> str:
     """The option with which it works, or without which."""
     original = one.constraint
     if isinstance(one.relaxed, GroupCap) and isinstance(original, GroupCap):

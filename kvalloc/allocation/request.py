@@ -419,20 +419,20 @@ class RequestOptions(TypedDict, total=False):
         At most this much for the whole cache, such as 512MiB.
     context : int
         Prompt length that the target holds for, tokens; that of the score profile by default.
-    batch : int
+    batch : int, default 1
         Prompts that share the memory.
-    workloads : {"mean", "worst", "cvar"}
+    workloads : {"mean", "worst", "cvar"}, default "mean"
         What counts of the samples, each a workload: their mean, the worst one, or the mean of the
         worst share `tail` of them.
     tail : float
         With `workloads` cvar: that share, such as 0.25.
-    level : {"layer", "head"}
+    level : {"layer", "head"}, default "layer"
         What gets a budget: a layer, or each KV head.
     min_tokens : int
         Least budget, tokens; sinks and window are kept in any case.
     max_tokens : int
         Largest budget, tokens.
-    page : int
+    page : int, default 1
         Budgets are whole pages of N tokens.
     bits : str or sequence of int
         Bit widths to choose from beside the budgets; 16 is the model's own dtype. The score
@@ -461,7 +461,7 @@ class RequestOptions(TypedDict, total=False):
     loss_policies : str or sequence of str
         With `objective` loss or `target_loss`: the policies that each unit chooses from together
         with its budget; all whose losses the score profile holds by default.
-    cost : {"bytes", "decode-bytes", "communication"}
+    cost : {"bytes", "decode-bytes", "communication"}, default "bytes"
         What an option costs: bytes stored, bytes read for each generated token, or bytes
         communicated for each in private inference (MPCache, Table 2).
     """

@@ -101,7 +101,7 @@ def solve_problem(
         If the solver refuses the problem, fails, hangs beyond its time limit, or reports what is
         not true.
     """
-    solution, seconds = _asked(problem, solver, time_limit_seconds)
+    solution, seconds = _checked_answer(problem, solver, time_limit_seconds)
     objective = problem.objective(solution.choice)
     bound, source, multiplier = _tightest_bound(problem, solver, solution)
     if bound is not None and abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
@@ -132,10 +132,10 @@ def solve_unbounded(
     InfeasibleError, SolverError
         As `solve_problem`.
     """
-    return _asked(problem, solver, time_limit_seconds)[0]
+    return _checked_answer(problem, solver, time_limit_seconds)[0]
 
 
-def _asked(
+def _checked_answer(
     problem: AllocationProblem, solver: Solver, time_limit_seconds: float | None
 ) -> tuple[Solution, float]:
     """A solver's answer, checked, and its seconds."""
@@ -258,47 +258,42 @@ def _check_types(solver: Solver, solution: Any) -> None:
 
 
 def _check_claims(problem: AllocationProblem, solver: Solver, solution: Solution) -> None:
-    name, choice = solver.name, solution.choice
+    if fault := _claims_fault(problem, solver, solution):
+        raise SolverError(f"the solver {solver.name} {fault}")
+
+
+def _claims_fault(problem: AllocationProblem, solver: Solver, solution: Solution) -> str:
+    """What is not true of a solution, as half a sentence; empty where all is."""
+    choice, capacity = solution.choice, problem.capacity_bytes
     if choice.shape != (problem.n_units,) or choice.dtype.kind != "i":
-        raise SolverError(
-            f"the solver {name} returned a choice of {choice.dtype} shaped {choice.shape}, "
-            f"expected whole numbers shaped ({problem.n_units},)"
+        return (
+            f"returned a choice of {choice.dtype} shaped {choice.shape}, expected whole numbers "
+            f"shaped ({problem.n_units},)"
         )
-    if np.any(choice < 0) or np.any(choice >= problem.option_counts):
-        unit = int(np.argmax((choice < 0) | (choice >= problem.option_counts)))
-        raise SolverError(
-            f"the solver {name} chose option {int(choice[unit])} of unit {unit}, which has "
-            f"{int(problem.option_counts[unit])}"
-        )
+    beyond = (choice < 0) | (choice >= problem.option_counts)
+    if np.any(beyond):
+        unit = int(np.argmax(beyond))
+        options = int(problem.option_counts[unit])
+        return f"chose option {int(choice[unit])} of unit {unit}, which has {options}"
     cost, value = problem.cost(choice), problem.objective_value(choice)
-    capacity = problem.capacity_bytes
     if capacity is not None and cost > capacity and not solver.may_exceed_capacity:
-        raise SolverError(f"the solver {name} spends {cost:,} bytes of a capacity of {capacity:,}")
+        return f"spends {cost:,} bytes of a capacity of {capacity:,}"
     if not problem.meets_target(value):
-        raise SolverError(
-            f"the solver {name} reaches {value:.6g}, below the target of {problem.target:g}"
-        )
-    fault = problem.side_fault(choice, solution.ranks)
-    if fault is not None:
-        raise SolverError(f"the solver {name} breaks a constraint: {fault}")
-    true = problem.objective(choice)
+        return f"reaches {value:.6g}, below the target of {problem.target:g}"
+    if fault := problem.side_fault(choice, solution.ranks):
+        return f"breaks a constraint: {fault}"
+    true, bound = problem.objective(choice), solution.bound
     slack = PROOF_TOLERANCE * max(1.0, abs(true))
     if not abs(solution.objective - true) <= slack:  # also when it is NaN
-        raise SolverError(
-            f"the solver {name} reports an objective of {solution.objective:.9g}; it is {true:.9g}"
-        )
-    if solution.bound is not None:
-        room = solution.bound - true if problem.sense is Sense.MAX_VALUE else true - solution.bound
-        if not room >= -slack:
-            raise SolverError(
-                f"the solver {name} reports a bound of {solution.bound:.9g}, which its own choice "
-                f"of {true:.9g} beats"
-            )
-        if solution.termination is Termination.OPTIMAL and room > slack:
-            raise SolverError(
-                f"the solver {name} claims to be optimal at {true:.9g} with a bound of "
-                f"{solution.bound:.9g}"
-            )
+        return f"reports an objective of {solution.objective:.9g}; it is {true:.9g}"
+    if bound is None:
+        return ""
+    room = bound - true if problem.sense is Sense.MAX_VALUE else true - bound
+    if not room >= -slack:
+        return f"reports a bound of {bound:.9g}, which its own choice of {true:.9g} beats"
+    if solution.termination is Termination.OPTIMAL and room > slack:
+        return f"claims to be optimal at {true:.9g} with a bound of {bound:.9g}"
+    return ""
 
 
 def _tightest_bound(

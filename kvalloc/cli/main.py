@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvalloc import __version__
+from kvalloc.cli.options import GroupedCommand
 from kvalloc.errors import KVAllocError, naming_flags, plain
 
 COMMANDS = (
@@ -173,6 +174,7 @@ def _build(name: str) -> Any:
     application = typer.Typer(add_completion=False, rich_markup_mode=None)
     application.command(
         name,
+        cls=GroupedCommand,
         help=function.__doc__,
         epilog=f"\b\nExamples:\n{module.EXAMPLES}",
         context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 T = TypeVar("T")
 
@@ -64,3 +65,20 @@ def from_fields(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..
         return run
 
     return decorate
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its options under the headings of their groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then options by group, in the order in which groups first occur."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for one in self.get_params(ctx):
+            record = one.get_help_record(ctx)
+            heading = "Arguments" if one.param_type_name == "argument" else "Options"
+            heading = getattr(one, "rich_help_panel", None) or heading
+            if record is not None:
+                groups.setdefault(heading, []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)

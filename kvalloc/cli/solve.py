@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvalloc.allocation.request import Request, RequestOptions
+from kvalloc.allocation.request import Request, RequestOptions, Target
 from kvalloc.cli import refining, targets
 from kvalloc.cli.options import Device, Dtype, Json, Quiet, Solver, SolverOption
 from kvalloc.cli.output import duration, gap_text, note, print_fields, print_json, size
@@ -224,20 +224,13 @@ def objective_text(value: float | None, decided: BudgetProfile) -> str:
 
 def request_text(decided: BudgetProfile) -> str:
     """What was asked for, for people."""
-    value = decided.requested["value"]
     worst = " of the worst unit" if decided.requested.get("objective") == "worst" else ""
-    loss = decided.requested.get("objective") == "loss"
     weighted = "weighted " if decided.requested.get("weights") else ""
-    most = f"least {weighted}predicted loss" if loss else f"most {weighted}retention{worst}"
+    by_loss = decided.requested.get("objective") == "loss"
+    what = f"{weighted}predicted loss" if by_loss else f"{weighted}retention{worst}"
     cost = decided.requested.get("cost", "bytes")
-    what = {"bytes": "entries", "decode-bytes": "bytes read per token"}.get(cost, cost)
-    text = {
-        "loss": f"predicted loss of {value:g} nats per token or less in the fewest bytes",
-        "retention": f"{weighted}retention{worst} of {value:g} or more in the fewest bytes",
-        "budget": f"{most} in {100 * value:g}% of all {what}",
-        "budget_tokens": f"{most} in {value:,} tokens per KV head on average",
-        "memory": f"{most} in {size(value)}",
-    }[str(decided.requested["target"])]
+    entries = {"bytes": "entries", "decode-bytes": "bytes read per token"}.get(cost, cost)
+    text = Target.read(decided.requested).describe(what, entries)
     prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
     return "; ".join([f"{text}, {prompts}{decided.context_tokens:,} tokens", *limit_texts(decided)])
 

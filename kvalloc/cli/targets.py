@@ -118,6 +118,8 @@ def _flag(name: str, hint: Any, text: str, default: str) -> Any:
         text, typed = f"{text} Can be repeated.", list[str]
     elif str in others:
         typed = str
+    if default:
+        text = f"{text.rstrip('.')}; {default} by default."
     names = [_flag_name(name)] if typed is bool else []
     return Annotated[
         typed | None,
@@ -127,7 +129,7 @@ def _flag(name: str, hint: Any, text: str, default: str) -> Any:
             help=text,
             min=shown.least,
             rich_help_panel=shown.group,
-            show_default=default or False,
+            show_default=False,
         ),
     ]
 
