@@ -197,13 +197,13 @@ class Target(ABC):
         _Share(value=0.2)
         """
         given = [kind for kind in TARGETS if asked.get(kind.keyword) is not None]
+        if len(given) == 1:
+            return given[0].parse(asked[given[0].keyword])
         options = ", ".join(option(kind.keyword) for kind in TARGETS)
         if not given:
             raise InputError(f"no target: say what to reach with one of {options}")
-        if len(given) > 1:
-            both = " and ".join(option(kind.keyword) for kind in given)
-            raise InputError(f"{both} are two targets at once; give one of {options}")
-        return given[0].parse(asked[given[0].keyword])
+        both = " and ".join(option(kind.keyword) for kind in given)
+        raise InputError(f"{both} are two targets at once; give one of {options}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -613,7 +613,8 @@ class Request:
             raise InputError(f"there is no option {name!r}; {near}see kvalloc.solve")
         target = Target.of(given)
         keywords = {kind.keyword for kind in TARGETS}
-        read = {name: _READ.get(name, _as_is)(given[name]) for name in given.keys() - keywords}
+        read: dict[str, Any] = {k: v for k, v in given.items() if k not in keywords}
+        read |= {name: _READ[name](read[name]) for name in _READ.keys() & read.keys()}
         return cls(target=target, **read)
 
     def record(self) -> dict[str, Any]:
@@ -627,7 +628,9 @@ class Request:
             "min_tokens": self.min_tokens,
             "max_tokens": self.max_tokens,
         }
-        stored |= {name: getattr(self, name) for name in _STORED if self._is_set(name)}
+        defaults = {field.name: field.default for field in fields(self)}
+        set_here = {name: getattr(self, name) for name in _RECORDED}
+        stored |= {name: one for name, one in set_here.items() if one != defaults[name]}
         if self.ranks is not None:
             stored["rank_tolerance"] = self.tolerance
         if self.cap:
@@ -647,8 +650,13 @@ class Request:
         """
         stored = profile.requested
         target = Target.read(stored)
-        names = {field.name for field in fields(cls)}.intersection(stored) - {"share_groups"}
+        known = {field.name for field in fields(cls)} - {"target", "share_groups"}
         try:
+            values = {
+                name: _READ[name](value) if name in _READ else value
+                for name, value in stored.items()
+                if name in known and value is not None
+            }
             return cls(
                 target=target,
                 level=profile.level,
@@ -656,20 +664,12 @@ class Request:
                 batch=profile.batch,
                 page=profile.page_tokens,
                 share_groups=profile.share_groups or None,
-                **{
-                    name: _READ.get(name, _as_is)(stored[name])
-                    for name in names - {"target"}
-                    if stored[name] is not None
-                },
+                **values,
             )
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"what was requested, {dict(stored)}, is not what 'kvalloc solve' writes"
             ) from error
-
-    def _is_set(self, name: str) -> bool:
-        default = next(field.default for field in fields(self) if field.name == name)
-        return bool(getattr(self, name) != default)
 
     @property
     def groups(self) -> Groups:
@@ -935,10 +935,6 @@ def _read_weights(given: str | Path | Weights) -> tuple[Any, ...]:
     return read_weights(given) if isinstance(given, str | Path) else checked_weights(given)
 
 
-def _as_is(given: Any) -> Any:
-    return given
-
-
 def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
@@ -956,14 +952,8 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "loss_policies": lambda given: tuple(_split(given)),
     "share_groups": parse_groups,
 }
-_STORED = (
-    "bits",
-    "max_distinct",
-    "equal_heads",
-    "ranks",
-    "weights",
-    "loss_policies",
-    "cost",
-    "workloads",
-    "share_groups",
+_RECORDED = (
+    *("bits", "max_distinct", "equal_heads", "ranks", "weights", "loss_policies", "cost"),
+    *("workloads", "share_groups"),
 )
+"""Fields that a record holds where they are not the default."""
