@@ -320,5 +320,5 @@ def test_bad_bits_in_a_budget_profile(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     make_budget_profile(budgets, bits=uneven).save(path)
     path.write_text(path.read_text().replace('"retained_bytes": ', '"retained_bytes": 1'))
-    with pytest.raises(ProfileFileError, match="retained_bytes.*follows from the budgets"):
+    with pytest.raises(ProfileFileError, match="retained_bytes.*follows from the other fields"):
         BudgetProfile.load(path)
