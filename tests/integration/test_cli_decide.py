@@ -13,6 +13,9 @@ from factories import make_budget_profile, make_scores, make_shape
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.request import TARGETS, RequestOptions
+from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem.registry import solver_names
 
@@ -281,6 +284,24 @@ def test_compare_prints_a_table(scores, monkeypatch):
         assert column in heading
     assert any(line.startswith("greedy ") and line.endswith("optimal") for line in lines)
     assert any(line.startswith("adaptive_head ") and "--level head" in line for line in lines)
+
+
+@pytest.mark.parametrize("command", ["solve", "compare", "frontier"])
+def test_every_keyword_of_a_request_is_a_flag_in_its_group(command):
+    shown = run(command, "--help").out
+    flags = {name: f"--{name.replace('_', '-')} " for name in RequestOptions.__annotations__}
+    targets = {kind.keyword for kind in TARGETS} if command == "frontier" else set()
+    assert {name for name, flag in flags.items() if flag not in shown} == targets
+    headings = [line for line in shown.splitlines() if line.endswith(":") and line[0] != " "]
+    assert ("Target:" in headings) == (command != "frontier")
+    assert {"Arguments:", "Prompts:", "Budgets:", "Limits:", "Objective:"} < set(headings)
+    assert "--batch N" in shown
+    assert "share the memory; 1 by default" in " ".join(shown.split())
+
+
+def test_a_keyword_that_is_none_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match="no option 'bugdet'; the nearest is 'budget'"):
+        solve(make_scores(), bugdet=0.5)
 
 
 def test_compare_only_what_is_asked_for(scores):
