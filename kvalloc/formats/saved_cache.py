@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -10,16 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvalloc.errors import ProfileFileError, by_interface, option
+from kvalloc.formats.record import digest_of
 
 __all__ = [
     "HEADER",
     "SCHEMA_VERSION",
     "header_digest",
     "header_fault",
-    "is_saved_cache",
     "opened",
     "read_header",
-    "text_digest",
 ]
 
 SCHEMA_VERSION = 1
@@ -35,21 +33,6 @@ _KINDS = {
     "profile": dict,
     "layers": list,
 }
-
-
-def is_saved_cache(path: str | Path) -> bool:
-    """Whether a file is a saved cache, whole or not; whoever reads others says what they are.
-
-    Parameters
-    ----------
-    path : str or Path
-        Any file.
-    """
-    try:
-        with opened(path, "numpy") as file:
-            return HEADER in (file.metadata() or {})
-    except ProfileFileError:
-        return False
 
 
 def read_header(path: str | Path) -> dict[str, Any]:
@@ -85,8 +68,12 @@ def read_header(path: str | Path) -> dict[str, Any]:
     _check_fields(path, header)
     for index, layer in enumerate(header["layers"]):
         _check_layer(path, header, index, layer, tensors)
+    try:
+        digest = header_digest(header)
+    except ValueError as error:
+        raise header_fault(path, "header", str(error), "finite numbers") from error
     # last, so that a field that cannot be is named
-    if header.get("header_digest") != header_digest(header):
+    if header.get("header_digest") != digest:
         raise header_fault(path, "header_digest", header.get("header_digest"), "that of its header")
     return header
 
@@ -94,12 +81,7 @@ def read_header(path: str | Path) -> dict[str, Any]:
 def header_digest(header: dict[str, Any]) -> str:
     """The digest of all else in a header, SHA-256 of its JSON in one order."""
     others = {name: value for name, value in header.items() if name != "header_digest"}
-    return text_digest(json.dumps(others, sort_keys=True))
-
-
-def text_digest(text: str) -> str:
-    """SHA-256 of a text, as hexadecimal digits."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest_of(others)
 
 
 def header_fault(path: str | Path, field: str, found: object, expected: str) -> ProfileFileError:

@@ -438,7 +438,7 @@ class ScoreProfile(ScoreHeader):
             names = ("loss_tokens", "losses", "loss_stderr", "loss_probed")
             alone = ", ".join(name for name in names if getattr(self, name) is not None)
             expected = "both losses and loss_tokens, or none of them"
-            require(not alone, "loss_tokens, losses", f"given as {alone} alone", expected)
+            require(not alone, "loss_tokens, losses", f"one without the other: {alone}", expected)
             expected = "losses that it belongs to"
             require(not self.loss_method, "loss_method", self.loss_method, expected)
             given = self.loss_policies or others is not None
