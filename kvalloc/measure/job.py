@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +182,7 @@ class Job:
 
         return {
             **job_record(self.model),
-            "model": self.shape.to_dict(),
+            "model": replace(self.shape, weights_digest=None, weights_signs=None).to_dict(),
             "attention": base_implementation(self.model.config),
             "scorer": self.scorer.name,
             "scorer_parameters": self.scorer.parameters(),
