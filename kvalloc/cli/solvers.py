@@ -68,11 +68,9 @@ def list_plugins(group: str, base: type[Any], *, json: bool, hint: str) -> None:
 def _describe(group: str, name: str, base: type[Any]) -> dict[str, Any]:
     empty = {"name": name, "summary": "", "reference": "", "options": None}
     try:
-        cls = load(group, name)
+        cls = load(group, name, base)
     except KVAllocError as error:
         return {**empty, "error": " ".join(str(error).split())}
-    if not issubclass(cls, base):
-        return {**empty, "error": f"{cls.__qualname__} is not a subclass of {base.__qualname__}"}
     return {
         "name": name,
         "summary": str(getattr(cls, "summary", "")),

@@ -36,7 +36,7 @@ def names(group: str) -> list[str]:
     return sorted(_group(group))
 
 
-def load(group: str, name: str) -> type[Any]:
+def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
     """The class that a name stands for.
 
     Parameters
@@ -45,6 +45,8 @@ def load(group: str, name: str) -> type[Any]:
         `SOLVERS`, `SCORERS` or `POLICIES`.
     name : str
         A registered name.
+    base : type
+        What the class has to be a subclass of.
 
     Returns
     -------
@@ -55,7 +57,7 @@ def load(group: str, name: str) -> type[Any]:
     InputError
         If nothing of that name is registered; lists what is.
     SolverError
-        If the plug-in cannot be imported.
+        If the plug-in cannot be imported, or is not a subclass of `base`.
     """
     kind = {POLICIES: "policy"}.get(group, group.rsplit(".", 1)[-1].removesuffix("s"))
     found = _group(group)
@@ -70,8 +72,9 @@ def load(group: str, name: str) -> type[Any]:
             f"the {kind} {name!r} ({found[name].value}) cannot be loaded: {error}; reinstall or "
             "remove the package that provides it"
         ) from error
-    if not isinstance(loaded, type):
-        raise SolverError(f"the {kind} {name!r} ({found[name].value}) is not a class")
+    if not isinstance(loaded, type) or not issubclass(loaded, base):
+        what = "class" if base is object else f"subclass of {base.__module__}.{base.__qualname__}"
+        raise SolverError(f"the {kind} {name!r} ({found[name].value}) is not a {what}")
     return loaded
 
 
@@ -130,10 +133,8 @@ def get_solver(name: str, **options: Any) -> Solver:
     SolverError
         If the plug-in is broken.
     """
-    loaded = load(SOLVERS, name)
-    if not issubclass(loaded, Solver):
-        raise SolverError(f"the solver {name!r} is not a subclass of kvalloc.problem.Solver")
-    return build(loaded, options, what=f"solver {name}")
+    solver: Solver = build(load(SOLVERS, name, Solver), options, what=f"solver {name}")
+    return solver
 
 
 def options_of(solver: Solver) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvalloc.errors import SolverError
 from kvalloc.problem.registry import SCORERS, build, load, names
 from kvalloc.scorers.base import Scorer
 
@@ -35,10 +34,7 @@ def scorer_class(name: str) -> type[Scorer]:
     SolverError
         If the plug-in cannot be imported or is not a scorer.
     """
-    loaded = load(SCORERS, name)
-    if not issubclass(loaded, Scorer):
-        raise SolverError(f"the scorer {name!r} is not a subclass of kvalloc.scorers.Scorer")
-    return loaded
+    return load(SCORERS, name, Scorer)
 
 
 def get_scorer(name: str, **parameters: Any) -> Scorer:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvalloc.errors import InputError, SolverError, nearest
+from kvalloc.errors import InputError, nearest
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.problem.registry import POLICIES, SCORERS, build, load, names
 from kvalloc.runtime.policies.base import Combined, EvictionPolicy, RankedPolicy
 from kvalloc.runtime.policies.by_head import ByHead
 from kvalloc.runtime.policies.weighted import Weighted
-from kvalloc.scorers import Scorer, get_scorer, scorer_class
+from kvalloc.scorers import Scorer, get_scorer
 
 __all__ = [
     "ByHead",
@@ -47,12 +47,7 @@ def policy_class(name: str) -> type[EvictionPolicy]:
     SolverError
         If the plug-in cannot be imported or is not a policy.
     """
-    loaded = load(POLICIES, name)
-    if not issubclass(loaded, EvictionPolicy):
-        raise SolverError(
-            f"the policy {name!r} is not a subclass of kvalloc.runtime.policies.EvictionPolicy"
-        )
-    return loaded
+    return load(POLICIES, name, EvictionPolicy)
 
 
 def get_policy(name: str, *, scorer: Scorer, **parameters: Any) -> EvictionPolicy:
@@ -74,8 +69,7 @@ def get_policy(name: str, *, scorer: Scorer, **parameters: Any) -> EvictionPolic
     SolverError
         If the plug-in is broken.
     """
-    cls = policy_class(name)
-    return build(cls, {"scorer": scorer, **parameters}, what=f"policy {name}")
+    return build(policy_class(name), {"scorer": scorer, **parameters}, what=f"policy {name}")
 
 
 def policy_of(policy: Policy) -> EvictionPolicy:
@@ -153,9 +147,7 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
             f"{nearest(name, (*policy_names(), *names(SCORERS)))}choose from the policies "
             f"{', '.join(policy_names())} or the scorers {', '.join(names(SCORERS))}"
         )
-    scorer = build(
-        scorer_class(name), {"window": max(policy.window, 1), **given}, what=f"scorer {name}"
-    )
+    scorer = get_scorer(name, **{"window": max(policy.window, 1), **given})
     return policy.replace(
         scorer=name,
         scorer_parameters=dict(scorer.parameters()),
