@@ -204,6 +204,14 @@ class PackedHeads:
         found: IntArray = first + np.concatenate([[0], np.cumsum(rests)]).astype(np.int64)
         return found
 
+    @cached_property
+    def _scale_of_rest(self) -> Tensor:
+        """Which of the scales each entry of the rests has, (n_rest_entries,)."""
+        rests = (self.codes.lengths % BLOCK_TOKENS).ravel()
+        pairs = zip(self._rest_scales[:-1], rests, strict=True)
+        found = [first + np.arange(count) // KEY_BLOCK_TOKENS for first, count in pairs]
+        return torch.from_numpy(np.concatenate(found)).to(self.codes.keys.device)
+
     def segment(self, row: int, place: int) -> Segment:
         """One head's entries of one row; ``place`` counts these heads."""
         keys, values, positions, bias, _ = self.codes.piece(row, place)
@@ -218,14 +226,9 @@ class PackedHeads:
 
     def piece(self, row: int, place: int) -> Piece:
         """One segment's numbers."""
-        own = self.segment(row, place)
-        every = torch.arange(own.positions.numel(), device=own.positions.device)
-        if own.key_scales is None:
-            return own.keys, own.values, own.positions, own.bias, every
-        scales = own.key_scales.repeat_interleave(KEY_BLOCK_TOKENS, dim=0)[: every.numel()]
-        codes = unpacked_codes(own.keys, self.bits, int(self.like[0].shape[-1]))
-        keys = from_codes(codes, scales[:, 0], scales[:, 1])
-        return keys.to(self.like[0].dtype), self._values(own.values), own.positions, own.bias, every
+        if self.bits == 16:
+            return self.codes.piece(row, place)
+        return self.numbers(slice(row, row + 1), slice(place, place + 1)).piece(0, 0)
 
     def runs(self, most_numbers: int) -> Iterator[tuple[slice, slice]]:
         """Rows and heads whose numbers fit into so many, or one head of one row at a time."""
@@ -242,11 +245,32 @@ class PackedHeads:
             yield from ((slice(row, row + 1), slice(h, h + 1)) for h in range(n_heads))
 
     def numbers(self, rows: slice, places: slice) -> RaggedEntries:
-        """The numbers of some rows and heads."""
-        return RaggedEntries.collect(
-            self.codes.lengths[rows, places],
-            lambda row, place: self.piece(rows.start + row, places.start + place),
-            biased=self.codes.bias is not None,
+        """The numbers of rows and heads that lie next to each other, below 16 bits."""
+        codes, n_heads = self.codes, len(self.heads)
+        first = rows.start * n_heads + places.start
+        last = (rows.stop - 1) * n_heads + places.stop - 1
+        (start, _, rest, _), (_, end, _, rest_end) = codes.spans[first], codes.spans[last]
+
+        def own(states: Tensor) -> Tensor:
+            return torch.cat([states[start:end], states[rest:rest_end]])
+
+        assert self.key_scales is not None
+        like, whole = self.like[0], end - start
+        coded = unpacked_codes(own(codes.keys), self.bits, int(like.shape[-1]))
+        keys = like.new_empty(coded.shape)
+        blocks = (-1, KEY_BLOCK_TOKENS, coded.shape[1])
+        scales = self.key_scales[start // KEY_BLOCK_TOKENS : end // KEY_BLOCK_TOKENS]
+        far = from_codes(coded[:whole].reshape(blocks), scales[:, :1], scales[:, 1:])
+        keys[:whole].view(blocks).copy_(far)
+        of_rest = self._scale_of_rest[rest - codes.n_blocks * BLOCK_TOKENS :][: rest_end - rest]
+        scales = self.key_scales.index_select(0, of_rest)
+        keys[whole:] = from_codes(coded[whole:], scales[:, 0], scales[:, 1])
+        return RaggedEntries(
+            keys=keys,
+            values=self._values(own(codes.values)),
+            positions=own(codes.positions),
+            bias=None if codes.bias is None else own(codes.bias),
+            lengths=codes.lengths[rows, places],
         )
 
     @property
