@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -134,3 +135,17 @@ def test_texts_are_clean_and_in_one_role_each() -> None:
         assert f"`{file.name}`" in readme
     assert all(speakers.values())
     assert len(set().union(*speakers.values())) == sum(map(len, speakers.values()))
+
+
+def _stands(name: str) -> bool:
+    return (ROOT / name).exists() or (ROOT / "kvalloc" / name).exists()
+
+
+def test_every_room_is_explained() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rooms = {f.parent.name for f in (ROOT / "kvalloc").glob("*/__init__.py")}
+    assert {room for room in rooms if f"| `{room}/`" not in text} == {"data", "profiles"}
+    named = re.findall(r"`((?:[a-z]+/)+[a-z_]+\.py)`", text)
+    assert [
+        name for name in named if not any((ROOT / top / name).exists() for top in ("", "kvalloc"))
+    ] == []
