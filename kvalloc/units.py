@@ -1,9 +1,10 @@
-"""Shares and sizes as people write them: ``20%``, ``512MiB``, layers ``0-3,8``."""
+"""Options, and shares and sizes as people write them: ``20%``, ``512MiB``, layers ``0-3,8``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvalloc.errors import InputError, option
 
@@ -11,6 +12,28 @@ _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _BYTE_UNITS[f"{_letter}ib"] = 1024**_power
     _BYTE_UNITS[f"{_letter}b"] = 1000**_power
+
+
+@dataclass(frozen=True)
+class Option:
+    """How the command line shows a keyword.
+
+    Its flag is the keyword's name, its help stands in the docstring of the ``TypedDict``, where
+    other keywords in backticks stand for their flags.
+
+    Attributes
+    ----------
+    metavar : str
+        What its value looks like; by default the choices of a ``Literal``; empty for a switch.
+    group : str
+        Heading in the help under which it stands.
+    least : int or None
+        Smallest number that the command line takes.
+    """
+
+    metavar: str
+    group: str
+    least: int | None = None
 
 
 def parse_share(value: str | float) -> float:

@@ -32,6 +32,7 @@ from kvalloc.accounting.stored_bytes import BIT_WIDTHS
 from kvalloc.errors import InfeasibleError, InputError, nearest, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (
+    Option,
     bytes_text,
     parse_bits,
     parse_bytes,
@@ -54,28 +55,6 @@ WEIGHT_SHAPES = "one number a layer, or one a KV head as a list of lists"
 
 RANK_TOLERANCE = 0.02
 """The largest rank stores at most this share more than the mean one, by default."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """How the command line shows a keyword.
-
-    Its flag is the keyword's name, its help stands in the docstring of the ``TypedDict``, where
-    other keywords in backticks stand for their flags.
-
-    Attributes
-    ----------
-    metavar : str
-        What its value looks like; empty for the choices of a ``Literal``, and for a switch.
-    group : str
-        Heading in the help under which it stands.
-    least : int or None
-        Smallest number that the command line takes.
-    """
-
-    metavar: str
-    group: str
-    least: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

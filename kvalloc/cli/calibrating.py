@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from kvalloc.allocation.request import Option
 from kvalloc.errors import InputError
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.measure import Document, Prompt

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 import typer
 
-from kvalloc.allocation.request import Option, Request
+from kvalloc.allocation.request import Request
 from kvalloc.cli import targets
 from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
 from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, size
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.evaluate.caches import MakeCache

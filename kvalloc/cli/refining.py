@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from kvalloc.allocation.request import Option
 from kvalloc.cli.output import note, size
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.allocation.request import Request

@@ -8,12 +8,14 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
+from types import UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     Literal,
     TypeVar,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -52,7 +54,7 @@ def takes(options: type, *, only: Collection[str] = ()) -> Callable[[F], F]:
     Parameters
     ----------
     options : type
-        Whose fields are ``Annotated`` with `kvalloc.allocation.request.Option`.
+        Whose fields are ``Annotated`` with `kvalloc.units.Option`; the others get no flag.
     only : collection of str
         Some of the fields; all by default.
 
@@ -63,7 +65,8 @@ def takes(options: type, *, only: Collection[str] = ()) -> Callable[[F], F]:
     """
     helps = _helps(options)
     hints = get_type_hints(options, include_extras=True)
-    flags = {name: _flag(name, hints[name], *helps[name]) for name in only or hints}
+    shown = [name for name, hint in hints.items() if get_origin(hint) is Annotated]
+    flags = {name: _flag(name, hints[name], *helps[name]) for name in only or shown}
 
     def decorate(command: F) -> F:
         known = get_type_hints(command, include_extras=True)
@@ -110,10 +113,10 @@ def _flag_name(name: str) -> str:
 def _flag(name: str, hint: Any, text: str, default: str) -> Any:
     """The annotation that makes typer show a field as a flag."""
     union, shown = get_args(hint)
-    first, *others = get_args(union)
+    first, *others = get_args(union) if get_origin(union) in (Union, UnionType) else (union,)
     metavar, typed = shown.metavar, first
     if get_origin(first) is Literal:
-        metavar, typed = "|".join(get_args(first)), str
+        metavar, typed = metavar or "|".join(get_args(first)), str
     elif get_origin(first) is Sequence:
         text, typed = f"{text} Can be repeated.", list[str]
     elif str in others:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
-from kvalloc.allocation.request import Option
 from kvalloc.cli import targets
 from kvalloc.cli.calibrating import PromptOptions, read_given, read_recipe
 from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
 from kvalloc.cli.output import print_json, print_table, size
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.tuning.tuned_profile import Tuned

@@ -14,6 +14,7 @@ from kvalloc.accounting.stored_bytes import BIT_WIDTHS
 from kvalloc.errors import InputError, option
 from kvalloc.formats.score_profile import interpolate_curves
 from kvalloc.formats.sharing_groups import FIRST_SHARED_LAYER, LONGEST_RUN, runs_of
+from kvalloc.units import parse_bits
 
 if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates
@@ -184,7 +185,7 @@ FIDELITY_ROWS = 8
 """Rows of attention output that bits are judged by where the scorer has no window: XKV's ows."""
 
 
-def checked_widths(bits: Sequence[int] | None) -> tuple[int, ...]:
+def checked_widths(bits: str | Sequence[int] | None) -> tuple[int, ...]:
     """Bit widths to measure, the widest first; none by default.
 
     Raises
@@ -194,12 +195,11 @@ def checked_widths(bits: Sequence[int] | None) -> tuple[int, ...]:
     """
     if bits is None:
         return ()
-    widths = tuple(sorted(set(bits), reverse=True))
+    widths = tuple(sorted(set(parse_bits(bits)), reverse=True))
     if not widths or any(width not in BIT_WIDTHS for width in widths):
         known = ", ".join(map(str, BIT_WIDTHS))
         raise InputError(
-            f"the bits are {list(bits)}, expected some of {known}, such as "
-            f"{option('bits', (16, 8, 4))}"
+            f"the bits are {bits}, expected some of {known}, such as {option('bits', (16, 8, 4))}"
         )
     return widths
 

@@ -106,11 +106,22 @@ class Job:
         return runs_of(self.shape.full_layers, self.share_length)
 
     @property
+    def protected_tokens(self) -> int:
+        """Sinks and window, which every budget includes."""
+        return self.sinks + self.scorer.window
+
+    @property
+    def loss_plan(self) -> LossPlan:
+        """How losses are measured, of a job that measures them."""
+        assert self.losses is not None
+        return self.losses
+
+    @property
     def loss_levels(self) -> IntArray:
         """Budgets at which losses are measured; none where they are not."""
         if self.losses is None:
             return np.empty(0, dtype=np.int64)
-        return self.losses.levels(self.context_tokens, self.sinks + self.scorer.window)
+        return self.losses.levels(self.context_tokens, self.protected_tokens)
 
     @property
     def loss_layers(self) -> int:

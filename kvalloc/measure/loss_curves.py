@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.accounting import BoolArray, FloatArray
 from kvalloc.errors import InputError
 from kvalloc.measure.job import Job
-from kvalloc.measure.loss_plan import LossLevel
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.runtime.policies import policy_of
 from kvalloc.runtime.refusals import check_kept
@@ -24,34 +22,6 @@ _Place = tuple[int, int, int]
 
 _Variant = tuple[list[_Place], Tensor]
 """Where a loss belongs, and what is kept for it, ``(n_kv_heads, n_tokens)``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossJob:
-    """What loss curves are measured for.
-
-    Attributes
-    ----------
-    n_layers : int
-        Of the model, sliding ones included.
-    context_tokens : int
-        Reference context.
-    sinks, window : int
-        First and last tokens that every budget includes.
-    level : {"layer", "head"}
-        What is reduced alone: a layer, all its KV heads alike, or one KV head.
-    """
-
-    n_layers: int
-    context_tokens: int
-    sinks: int
-    window: int
-    level: LossLevel = "layer"
-
-    @property
-    def protected_tokens(self) -> int:
-        """Sinks and window."""
-        return self.sinks + self.window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +69,7 @@ def sample_losses(
     UnsupportedModelError
         If the model's layers cannot be seen.
     """
-    plan, name = job.losses, job.shape.model_id
-    assert plan is not None  # only a job with a plan measures losses
+    plan, name = job.loss_plan, job.shape.model_id
     try:
         probe = LossProbe.of_sample(
             job.model,
@@ -112,18 +81,10 @@ def sample_losses(
             continuation_tokens=plan.continuation_tokens,
             policies=[policy_of(policy) for policy in job.policies[1:]],
         )
-        asked = LossJob(
-            n_layers=job.shape.n_layers,
-            context_tokens=job.context_tokens,
-            sinks=job.sinks,
-            window=job.scorer.window,
-            level=plan.level,
-        )
-        how: dict[str, Any] = {"batch": plan.batch, "layer_done": layer_done}
         if only is not None or (plan.method == "measured" and plan.probes is None):
-            found = measure_losses(probe, job.loss_levels, asked, only=only, **how)
+            found = measure_losses(probe, job, only=only, layer_done=layer_done)
         else:
-            found = estimate_losses(probe, job.loss_levels, asked, **how)
+            found = estimate_losses(probe, job, layer_done=layer_done)
     except InputError as error:
         raise InputError(f"sample {index}: {error}") from error
     if not np.isfinite(found.losses).all():
@@ -136,10 +97,8 @@ def sample_losses(
 
 def measure_losses(
     probe: LossProbe,
-    levels: IntArray,
-    job: LossJob,
+    job: Job,
     *,
-    batch: int = 8,
     only: BoolArray | None = None,
     layer_done: Callable[[], None] = lambda: None,
 ) -> MeasuredLosses:
@@ -149,13 +108,9 @@ def measure_losses(
     ----------
     probe : LossProbe
         The prompt.
-    levels : ndarray of int64, (n_levels,)
-        Budgets at the reference context; a prompt of another length is reduced to the same
-        shares of its evictable entries.
-    job : LossJob
-        What the figures are for.
-    batch : int
-        Variants that run together.
+    job : Job
+        What the figures are for. Its `loss_levels` are budgets at the reference context; a prompt
+        of another length is reduced to the same shares of its evictable entries.
     only : ndarray of bool, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels), optional
         Which figures to measure; the others are 0. All by default.
     layer_done : callable
@@ -165,8 +120,8 @@ def measure_losses(
     -------
     MeasuredLosses
     """
-    losses, stderr = _nothing_lost(probe, levels, job)
-    budgets = _budgets(probe, levels, job)
+    losses, stderr = _nothing_lost(probe, job)
+    budgets, batch = _budgets(probe, job), job.loss_plan.batch
     for layer in sorted(probe.scores):
         variants = _variants(_kept_by_policy(probe, layer, budgets, job), job)
         if only is not None:
@@ -185,11 +140,9 @@ def measure_losses(
 
 def estimate_losses(
     probe: LossProbe,
-    levels: IntArray,
-    job: LossJob,
+    job: Job,
     *,
     n_draws: int = 16,
-    batch: int = 8,
     seed: int = 0,
     layer_done: Callable[[], None] = lambda: None,
 ) -> MeasuredLosses:
@@ -202,12 +155,10 @@ def estimate_losses(
 
     Parameters
     ----------
-    probe, levels, job, layer_done
+    probe, job, layer_done
         As in `measure_losses`.
     n_draws : int
         Draws of next tokens; the relative standard error falls with their square root.
-    batch : int
-        Variants that run together.
     seed : int
         Of the draws.
 
@@ -221,9 +172,9 @@ def estimate_losses(
     S. Amari, Natural Gradient Works Efficiently in Learning (1998): the Fisher information as
     the second-order term of the KL divergence. Its use for cache budgets is ours.
     """
-    losses, stderr = _nothing_lost(probe, levels, job)
+    losses, stderr = _nothing_lost(probe, job)
     gradients = probe.sensitivities(n_draws, seed=seed)
-    budgets = _budgets(probe, levels, job)
+    budgets, batch = _budgets(probe, job), job.loss_plan.batch
     for layer in sorted(probe.scores):
         whole = probe.outputs(layer, None)
         heads = losses.shape[1]
@@ -255,20 +206,20 @@ def _by_unit(numbers: Tensor, heads: int) -> Tensor:
     return split.permute(2, 0, 1, 3, 4).reshape(heads, n, -1)
 
 
-def _nothing_lost(
-    probe: LossProbe, levels: IntArray, job: LossJob
-) -> tuple[FloatArray, FloatArray]:
+def _nothing_lost(probe: LossProbe, job: Job) -> tuple[FloatArray, FloatArray]:
     """Losses and standard errors to fill in, (n_layers, n_heads, 1 + n_policies, n_levels)."""
     n_kv_heads = next(iter(probe.scores.values())).shape[0]
-    heads = n_kv_heads if job.level == "head" else 1
-    shape = (job.n_layers, heads, 1 + len(probe.policies), levels.size)
+    heads = n_kv_heads if job.loss_plan.level == "head" else 1
+    shape = (job.shape.n_layers, heads, 1 + len(probe.policies), job.loss_levels.size)
     return np.zeros(shape), np.zeros(shape)
 
 
-def _budgets(probe: LossProbe, levels: IntArray, job: LossJob) -> list[int]:
+def _budgets(probe: LossProbe, job: Job) -> list[int]:
     """The levels below the last one at the length of the prompt."""
     context, protected = job.context_tokens, job.protected_tokens
-    return [budget_of_prompt(probe, int(one), context, protected) for one in levels[:-1]]
+    return [
+        budget_of_prompt(probe, one, context, protected) for one in job.loss_levels[:-1].tolist()
+    ]
 
 
 def budget_of_prompt(probe: LossProbe, tokens: int, context_tokens: int, protected: int) -> int:
@@ -310,10 +261,10 @@ def kept_entries(
 
 
 def _kept_by_policy(
-    probe: LossProbe, layer: int, budgets: list[int], job: LossJob
+    probe: LossProbe, layer: int, budgets: list[int], job: Job
 ) -> list[list[Tensor]]:
     return [
-        kept_entries(probe, layer, place, budgets, sinks=job.sinks, window=job.window)
+        kept_entries(probe, layer, place, budgets, sinks=job.sinks, window=job.scorer.window)
         for place in range(1 + len(probe.policies))
     ]
 
@@ -322,7 +273,7 @@ def _stderr(values: FloatArray) -> float:
     return float(values.std(ddof=1)) / values.size**0.5 if values.size > 1 else 0.0
 
 
-def _variants(kept: list[list[Tensor]], job: LossJob) -> list[_Variant]:
+def _variants(kept: list[list[Tensor]], job: Job) -> list[_Variant]:
     """What is run: each set of entries once, whichever policies and levels keep it."""
     places: dict[bytes, list[_Place]] = {}
     masks: dict[bytes, Tensor] = {}
@@ -335,9 +286,9 @@ def _variants(kept: list[list[Tensor]], job: LossJob) -> list[_Variant]:
     return [(places[same], masks[same]) for same in masks]
 
 
-def _alone(keep: Tensor, job: LossJob) -> Iterator[tuple[int, Tensor]]:
+def _alone(keep: Tensor, job: Job) -> Iterator[tuple[int, Tensor]]:
     """Each unit reduced alone: the layer, or one head after the other."""
-    if job.level == "layer":
+    if job.loss_plan.level == "layer":
         yield 0, keep
         return
     for head in range(keep.shape[0]):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.files import utc_date, versions
 from kvalloc.formats.score_profile import ScoreProfile, rank_grid
 from kvalloc.measure.checkpoint import MEASURED_WITH, Checkpoint
@@ -31,6 +31,7 @@ from kvalloc.models.loading import require_run_packages, shape_of
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates
@@ -38,69 +39,76 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 
+SCORES, LOSSES, MORE = "What is measured", "Losses", "Other measurements"
+"""Headings in the command's help."""
+
+
 class ProfileOptions(TypedDict, total=False):
     """What decides the numbers of a score profile, beside model and text.
 
-    Attributes
+    Parameters
     ----------
-    samples : int, optional
-        How many samples; by default the share `sampling_ratio` of all there are, rounded up.
-    sampling_ratio : float
-        XKV's default is 10%.
+    samples : int
+        Samples to measure; see `sampling_ratio`. With `tasks` two of each by default.
+    sampling_ratio : float, default 0.1
+        Without `samples`: share of all samples there are, rounded up.
     context : int
         Reference context, tokens.
-    scorer : str or Scorer
-        A registered name, or a scorer.
-    window, pool, group_reduce : optional
-        The scorer's parameters, where they are given; its own defaults otherwise.
-    sinks : int
-        First tokens of a prompt that are never evicted and left out of the curves.
+    scorer : str or Scorer, default "xkv"
+        What is measured; see 'kvalloc scorers'.
+    window : int
+        The scorer's window, tokens; its own by default.
+    pool : int
+        The scorer's pooling width, tokens; its own by default.
+    group_reduce : str
+        How query heads that share a KV head are reduced.
+    sinks : int, default 4
+        First tokens that are never evicted, and left out of the curves.
     count_sinks : bool
-        Count the sinks as evictable, as the paper does.
+        Count the sinks as evictable, as XKV does.
     seed : int
         Of the choice of samples.
     batch : int
         Samples of equal length that run together. Peak memory grows with it.
-    loss : {"measured", "fast"} or LossPlan, optional
-        Also measure the harm of reducing each unit alone: by a forward for every unit and level,
-        or by a second-order estimate. On the prompts' answers where they have one, else on what
-        the model itself writes next. Off by default.
-    loss_level : {"layer", "head"}
-        What is reduced alone.
-    probes : int, optional
-        With measured losses: estimate all figures first, then measure so many of them a sample,
-        those whose measurement is most likely to change what 10, 20 or 50% of all entries are
-        spent on; the other estimates are scaled to them. All are measured by default.
-    loss_policies : sequence of str
-        Policies or scorers, with options such as ``"snapkv:window=4"``, whose losses are measured
-        beside those of the scorer's best entries, so that `kvalloc.solve` can choose a policy for
-        each unit together with its budget.
-    share_length : int
-        Also measure what each run of 2 to so many adjacent layers keeps when its layers keep the
-        same entries, which sharing them needs (MPCache, Sec. 4.4); 1 for nothing, 4 at most.
-    bits : sequence of int, optional
-        Bit widths, of 16, 8 and 4, whose effect on the attention output of the window's rows is
-        measured too (`kvalloc.runtime.quantization.output_fidelity`). Costs another pass over keys
-        and values for each width below 16, so it is off by default.
+    loss : {"measured", "fast"} or LossPlan
+        Also measure what reducing each unit alone does to the next-token distribution: a forward
+        for every unit and level, or a second-order estimate at the price of a few prefills. It is
+        measured on the prompts' answers, or on what the model itself writes next.
+    loss_level : {"layer", "head"}, default "layer"
+        What is reduced alone for `loss`.
+    probes : int
+        With `loss` measured: estimate everything first, then measure only the N figures a sample
+        whose measurement may change the solution, and scale the other estimates to them; all by
+        default.
+    loss_policies : str or sequence of str
+        Policies or scorers whose losses are measured beside the scorer's, so that 'kvalloc solve'
+        chooses one for each unit with its budget; options after a colon, such as
+        tova,critical,snapkv:window=4:pool=1; 'usual' for a set that does well.
+    bits : str or sequence of int
+        Measure what these bit widths do to the attention output too, for 'kvalloc solve --bits'.
+        Each width below 16 costs another pass over keys and values.
+    share_length : int, default 1
+        Also measure what runs of 2 to N adjacent layers keep when they share the kept entries
+        (MPCache, Sec. 4.4), for 'kvalloc solve --share-groups'; 4 at most, 1 measures nothing.
     """
 
-    samples: int | None
-    sampling_ratio: float
+    samples: Annotated[int | None, Option("N", SCORES)]
+    sampling_ratio: Annotated[float, Option("SHARE", SCORES)]
     context: int
-    scorer: str | Scorer
-    window: int | None
-    pool: int | None
-    group_reduce: str | None
-    sinks: int
-    count_sinks: bool
+    scorer: Annotated[str | Scorer, Option("NAME", SCORES)]
+    window: Annotated[int | None, Option("N", SCORES)]
+    pool: Annotated[int | None, Option("N", SCORES)]
+    group_reduce: Annotated[str | None, Option("mean|max", SCORES)]
+    sinks: Annotated[int, Option("N", SCORES)]
+    count_sinks: Annotated[bool, Option("", SCORES)]
     seed: int
     batch: int
-    loss: LossMethod | LossPlan | None
-    loss_level: LossLevel
-    probes: int | None
-    loss_policies: Sequence[str]
-    share_length: int
-    bits: Sequence[int] | None
+    loss: Annotated[LossMethod | LossPlan | None, Option("[measured|fast]", LOSSES)]
+    loss_level: Annotated[LossLevel, Option("", LOSSES)]
+    probes: Annotated[int | None, Option("N", LOSSES)]
+    loss_policies: Annotated[str | Sequence[str], Option("NAME,NAME", LOSSES)]
+    bits: Annotated[str | Sequence[int] | None, Option("16,8,4", MORE)]
+    share_length: Annotated[int, Option("N", MORE)]
 
 
 DEFAULTS: ProfileOptions = {
@@ -199,6 +207,28 @@ def profile(
     return result
 
 
+def read_options(
+    options: ProfileOptions,
+) -> tuple[ProfileOptions, Scorer, LossPlan | None, tuple[int, ...]]:
+    """Options with their defaults, scorer, plan of the losses and bit widths.
+
+    Raises
+    ------
+    InputError
+        If an option cannot be used, or some contradict each other, whatever the model.
+    """
+    if unknown := sorted(options.keys() - DEFAULTS.keys()):
+        raise TypeError(f"profile() got an unexpected keyword argument {unknown[0]!r}")
+    given: ProfileOptions = {**DEFAULTS, **options}
+    if given["count_sinks"]:
+        given["sinks"] = 0
+    scorer, losses = _scorer(given), _loss_plan(given)
+    scorer.check_prompt_only()
+    if losses is not None:
+        losses.named_policies(scorer, sinks=given["sinks"])
+    return given, scorer, losses, checked_widths(given["bits"])
+
+
 def _job(
     model: Any,
     tokenizer: Any,
@@ -207,16 +237,12 @@ def _job(
     options: ProfileOptions,
 ) -> Job:
     """The options as a job; refuses what cannot be, before anything is measured."""
-    if unknown := sorted(options.keys() - DEFAULTS.keys()):
-        raise TypeError(f"profile() got an unexpected keyword argument {unknown[0]!r}")
-    given: ProfileOptions = {**DEFAULTS, **options}
-    scorer = _scorer(given)
-    scorer.check_prompt_only()
-    context, sinks = given["context"], 0 if given["count_sinks"] else given["sinks"]
+    given, scorer, losses, bits = read_options(options)
+    context, sinks = given["context"], given["sinks"]
     _check_sizes(shape, context, sinks, scorer.window, given["batch"])
     check_share_length(given["share_length"], shape.full_layers)
     protected = sinks + scorer.window
-    job = Job(
+    return Job(
         model=model,
         shape=shape,
         scorer=scorer,
@@ -233,12 +259,10 @@ def _job(
             seed=given["seed"],
         ),
         batch=given["batch"],
-        losses=_loss_plan(given),
-        bits=checked_widths(given["bits"]),
+        losses=losses,
+        bits=bits,
         share_length=given["share_length"],
     )
-    _ = job.policies
-    return job
 
 
 def measure_job(
@@ -368,17 +392,16 @@ def _with_losses(
 
 def _loss_plan(given: ProfileOptions) -> LossPlan | None:
     loss, probes, policies = given["loss"], given["probes"], given["loss_policies"]
+    if isinstance(policies, str):
+        policies = policies.split(",")
     if loss is not None and not isinstance(loss, LossPlan):
-        return LossPlan(
-            method=loss, level=given["loss_level"], probes=probes, policies=tuple(policies)
-        )
-    if probes is not None:
-        raise InputError("probes are of measured losses: add loss='measured', or name them there")
-    if policies:
-        raise InputError(
-            "loss_policies are measured by their losses: say how with loss='measured' or 'fast', "
-            "or name the policies in the plan"
-        )
+        level = given["loss_level"]
+        return LossPlan(method=loss, level=level, probes=probes, policies=tuple(policies))
+    name = "probes" if probes is not None else "loss_policies" if policies else ""
+    if name and loss is None:
+        raise InputError(f"{option(name)} needs losses: add {option('loss', 'measured')}")
+    if name:
+        raise InputError(f"{option(name)} belongs into the LossPlan that is given; set it there")
     return loss
 
 

@@ -15,7 +15,8 @@ from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import profile
-from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
+from kvalloc.measure.job import Job
+from kvalloc.measure.loss_curves import estimate_losses, measure_losses
 from kvalloc.measure.loss_plan import LossPlan, named_policies
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.models.loading import shape_of
@@ -102,18 +103,18 @@ def make_probe(*texts: str, n_tokens: int = 40) -> LossProbe:
     )
 
 
-def job(level: Any) -> LossJob:
-    return LossJob(n_layers=3, context_tokens=40, sinks=SINKS, window=WINDOW, level=level)
-
-
-LEVELS = LossPlan(shares=(0.0, 0.2, 0.6)).levels(40, SINKS + WINDOW)
+def job(level: Any, batch: int = 8) -> Job:
+    values: dict[str, Any] = {"ranks": None, "samples": None, "model": None}
+    plan = LossPlan(shares=(0.0, 0.2, 0.6), level=level, batch=batch)
+    shape = shape_of(tiny_model())
+    return Job(shape=shape, scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **values)
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("run", [measure_losses, estimate_losses])
 def test_each_policy_gets_the_losses_that_it_gets_as_the_scorer(run: Any, level: Any) -> None:
     """H2O looks at all queries, TOVA at the last, KeyDiff at none."""
-    found = run(make_probe("tova", "keydiff", "h2o"), LEVELS, job(level))
+    found = run(make_probe("tova", "keydiff", "h2o"), job(level))
     for place, name in enumerate(("tova", "keydiff", "h2o"), start=1):
         model = tiny_model("llama", initializer_range=0.15)
         ids = torch.randint(2, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
@@ -125,12 +126,12 @@ def test_each_policy_gets_the_losses_that_it_gets_as_the_scorer(run: Any, level:
             shape=shape_of(model),
             continuation_tokens=6,
         )
-        expected = run(alone, LEVELS, job(level))
+        expected = run(alone, job(level))
         close: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-7}
         for array in ("losses", "stderr"):
             mine, own = getattr(found, array)[:, :, place], getattr(expected, array)[:, :, 0]
             np.testing.assert_allclose(mine, own, **close)
-    plain = run(make_probe(), LEVELS, job(level))
+    plain = run(make_probe(), job(level))
     assert plain.losses.shape[2] == 1
     np.testing.assert_allclose(found.losses[:, :, :1], plain.losses, rtol=1e-4, atol=1e-8)
     assert (found.losses[:, :, 1:, 1] != found.losses[:, :, :1, 1]).any()
@@ -146,7 +147,7 @@ def test_policies_that_keep_the_same_are_run_once() -> None:
         return losses(layer, keep)
 
     probe.losses = counted  # type: ignore[method-assign]
-    found = measure_losses(probe, LEVELS, job("head"), batch=64)
+    found = measure_losses(probe, job("head", batch=64))
     # sinks and window alone are the same for all: one variant a head instead of three
     assert max(seen) <= 2 * (1 + 3 * 2)
     assert (found.losses[:, :, 1:, 0] == found.losses[:, :, :1, 0]).all()
@@ -187,7 +188,7 @@ def test_profiles_hold_them_and_budgets_come_of_them(tmp_path: Any, method: str)
 
 
 def test_policies_need_losses() -> None:
-    with pytest.raises(InputError, match="say how with loss="):
+    with pytest.raises(InputError, match="loss_policies needs losses: add loss="):
         profile(tiny_model(), TOKENIZER, [words(300)], **OPTIONS)
 
 

@@ -8,14 +8,16 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, tiny_model
 
-from kvalloc.measure.loss_curves import LossJob, estimate_losses, measure_losses
+from kvalloc.measure.job import Job
+from kvalloc.measure.loss_curves import estimate_losses, measure_losses
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.loading import shape_of
 from kvalloc.scorers import get_scorer
 
-SINKS, WINDOW = 2, 4
+SINKS = 2
+SCORER = get_scorer("snapkv", window=4, pool=1)
 FULL_LAYERS = {"llama": (0, 1, 2), "qwen3": (0, 1, 2), "gemma3": (1,)}
 
 
@@ -32,7 +34,7 @@ def make_probe(
     probe = LossProbe(
         model,
         ids,
-        get_scorer("snapkv", window=WINDOW, pool=1),
+        SCORER,
         sinks=SINKS,
         shape=shape_of(model),
         answer_ids=answer,
@@ -42,8 +44,17 @@ def make_probe(
     return model, ids, probe
 
 
-def job(level: Any) -> LossJob:
-    return LossJob(n_layers=3, context_tokens=40, sinks=SINKS, window=WINDOW, level=level)
+def job(level: Any, *shares: float, batch: int = 8) -> Job:
+    """Levels at some shares of a context of 40 tokens."""
+    values: dict[str, Any] = {"ranks": None, "samples": None, "model": None}
+    return Job(
+        shape=shape_of(tiny_model()),
+        scorer=SCORER,
+        sinks=SINKS,
+        context_tokens=40,
+        losses=LossPlan(shares=shares, level=level, batch=batch),
+        **values,
+    )
 
 
 def masked_logits(model: Any, ids: torch.Tensor, layer: int | None, keep: Any) -> torch.Tensor:
@@ -172,24 +183,23 @@ def test_nothing_hidden_is_no_loss_and_model_is_left_as_it_was() -> None:
 
 def test_sliding_layers_and_last_level_have_no_loss() -> None:
     _, _, probe = make_probe("gemma3")
-    levels = LossPlan(shares=(0.0, 0.5)).levels(40, SINKS + WINDOW)
-    assert levels.tolist() == [6, 23, 40]
-    measured = measure_losses(probe, levels, job("head"), batch=3)
-    assert measured.losses.shape == (3, 2, 3)
+    asked = job("head", 0.0, 0.5, batch=3)
+    assert asked.loss_levels.tolist() == [6, 23, 40]
+    measured = measure_losses(probe, asked)
+    assert measured.losses.shape == (3, 2, 1, 3)
     assert (measured.losses[[0, 2]] == 0).all()
-    assert (measured.losses[1, :, 2] == 0).all()
-    assert (measured.losses[1, :, 0] > 0).all()
-    assert (measured.stderr[1, :, :2] > 0).all()
+    assert (measured.losses[1, ..., 2] == 0).all()
+    assert (measured.losses[1, ..., 0] > 0).all()
+    assert (measured.stderr[1, ..., :2] > 0).all()
 
 
 def test_layer_loss_hides_in_all_heads_at_once() -> None:
     _, _, probe = make_probe()
-    levels = LossPlan(shares=(0.1,)).levels(40, SINKS + WINDOW)
-    whole = measure_losses(probe, levels, job("layer"), batch=4)
-    alone = measure_losses(probe, levels, job("head"), batch=4)
-    assert whole.losses.shape == (3, 1, 2)
-    assert (whole.losses[:, 0, 0] > alone.losses[:, :, 0].max(axis=1) * 0.5).all()
-    one_by_one = measure_losses(probe, levels, job("head"), batch=1)
+    whole = measure_losses(probe, job("layer", 0.1, batch=4))
+    alone = measure_losses(probe, job("head", 0.1, batch=4))
+    assert whole.losses.shape == (3, 1, 1, 2)
+    assert (whole.losses[:, 0, 0, 0] > alone.losses[..., 0, 0].max(axis=1) * 0.5).all()
+    one_by_one = measure_losses(probe, job("head", 0.1, batch=1))
     assert abs(alone.losses - one_by_one.losses).max() < 1e-5
 
 
@@ -198,9 +208,9 @@ def test_layer_loss_hides_in_all_heads_at_once() -> None:
 def test_second_order_estimate_agrees_where_the_harm_is_small(level: str, asked: Any) -> None:
     # keep nearly everything: the change is small, where a second-order estimate must hold
     _, _, probe = make_probe(initializer_range=0.15, **asked)
-    levels = LossPlan(shares=(0.8, 0.9)).levels(40, SINKS + WINDOW)
-    measured = measure_losses(probe, levels, job(level)).losses[..., :-1]
-    estimated = estimate_losses(probe, levels, job(level), n_draws=4000).losses[..., :-1]
+    nearly = job(level, 0.8, 0.9)
+    measured = measure_losses(probe, nearly).losses[..., :-1]
+    estimated = estimate_losses(probe, nearly, n_draws=4000).losses[..., :-1]
     assert measured.shape == estimated.shape
     large = measured > 1e-6
     assert large.any()
@@ -211,8 +221,7 @@ def test_second_order_estimate_agrees_where_the_harm_is_small(level: str, asked:
 
 def test_estimates_repeat_with_their_seed() -> None:
     _, _, probe = make_probe()
-    levels = LossPlan(shares=(0.3,)).levels(40, SINKS + WINDOW)
-    first, again = (estimate_losses(probe, levels, job("layer"), seed=3) for _ in range(2))
-    other = estimate_losses(probe, levels, job("layer"), seed=4)
+    first, again = (estimate_losses(probe, job("layer", 0.3), seed=3) for _ in range(2))
+    other = estimate_losses(probe, job("layer", 0.3), seed=4)
     assert (first.losses == again.losses).all()
     assert (first.losses != other.losses).any()
