@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=[WITH, WITHOUT])
+@pytest.fixture(params=[WITH, WITHOUT])
 def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the CPU's kernel, and as where there is no compiler."""
     if request.param == WITH and cpu.unavailable() is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
+import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -13,18 +16,40 @@ from typing import Any
 import pytest
 import torch
 
-from kvalloc.errors import ModelMismatchError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.errors import (
+    InputError,
+    ModelMismatchError,
+    UnsupportedModelError,
+    UnsupportedRequestError,
+)
 from kvalloc.runtime import hooks
 
 CONTEXT = 60
+
+
+@pytest.fixture
+def model(tiny: ModuleType) -> Any:
+    return tiny.tiny_model()
+
+
+@contextlib.contextmanager
+def failing_with(failure: type[BaseException], model: Any) -> Iterator[None]:
+    """The third layer fails as long as it is open, and that is what comes out of it."""
+
+    def fail(*_: Any) -> None:
+        raise failure
+
+    handle = model.model.layers[2].register_forward_pre_hook(fail)
+    with torch.no_grad(), pytest.raises(failure):
+        yield
+    handle.remove()
 
 
 def hook_counts(model: Any) -> tuple[int, int]:
     return len(model.model._forward_pre_hooks), len(model.model._forward_hooks)
 
 
-def test_hooks_are_counted_and_removed_with_the_last_cache(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
+def test_hooks_are_counted_and_removed_with_the_last_cache(tiny: ModuleType, model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     before = hooks.hooked_models()
     assert hook_counts(model) == (0, 0)
@@ -37,8 +62,9 @@ def test_hooks_are_counted_and_removed_with_the_last_cache(tiny: ModuleType) -> 
     assert hooks.hooked_models() == before
 
 
-def test_hooks_go_right_after_use_without_the_garbage_collector(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
+def test_hooks_go_right_after_use_without_the_garbage_collector(
+    tiny: ModuleType, model: Any
+) -> None:
     gc.disable()
     try:
         cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
@@ -52,8 +78,6 @@ def test_hooks_go_right_after_use_without_the_garbage_collector(tiny: ModuleType
 
 
 def test_a_cache_does_not_keep_its_model_alive(tiny: ModuleType) -> None:
-    import weakref
-
     model = tiny.tiny_model()
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
     alive = weakref.ref(model)
@@ -63,8 +87,7 @@ def test_a_cache_does_not_keep_its_model_alive(tiny: ModuleType) -> None:
     assert cache.retained_bytes == 0
 
 
-def test_nothing_but_the_hooks_is_on_the_model(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
+def test_nothing_but_the_hooks_is_on_the_model(tiny: ModuleType, model: Any) -> None:
 
     def everything() -> set[tuple[str, str]]:
         return {(name, key) for name, module in model.named_modules() for key in vars(module)}
@@ -79,8 +102,9 @@ def test_nothing_but_the_hooks_is_on_the_model(tiny: ModuleType) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_failing_forward_leaves_no_interception_and_can_be_repeated(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
+def test_a_failing_forward_leaves_no_interception_and_can_be_repeated(
+    tiny: ModuleType, model: Any
+) -> None:
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
     ids = tiny.prompt(CONTEXT)
     with torch.no_grad():
@@ -92,65 +116,36 @@ def test_a_failing_forward_leaves_no_interception_and_can_be_repeated(tiny: Modu
         assert cache.get_seq_length() == 50
 
 
-def test_a_half_done_forward_is_noticed(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
+@pytest.mark.parametrize("failure", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_half_done_forward_is_noticed(
+    tiny: ModuleType, model: Any, failure: type[BaseException]
+) -> None:
+    """torch runs no post-hooks on KeyboardInterrupt."""
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
     ids = tiny.prompt(CONTEXT)
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
     with torch.no_grad():
         expected = model(ids).logits
-        handle = model.model.layers[2].register_forward_pre_hook(fail)
-        with pytest.raises(ZeroDivisionError):
+        with failing_with(failure, model):
             model(ids, past_key_values=cache)
-        handle.remove()
-        assert model.config._attn_implementation == "sdpa"
+        if failure is ZeroDivisionError:
+            assert model.config._attn_implementation == "sdpa"
         assert torch.equal(model(ids).logits, expected)
+        assert model.config._attn_implementation == "sdpa"
         with pytest.raises(UnsupportedRequestError, match="half-way"):
             model(ids, past_key_values=cache)
         cache.reset()
         assert torch.equal(model(ids, past_key_values=cache).logits, expected)
 
 
-def test_an_interrupted_forward_does_not_leak_into_the_next(tiny: ModuleType) -> None:
-    """torch runs no post-hooks on KeyboardInterrupt."""
-    model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
-    ids = tiny.prompt(CONTEXT)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with torch.no_grad():
-        expected = model(ids).logits
-        handle = model.model.layers[2].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model(ids, past_key_values=cache)
-        handle.remove()
-        assert torch.equal(model(ids).logits, expected)
-        assert model.config._attn_implementation == "sdpa"
-        with pytest.raises(UnsupportedRequestError, match="half-way"):
-            model(ids, past_key_values=cache)
-
-
 def test_an_interrupted_cache_can_be_reset_and_not_copied_on_or_saved(
-    tiny: ModuleType, tmp_path: Path
+    tiny: ModuleType, model: Any, tmp_path: Path
 ) -> None:
-    model = tiny.tiny_model()
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     with torch.no_grad():
         expected = model(ids, past_key_values=cache).logits
-        handle = model.model.layers[2].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with failing_with(KeyboardInterrupt, model):
             model(question, past_key_values=cache)
-        handle.remove()
         with pytest.raises(UnsupportedRequestError, match="half-way"):
             cache.save(tmp_path / "saved")
         clone = copy.deepcopy(cache)
@@ -161,17 +156,10 @@ def test_an_interrupted_cache_can_be_reset_and_not_copied_on_or_saved(
         cache.save(tmp_path / "saved")
 
 
-def test_an_interrupted_cache_that_is_dropped_is_tidied_up(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
+def test_an_interrupted_cache_that_is_dropped_is_tidied_up(tiny: ModuleType, model: Any) -> None:
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = model.model.layers[2].register_forward_pre_hook(interrupt)
-    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+    with failing_with(KeyboardInterrupt, model):
         model(tiny.prompt(CONTEXT), past_key_values=cache)
-    handle.remove()
     del cache
     with torch.no_grad():
         model(tiny.prompt(5))
@@ -180,20 +168,17 @@ def test_an_interrupted_cache_that_is_dropped_is_tidied_up(tiny: ModuleType) -> 
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_scorer_that_fails_is_cleaned_up_after(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
+def test_a_scorer_that_fails_is_cleaned_up_after(tiny: ModuleType, model: Any) -> None:
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
-    from kvalloc.errors import InputError
-
     with torch.no_grad(), pytest.raises(InputError, match="not finite"):
         model(tiny.prompt(CONTEXT), past_key_values=cache)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_another_model_cannot_use_the_cache(tiny: ModuleType) -> None:
-    model, other = tiny.tiny_model(), tiny.tiny_model()
+def test_another_model_cannot_use_the_cache(tiny: ModuleType, model: Any) -> None:
+    other = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     cache = profile.cache(model)
     ids = tiny.prompt(CONTEXT)
@@ -210,8 +195,7 @@ def test_another_model_cannot_use_the_cache(tiny: ModuleType) -> None:
     assert cache.retained_bytes == others.retained_bytes == profile.retained_bytes
 
 
-def test_a_copied_model_works_on_its_own(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
+def test_a_copied_model_works_on_its_own(tiny: ModuleType, model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     cache = profile.cache(model)
     twin = copy.deepcopy(model)
@@ -228,15 +212,13 @@ def test_a_copied_model_works_on_its_own(tiny: ModuleType) -> None:
     assert hook_counts(model) == (1, 1)
 
 
-def test_a_hooked_model_can_be_pickled(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
+def test_a_hooked_model_can_be_pickled(tiny: ModuleType, model: Any) -> None:
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
     torch.save(model, io.BytesIO())
     assert cache.get_seq_length() == 0
 
 
-def test_threads_can_share_a_model(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
+def test_threads_can_share_a_model(tiny: ModuleType, model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     prompts = [tiny.prompt(CONTEXT, seed=seed) for seed in range(4)]
 
@@ -257,7 +239,7 @@ def test_threads_can_share_a_model(tiny: ModuleType) -> None:
     assert hook_counts(model) == (0, 0)
 
 
-def test_unsupported_models_get_no_hooks(tiny: ModuleType) -> None:
+def test_unsupported_models_get_no_hooks() -> None:
     module = torch.nn.Linear(2, 2)
     with pytest.raises(UnsupportedModelError, match="Linear"):
         hooks.retain(object(), module)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, CompileConfig
+from transformers import AttentionInterface, BloomConfig, BloomForCausalLM, CompileConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvalloc
@@ -23,6 +23,7 @@ from kvalloc.errors import (
     UnsupportedModelError,
     UnsupportedRequestError,
 )
+from kvalloc.models.loading import shape_of
 from kvalloc.runtime import make_cache
 
 CONTEXT = 60
@@ -31,6 +32,17 @@ CONTEXT = 60
 @pytest.fixture
 def model(tiny: ModuleType) -> Any:
     return tiny.tiny_model()
+
+
+@pytest.fixture
+def bloom() -> Any:
+    """A model outside the attention interface."""
+    return BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
+
+
+@pytest.fixture
+def cache(tiny: ModuleType, model: Any) -> Any:
+    return tiny.make_profile(model, CONTEXT, 0.3).cache(model)
 
 
 def refused(model: Any, cache: Any, match: str, **arguments: Any) -> None:
@@ -60,30 +72,19 @@ def test_sliding_layers_must_be_where_the_profile_has_them(tiny: ModuleType) -> 
         tiny.make_profile(gemma, CONTEXT, 0.3, shape=shape).cache(gemma)
 
 
-def test_models_outside_the_attention_interface_are_refused_by_name(tiny: ModuleType) -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
-    from kvalloc.models.loading import shape_of
-
-    profile = tiny.make_profile(bloom, CONTEXT, [20, 20], shape=shape_of(bloom))
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM|BloomModel"):
-        profile.cache(bloom)
-
-
-def test_budgets_below_sinks_and_window_are_refused(tiny: ModuleType, model: Any) -> None:
-    with pytest.raises(InputError, match="sinks and window"):
-        tiny.make_profile(model, CONTEXT, [3] * 4).cache(model)
+@pytest.mark.parametrize(
+    ("budgets", "parameters", "match"),
+    [([3] * 4, {}, "sinks and window"), (0.3, {"window": 9}, "last 9 tokens.*window of 4")],
+    ids=["budgets", "scorer"],
+)
+def test_what_does_not_fit_sinks_and_window_is_refused(
+    tiny: ModuleType, model: Any, budgets: Any, parameters: dict[str, int], match: str
+) -> None:
+    with pytest.raises(InputError, match=match):
+        tiny.make_profile(model, CONTEXT, budgets, parameters=parameters).cache(model)
 
 
-def test_a_scorer_that_looks_beyond_the_window_is_refused(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3, parameters={"window": 9})
-    with pytest.raises(InputError, match="last 9 tokens.*window of 4"):
-        profile.cache(model)
-
-
-def test_masks_that_hide_tokens_later_are_refused(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+def test_masks_that_hide_tokens_later_are_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
     with torch.no_grad():
         model(tiny.prompt(CONTEXT), past_key_values=cache)
     follow = tiny.prompt(2)
@@ -104,23 +105,23 @@ def test_attention_weights_are_refused(tiny: ModuleType) -> None:
     refused(model, cache, "output_attentions", input_ids=ids)
 
 
-def test_attention_with_unknown_masks_is_refused(tiny: ModuleType, model: Any) -> None:
+def test_attention_with_unknown_masks_is_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
     """An implementation of the user's own, whose masks could be of any kind."""
     AttentionInterface.register("mine", sdpa_attention_forward)
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
     model.set_attn_implementation("mine")
     refused(model, cache, "flash and flex attention, not on mine", input_ids=tiny.prompt(CONTEXT))
 
 
-def test_another_batch_size_is_refused(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+@pytest.mark.parametrize(
+    ("rows", "more", "match"),
+    [(2, 3, "holds 2 rows.*has 3"), (1, 2, "holds 1 row, but this input has 2")],
+)
+def test_another_batch_size_is_refused(
+    tiny: ModuleType, model: Any, cache: Any, rows: int, more: int, match: str
+) -> None:
     with torch.no_grad():
-        model(tiny.prompt(CONTEXT, 2), past_key_values=cache)
-    refused(model, cache, "holds 2 rows.*has 3", input_ids=tiny.prompt(1, 3))
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT, 1), past_key_values=cache)
-    refused(model, cache, "holds 1 row, but this input has 2", input_ids=tiny.prompt(1, 2))
+        model(tiny.prompt(CONTEXT, rows), past_key_values=cache)
+    refused(model, cache, match, input_ids=tiny.prompt(1, more))
 
 
 def test_what_is_no_policy_is_refused(tiny: ModuleType, model: Any) -> None:
@@ -140,8 +141,9 @@ def test_compiled_models_are_refused(tiny: ModuleType, model: Any) -> None:
         profile.cache(model)
 
 
-def test_a_model_that_is_compiled_later_is_refused(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+def test_a_model_that_is_compiled_later_is_refused(
+    tiny: ModuleType, model: Any, cache: Any
+) -> None:
     compiled = torch.compile(model, backend="eager")
     refused(compiled, cache, r"torch\.compile", input_ids=tiny.prompt(CONTEXT))
     with torch.no_grad():
@@ -163,8 +165,9 @@ def test_settings_of_the_model_that_ask_for_another_cache_are_refused(
         profile.cache(model)
 
 
-def test_a_cache_that_is_not_to_be_used_is_refused(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+def test_a_cache_that_is_not_to_be_used_is_refused(
+    tiny: ModuleType, model: Any, cache: Any
+) -> None:
     refused(model, cache, "use_cache=False", input_ids=tiny.prompt(CONTEXT), use_cache=False)
 
 
@@ -179,49 +182,47 @@ def test_a_profile_with_other_heads_is_refused(tiny: ModuleType, model: Any) -> 
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["stored", "adapted", "target"])
+@pytest.mark.parametrize("how", ["cache", "stored", "adapted", "target"])
 def test_models_that_cannot_be_hooked_are_refused_however_budgets_come(
-    tiny: ModuleType, how: str
+    tiny: ModuleType, bloom: Any, how: str
 ) -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    from kvalloc.models.loading import shape_of
-
-    bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=61))
     ran: list[int] = []
     bloom.register_forward_pre_hook(lambda *_: ran.append(1))
     profile = tiny.make_profile(bloom, CONTEXT, [20, 20], shape=shape_of(bloom))
-    options = {"stored": {}, "adapted": {"adapt": 0.3}, "target": {"target_retention": 0.9}}[how]
-    with pytest.raises(UnsupportedModelError, match="Bloom") as caught:
+    options = {"adapted": {"adapt": 0.3}, "target": {"target_retention": 0.9}}.get(how, {})
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM|BloomModel") as caught:
+        if how == "cache":
+            profile.cache(bloom)
         kvalloc.apply(bloom, None if how == "target" else profile, **options)
     assert "\n" not in str(caught.value)
     assert not ran
     assert "generate" not in vars(bloom)
 
 
-def test_cropping_into_a_reduced_prompt_is_refused(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, [CONTEXT, 20, 20, 20]).cache(model)
+@pytest.mark.parametrize(
+    ("family", "budgets", "tokens", "match"),
+    [
+        ("llama", [CONTEXT, 20, 20, 20], -3, "only 2 tokens followed"),
+        ("gemma3", 0.3, -1, "sliding-window"),
+    ],
+)
+def test_cropping_into_a_reduced_prompt_or_a_full_window_is_refused(
+    tiny: ModuleType, family: str, budgets: Any, tokens: int, match: str
+) -> None:
+    model = tiny.tiny_model(family)
+    cache = tiny.make_profile(model, CONTEXT, budgets).cache(model)
     with torch.no_grad():
         model(tiny.prompt(CONTEXT), past_key_values=cache)
         model(tiny.prompt(2), past_key_values=cache)
     stored = cache.kept_tokens
-    with pytest.raises(UnsupportedRequestError, match="only 2 tokens followed"):
-        cache.crop(-3)
+    with pytest.raises(UnsupportedRequestError, match=match):
+        cache.crop(tokens)
     assert (cache.kept_tokens == stored).all()
 
 
-def test_cropping_below_a_full_sliding_window_is_refused(tiny: ModuleType) -> None:
-    model = tiny.tiny_model("gemma3")
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT), past_key_values=cache)
-        model(tiny.prompt(2), past_key_values=cache)
-    with pytest.raises(UnsupportedRequestError, match="sliding-window"):
-        cache.crop(-1)
-
-
-def test_offloading_and_assisted_generation_are_refused(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+def test_offloading_and_assisted_generation_are_refused(
+    tiny: ModuleType, model: Any, cache: Any
+) -> None:
     with pytest.raises(UnsupportedRequestError, match="offloaded"):
         cache.offload(0)
     with pytest.raises(UnsupportedRequestError, match="assisted"):
@@ -271,8 +272,7 @@ def test_chunked_prefill_of_unknown_length_is_refused(tiny: ModuleType, model: A
         profile.cache(model)
 
 
-def test_a_model_that_fills_no_cache_is_refused(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+def test_a_model_that_fills_no_cache_is_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
     model.gradient_checkpointing_enable()
     model.train()
     refused(model, cache, "gradient checkpointing", input_ids=tiny.prompt(CONTEXT))
@@ -282,8 +282,7 @@ def test_a_model_that_fills_no_cache_is_refused(tiny: ModuleType, model: Any) ->
     assert cache.reduced
 
 
-def test_pickling_a_cache_is_refused(tiny: ModuleType, model: Any) -> None:
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+def test_pickling_a_cache_is_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
     with torch.no_grad():
         model(tiny.prompt(CONTEXT), past_key_values=cache)
     for attempt in (pickle.dumps, copy.copy, lambda one: torch.save(one, io.BytesIO())):
