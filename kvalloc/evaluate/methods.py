@@ -110,10 +110,14 @@ class CacheMethod:
 
     def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
         """Read a prompt into a new cache."""
+        from kvalloc.runtime.cache import BudgetCache
+
         cache = self.make_cache()
         start = time.perf_counter()
         logits = next_logits(model, cache, prompt_ids, last=1)[-1]
         seconds = time.perf_counter() - start
+        if isinstance(cache, BudgetCache):
+            cache.end_prompt()  # a long question is no part of it
         return Compressed(
             model=model,
             cache=cache,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvalloc.errors import InputError, ModelMismatchError
 from kvalloc.models.structure import context_limit, decoder_of
+from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.holding import end_tokens
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def answer(
     )
     ids = ids.reshape(1, -1) if ids.ndim < 2 else ids
     _check(model, cache, ids, max_new_tokens)
+    if isinstance(cache, BudgetCache):
+        cache.end_prompt()
     stops = end_tokens(model) if ends is None else frozenset(ends)
     return _written(model, cache if keep else copy.deepcopy(cache), ids, max_new_tokens, stops)
 

@@ -225,6 +225,10 @@ class Arrival:
             follows=True,
         )
 
+    def end_prompt(self) -> None:
+        """What has arrived is known to be the whole prompt."""
+        self._in_one_forward = False
+
     def took_for_whole(self, step: Step) -> bool:
         """Whether a step comes right after a first forward that was taken for the whole prompt."""
         unannounced = self._in_one_forward and self.announced is None and self.decode_every is None

@@ -177,6 +177,14 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
         for index, bits in self._bits.items() if arrival.complete else ():
             self.layers[index].pack(bits)
 
+    def end_prompt(self) -> None:
+        """Say that what has been read is the whole prompt, and what comes now follows it.
+
+        A prompt in one forward is taken for the whole without this, too, but where a long second
+        forward comes next, a warning says that it may be more of the prompt.
+        """
+        self.arrival.end_prompt()
+
     # What the hooks call
 
     @property

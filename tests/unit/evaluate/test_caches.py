@@ -161,6 +161,14 @@ def test_an_answer_of_one_token_has_no_kl(model):
         assert outcome.top1_agreement is None
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_long_question_is_not_taken_for_more_of_the_prompt(model, references):
+    case = references[0].case
+    asked = replace(case.turns[0], question_ids=case.input_ids)
+    reference = measure_full(model, TOKENIZER, replace(case, turns=(asked,)))
+    assert reduced(model, [reference], 10)[0].kl > 0
+
+
 def test_an_answer_without_tokens_is_refused(model):
     with pytest.raises(InputError, match="at least 1"):
         references_of(model, max_new_tokens=0)

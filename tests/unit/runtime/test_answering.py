@@ -41,6 +41,13 @@ def test_each_question_finds_the_text_as_it_was_read(
         assert (cache.get_seq_length(), cache.retained_bytes) == (CONTEXT, stored)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_long_question_is_not_taken_for_more_of_the_text(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    cache = read(model, tiny.make_profile(model, CONTEXT, 0.4).cache(model), tiny.prompt(CONTEXT))
+    assert list(answer(model, cache, tiny.prompt(CONTEXT, seed=2), max_new_tokens=1))
+
+
 def test_a_conversation_is_the_whole_text_in_one_piece(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     ids, question = tiny.prompt(CONTEXT), tiny.prompt(4, seed=3)[0].tolist()
