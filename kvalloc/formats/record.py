@@ -160,6 +160,9 @@ class FileRecord(Record):
     MADE_BY: ClassVar[str] = ""
     """The command that writes the file."""
 
+    PROVENANCE: ClassVar[tuple[str, ...]] = ()
+    """What every file has to say, though there is a default for a record that is no file yet."""
+
     METADATA: ClassVar[str] = ""
     """Under which a safetensors file's metadata have the record."""
 
@@ -210,6 +213,9 @@ class FileRecord(Record):
                 way_out = "or read it with the kvalloc that wrote it"
                 raise cls.file_error(path, name, found, str(expected), way_out)
         derived = cls.model_computed_fields
+        for name in cls.PROVENANCE:
+            if name not in stated:
+                raise cls.file_error(path, name, "missing", "a value")
         try:
             given = {name: value for name, value in stated.items() if name not in derived}
             record = cls.model_validate_json(json.dumps(given))

@@ -48,6 +48,13 @@ class ScoreHeader(FileRecord):
     NAME: ClassVar[str] = "score profile"
     MADE_BY: ClassVar[str] = "kvalloc profile"
     METADATA: ClassVar[str] = "kvalloc"
+    PROVENANCE: ClassVar[tuple[str, ...]] = (
+        "interpolation_error",
+        "text_digest",
+        "text_description",
+        "versions",
+        "created",
+    )
 
     kind: Literal["kvalloc.score_profile"] = "kvalloc.score_profile"
     """What the file is."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvalloc.errors import InputError, option
 from kvalloc.files import atomic_write, check_writable, versions
+from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -28,7 +29,6 @@ _FORMAT = 2
 _MANIFEST = "manifest.json"
 _LOCK = "lock"
 _VALUES = "kvalloc.values"
-_FINGERPRINT_ELEMENTS = 16
 
 
 class Checkpoint:
@@ -186,27 +186,18 @@ def check_unfinished(folder: Path, *, resume: bool) -> None:
         )
 
 
-def job_record(model: Any) -> dict[str, Any]:
+def job_record(model: Any, shape: ModelShape) -> dict[str, Any]:
     """What of a model and of this machine decides the numbers of any job."""
+    from kvalloc.models.structure import weights_digest
+
     return {
-        "weights": fingerprint(model),
+        # Apart from the sizes, so that a message can say which of the two differ.
+        "weights": weights_digest(model),
+        "model": replace(shape, weights_digest=None, weights_signs=None).to_dict(),
         "dtype": str(model.dtype),
         "device": model.get_input_embeddings().weight.device.type,
         "versions": versions(*MEASURED_WITH),
     }
-
-
-def fingerprint(model: Any) -> str:
-    """A few elements of every weight: tells apart two models of one name, at no cost."""
-    import torch
-
-    hasher = hashlib.sha256()
-    with torch.inference_mode():
-        for name, weight in model.named_parameters():
-            hasher.update(f"{name} {tuple(weight.shape)}".encode())
-            few = weight.flatten()[:_FINGERPRINT_ELEMENTS].double().cpu()
-            hasher.update(few.numpy().tobytes())
-    return hasher.hexdigest()
 
 
 def _locked(folder: Path) -> BaseFileLock:

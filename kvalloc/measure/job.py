@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -192,8 +192,7 @@ class Job:
         from kvalloc.models.attention import base_implementation
 
         return {
-            **job_record(self.model),
-            "model": replace(self.shape, weights_digest=None, weights_signs=None).to_dict(),
+            **job_record(self.model, self.shape),
             "attention": base_implementation(self.model.config),
             "scorer": self.scorer.name,
             "scorer_parameters": self.scorer.parameters(),

@@ -17,12 +17,12 @@ from kvalloc.formats.saved_cache import (
     opened,
     read_header,
 )
-from kvalloc.models.structure import decoder_layers, decoder_of
+from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
 from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.packed import PackedEntries, PackedHeads
-from kvalloc.runtime.saving import model_digest, tensor_digest
+from kvalloc.runtime.saving import tensor_digest
 
 __all__ = ["load_cache", "saved_notes"]
 
@@ -186,7 +186,7 @@ def _check_model(
             f"{path} holds {header.get('dtype')} entries, but the model computes in {dtype}; load "
             f"the model in {header.get('dtype')}"
         )
-    if not allow_other_model and header.get("model_digest") != model_digest(model):
+    if not allow_other_model and header.get("model_digest") != weights_digest(decoder_of(model)):
         raise ModelMismatchError(
             f"{path} was filled by a {header.get('model')} with other weights than this "
             f"{type(decoder_of(model)).__name__}; load that model, or allow another one of the "

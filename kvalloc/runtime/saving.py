@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.files import atomic_write
@@ -18,14 +18,12 @@ from kvalloc.formats.saved_cache import (
     SCHEMA_VERSION,
     header_digest,
 )
-from kvalloc.models.structure import decoder_of
+from kvalloc.models.structure import weights_digest
 from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import PackedEntries
 
-__all__ = ["model_digest", "save_cache", "tensor_digest"]
-
-_SAMPLES = 64
+__all__ = ["save_cache", "tensor_digest"]
 
 
 def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
@@ -61,7 +59,7 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
         "schema_version": SCHEMA_VERSION,
         "kind": "kvalloc.cache",
         "model": type(model).__name__,
-        "model_digest": model_digest(model),
+        "model_digest": weights_digest(model),
         "profile": cache.profile.record(),
         "dtype": str(cache.layers[0].keys.dtype).removeprefix("torch."),
         "batch": cache.batch,
@@ -82,32 +80,6 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:  # a full disk is not an OSError there
             raise OSError(str(error)) from error
-
-
-def model_digest(model: nn.Module) -> str:
-    """A digest of a model's weights from samples of each, so that a large model takes no time.
-
-    Names, shapes and types of all parameters and 64 values of each, spread evenly: another
-    checkpoint, a fine-tune or another type gives another digest. Somebody who changes values in
-    between on purpose is not noticed.
-
-    Parameters
-    ----------
-    model : nn.Module
-        With or without its language-model head, which is left out.
-    """
-    hasher = hashlib.sha256()
-    for name, parameter in sorted(decoder_of(model).named_parameters()):
-        hasher.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        if parameter.device.type == "meta" or not parameter.numel():
-            continue
-        flat = parameter.detach().reshape(-1)
-        places = torch.linspace(
-            0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64
-        )
-        found = flat[places.long().to(flat.device)].float().cpu()
-        hasher.update(found.numpy().tobytes())
-    return hasher.hexdigest()
 
 
 def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

@@ -134,7 +134,8 @@ def refine(
         raise InputError("a refinement needs at least 1 round and 1 probe")
     if resume and output is None:
         raise InputError("there is nothing to resume from; name the output")
-    scores.shape.require_same_model(shape_of(model, model_id=model_id))
+    shape = shape_of(model, model_id=model_id)
+    scores.shape.require_same_model(shape)
     problem, note = formulate(scores, request), ""
     if prompts is None:
         context = scores.context_tokens
@@ -144,7 +145,7 @@ def refine(
         kept = None
         if output is not None:
             record = {
-                **job_record(model),
+                **job_record(model, shape),
                 "refining": request.target.record(),
                 "level": request.level,
                 "scores": scores.digest,

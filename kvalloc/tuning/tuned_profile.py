@@ -365,8 +365,7 @@ def _prompts(
 def _record(model: Any, job: DescentJob, found: SampleSet, seed: int) -> dict[str, Any]:
     """Everything that decides the numbers of a descent, but for the budget."""
     return {
-        **job_record(model),
-        "model": job.shape.to_dict(),
+        **job_record(model, job.shape),
         "context_tokens": job.context,
         "policies": [policy.record() for policy in job.policies],
         "descent": asdict(job.descent),

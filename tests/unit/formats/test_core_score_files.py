@@ -60,6 +60,8 @@ HEADERS: dict[str, tuple[str, Any, str]] = {
     "sinks negative": ("sinks", -2, "sinks"),
     "scorer a number": ("scorer", 5, "scorer"),
     "parameters a list": ("scorer_parameters", [1], "scorer_parameters"),
+    "no versions": ("versions", ..., "versions"),
+    "no text": ("text_digest", ..., "text_digest"),
     "versions a number": ("versions", 5, "versions"),
     "error NaN": ("interpolation_error", float("nan"), "interpolation_error"),
     "error as text": ("interpolation_error", "small", "interpolation_error"),

@@ -372,9 +372,10 @@ def test_what_was_begun_is_neither_overwritten_nor_mixed_up(model, tmp_path, kin
         ({"policies": KINDS[kind]["policies"][:1]}, "policies"),
         ({"descent": quick(kind, steps=5)}, "descent"),
         ({"texts": prompts(4)[1:]}, "text_digest"),
+        ({"model": tiny_model(seed=1)}, "weights"),
     ):
         with pytest.raises(InputError, match=f"begun with {field}"):
-            tuned(model, kind, outputs=[file], resume=True, **changes)
+            tuned(**{"model": model, "kind": kind, "outputs": [file], "resume": True, **changes})
     state = checkpoint_folder(file) / "descent.safetensors"
     state.write_bytes(state.read_bytes()[:200])
     with pytest.raises(InputError, match="cannot be read"):
