@@ -11,7 +11,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.allocation.curves import mean_retention, predicted_loss, worst_sample_retention
 from kvalloc.allocation.formulation import formulate, pose
 from kvalloc.allocation.request import Request, Target
-from kvalloc.allocation.result import policy_table
+from kvalloc.allocation.result import head_table
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.score_profile import ScoreProfile
@@ -178,7 +178,10 @@ def _policies_of(
     Found is what loses least; the table is what the profile states, where the score profile has
     its policies, so that what follows is recomputed for the statement.
     """
-    found = policy_table(scores, problem, choice)
+    found = None
+    if problem.policies is not None:
+        chosen = problem.policies[np.arange(problem.n_units), choice]
+        found = head_table(scores, problem, chosen, 0) if chosen.any() else None
     if found is None and profile.unit_policies is None:
         return None, []
     places = {_identity(policy): place for place, policy in enumerate(scores.policies)}

@@ -206,15 +206,21 @@ def formulate(
     heads = np.tile(np.arange(shape.n_kv_heads), len(shape.full_layers))
     target = request.target.needed_value
     capacity = request.target.capacity(costs, floor_cost=int(options.costs[:, 0].sum()))
-    values, scenarios = options.values, None
-    tail = _tail_share(scores, request) if sample is None else 1.0
+    values, scenarios, tail = options.values, None, 1.0
+    aggregate = Aggregate.WORST if request.objective == "worst" else Aggregate.SUM
+    # Of a single sample the worst one is the mean.
+    if request.workloads != "mean" and scores.n_samples > 1 and sample is None:
+        tail = 1.0 / scores.n_samples if request.tail is None else request.tail
     if tail < 1.0:
+        aggregate = Aggregate.TAIL
         scenarios = _workload_values(scores, request, context, tokens, options)
         values, weights = scenarios.mean(axis=0), np.ones(layers.size)
     problem = AllocationProblem(
         tokens=options.tokens,
         bits=None if request.bits is None else options.bits,
-        policies=_policies(scores, request, context, tokens, sample, options),
+        policies=_policies(scores, request, context, tokens, sample, options)
+        if request.objective == "loss"
+        else None,
         values=values,
         costs=options.costs,
         option_counts=options.counts,
@@ -224,7 +230,7 @@ def formulate(
         layers=layers,
         heads=heads.astype(np.int64) if request.level == "head" else np.full(layers.size, -1),
         sense=Sense.MAX_VALUE if target is None else Sense.MIN_COST,
-        aggregate=_aggregate(request, tail),
+        aggregate=aggregate,
         capacity_bytes=capacity,
         target=target,
         context_tokens=context,
@@ -266,9 +272,9 @@ def _constraints(
     sliding_layer_bytes : int
         What one sliding layer stores whatever is decided; it counts towards its caps.
     """
-    found: list[SideConstraint] = [
-        _group_cap(cap, shape, layers, sliding_layer_bytes) for cap in request.cap
-    ]
+    found: list[SideConstraint] = []
+    for cap in request.cap:
+        found.append(_group_cap(cap, shape, layers, sliding_layer_bytes))
     if request.equal_heads:
         groups = (np.flatnonzero(layers == layer).tolist() for layer in np.unique(layers))
         found.append(SameBudget(groups=tuple(tuple(group) for group in groups)))
@@ -301,19 +307,6 @@ def _group_cap(
     )
 
 
-def _aggregate(request: Request, tail: float) -> Aggregate:
-    if request.objective == "worst":
-        return Aggregate.WORST
-    return Aggregate.TAIL if tail < 1.0 else Aggregate.SUM
-
-
-def _tail_share(scores: ScoreProfile, request: Request) -> float:
-    """Share of the samples that counts; 1 where that is their mean, as it is of a single one."""
-    if request.workloads == "mean" or scores.n_samples == 1:
-        return 1.0
-    return 1.0 / scores.n_samples if request.tail is None else request.tail
-
-
 def _options(
     scores: ScoreProfile,
     request: Request,
@@ -330,17 +323,16 @@ def _options(
     )
     values, weights = valued[0]
     every = (np.tile(tokens, len(widths)), np.repeat(np.asarray(widths), tokens.size))
-    if len(widths) == 1 and bool(np.all(np.diff(costs) > 0)):
-        all_tokens, all_bits, all_costs = (
-            np.broadcast_to(row, values.shape) for row in (*every, costs)
-        )
-        counts = np.full(values.shape[0], tokens.size, dtype=np.int64)
-        options = Undominated(
-            tokens=all_tokens, bits=all_bits, values=values, costs=all_costs, counts=counts
-        )
-    else:
+    if len(widths) > 1 or not bool(np.all(np.diff(costs) > 0)):
         table = np.concatenate([values for values, _ in valued], axis=1)
-        options = undominated(*every, table, costs)
+        return undominated(*every, table, costs), weights
+    options = Undominated(
+        tokens=np.broadcast_to(every[0], values.shape),
+        bits=np.broadcast_to(every[1], values.shape),
+        values=values,
+        costs=np.broadcast_to(costs, values.shape),
+        counts=np.full(values.shape[0], tokens.size, dtype=np.int64),
+    )
     return options, weights
 
 
@@ -373,10 +365,9 @@ def _policies(
 
     At equal bytes nothing but the loss counts, so that the problem of choosing budgets and
     policies together is the one over each unit's least losses, exactly. Places in
-    `ScoreProfile.policies`, ``(n_units, n_options)``; None where only the scorer's own is on offer,
-    or something else than loss is asked for.
+    `ScoreProfile.policies`, ``(n_units, n_options)``; None where only the scorer's own is on offer.
     """
-    if request.objective != "loss" or (places := offered_policies(scores, request)) == (0,):
+    if (places := offered_policies(scores, request)) == (0,):
         return None
     losses = unit_losses(scores, request, context, tokens, sample)
     best = np.asarray(places, dtype=np.int64)[losses.argmin(axis=0)]

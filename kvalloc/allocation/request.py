@@ -616,7 +616,7 @@ class Request:
             stored["cap"] = [cap.text for cap in self.cap]
         if self.workloads != "mean":
             stored["tail"] = self.tail
-        return {name: _plain(value) for name, value in stored.items()}
+        return {k: _plain(v) if isinstance(v, tuple) else v for k, v in stored.items()}
 
     @classmethod
     def read(cls, profile: BudgetProfile) -> Request:
@@ -675,10 +675,12 @@ class Request:
                 raise InputError(f"the {name} is {value!r}, expected {', '.join(most)} or {last}")
         self._check_numbers()
         self._check_objective()
-        self._check_level()
-        self._check_bits()
-        self._check_cost()
-        self._check_workloads()
+        if self.level == "layer" and (self.ranks is not None or self.equal_heads):
+            self._refuse_at_layer_level()
+        if self.bits is not None:
+            self._check_bits(self.bits)
+        if self.cost != "bytes":
+            self._check_other_cost()
         if self.share_groups is not None and (
             self.objective not in (None, "mean") or self.weights or self.bits
         ):
@@ -716,6 +718,15 @@ class Request:
                 f"a rank tolerance of {tolerance:g} is no share above the mean; give a number >= "
                 f"0, such as {option('rank_tolerance', 0.02)}"
             )
+        if (self.tail is not None) != (self.workloads == "cvar"):
+            raise InputError(
+                "the worst share of the samples needs both: workloads cvar and a tail, such as 0.25"
+            )
+        if self.tail is not None and not 0 < self.tail <= 1:
+            raise InputError(
+                f"a tail of {self.tail:g} is not a share of the samples; give a number above 0 and "
+                "up to 1, such as 0.25"
+            )
 
     def _check_objective(self) -> None:
         by_retention = isinstance(self.target, _Retention)
@@ -751,29 +762,29 @@ class Request:
                 "a target retention does not go with the objective 'loss'; give "
                 f"{option('target_loss')}, or leave the objective out"
             )
+        if self.workloads != "mean" and self.objective not in (None, "mean"):
+            raise InputError(
+                "the worst samples are told by their mean retention over layers; leave the "
+                "objective out, or ask for the mean of the workloads"
+            )
 
-    def _check_level(self) -> None:
-        if self.level == "head":
-            return
+    def _refuse_at_layer_level(self) -> None:
         if self.ranks is not None:
             raise InputError(
                 f"{option('ranks')} places single KV heads, and at layer level all heads of a "
                 f"layer are one unit; use {option('level', 'head')} (with "
                 f"{option('equal_heads', True)} for one budget a layer)"
             )
-        if self.equal_heads:
-            raise InputError(
-                f"{option('equal_heads')} is what {option('level', 'layer')} does in any case; "
-                f"leave it out, or use {option('level', 'head')}"
-            )
+        raise InputError(
+            f"{option('equal_heads')} is what {option('level', 'layer')} does in any case; "
+            f"leave it out, or use {option('level', 'head')}"
+        )
 
-    def _check_bits(self) -> None:
-        if self.bits is None:
-            return
-        widths = tuple(sorted(set(self.bits), reverse=True))
+    def _check_bits(self, bits: tuple[int, ...]) -> None:
+        widths = tuple(sorted(set(bits), reverse=True))
         if not widths or any(width not in BIT_WIDTHS for width in widths):
             raise InputError(
-                f"the bits are {list(self.bits)}, expected some of "
+                f"the bits are {list(bits)}, expected some of "
                 f"{', '.join(map(str, BIT_WIDTHS))}, such as {option('bits', (16, 8, 4))}"
             )
         if widths == (16,):
@@ -792,9 +803,7 @@ class Request:
                 f"them out ({option('level', 'layer')} gives all heads of a layer the same)"
             )
 
-    def _check_cost(self) -> None:
-        if self.cost == "bytes":
-            return
+    def _check_other_cost(self) -> None:
         if isinstance(self.target, _Memory):
             raise InputError(
                 f"{option('memory')} is a size of stored bytes and the cost is {self.cost}; give a "
@@ -809,22 +818,6 @@ class Request:
             raise InputError(
                 f"secret shares have one width, so {option('bits')} does not go with "
                 f"{option('cost', 'communication')}"
-            )
-
-    def _check_workloads(self) -> None:
-        if (self.tail is not None) != (self.workloads == "cvar"):
-            raise InputError(
-                "the worst share of the samples needs both: workloads cvar and a tail, such as 0.25"
-            )
-        if self.tail is not None and not 0 < self.tail <= 1:
-            raise InputError(
-                f"a tail of {self.tail:g} is not a share of the samples; give a number above 0 and "
-                "up to 1, such as 0.25"
-            )
-        if self.workloads != "mean" and self.objective not in (None, "mean"):
-            raise InputError(
-                "the worst samples are told by their mean retention over layers; leave the "
-                "objective out, or ask for the mean of the workloads"
             )
 
 

@@ -47,9 +47,16 @@ class Prediction:
     ) -> Prediction:
         """The prediction for a choice that has this value in its problem."""
         problem, groups = posed.problem, posed.request.groups
-        budgets, context = budget_table(scores, posed, choice), problem.context_tokens
-        bits = bit_table(scores, problem, choice)
-        policies = policy_table(scores, problem, choice)
+        context, chosen = problem.context_tokens, (np.arange(problem.n_units), choice)
+        stored = scores.shape.sliding_entries(context)
+        budgets = head_table(scores, problem, problem.tokens[chosen], stored)
+        for group in groups:
+            budgets[list(group)] = budgets[group[0]]
+        bits = policies = None
+        if problem.bits is not None:
+            bits = head_table(scores, problem, problem.bits[chosen], 16)
+        if problem.policies is not None and problem.policies[chosen].any():
+            policies = head_table(scores, problem, problem.policies[chosen], 0)
         retention = None
         if policies is None and posed.request.is_plain_mean:
             retention = value
@@ -98,7 +105,7 @@ def to_budget_profile(
         used = np.union1d(found.policies, 0)  # the profile's own is always there
         other_policies = tuple(scores.policies[place] for place in used[1:].tolist())
         unit_policies = np.searchsorted(used, found.policies).astype(np.int64)
-    ranks = None if checked.ranks is None else _head_table(scores, problem, checked.ranks, -1)
+    ranks = None if checked.ranks is None else head_table(scores, problem, checked.ranks, -1)
     worst = None
     if request.workloads != "mean":
         worst = worst_sample_retention(
@@ -149,34 +156,7 @@ def to_budget_profile(
     )
 
 
-def budget_table(scores: ScoreProfile, posed: PosedRequest, choice: IntArray) -> IntArray:
-    """The budgets that a choice means, sliding layers included, ``(n_layers, n_kv_heads)``."""
-    stored = scores.shape.sliding_entries(posed.problem.context_tokens)
-    table = _head_table(scores, posed.problem, posed.problem.chosen_tokens(choice), stored)
-    for group in posed.request.groups:
-        table[list(group)] = table[group[0]]
-    return table
-
-
-def bit_table(
-    scores: ScoreProfile, problem: AllocationProblem, choice: IntArray
-) -> IntArray | None:
-    """The bit widths that a choice means, 16 in sliding layers; None where all are 16."""
-    widths = problem.chosen_bits(choice)
-    return None if widths is None else _head_table(scores, problem, widths, 16)
-
-
-def policy_table(
-    scores: ScoreProfile, problem: AllocationProblem, choice: IntArray
-) -> IntArray | None:
-    """Places in `ScoreProfile.policies` that a choice means, 0 in sliding layers; None if all 0."""
-    places = problem.chosen_policies(choice)
-    if places is None or not places.any():
-        return None
-    return _head_table(scores, problem, places, 0)
-
-
-def _head_table(
+def head_table(
     scores: ScoreProfile, problem: AllocationProblem, numbers: IntArray, elsewhere: int
 ) -> IntArray:
     """Each unit's number in the row and the columns of its heads, ``(n_layers, n_kv_heads)``."""

@@ -7,7 +7,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar
@@ -41,13 +41,9 @@ _PER_OPTION = ("tokens", "costs", "bits", "policies")
 _PER_UNIT = ("option_counts", "weights", "layers", "heads")
 _ARRAYS = ("tokens", "values", "costs", *_PER_UNIT, "bits", "policies", "scenarios")
 
-_OF_COSTS = frozenset({"costs", "option_counts"})
-_OF_VALUES = _OF_COSTS | {"values", "weights", "aggregate", "scenarios", "tail_share"}
-_DERIVED = {
-    **dict.fromkeys(("min_cost_bytes", "max_cost_bytes", "step_bytes", "lattice_bytes"), _OF_COSTS),
-    **dict.fromkeys(("max_value", "is_concave", "is_rising", "largest_gain"), _OF_VALUES),
-}
-"""Which fields each cached property is computed from: `replace` keeps it where none changed."""
+_OF_VALUES = frozenset((*_ARRAYS, "aggregate", "tail_share"))
+_CACHED = ("max_value", "is_concave", "is_rising", "largest_gain")
+"""What is computed from them, once it is asked for: `replace` keeps it if none of them changes."""
 
 
 class Sense(Enum):
@@ -153,6 +149,22 @@ class AllocationProblem:
     tail_share : float
         Share of the scenarios, the worst ones, whose mean counts: 1 is the mean of all, at most
         ``1 / n_scenarios`` the worst one (Rockafellar and Uryasev, 2000).
+    n_units, n_options : int
+        Shape of ``values``; this and what follows is computed from the fields above.
+    last_options : ndarray of int64, (n_units,)
+        Index of each unit's most expensive option.
+    is_ragged : bool
+        Whether some unit has fewer options than there are columns.
+    min_cost_bytes, max_cost_bytes : int
+        Cost of the cheapest choice, which is what floors alone take, and of keeping everything.
+    step_bytes : int or None
+        The one cost step between neighbouring options of all units, if there is one.
+    lattice_bytes : int
+        Greatest common divisor of all cost differences: the grain of the total cost.
+    spendable_bytes : int
+        The capacity rounded down to what a choice can really cost; ``max_cost_bytes`` without one.
+    lowest_accepted_value : float
+        The target less `VALUE_TOLERANCE`; minus infinity without one.
 
     Raises
     ------
@@ -180,8 +192,19 @@ class AllocationProblem:
     scenarios: FloatArray | None = None
     tail_share: float = 1.0
 
+    n_units: int = field(init=False, repr=False)
+    n_options: int = field(init=False, repr=False)
+    last_options: IntArray = field(init=False, repr=False)
+    is_ragged: bool = field(init=False, repr=False)
+    min_cost_bytes: int = field(init=False, repr=False)
+    max_cost_bytes: int = field(init=False, repr=False)
+    step_bytes: int | None = field(init=False, repr=False)
+    lattice_bytes: int = field(init=False, repr=False)
+    spendable_bytes: int = field(init=False, repr=False)
+    lowest_accepted_value: float = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
-        self._check(changed=frozenset((*_ARRAYS, *_OF_VALUES)))
+        self._check(changed=_OF_VALUES)
 
     def replace(self, **changes: Any) -> AllocationProblem:
         """A variant of the problem with other fields; what they touch is checked.
@@ -199,13 +222,13 @@ class AllocationProblem:
         InputError
             As for a new problem.
         """
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if unknown := changes.keys() - fields.keys():
+        if unknown := changes.keys() - {one.name for one in dataclasses.fields(self) if one.init}:
             raise TypeError(f"a problem has no field {', '.join(sorted(unknown))}")
-        known = (name for name, needs in _DERIVED.items() if needs.isdisjoint(changes))
-        kept = {name: self.__dict__[name] for name in known if name in self.__dict__}
         other = object.__new__(AllocationProblem)
-        other.__dict__.update(fields | changes | kept)
+        other.__dict__.update(self.__dict__ | changes)
+        if not _OF_VALUES.isdisjoint(changes):
+            for name in _CACHED:
+                other.__dict__.pop(name, None)
         other._check(changed=changes.keys())
         return other
 
@@ -234,9 +257,12 @@ class AllocationProblem:
 
     def _check(self, changed: Set[str]) -> None:
         """Refuse what no problem can be; arrays only where one of them changed."""
-        if not changed.isdisjoint((*_ARRAYS, "aggregate", "tail_share")):
-            self._check_arrays(changed)
-            self._check_scenarios()
+        if not _OF_VALUES.isdisjoint(changed):
+            self._check_arrays()
+            if not changed.isdisjoint(("tokens", "costs", "bits", "option_counts")):
+                self._measure_options()
+            if self.scenarios is not None or self.aggregate is Aggregate.TAIL:
+                self._check_scenarios()
             for name in _ARRAYS:  # a solver must not change what its answer is checked against
                 if (array := getattr(self, name)) is not None:
                     array.flags.writeable = False
@@ -247,6 +273,12 @@ class AllocationProblem:
             raise InputError("a problem that minimises cost needs a target and no capacity")
         if self.target is not None and not math.isfinite(self.target):
             raise InputError(f"the target is {self.target}, expected a finite number")
+        floors, room = self.min_cost_bytes, self.max_cost_bytes - self.min_cost_bytes
+        if self.capacity_bytes is not None:
+            room = min(room, self.capacity_bytes - floors) // self.lattice_bytes
+            room *= self.lattice_bytes
+        accepted = -math.inf if self.target is None else self.target - VALUE_TOLERANCE
+        self.__dict__.update(spendable_bytes=floors + room, lowest_accepted_value=accepted)
         for constraint in self.constraints:
             named = constraint.members()
             if named and not 0 <= min(named) <= max(named) < self.n_units:
@@ -260,7 +292,7 @@ class AllocationProblem:
                     "budgets of the same tokens can differ; leave one of them out"
                 )
 
-    def _check_arrays(self, changed: Set[str]) -> None:
+    def _check_arrays(self) -> None:
         shape = self.values.shape
         if len(shape) != 2 or 0 in shape:
             raise InputError(f"problem: values are shaped {shape}, expected (units, options)")
@@ -282,28 +314,41 @@ class AllocationProblem:
             raise InputError("problem: values are not all finite numbers")
         if not _all_finite(self.weights) or float(self.weights.min()) < 0:
             raise InputError("problem: weights must be finite and not negative")
-        rising_again = {"tokens", "costs", "bits", "option_counts"} & changed
-        for name, array in (("tokens", self.tokens), ("costs", self.costs)) if rising_again else ():
+
+    def _measure_options(self) -> None:
+        """Refuse tokens and costs that do not rise; what they say of every choice is kept."""
+        n_units, n_options = self.values.shape
+        last, is_ragged = self.option_counts - 1, int(self.option_counts.min()) < n_options
+        last.flags.writeable = False
+        self.__dict__.update(
+            n_units=n_units, n_options=n_options, last_options=last, is_ragged=is_ragged
+        )
+        for name, array in (("tokens", self.tokens), ("costs", self.costs)):
             rows = _distinct_rows(array)
-            rising = np.diff(rows, axis=1) > 0
-            if rows.shape[0] > 1:
-                rising |= ~self.exists[:, 1:]
+            every = steps = np.diff(rows, axis=1)
+            if is_ragged and rows.shape[0] > 1:
+                steps = steps[self.exists[:, 1:]]
             may_fall = name == "tokens" and self.bits is not None
-            if not (may_fall or np.all(rising)) or int(rows[:, 0].min()) < 0:
+            if not (may_fall or bool(np.all(steps > 0))) or int(rows[:, 0].min()) < 0:
                 raise InputError(f"problem: {name} must be >= 0 and rise from option to option")
-        largest = self.costs[np.arange(self.n_units), self.last_options].tolist()
-        if sum(largest) > MOST_BYTES:  # of Python's numbers, which do not overflow
+        largest = sum(self.costs[np.arange(n_units), last].tolist())  # these cannot overflow
+        if largest > MOST_BYTES:
             raise InputError(
                 f"problem: costs add up to more than the {MOST_BYTES:,} bytes that can be counted "
                 "with"
             )
+        first = int(steps.flat[0]) if steps.size else 0
+        step = first if first and bool(np.all(steps == first)) else None
+        grain = step or max(1, int(np.gcd.reduce(every, axis=None)) if every.size else 1)
+        floors = int(self.costs[:, 0].sum())
+        self.__dict__.update(
+            min_cost_bytes=floors, max_cost_bytes=largest, step_bytes=step, lattice_bytes=grain
+        )
 
     def _check_scenarios(self) -> None:
         scenarios = self.scenarios
-        if (scenarios is not None) != (self.aggregate is Aggregate.TAIL):
+        if scenarios is None or self.aggregate is not Aggregate.TAIL:
             raise InputError("problem: scenarios go with Aggregate.TAIL, and it with scenarios")
-        if scenarios is None:
-            return
         if not 0 < self.tail_share <= 1:
             raise InputError(
                 f"problem: the tail share is {self.tail_share:g}, expected a number above 0 and "
@@ -329,40 +374,10 @@ class AllocationProblem:
         return self.scenarios
 
     @property
-    def n_units(self) -> int:
-        """Number of units."""
-        return int(self.values.shape[0])
-
-    @property
-    def n_options(self) -> int:
-        """Number of option columns."""
-        return int(self.values.shape[1])
-
-    @property
-    def last_options(self) -> IntArray:
-        """Index of each unit's most expensive option, ``(n_units,)``."""
-        return self.option_counts - 1
-
-    @property
     def exists(self) -> BoolArray:
         """Which options a unit really has, ``(n_units, n_options)``; the rest is padding."""
         there: BoolArray = np.arange(self.n_options) < self.option_counts[:, None]
         return there
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether some unit has fewer options than there are columns."""
-        return int(self.option_counts.min()) < self.n_options
-
-    @cached_property
-    def min_cost_bytes(self) -> int:
-        """Cost of the cheapest choice: what floors alone take."""
-        return int(self.costs[:, 0].sum())
-
-    @cached_property
-    def max_cost_bytes(self) -> int:
-        """Cost of keeping everything."""
-        return self.cost(self.last_options)
 
     @cached_property
     def max_value(self) -> float:
@@ -372,34 +387,14 @@ class AllocationProblem:
             return tail_value(np.array([math.fsum(best) for best in bests]), self.tail_share)
         if self.is_concave:  # rising rows end at their best option
             return self.objective_value(self.last_options)
-        return self._aggregated(self._best_of_rows(self.values))
+        best = self._best_of_rows(self.values)
+        return float(best.min()) if self.aggregate is Aggregate.WORST else math.fsum(best)
 
     def _best_of_rows(self, values: FloatArray) -> FloatArray:
         """The largest weighted value of each unit."""
         rows = zip(values, self.option_counts.tolist(), strict=True)
         bests: FloatArray = np.array([row[:count].max() for row, count in rows])
         return self.weights * bests
-
-    @cached_property
-    def step_bytes(self) -> int | None:
-        """The one cost step between neighbouring options of all units, or None."""
-        if self.n_options == 1:
-            return None
-        rows = _distinct_rows(self.costs)
-        steps = np.diff(rows, axis=1)
-        if rows.shape[0] > 1 and self.is_ragged:
-            steps = steps[self.exists[:, 1:]]
-        first = int(steps.flat[0]) if steps.size else 0
-        return first if first and bool(np.all(steps == first)) else None
-
-    @cached_property
-    def lattice_bytes(self) -> int:
-        """Greatest common divisor of all cost differences: the grain of the total cost."""
-        if self.step_bytes is not None:
-            return self.step_bytes
-        rows = _distinct_rows(self.costs)
-        differences = (rows - rows[:, :1])[:, 1:]
-        return max(1, int(np.gcd.reduce(differences, axis=None))) if differences.size else 1
 
     @cached_property
     def is_concave(self) -> bool:
@@ -413,10 +408,12 @@ class AllocationProblem:
             rows = zip(self.values, self.option_counts.tolist(), strict=True)
             return all(_rows_are_concave(row[None, :count], *buffers) for row, count in rows)
         # The first alone: where curves are not concave, one is mostly enough to see it.
-        return _rows_are_concave(self.values[:1], *buffers) and all(
-            _rows_are_concave(self.values[first : first + together], *buffers)
-            for first in range(0, self.n_units, together)
-        )
+        first, end = 0, 1
+        while first < self.n_units:
+            if not _rows_are_concave(self.values[first:end], *buffers):
+                return False
+            first, end = end, end + together
+        return True
 
     @cached_property
     def is_rising(self) -> bool:
@@ -431,14 +428,6 @@ class AllocationProblem:
             rise = self.values[np.arange(self.n_units), self.last_options] - self.values[:, 0]
             return max(0.0, float((self.weights * rise).max()))
         return float(self.values.max() - self.values.min()) * float(self.weights.max())
-
-    @property
-    def spendable_bytes(self) -> int:
-        """The capacity rounded down to what a choice can really cost."""
-        if self.capacity_bytes is None:
-            raise InputError("this problem has a target, not a capacity")
-        room = min(self.capacity_bytes, self.max_cost_bytes) - self.min_cost_bytes
-        return self.min_cost_bytes + room // self.lattice_bytes * self.lattice_bytes
 
     @property
     def spendable_steps(self) -> int:
@@ -456,12 +445,8 @@ class AllocationProblem:
         """
         if self.aggregate is Aggregate.TAIL:
             return tail_value(self.scenario_values(choice), self.tail_share)
-        return self._aggregated(self.weights * self.values[np.arange(self.n_units), choice])
-
-    def _aggregated(self, worth: FloatArray) -> float:
-        if self.aggregate is Aggregate.WORST:
-            return float(worth.min())
-        return math.fsum(worth)
+        worth = self.weights * self.values[np.arange(self.n_units), choice]
+        return float(worth.min()) if self.aggregate is Aggregate.WORST else math.fsum(worth)
 
     def objective(self, choice: IntArray) -> float:
         """What the sense optimises: the value, or the cost in bytes."""
@@ -483,24 +468,9 @@ class AllocationProblem:
         """Budget of each unit in tokens per KV head, ``(n_units,)``."""
         return self.tokens[np.arange(self.n_units), choice]
 
-    def chosen_bits(self, choice: IntArray) -> IntArray | None:
-        """Bit width of each unit, ``(n_units,)``; None where it is not chosen."""
-        return None if self.bits is None else self.bits[np.arange(self.n_units), choice]
-
-    def chosen_policies(self, choice: IntArray) -> IntArray | None:
-        """Place of each unit's policy, ``(n_units,)``; None where it is not chosen."""
-        return None if self.policies is None else self.policies[np.arange(self.n_units), choice]
-
     def meets_target(self, value: float) -> bool:
         """Whether a value reaches the target, within `VALUE_TOLERANCE`."""
-        return self.target is None or value >= self.lowest_accepted_value
-
-    @property
-    def lowest_accepted_value(self) -> float:
-        """The target less `VALUE_TOLERANCE`."""
-        if self.target is None:
-            raise InputError("this problem has a capacity, not a target")
-        return self.target - VALUE_TOLERANCE
+        return value >= self.lowest_accepted_value
 
     def options_within(self, tokens: FloatArray | IntArray) -> IntArray:
         """Each unit's largest option of at most the given tokens, ``(n_units,)``.
@@ -549,8 +519,10 @@ class AllocationProblem:
         ranks : ndarray of int64, (n_units,), optional
             Tensor-parallel rank of each unit.
         """
-        faults = (constraint.fault(self, choice, ranks) for constraint in self.constraints)
-        return next((fault for fault in faults if fault is not None), None)
+        for constraint in self.constraints:
+            if (fault := constraint.fault(self, choice, ranks)) is not None:
+                return fault
+        return None
 
     def digest(self) -> str:
         """SHA-256 over everything that defines the problem."""

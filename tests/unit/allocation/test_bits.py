@@ -107,7 +107,7 @@ def test_the_options_are_tokens_times_bits(level: Any) -> None:
 def test_all_that_is_kept_at_16_bits_is_the_most() -> None:
     problem = formulate(make_bits(), Request.parse(budget=1.0, bits=BITS))
     assert problem.max_value == pytest.approx(1.0)
-    assert problem.chosen_bits(problem.last_options) is not None
+    assert problem.bits is not None
     plain = formulate(make_bits(), Request.parse(budget=1.0))
     assert plain.bits is None
     assert plain.digest() == formulate(make_bits(), Request.parse(budget=1.0, bits=[16])).digest()
@@ -257,7 +257,7 @@ def test_constraints_that_compare_budgets_are_refused_with_bits() -> None:
     bits = np.array([[8, 16]] * 2)
     tokens = np.array([[4, 3]] * 2)  # fewer tokens at more bits: dearer all the same
     problem = make_problem(values, costs=costs, tokens=tokens, bits=bits, capacity=5)
-    assert problem.chosen_bits(np.array([0, 1])).tolist() == [8, 16]  # type: ignore[union-attr]
+    assert problem.bits[np.arange(2), [0, 1]].tolist() == [8, 16]  # type: ignore[index]
     for side in (SameBudget(groups=((0, 1),)), MaxDistinct(most=1)):
         with pytest.raises(InputError, match="compares budgets in tokens"):
             dataclasses.replace(problem, constraints=(side,))
