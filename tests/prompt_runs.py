@@ -28,6 +28,13 @@ def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None, **inputs: A
     return logits
 
 
+def applied(model: Any, ids: torch.Tensor, profile: Any = None, **options: Any) -> Any:
+    """The cache of one ``generate()`` under `kvalloc.apply`."""
+    with kvalloc.apply(model, profile, **options) as found:
+        generate(model, ids, max_new_tokens=1)
+    return found.last_cache
+
+
 def padded_rows(
     rows: list[torch.Tensor], side: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -36,6 +36,17 @@ def look(states: Any, compute: Any) -> Any:
     return compute(states.mask)
 
 
+def noting() -> tuple[list[int], Any]:
+    """A list, and a handler that adds each layer that it sees to it."""
+    layers: list[int] = []
+
+    def note(states: Any, compute: Any) -> Any:
+        layers.append(states.layer)
+        return compute(states.mask)
+
+    return layers, note
+
+
 @pytest.fixture
 def ids() -> Any:
     return torch.arange(2 * 9).reshape(2, 9) + 1
@@ -135,12 +146,7 @@ def test_another_model_inside_the_with_is_left_alone(ids: Any) -> None:
     model, other = small_llama(), small_llama(seed=1)
     # Even one that shares the config, and so runs through the wrapper.
     twin = transformers.LlamaForCausalLM(model.config).eval()
-    layers = []
-
-    def note(states: Any, compute: Any) -> Any:
-        layers.append(states.layer)
-        return compute(states.mask)
-
+    layers, note = noting()
     with torch.no_grad():
         expected = other(ids).logits
         with intercept_attention(model, note):
@@ -153,11 +159,7 @@ def test_another_model_inside_the_with_is_left_alone(ids: Any) -> None:
 
 def test_another_thread_is_not_intercepted_and_does_not_switch_it_off(ids: Any) -> None:
     model = small_llama()
-    calls: list[int] = []
-
-    def note(states: Any, compute: Any) -> Any:
-        calls.append(states.layer)
-        return compute(states.mask)
+    calls, note = noting()
 
     def elsewhere() -> None:
         with torch.no_grad(), intercept_attention(model, look):
@@ -193,34 +195,28 @@ def test_leaving_from_another_context_is_safe() -> None:
 
 def test_works_on_the_model_without_its_head(ids: Any) -> None:
     model = small_llama()
-    layers = []
-
-    def note(states: Any, compute: Any) -> Any:
-        layers.append(states.layer)
-        return compute(states.mask)
-
+    layers, note = noting()
     with torch.no_grad(), intercept_attention(model.model, note):
         model.model(ids)
     assert layers == [0, 1, 2]
 
 
-def test_models_that_bypass_the_interface_are_refused_by_name() -> None:
-    config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=61)
-    model = transformers.BloomForCausalLM(config)
-    with (
-        pytest.raises(UnsupportedModelError, match="BloomForCausalLM"),
-        intercept_attention(model, look),
-    ):
-        pass
-
-
-def test_encoder_decoders_are_refused_by_name() -> None:
-    config = transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    model = transformers.T5ForConditionalGeneration(config)
-    with (
-        pytest.raises(UnsupportedModelError, match=r"T5ForConditionalGeneration.*decoder-only"),
-        intercept_attention(model, look),
-    ):
+@pytest.mark.parametrize(
+    ("family", "head", "sizes", "said"),
+    [
+        ("Bloom", "CausalLM", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "BloomForCausalLM"),
+        (
+            "T5",
+            "ConditionalGeneration",
+            {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+            "T5ForConditionalGeneration.*decoder-only",
+        ),
+    ],
+)
+def test_other_models_are_refused_by_name(family: str, head: str, sizes: Any, said: str) -> None:
+    config = getattr(transformers, f"{family}Config")(vocab_size=61, **sizes)
+    model = getattr(transformers, f"{family}For{head}")(config)
+    with pytest.raises(UnsupportedModelError, match=said), intercept_attention(model, look):
         pass
 
 

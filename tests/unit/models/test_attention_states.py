@@ -55,18 +55,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": KINDS, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
 }
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "Afmoe": {"layer_types": KINDS[::-1], "num_dense_layers": 2},
+    "Exaone4": {"layer_types": KINDS[::-1]},
+    "SmolLM3": {"no_rope_layers": [1, 0]},
+    "Cohere": {},
+}
+"""Which do not rotate the queries of all layers, or rotate neighbours."""
 N_TOKENS = 12
 
 
 def model_of(family: str, attention: str = "eager") -> Any:
-    name, more = FAMILIES[family]
+    name, more = FAMILIES.get(family) or (family, UNUSUAL[family])
     config_name = {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
     config = getattr(transformers, config_name)(**{**SIZES, **more})
     torch.manual_seed(0)
     model_class = getattr(transformers, f"{name}ForCausalLM")
     model = model_class._from_config(config, attn_implementation=attention).eval()
-    for name, weight in model.named_parameters():
-        if name.endswith("sinks"):
+    for key, weight in model.named_parameters():
+        if key.endswith("sinks"):
             torch.nn.init.normal_(weight, std=2.0)
     return model
 
@@ -99,10 +106,7 @@ def test_weights_are_recomputed_as_the_model_has_them(family: str, ids: Any) -> 
 
 def test_caps_and_sinks_matter_here(ids: Any) -> None:
     """Or the test above would prove nothing of them."""
-    capped, plain = (
-        states_of(model_of("gemma2"), ids)[0][0],
-        states_of(model_of("llama"), ids)[0][0],
-    )
+    capped, plain = (states_of(model_of(one), ids)[0][0] for one in ("gemma2", "llama"))
     assert capped.softcap == 1.5
     assert plain.softcap is None
     assert plain.sink_logits is None
@@ -137,27 +141,14 @@ def test_frequencies_turn_queries_back(family: str) -> None:
 
 
 def test_models_that_turn_neighbours_give_no_frequencies(ids: Any) -> None:
-    config = transformers.CohereConfig(**SIZES)
-    model = transformers.CohereForCausalLM._from_config(config, attn_implementation="eager").eval()
-    assert (
-        states_of(model, ids)[0][0].frequencies
-        == "CohereAttention does not rotate halves of its queries"
-    )
+    found = states_of(model_of("Cohere"), ids)[0][0].frequencies
+    assert found == "CohereAttention does not rotate halves of its queries"
 
 
 @pytest.mark.parametrize("family", ["Afmoe", "Exaone4", "SmolLM3"])
 def test_layers_that_do_not_turn_their_queries_give_no_frequencies(family: str) -> None:
     """The same token everywhere: where its queries are the same as they are, nothing is turned."""
-    kinds = ["sliding_attention", "full_attention"]
-    choices = {
-        "Afmoe": {"layer_types": kinds, "num_dense_layers": 2},
-        "Exaone4": {"layer_types": kinds},
-        "SmolLM3": {"no_rope_layers": [1, 0]},
-    }
-    config = getattr(transformers, f"{family}Config")(**SIZES, **choices[family])
-    kind = getattr(transformers, f"{family}ForCausalLM")
-    model = kind._from_config(config, attn_implementation="eager").eval()
-    found = states_of(model, torch.full((1, N_TOKENS), 7))
+    found = states_of(model_of(family), torch.full((1, N_TOKENS), 7))
     assert len(found) == 2
     for (states, _), turned in zip(found, (True, False), strict=True):
         moved = (states.queries[:, :, 1:] - states.queries[:, :, :1]).abs().max()
@@ -172,10 +163,7 @@ def only_sometimes(self: Any, hidden_states: Any, position_embeddings: Any, mask
 @pytest.mark.parametrize(
     ("forward", "said"),
     [
-        (
-            eval("lambda self, *args, **kwargs: None"),
-            "cannot be read",
-        ),
+        (eval("lambda self, *args, **kwargs: None"), "cannot be read"),
         (only_sometimes, "does not show it"),
         (lambda self: None, "does not show it"),
     ],

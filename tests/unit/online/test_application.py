@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from prompt_runs import CONTEXT, SINKS, TARGET, generate
+from prompt_runs import CONTEXT, SINKS, TARGET, applied, generate
 from transformers import DynamicCache
 
 import kvalloc
@@ -26,10 +26,7 @@ def test_the_model_is_as_before(tiny: ModuleType, model: Any) -> None:
     gc.collect()  # what earlier tests left in cycles is not counted
     before, ids = hooked_models(), tiny.prompt(CONTEXT)
     plain = generate(model, ids)
-    with kvalloc.apply(model, target_retention=0.6, **TARGET) as applied:
-        generate(model, ids)
-    applied.last_cache = None
-    del applied
+    assert applied(model, ids, target_retention=0.6, **TARGET) is not None
     gc.collect()
     assert hooked_models() == before
     assert "generate" not in vars(model)
@@ -38,18 +35,18 @@ def test_the_model_is_as_before(tiny: ModuleType, model: Any) -> None:
 
 def test_a_plain_call_lasts_until_it_is_removed(tiny: ModuleType, model: Any) -> None:
     ids = tiny.prompt(CONTEXT)
-    applied = kvalloc.apply(model, target_retention=0.6, **TARGET)
+    earlier = kvalloc.apply(model, target_retention=0.6, **TARGET)
     later = kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3))
     generate(model, ids)
-    assert (applied.last_cache, later.last_cache is None) == (None, False)
-    applied.remove()  # below the later one, which goes on
+    assert (earlier.last_cache, later.last_cache is None) == (None, False)
+    earlier.remove()  # below the later one, which goes on
     generate(model, ids)
     later.remove()
     later.remove()
     assert "generate" not in vars(model)
     generate(model, ids, past_key_values=DynamicCache(config=model.config))
-    assert applied.last_cache is None
-    with pytest.raises(UnsupportedRequestError, match="apply\\(\\) again"), applied:
+    assert earlier.last_cache is None
+    with pytest.raises(UnsupportedRequestError, match="apply\\(\\) again"), earlier:
         pass
 
 
@@ -107,9 +104,7 @@ def test_apply_takes_the_file_or_the_name_of_a_profile(
     profile.save(tmp_path / "p.json")
     ids = tiny.prompt(CONTEXT)
     for given in (tmp_path / "p.json", str(tmp_path / "p.json")):
-        with kvalloc.apply(model, given) as applied:
-            generate(model, ids, max_new_tokens=1)
-        assert applied.last_cache.retained_bytes == profile.retained_bytes_at(CONTEXT)
+        assert applied(model, ids, given).retained_bytes == profile.retained_bytes_at(CONTEXT)
     with pytest.raises(KVAllocError, match="SmolLM2"):
         kvalloc.apply(model, "smollm2-135m-instruct-fixed-20")
     with pytest.raises(InputError, match="the profile is a int, expected a BudgetProfile"):

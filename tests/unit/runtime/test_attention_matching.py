@@ -14,28 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prompt_runs import chunked_copied_and_loaded, padded_rows, policy, run
 from scorer_oracle import make_states
+from transformers import DynamicCache
 
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
-from kvalloc.runtime.matching import (
-    LEAST_WEIGHT,
-    MOST_WEIGHT,
-    match_attention,
-    ridge_step,
-)
+from kvalloc.runtime.matching import LEAST_WEIGHT, MOST_WEIGHT, match_attention, ridge_step
 
 Array = npt.NDArray[np.float64]
 CONTEXT = 90
 AHEAD_TOKENS = 8
 ROWS, DRAFT, DRAFT_WEIGHT, VALUE_RIDGE, BIAS_RIDGE = 12, 3, 5.0, 0.02, 0.4
-PARAMETERS = {
-    "rows": ROWS,
-    "draft": DRAFT,
-    "draft_weight": DRAFT_WEIGHT,
-    "value_ridge": VALUE_RIDGE,
-    "bias_ridge": BIAS_RIDGE,
-}
+PARAMETERS = {"rows": ROWS, "draft": DRAFT, "draft_weight": DRAFT_WEIGHT}
+PARAMETERS |= {"value_ridge": VALUE_RIDGE, "bias_ridge": BIAS_RIDGE}
 
 
 # By themselves
@@ -68,6 +59,22 @@ def matched_by_hand(
     return values[kept] + change, np.log(factors)
 
 
+def matched(
+    weights: torch.Tensor,
+    values: torch.Tensor,
+    kept: list[int],
+    ridges: tuple[float, float | None],
+    **more: Any,
+) -> Any:
+    """`match_attention` with ridges of values and biases, each query counting once."""
+    more = {"query_weights": torch.ones(len(weights)), **more}
+    value_ridge, bias_ridge = ridges
+    places = torch.tensor(kept)
+    return match_attention(
+        weights, values, places, value_ridge=value_ridge, bias_ridge=bias_ridge, **more
+    )
+
+
 @given(
     n_rows=st.integers(1, 12),
     n_columns=st.integers(1, 12),
@@ -98,13 +105,12 @@ def test_matching_never_does_worse_than_the_entries_alone(
     values, counts = draw.normal(size=(n_tokens, 3)), draw.uniform(0.1, 3.0, size=n_queries)
     kept = sorted(draw.choice(n_tokens, max(1, int(part * n_tokens)), replace=False).tolist())
     for biases in (False, True):
-        found = match_attention(
+        found = matched(
             torch.from_numpy(weights).float(),
             torch.from_numpy(values).float(),
-            torch.tensor(kept),
+            kept,
+            (VALUE_RIDGE, BIAS_RIDGE if biases else None),
             query_weights=torch.from_numpy(counts).float(),
-            value_ridge=VALUE_RIDGE,
-            bias_ridge=BIAS_RIDGE if biases else None,
             others=beside > 0,
         )
         expected, bias = matched_by_hand(weights, values, kept, counts, biases)
@@ -126,31 +132,15 @@ def test_matching_never_does_worse_than_the_entries_alone(
 
 def test_a_ridge_of_any_size_leaves_things_as_they_are() -> None:
     weights = torch.rand(5, 8).softmax(dim=1)
-    values, kept = torch.randn(8, 4), torch.tensor([0, 3, 7])
-    still = match_attention(
-        weights,
-        values,
-        kept,
-        query_weights=torch.ones(5),
-        value_ridge=1e9,
-        bias_ridge=1e9,
-    )
+    values, kept = torch.randn(8, 4), [0, 3, 7]
+    still = matched(weights, values, kept, (1e9, 1e9))
     torch.testing.assert_close(still.values, values[kept], atol=1e-5, rtol=0)
-    assert still.logit_bias is not None
     assert float(still.logit_bias.abs().max()) < 1e-5
 
 
 def test_a_single_query_is_matched_as_far_as_the_ridge_lets_it() -> None:
     weights, values = torch.tensor([[0.5, 0.3, 0.2]]), torch.eye(3)
-    found = match_attention(
-        weights,
-        values,
-        torch.tensor([0, 1]),
-        query_weights=torch.ones(1),
-        value_ridge=1e-9,
-        bias_ridge=1e-9,
-    )
-    assert found.logit_bias is not None
+    found = matched(weights, values, [0, 1], (1e-9, 1e-9))
     own = weights[0, :2] * found.logit_bias.exp()
     assert float(own.sum()) == pytest.approx(1.0, abs=1e-5)
     torch.testing.assert_close((own / own.sum()) @ found.values, weights[0], atol=1e-5, rtol=0)
@@ -158,14 +148,7 @@ def test_a_single_query_is_matched_as_far_as_the_ridge_lets_it() -> None:
 
 def test_queries_that_see_nothing_of_what_is_kept_change_nothing() -> None:
     weights = torch.tensor([[0.0, 1.0]])
-    found = match_attention(
-        weights,
-        torch.eye(2),
-        torch.tensor([0]),
-        query_weights=torch.ones(1),
-        value_ridge=0.1,
-        bias_ridge=0.1,
-    )
+    found = matched(weights, torch.eye(2), [0], (0.1, 0.1))
     assert torch.equal(found.values, torch.eye(2)[:1])
 
 
@@ -239,14 +222,14 @@ def expected_of(
     return found
 
 
-def stored_of(cache: Any, layer: int, head: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def stored_of(cache: Any, layer: int, head: int, row: int = 0) -> tuple[torch.Tensor, Any]:
     """Values and biases of one head."""
     stored = cache.layers[layer]
     if stored.entries is not None:
-        _, values, _, bias, _ = stored.entries.piece(0, head)
+        _, values, _, bias, _ = stored.entries.piece(row, head)
         return values, bias
-    bias = None if stored.logit_bias is None else stored.logit_bias[0, head]
-    return stored.values[0, head], bias
+    bias = None if stored.logit_bias is None else stored.logit_bias[row, head]
+    return stored.values[row, head], bias
 
 
 @pytest.mark.parametrize("biases", [True, False])
@@ -281,10 +264,8 @@ def test_it_answers_as_over_the_entries_it_stores(
     tiny: ModuleType, family: str, attention: str
 ) -> None:
     model, ids = tiny.tiny_model(family, attention), tiny.prompt(CONTEXT, 2)
-    for profile in (
-        tiny.make_profile(model, CONTEXT, 0.3),
-        tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3)),
-    ):
+    own = tiny.make_profile(model, CONTEXT, 0.3)
+    for profile in (own, tiny.by_head(own)):
         cache, shadow = matching(profile).cache(model), tiny.Shadow(model)
         assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
         shadow.follow(cache)
@@ -320,14 +301,10 @@ def test_each_row_is_matched_as_if_it_were_alone(tiny: ModuleType, side: str) ->
     for row, own in enumerate(rows):
         alone = profile.cache(model)
         run(model, own, alone)
-        for layer in range(tiny.N_LAYERS):
-            for head in range(2):
-                values, bias = stored_of(alone, layer, head)
-                _, found, _, found_bias, _ = cache.layers[layer].entries.piece(row, head)
-                assert found_bias is not None
-                assert bias is not None
-                torch.testing.assert_close(found, values, atol=1e-3, rtol=0)
-                torch.testing.assert_close(found_bias, bias, atol=1e-3, rtol=0)
+        for layer, head in np.ndindex(tiny.N_LAYERS, 2):
+            found = stored_of(cache, layer, head, row)
+            assert found[1] is not None
+            torch.testing.assert_close(found, stored_of(alone, layer, head), atol=1e-3, rtol=0)
 
 
 def test_chunks_a_copy_and_a_saved_cache_are_the_same(tiny: ModuleType, tmp_path: Path) -> None:
@@ -375,8 +352,6 @@ def test_what_it_cannot_do_is_refused(tiny: ModuleType) -> None:
 def test_everything_kept_is_bit_identical(tiny: ModuleType) -> None:
     model, ids, following = tiny.tiny_model(), tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
     profile = matching(tiny.make_profile(model, CONTEXT, 1.0))
-    from transformers import DynamicCache
-
     full, cache = DynamicCache(config=model.config), profile.cache(model)
     assert torch.equal(run(model, ids, cache), run(model, ids, full))
     assert torch.equal(run(model, following, cache), run(model, following, full))

@@ -17,6 +17,7 @@ from prompt_runs import chunked_copied_and_loaded, padded_rows, run
 
 from kvalloc.errors import InputError, ProfileFileError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.policies import Weighted
 from kvalloc.runtime.selection import handed_out
 
@@ -74,16 +75,19 @@ def test_no_other_budgets_of_that_total_hold_more(
     assert held == pytest.approx(table[int(counts.sum())])
 
 
-def test_where_there_is_no_room_sinks_and_window_stay() -> None:
-    nothing = torch.zeros(2, 0)
-    assert handed_out([nothing, nothing], 50, protected=5).tolist() == [[5, 5], [5, 5]]
-    some = torch.ones(2, 3)
-    assert handed_out([some], 4, protected=5).tolist() == [[5, 5]]
-
-
-def test_among_equal_scores_the_earlier_head_wins() -> None:
-    same = torch.ones(2, 3)
-    assert handed_out([same, same], 4, protected=0).tolist() == [[3, 1], [0, 0]]
+@pytest.mark.parametrize(
+    ("evictable", "layers", "total", "protected", "expected"),
+    [
+        (0, 2, 50, 5, [[5, 5], [5, 5]]),
+        (3, 1, 4, 5, [[5, 5]]),
+        (3, 2, 4, 0, [[3, 1], [0, 0]]),  # among equal scores the earlier head wins
+    ],
+)
+def test_where_there_is_no_room_or_all_are_equal(
+    evictable: int, layers: int, total: int, protected: int, expected: list[list[int]]
+) -> None:
+    scores = [torch.ones(2, evictable)] * layers
+    assert handed_out(scores, total, protected=protected).tolist() == expected
 
 
 # In a cache
@@ -102,12 +106,11 @@ def test_the_best_of_all_heads_together_stay(tiny: ModuleType, family: str, atte
     flat = np.sort(scores.ravel())[::-1]
     room = total_of(profile, CONTEXT) - PROTECTED * scores.shape[0] * scores.shape[1]
     least = flat[room - 1]
-    for place, layer in enumerate(full):
-        for head in range(2):
-            best = np.flatnonzero(scores[place, head] >= least) + tiny.SINKS
-            wanted = {*range(tiny.SINKS), *best.tolist(), *range(CONTEXT - tiny.WINDOW, CONTEXT)}
-            kept = cache.kept_indices(layer)[0, head]
-            assert {int(one) for one in kept if one >= 0} == wanted
+    for place, head in np.ndindex(len(full), 2):
+        best = np.flatnonzero(scores[place, head] >= least) + tiny.SINKS
+        wanted = {*range(tiny.SINKS), *best.tolist(), *range(CONTEXT - tiny.WINDOW, CONTEXT)}
+        kept = cache.kept_indices(full[place])[0, head]
+        assert {int(one) for one in kept if one >= 0} == wanted
     assert cache.kept_tokens[full].sum() == total_of(profile, CONTEXT)
     assert np.unique(cache.kept_tokens[full]).size > 2
 
@@ -116,7 +119,6 @@ def naive_scores(
     tiny: ModuleType, model: Any, ids: torch.Tensor, profile: Any
 ) -> npt.NDArray[np.float64]:
     """Weighted sums of both scorers' scores without sinks and window, from plain forwards."""
-    from kvalloc.models.attention import intercept_attention
 
     def rows(tokens: torch.Tensor, first: int) -> dict[int, npt.NDArray[np.float64]]:
         found: dict[int, npt.NDArray[np.float64]] = {}
@@ -137,13 +139,11 @@ def naive_scores(
 
     drafted = model.generate(ids, max_new_tokens=LOOKAHEAD["tokens"], do_sample=False)
     window, draft = rows(ids, CONTEXT - tiny.WINDOW), rows(drafted, CONTEXT)
-    return np.stack(
-        [
-            profile.unit_weights[layer, :, :1] * window[layer]
-            + profile.unit_weights[layer, :, 1:] * draft[layer]
-            for layer in profile.shape.full_layers
-        ]
-    )
+    found = []
+    for layer in profile.shape.full_layers:
+        own = profile.unit_weights[layer]
+        found.append(own[:, :1] * window[layer] + own[:, 1:] * draft[layer])
+    return np.stack(found)
 
 
 def test_each_layer_is_scored_once(tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +176,7 @@ def test_it_answers_as_if_the_rest_were_hidden(tiny: ModuleType, family: str) ->
 def test_each_row_hands_out_its_own(tiny: ModuleType, side: str) -> None:
     model = tiny.tiny_model()
     profile = weighted(tiny, model)
-    lengths = (CONTEXT, 61)
-    rows = [tiny.prompt(n, seed=n) for n in lengths]
+    rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, side)
     cache = profile.cache(model)
     run(model, ids, cache, mask, position_ids=positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -58,12 +59,12 @@ def test_a_held_prompt_is_decided_as_by_a_mini_prefill(
             run(model, part, opened)
     options = {"target_retention": 0.7, **TARGET} if adapt is None else {"adapt": adapt}
     profile = None if adapt is None else stored
-    with kvalloc.apply(model, profile, hold=True, **options) as applied:
+    with kvalloc.apply(model, profile, hold=True, **options) as applying:
         generate(model, ids, max_new_tokens=1, prefill_chunk_size=25)
     assert by_itself.retained_bytes < by_itself.full_bytes
     caches = [held, opened]
     if chunks_have_their_positions(model, ids):
-        caches.append(applied.last_cache)
+        caches.append(applying.last_cache)
     for cache in caches:
         assert (cache.profile.budgets == by_itself.profile.budgets).all()
         assert cache.retained_bytes == by_itself.retained_bytes
@@ -103,14 +104,18 @@ def test_a_held_prompt_is_decided_where_gradients_are_recorded(tiny: ModuleType)
 
 def test_what_does_not_go_with_holding_is_refused(tiny: ModuleType, model: Any) -> None:
     stored = tiny.make_profile(model, CONTEXT, 0.4, sinks=SINKS)
-    with pytest.raises(InputError, match="nothing is measured; leave out hold, or give adapt"):
-        stored.cache(model, hold=True)
-    with pytest.raises(InputError, match="leave out hold, or give adapt"):
-        kvalloc.apply(model, stored, hold=True)
-    with pytest.raises(InputError, match="measured_tokens spares nothing"):
-        stored.cache(model, adapt=0.3, hold=True, measured_tokens=50)
-    with pytest.raises(UnsupportedRequestError, match="leave out decode_every, or do not hold"):
-        stored.cache(model, adapt=0.3, hold=True, decode_every=3)
+    for kind, options, said in (
+        (InputError, {}, "nothing is measured; leave out hold, or give adapt"),
+        (InputError, {"adapt": 0.3, "measured_tokens": 50}, "measured_tokens spares nothing"),
+        (
+            UnsupportedRequestError,
+            {"adapt": 0.3, "decode_every": 3},
+            "leave out decode_every, or do not hold",
+        ),
+    ):
+        for make in (stored.cache, partial(kvalloc.apply, profile=stored)):
+            with pytest.raises(kind, match=said):
+                make(model, hold=True, **options)
     with pytest.raises(UnsupportedRequestError, match="looks at tokens that come after"):
         PromptTarget.parse(target_retention=0.8, scorer="lookahead", **TARGET)
     embedded = model.get_input_embeddings()(tiny.prompt(CONTEXT)).detach()

@@ -43,10 +43,9 @@ def test_clusters_agree_with_loops() -> None:
     # 50 entries of the prompt: 2 sinks, five clusters of 8, 4 that fill none, 4 of the window
     found = reader.read(states, place=0, n_prompt=50, positions=None)
     assert found is not None
-    for row in range(2):
-        for head in range(2):
-            inside = read_in_loops(states, row, head, start=2, n_coarse=5)
-            assert found[row, head].tolist() == [0, 1, *inside, *range(42, 53)]
+    for row, head in np.ndindex(2, 2):
+        inside = read_in_loops(states, row, head, start=2, n_coarse=5)
+        assert found[row, head].tolist() == [0, 1, *inside, *range(42, 53)]
 
 
 def test_the_static_half_sums_the_last_rows() -> None:
@@ -55,10 +54,9 @@ def test_the_static_half_sums_the_last_rows() -> None:
     kept = small(rows_share=0.2).keep(states, budgets, sinks=2, window=4)
     attention = full_attention(states)[:, :, -8:].sum(axis=2).reshape(2, 2, 3, 40).mean(axis=2)
     must = {0, 1, 36, 37, 38, 39}
-    for row in range(2):
-        for head in range(2):
-            free = sorted(set(range(40)) - must, key=lambda t: -attention[row, head, t])
-            assert set(kept[row, head].nonzero()[:, 0].tolist()) == must | set(free[:11])
+    for place in np.ndindex(2, 2):
+        free = sorted(set(range(40)) - must, key=lambda t: -attention[*place, t])
+        assert set(kept[place].nonzero()[:, 0].tolist()) == must | set(free[:11])
 
 
 def test_short_prompts_are_read_whole() -> None:
@@ -69,17 +67,12 @@ def test_short_prompts_are_read_whole() -> None:
 
 def test_the_second_of_a_pair_reads_what_the_first_does() -> None:
     """With the same entries stored the clusters are the same; the first two layers never share."""
-    first = make_states(n_tokens=53, n_new_tokens=1)
-    second = make_states(n_tokens=53, n_new_tokens=1, seed=1)
-    for share, places, same in [
-        (True, (2, 3), True),
-        (True, (0, 1), False),
-        (False, (2, 3), False),
-    ]:
+    first, second = (make_states(n_tokens=53, n_new_tokens=1, seed=seed) for seed in (0, 1))
+    for share, places, same in ((True, (2, 3), 1), (True, (0, 1), 0), (False, (2, 3), 0)):
         reader = small(share_layers=share).reader(sinks=2, window=4)
         led = reader.read(first, place=places[0], n_prompt=50, positions=None)
         follows = reader.read(second, place=places[1], n_prompt=50, positions=None)
-        assert torch.equal(led, follows) is same
+        assert torch.equal(led, follows) == bool(same)
 
 
 def test_a_follower_with_other_entries_reads_its_nearest_positions() -> None:

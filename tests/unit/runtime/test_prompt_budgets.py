@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, generate, run
+from prompt_runs import CONTEXT, SINKS, TARGET, WINDOW, applied, generate, run
 
 import kvalloc
 from kvalloc.errors import InfeasibleError, UnsupportedRequestError
@@ -48,10 +48,9 @@ def test_a_target_is_what_profile_and_solve_give_the_prompt(
     expected = kvalloc.solve(scores_of(model, ids[0]), target_retention=0.7, level=level)
     by_hand = expected.cache(model)
     answer = generate(model, ids, past_key_values=by_hand)
-    with kvalloc.apply(model, target_retention=0.7, level=level, **TARGET) as applied:
+    with kvalloc.apply(model, target_retention=0.7, level=level, **TARGET) as applying:
         assert torch.equal(generate(model, ids), answer)
-        cache = applied.last_cache
-    assert cache is not None
+    cache = applying.last_cache
     assert (cache.profile.budgets == expected.budgets).all()
     assert cache.profile.retention >= 0.7 - 1e-9
     assert cache.retained_bytes == by_hand.retained_bytes
@@ -62,12 +61,11 @@ def test_a_target_is_what_profile_and_solve_give_the_prompt(
 
 def test_each_prompt_gets_its_own_budgets(tiny: ModuleType, model: Any) -> None:
     ids = [tiny.prompt(CONTEXT, seed=1), torch.full((1, CONTEXT), 5), tiny.prompt(30, seed=2)]
-    with kvalloc.apply(model, target_retention=0.8, **TARGET) as applied:
-        found = []
+    found = []
+    with kvalloc.apply(model, target_retention=0.8, **TARGET) as applying:
         for one in ids:
             generate(model, one)
-            assert applied.last_cache is not None
-            found.append(applied.last_cache.profile)
+            found.append(applying.last_cache.profile)
     for one, profile in zip(ids, found, strict=True):
         alone = kvalloc.solve(scores_of(model, one[0]), target_retention=0.8)
         assert (profile.budgets == alone.budgets).all()
@@ -82,10 +80,7 @@ def test_each_prompt_gets_its_own_budgets(tiny: ModuleType, model: Any) -> None:
 def test_every_target_of_a_size_is_met(
     tiny: ModuleType, model: Any, target: dict[str, Any]
 ) -> None:
-    with kvalloc.apply(model, **target, **TARGET) as applied:
-        generate(model, tiny.prompt(CONTEXT), max_new_tokens=1)
-    cache = applied.last_cache
-    assert cache is not None
+    cache = applied(model, tiny.prompt(CONTEXT), **target, **TARGET)
     most = 0.3 * cache.full_bytes if "budget" in target else 4 * 2 * 20 * 128
     assert most - 4 * 2 * 128 < cache.retained_bytes <= most
 
@@ -133,10 +128,7 @@ def test_adapt_keeps_the_total_and_zero_is_the_stored_profile(tiny: ModuleType, 
     base = profile.budgets
     assert (moved.profile.budgets != base).any()
     assert (np.abs(moved.profile.budgets - base) <= 0.5 * base).all()
-    with kvalloc.apply(model, profile, adapt=0.5) as applied:
-        generate(model, ids, max_new_tokens=1)
-    assert applied.last_cache is not None
-    assert (applied.last_cache.kept_tokens == moved.profile.budgets).all()
+    assert (applied(model, ids, profile, adapt=0.5).kept_tokens == moved.profile.budgets).all()
 
 
 def test_adapt_agrees_with_the_oracle(tiny: ModuleType, model: Any) -> None:
@@ -151,9 +143,8 @@ def test_adapt_agrees_with_the_oracle(tiny: ModuleType, model: Any) -> None:
 
 
 def test_bit_widths_stay_with_their_heads(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4))
     bits = np.array([[8, 4], [16, 8], [4, 8], [8, 16]])
-    packed = profile.replace(bits=bits)
+    packed = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)).replace(bits=bits)
     ids = tiny.prompt(CONTEXT)
     plain, moved = packed.cache(model), packed.cache(model, adapt=0.4)
     for cache in (plain, moved):
@@ -174,11 +165,8 @@ def test_a_shorter_measurement_is_the_ends_of_the_prompt(tiny: ModuleType, model
     assert part.context_tokens == CONTEXT
     assert part.sample_tokens.tolist() == [40]
     assert np.allclose(part.masses, short.masses)
-    with kvalloc.apply(model, target_retention=0.7, measured_tokens=40, **TARGET) as applied:
-        generate(model, ids, max_new_tokens=1)
-    assert applied.last_cache is not None
-    expected = kvalloc.solve(part, target_retention=0.7)
-    assert (applied.last_cache.kept_tokens == expected.budgets).all()
+    cache = applied(model, ids, target_retention=0.7, measured_tokens=40, **TARGET)
+    assert (cache.kept_tokens == kvalloc.solve(part, target_retention=0.7).budgets).all()
 
 
 @pytest.mark.parametrize("adapt", [None, 0.4])
@@ -187,24 +175,23 @@ def test_chunks_beams_and_several_answers(tiny: ModuleType, model: Any, adapt: A
     stored = tiny.make_profile(model, CONTEXT, 0.4)
     how = {"target_retention": 0.7, **TARGET} if adapt is None else {"adapt": adapt}
     profile = stored if adapt else None
-    with kvalloc.apply(model, profile, **how) as applied:
-        generate(model, ids, max_new_tokens=1)
-        assert applied.last_cache is not None
-        expected = applied.last_cache.kept_tokens_by_row
-        generate(model, ids, max_new_tokens=1, prefill_chunk_size=16)
-        assert (applied.last_cache.kept_tokens_by_row == expected).all()
-        generate(model, ids, max_new_tokens=1, prefill_chunk_size=16, num_beams=3)
-        assert (applied.last_cache.kept_tokens_by_row == expected.repeat(3, axis=0)).all()
-        generate(model, ids, num_beams=3)
-        assert applied.last_cache.kept_tokens_by_row.shape[0] == 6
-        assert applied.last_cache.kept_tokens_by_row.min() >= expected.min()
+    with kvalloc.apply(model, profile, **how) as applying:
+
+        def kept(**options: Any) -> Any:
+            generate(model, ids, **options)
+            return applying.last_cache.kept_tokens_by_row
+
+        expected = kept(max_new_tokens=1)
+        assert (kept(max_new_tokens=1, prefill_chunk_size=16) == expected).all()
+        beams = kept(max_new_tokens=1, prefill_chunk_size=16, num_beams=3)
+        assert (beams == expected.repeat(3, axis=0)).all()
+        longer = kept(num_beams=3)
+        assert longer.shape[0] == 6
+        assert longer.min() >= expected.min()
 
 
 def test_short_prompts_keep_everything(tiny: ModuleType, model: Any) -> None:
-    with kvalloc.apply(model, target_retention=0.5, **TARGET) as applied:
-        generate(model, tiny.prompt(6), max_new_tokens=1)
-    assert applied.last_cache is not None
-    assert not applied.last_cache.reduced
+    assert not applied(model, tiny.prompt(6), target_retention=0.5, **TARGET).reduced
     cache = tiny.make_profile(model, CONTEXT, 0.4).cache(model, adapt=0.5)
     run(model, tiny.prompt(5), cache)
     assert not cache.reduced
