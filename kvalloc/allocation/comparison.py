@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import IntArray
+from kvalloc.allocation.request import Target
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 
@@ -133,4 +134,7 @@ def _titles(profile: BudgetProfile) -> npt.NDArray[np.str_]:
 
 
 def _target(profile: BudgetProfile) -> str:
-    return f"{profile.requested.get('target', '?')} {profile.requested.get('value', '?')}"
+    if "target" not in profile.requested:
+        return "not recorded"
+    by_loss = profile.requested.get("objective") == "loss"
+    return Target.read(profile.requested).describe("predicted loss" if by_loss else "retention")

@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvalloc.cli.generate import (
-    Asked,
+from kvalloc.cli.generate_facts import (
     bytes_of,
-    check_text,
     context_limit,
     device_of,
-    given_prompt,
     granted_fields,
     kept_text,
-    load_with_cache,
     note_short,
     policies_of,
     wants_chat,
 )
+from kvalloc.cli.generate_request import Asked, check_text, given_prompt, load_with_cache
 from kvalloc.cli.output import duration, note, print_json, size
 from kvalloc.cli.progress import load, slow
 from kvalloc.errors import InputError, plain

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
-
-T = TypeVar("T")
 
 ModelName = Annotated[
     str,
@@ -36,30 +34,42 @@ SolverOption = Annotated[
 ]
 
 
-def from_fields(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Give a command an argument or option for each field of a dataclass; it gets an instance.
+def from_fields(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an argument or option for each annotated field of a dataclass.
+
+    The command gets an instance, and by name what other decorators add.
 
     Parameters
     ----------
     options : type
-        Its fields are annotated as typer wants them, and have the defaults of the options.
+        Its fields are annotated as typer wants them, and have the defaults of the options; the
+        command line does not set a field without ``Annotated``.
 
     Returns
     -------
     callable
-        Decorates a function of one such instance.
+        Decorates a function of one such instance and those.
     """
-    hints = get_type_hints(options, include_extras=True)
+    hints = {
+        name: hint
+        for name, hint in get_type_hints(options, include_extras=True).items()
+        if get_origin(hint) is Annotated
+    }
 
-    def decorate(command: Callable[[T], None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            command(options(**values))
+            own = {name: values.pop(name) for name in hints}
+            command(options(**own), **values)
 
         described: Any = run
         fields = inspect.signature(options).parameters.values()
         described.__signature__ = inspect.Signature(
-            [one.replace(annotation=hints[one.name]) for one in fields]
+            [
+                one.replace(annotation=hints[one.name], kind=one.POSITIONAL_OR_KEYWORD)
+                for one in fields
+                if one.name in hints
+            ]
         )
         described.__annotations__ = hints
         return run

@@ -25,7 +25,6 @@ import typer
 
 from kvalloc.allocation.request import TARGETS, RequestOptions
 from kvalloc.errors import InputError, ProfileFileError, nearest
-from kvalloc.units import parse_fraction
 
 if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile
@@ -137,25 +136,6 @@ def _flag(name: str, hint: Any, text: str, default: str) -> Any:
     ]
 
 
-TargetRetention = Annotated[
-    float | None,
-    typer.Option(
-        parser=parse_fraction,
-        metavar="SHARE",
-        help="Fewest bytes that keep this mean share of the score mass, such as 0.9.",
-    ),
-]
-Budget = Annotated[
-    str | None,
-    typer.Option(metavar="SHARE", help="At most this share of all entries, such as 20%."),
-]
-BudgetTokens = Annotated[
-    int | None, typer.Option(metavar="N", help="At most N entries per KV head on average.")
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="At most this much for the whole cache, such as 512MiB."),
-]
 Average = Annotated[
     str,
     typer.Option(

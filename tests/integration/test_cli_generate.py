@@ -56,10 +56,16 @@ def test_only_the_answer_goes_to_stdout(models, profiles, folder):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (("--budget", "40%"), "; asked for 40% at most)"),
-        (("--budget-tokens", 40), "; asked for 40 tokens per KV head at most)"),
-        (("--memory", "30KiB"), "; asked for 30.00 KiB at most)"),
-        (("--target-retention", "70%"), ", asked for 0.7 in the fewest bytes)"),
+        (("--budget", "40%"), "; asked for most retention in 40% of all entries)"),
+        (
+            ("--budget-tokens", 40),
+            "; asked for most retention in 40 tokens per KV head on average)",
+        ),
+        (("--memory", "30KiB"), "; asked for most retention in 30KiB)"),
+        (
+            ("--target-retention", "70%"),
+            ", asked for retention of 0.7 or more in the fewest bytes)",
+        ),
     ],
 )
 def test_what_is_kept_of_the_prompt_stands_beside_what_was_asked(models, folder, asked, said):

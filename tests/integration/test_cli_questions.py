@@ -238,7 +238,7 @@ def test_budgets_for_the_prompt(folder):
     assert (stored["decision_seconds"], moved["decision_seconds"] > 0) == (None, True)
     told = run("generate", folder / "tiny", "--budget", "30%", *prompt[:-1])
     assert "to decide the budgets" in told.err
-    assert "; asked for 30% at most), " in told.err
+    assert "; asked for most retention in 30% of all entries), " in told.err
     saved = run("generate", folder / "tiny", "--budget", "30%", *prompt, "--save-cache",
                 folder / "own.kv", "--question", QUESTIONS[1])  # fmt: skip
     again = run("generate", folder / "tiny", "--cache", folder / "own.kv", "--max-new-tokens", 3,
@@ -256,6 +256,7 @@ def test_budgets_for_the_prompt(folder):
         (["--budget", "20%", "--memory", "1MiB"], ["two targets"]),
         (["--memory", "1KiB"], ["--memory 1KiB", "4,608 bytes"]),
         (["--budget", "20%", "--full"], ["--full"]),
+        (["--budget", "20%", "--allow-other-model"], ["--allow-other-model", "stored profile"]),
         (["--level", "head"], ["--level", "--target-retention 0.9"]),
         (["--budget", "20%", "--level", "both"], ["'both'"]),
         (["--budget", "20%", "--solver", "none"], ["no solver 'none'"]),
