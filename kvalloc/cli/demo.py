@@ -18,7 +18,7 @@ from kvalloc.cli.targets import check_time_limit
 from kvalloc.errors import InputError, SolverError
 
 if TYPE_CHECKING:
-    from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder, Questions
+    from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder, Questions, Rule
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.models.loading import LoadedModel
 
@@ -33,8 +33,11 @@ SCORES, LOSSES = "scores.safetensors", "losses.safetensors"
 RESULTS, PICTURE = "results.json", "demo.png"
 
 _COLUMNS = 4
-_HARM_SHARE = 0.5
-"""Share of the time that asking the retention-based solvers leaves for all that follows."""
+_ASK_UNTIL = 0.5
+"""Share of the time after which no retention-based solver is asked any more."""
+
+_LOSSES_UNTIL = 0.8
+"""Share of the time within which the losses have to be measured."""
 
 
 def demo(
@@ -71,8 +74,8 @@ def demo(
         much=much,
         n_questions=questions or much.n_questions,
         seed=seed,
-        deadline=begun + time_limit,
-        ask_until=begun + time_limit * (1 - _HARM_SHARE),
+        begun=begun,
+        time_limit=time_limit,
         folder=output_dir,
         silent=json,
         quiet=quiet,
@@ -122,8 +125,8 @@ class _Demo:
     much: _Amount
     n_questions: int
     seed: int
-    deadline: float
-    ask_until: float
+    begun: float
+    time_limit: float
     folder: Path
     silent: bool
     quiet: bool
@@ -137,7 +140,7 @@ class _Demo:
         decisions = self.decide(scores)
         capacity = _greedy_bytes(decisions)
         questions, granted, asked = self.ask(loaded, scores, capacity)
-        losses, by_loss = self.harm(loaded, questions, asked[0].share)
+        by_loss, rules = self.harm(loaded, questions, asked[0].share)
         experiment = Experiment(
             cases=questions.cases,
             full=questions.full,
@@ -145,7 +148,7 @@ class _Demo:
             decisions=tuple(granted),
             asked=tuple(asked),
             by_loss=tuple(by_loss),
-            ladder=self.search(questions, scores, losses, asked),
+            ladder=self.search(questions, scores, asked, rules),
         )
         return self.save(scores, decisions, experiment)
 
@@ -204,7 +207,7 @@ class _Demo:
         granted, share = decide(scores, memory=capacity), capacity / full
         with ProgressBar("asking", unit="solvers", quiet=self.quiet) as bar:
             asked, missing = ask_each(
-                granted, share, questions, deadline=self.ask_until, progress=bar
+                granted, share, questions, deadline=self.until(_ASK_UNTIL), progress=bar
             )
         self.lines(*question_tables(questions, asked), "", *summary_table(asked))
         for name, reason in missing.items():
@@ -213,19 +216,29 @@ class _Demo:
 
     def harm(
         self, loaded: LoadedModel, questions: Questions, share: float
-    ) -> tuple[ScoreProfile, list[Asked]]:
-        from kvalloc.evaluate.showcase import LOSS, loss_rules, profile_losses
+    ) -> tuple[list[Asked], dict[str, Rule]]:
+        from kvalloc.evaluate.showcase import LOSS, NO_TIME, loss_rules, profile_losses
         from kvalloc.report.showcase import summary_table
 
         self.lines("", "4. Harm: decide by what the answers lose, at the same bytes")
-        start, n_prompts = time.perf_counter(), self.much.loss_prompts
+        start, until = time.perf_counter(), self.until(_LOSSES_UNTIL)
         with ProgressBar("measuring losses", unit="steps", quiet=self.quiet) as bar:
-            losses = profile_losses(loaded, n_prompts, self.much.loss_context_tokens, bar)
+            losses = profile_losses(
+                loaded,
+                self.much.loss_prompts,
+                self.much.loss_context_tokens,
+                deadline=until,
+                progress=bar,
+            )
+        if losses is None:
+            (self.folder / LOSSES).unlink(missing_ok=True)  # of an earlier run
+            self.text(f"Losses are not measured: {NO_TIME}; see --time-limit.")
+            return [], {}
         losses.save(self.folder / LOSSES)
         assert losses.loss_tokens is not None  # measured just now
         self.text(
             f"Each layer alone reduced to {losses.loss_tokens.size - 1} sizes, its harm measured "
-            f"('kvalloc profile --loss'), on {n_prompts} prompts of up to "
+            f"('kvalloc profile --loss'), on {losses.n_samples} prompts of up to "
             f"{losses.context_tokens:,} tokens: needles of other names in other texts, and "
             f"running text. Scorer {losses.scorer}, window {losses.window}; "
             f"{duration(time.perf_counter() - start)}."
@@ -235,22 +248,21 @@ class _Demo:
         with slow("asking", quiet=self.quiet):
             asked = [questions.ask(name, share, rule(share)) for name, rule in rules.items()]
         self.lines("", *summary_table(asked))
-        return losses, asked
+        return asked, rules
 
     def search(
         self,
         questions: Questions,
         scores: ScoreProfile,
-        losses: ScoreProfile,
         asked: list[Asked],
+        rules: dict[str, Rule],
     ) -> Ladder:
-        from kvalloc.evaluate.showcase import climb, loss_rules, rules_of
+        from kvalloc.evaluate.showcase import climb, rules_of
         from kvalloc.report.showcase import ladder_table
 
         self.lines("", "5. Search: needles found and mean KL at other shares of the entries")
-        rules = loss_rules(losses, self.much.context_tokens)
-        rules |= rules_of(scores, [entry.solver for entry in asked])
-        shares, until = self.much.shares, self.deadline
+        rules = rules | rules_of(scores, [entry.solver for entry in asked])
+        shares, until = self.much.shares, self.until(1.0)
         with ProgressBar("searching", unit="seconds at most", quiet=self.quiet) as bar:
             ladder = climb(rules, questions, shares=shares, deadline=until, progress=bar)
         self.lines(*ladder_table(ladder, list(rules)))
@@ -267,10 +279,15 @@ class _Demo:
         self.lines("", "6. What this shows")
         for lesson in lessons(experiment):
             self.text(lesson)
-        files = f"{SCORES}, {LOSSES}, a budget profile for each solver (*.json), {RESULTS}"
+        losses = f"{LOSSES}, " if experiment.by_loss else ""
+        files = f"{SCORES}, {losses}a budget profile for each solver (*.json), {RESULTS}"
         self.lines("")
         self.text(f"In {self.folder}: {files}, {PICTURE}")
         return record
+
+    def until(self, share: float) -> float:
+        """When this share of the time has gone by, as a reading of ``time.monotonic()``."""
+        return self.begun + share * self.time_limit
 
     def text(self, text: str) -> None:
         """A paragraph."""

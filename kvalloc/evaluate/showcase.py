@@ -408,10 +408,21 @@ def rules_of(scores: ScoreProfile, solvers: Sequence[str]) -> dict[str, Rule]:
     return {name: rule(name) for name in solvers}
 
 
+class _TooSlow(Exception):
+    """A measurement that would end after its deadline."""
+
+
 def profile_losses(
-    loaded: LoadedModel, n_prompts: int, context_tokens: int, progress: Progress
-) -> ScoreProfile:
+    loaded: LoadedModel,
+    n_prompts: int,
+    context_tokens: int,
+    *,
+    deadline: float,
+    progress: Progress = lambda done, total: None,
+) -> ScoreProfile | None:
     """Measure what reducing each layer alone does, on prompts that no question shares a word with.
+
+    Once the pace shows that the deadline would be missed, half as many prompts are tried.
 
     Parameters
     ----------
@@ -420,14 +431,44 @@ def profile_losses(
         Half of them needles, half running text.
     context_tokens : int
         Reference context; no prompt is longer.
-    progress : callable
+    deadline : float
+        Reading of ``time.monotonic()`` before which it has to end.
+    progress : callable, optional
         As in `kvalloc.profile`.
 
     Returns
     -------
-    ScoreProfile
-        With loss curves of layers.
+    ScoreProfile or None
+        With loss curves of layers; None where there is no time for one prompt of each kind.
     """
+    while n_prompts >= 2:
+        watched = _within(deadline, progress)
+        try:
+            return _profile_losses(loaded, n_prompts, context_tokens, watched)
+        except _TooSlow:
+            n_prompts //= 2
+    return None
+
+
+def _within(deadline: float, progress: Progress) -> Progress:
+    """A progress report that ends what would go on beyond the deadline at its pace so far."""
+    first: list[tuple[int, float]] = []
+
+    def report(done: int, total: int) -> None:
+        now = time.monotonic()
+        first.append((done, now))
+        steps, seconds = done - first[0][0], now - first[0][1]
+        left = seconds * (total - done) / steps if 20 * steps >= total else 0.0
+        if now + left > deadline:
+            raise _TooSlow
+        progress(done, total)
+
+    return report
+
+
+def _profile_losses(
+    loaded: LoadedModel, n_prompts: int, context_tokens: int, progress: Progress
+) -> ScoreProfile:
     from kvalloc.measure import profile
     from kvalloc.prompts.calibration import calibration_prompts
 

@@ -223,3 +223,20 @@ def test_the_record_is_plain_json(scores):
 def test_shares_out_of_range_are_the_solvers_error(scores):
     with pytest.raises(InputError):
         climb(rules_of(scores, ["uniform"]), FakeQuestions(0.5), shares=(1.5,), deadline=forever())
+
+
+@pytest.mark.parametrize(("limit", "prompts"), [(500, 4), (180, 2), (99, None)])
+def test_losses_are_measured_on_as_many_prompts_as_fit(monkeypatch, limit, prompts):
+    """A prompt takes 70 s: 280 for all four, 140 for two of them."""
+    clock = [0.0]
+
+    def measured(loaded, n_prompts, context_tokens, progress):
+        for done in range(1, 7 * n_prompts + 1):
+            clock[0] += 10
+            progress(done, 7 * n_prompts)
+        return n_prompts
+
+    monkeypatch.setattr(showcase, "_profile_losses", measured)
+    monkeypatch.setattr(showcase.time, "monotonic", lambda: clock[0])
+    assert showcase.profile_losses(None, 4, 100, deadline=limit) == prompts
+    assert clock[0] <= limit
