@@ -217,7 +217,9 @@ def load_with_cache(asked: Asked) -> tuple[LoadedModel, Any]:
     from kvalloc.models.loading import require_run_packages
 
     budgets = _budgets(asked)
-    target = {name: value for name, value in asked.target.items() if value is not None}
+    target: dict[str, Any] = {
+        name: value for name, value in asked.target.items() if value is not None
+    }
     if target:
         Request.parse(**asked.target)
     require_run_packages()
