@@ -218,6 +218,12 @@ def kept_of(cache: Any) -> dict[int, torch.Tensor]:
     return {layer: cache.kept_indices(layer).cpu() for layer in full}
 
 
+def same_kept(*caches: Any) -> bool:
+    """Whether all layers of several caches kept the same of their prompts."""
+    first, *others = (kept_of(cache) for cache in caches)
+    return all(torch.equal(kept, other[layer]) for other in others for layer, kept in first.items())
+
+
 def by_head(profile: BudgetProfile, spread: int = 12) -> BudgetProfile:
     """The profile with a budget for each head, around the layer's."""
     budgets = profile.budgets.copy()

@@ -19,7 +19,12 @@ from transformers import DynamicCache
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
-from kvalloc.runtime.matching import LEAST_WEIGHT, MOST_WEIGHT, match_attention, ridge_step
+from kvalloc.runtime.policies.attention_matching import (
+    LEAST_WEIGHT,
+    MOST_WEIGHT,
+    match_attention,
+    ridge_step,
+)
 
 Array = npt.NDArray[np.float64]
 CONTEXT = 90

@@ -160,9 +160,8 @@ def test_prompts_that_are_held_whole(
             found = run(model, question, cache, own if side != "none" else None)
             assert tiny.worst(found, shadow.logits(question, own)) < 1e-4
         assert cache.retained_bytes < 0.6 * cache.full_bytes
-        kept.append([cache.kept_indices(layer) for layer in profile.shape.full_layers])
-    for other in kept[1:]:
-        assert all(torch.equal(*pair) for pair in zip(kept[0], other, strict=True))
+        kept.append(cache)
+    assert tiny.same_kept(*kept)
 
 
 @pytest.mark.parametrize("by_prompt", [True, False])
@@ -183,8 +182,8 @@ def test_budgets_of_a_held_prompt_s_own(tiny: ModuleType, attention: str, by_pro
         question = tiny.prompt(3, 2, seed=3)
         assert tiny.worst(run(model, question, cache, own), shadow.logits(question, own)) < 1e-4
         assert (cache.kept_tokens_by_row[0] - 3 != profile.budgets).any()  # row 1 is shorter
-        found.append([cache.kept_indices(layer) for layer in range(tiny.N_LAYERS)])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        found.append(cache)
+    assert tiny.same_kept(*found)
 
 
 def test_profiling_sees_the_same_curves(attention: str) -> None:

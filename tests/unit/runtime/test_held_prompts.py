@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from prompt_runs import run
 from scorer_oracle import full_attention
 from transformers import DynamicCache
 
@@ -35,12 +36,6 @@ def profile_of(tiny: ModuleType, model: Any, name: str, level: str = "head", **m
     parameters = {**OPTIONS[name], **more}
     profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=name, parameters=parameters)
     return tiny.by_head(profile, spread=9) if level == "head" else profile
-
-
-def run(model: Any, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(ids, past_key_values=cache, **inputs).logits
-    return logits
 
 
 def seen(model: Any, ids: torch.Tensor) -> dict[int, AttentionStates]:
@@ -160,9 +155,7 @@ def test_what_is_kept_does_not_depend_on_the_arrival(tiny: ModuleType, name: str
             assert opened.kept_tokens.max() == opened.get_seq_length()  # held whole
     generated = profile.cache(model)
     model.generate(ids, past_key_values=generated, max_new_tokens=3, do_sample=False)
-    for layer in range(tiny.N_LAYERS):
-        for cache in (announced, opened, generated):
-            assert torch.equal(cache.kept_indices(layer), whole.kept_indices(layer))
+    assert tiny.same_kept(whole, announced, opened, generated)
 
 
 @pytest.mark.parametrize("positions", [False, True])
@@ -178,11 +171,11 @@ def test_a_padded_row_keeps_what_it_would_keep_alone(
     profile = profile_of(tiny, model, name)
     places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
     cache, chunked = profile.cache(model), make_cache(profile, model, prompt_tokens=CONTEXT)
-    run(model, ids, cache, attention_mask=mask, **places)
+    run(model, ids, cache, mask, **places)
     for first in range(0, CONTEXT, 30):
         own = {key: value[:, first : first + 30] for key, value in places.items()}
         part = ids[:, first : first + 30]
-        run(model, part, chunked, attention_mask=mask[:, : first + 30], **own)
+        run(model, part, chunked, mask[:, : first + 30], **own)
     for row, length in enumerate(lengths):
         first = CONTEXT - length if side == "left" else 0
         alone = profile.cache(model)
@@ -206,8 +199,7 @@ def test_what_comes_after_the_end_of_a_draft_has_no_say(tiny: ModuleType) -> Non
     model.generation_config.eos_token_id = None
     short = profile_of(tiny, model, "lookahead", tokens=length).cache(model)
     run(model, ids, short)
-    for layer in range(tiny.N_LAYERS):
-        assert torch.equal(ended.kept_indices(layer), short.kept_indices(layer))
+    assert tiny.same_kept(ended, short)
 
 
 def test_beams_keep_the_same_entries(tiny: ModuleType) -> None:
@@ -230,17 +222,11 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
     """H2O needs all of the prompt's queries, which are held, too."""
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     names = ("lookahead", "h2o", "reconstruction", "lookahead", "tova")
-    options = ({"tokens": 3}, {}, {"pool": 3}, {"tokens": 6}, {})
+    options = ({"tokens": 3}, {}, {"pool": 3, "chunk": 37}, {"tokens": 6}, {})
     profile = profile_of(tiny, model, "reconstruction", level, instruction="", continuation="")
     others = tuple(
         changed_policy(profile.policy, name, own).replace(label=f"{name}{place}")
         for place, (name, own) in enumerate(zip(names, options, strict=True))
-    )
-    others = tuple(
-        one.replace(scorer_parameters={**one.scorer_parameters, "chunk": 37})
-        if one.scorer == "reconstruction"
-        else one
-        for one in others
     )
     table = np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 6
     if level == "layer":
@@ -280,8 +266,7 @@ def test_copies_files_and_new_prompts(tiny: ModuleType, name: str, tmp_path: Pat
     assert torch.equal(run(model, question, again), run(model, question, copy.deepcopy(cache)))
     again.reset()
     run(model, ids, again)
-    for layer in range(tiny.N_LAYERS):
-        assert torch.equal(again.kept_indices(layer), cache.kept_indices(layer))
+    assert tiny.same_kept(again, cache)
     assert half.kept_tokens.max() == 50
 
 

@@ -302,8 +302,7 @@ def test_policies_decide_and_merge_before_anything_is_rounded(
     caches = [each.cache(model, policy=policy) for each in (profile, plain)]
     for cache in caches:
         run(model, ids, cache)
-    for layer in range(tiny.N_LAYERS):
-        assert torch.equal(caches[0].kept_indices(layer), caches[1].kept_indices(layer))
+    assert tiny.same_kept(*caches)
     few, many = (run(model, question, cache) for cache in caches)
     assert torch.isfinite(few).all()
     assert not torch.equal(few, many)
