@@ -136,7 +136,6 @@ def make_choices(
 ) -> ScoreProfile:
     """A score profile with loss curves of several policies, each the better one somewhere."""
     scores = make_losses(seed, **changes)
-    assert scores.losses is not None
     rng = np.random.default_rng([seed, 3])
     factors = rng.lognormal(0.0, 0.7, (*scores.losses.shape[:3], len(names), 1))
     others = scores.losses[:, :, :, None] * factors
@@ -365,11 +364,9 @@ def brute_force(problem: AllocationProblem) -> float | None:
         ]
         value = min(worth) if problem.aggregate is Aggregate.WORST else math.fsum(worth)
         if problem.sense is Sense.MAX_VALUE:
-            assert problem.capacity_bytes is not None
             if cost <= problem.capacity_bytes and (best is None or value > best):
                 best = value
         else:
-            assert problem.target is not None
             if value >= problem.target - VALUE_TOLERANCE and (best is None or cost < best):
                 best = float(cost)
     return best

@@ -7,6 +7,8 @@ Then look at the difference before committing it: every changed number is a chan
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -43,22 +45,26 @@ CHOICE_DECISIONS = DATA / "decisions_choices.json"
 CHOICE_PROFILE = DATA / "budget_profile_choices.json"
 
 CHOICE_CASES: dict[str, dict[str, Any]] = {
-    "least loss in 30%, head": {"budget": "30%", "objective": "loss", "level": "head"},
-    "least loss in 30%, layer": {"budget": "30%", "objective": "loss"},
-    "loss 0.1, head": {"target_loss": 0.1, "level": "head"},
-    "tova alone": {"budget": "30%", "objective": "loss", "loss_policies": ["tova"]},
-    "pages, decode bytes, head": {
-        "budget": "40%",
-        "objective": "loss",
-        "level": "head",
-        "page": 8,
-        "cost": "decode-bytes",
-    },
+    name: {"objective": "loss", "solver": "dp", **arguments}
+    for name, arguments in {
+        "least loss in 30%, head": {"budget": "30%", "level": "head"},
+        "least loss in 30%, layer": {"budget": "30%"},
+        "loss 0.1, head": {"target_loss": 0.1, "level": "head"},
+        "tova alone": {"budget": "30%", "loss_policies": ["tova"]},
+        "pages, decode bytes, head": {
+            **{"budget": "40%", "level": "head", "page": 8, "cost": "decode-bytes"}
+        },
+    }.items()
 }
 
-# name of the case: solver, options, arguments of solve
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    f"{solver}{suffix}, {goal}, {level}": (solver, options, {**target, "level": level})
+# name of the case: arguments of solve
+CASES: dict[str, dict[str, Any]] = {
+    f"{solver}{suffix}, {goal}, {level}": {
+        "solver": solver,
+        "solver_options": options,
+        "level": level,
+        **target,
+    }
     for solver, suffix, options in (
         ("greedy", "", {}),
         ("ilp", "", {}),
@@ -94,69 +100,79 @@ MEASURED_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def decide_measured(scores: Any, case: str) -> Any:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Golden:
+    """Cases on one score profile, and the file of their decisions.
+
+    Attributes
+    ----------
+    scores, decisions : Path
+    cases : dict
+        Name of the case to arguments of ``solve``.
+    make : str
+        Which function here makes the scores.
+    fields : tuple of str
+        What is kept of a decision beyond what all keep.
+    tolerance : float
+        Of numbers, relative: sums may differ in the last digits from machine to machine.
+    """
+
+    scores: Path
+    decisions: Path
+    cases: dict[str, dict[str, Any]]
+    make: str
+    fields: tuple[str, ...] = ()
+    tolerance: float = 1e-12
+
+
+SETS = (
+    Golden(scores=SCORES, decisions=DECISIONS, cases=CASES, make="make_scores"),
+    Golden(scores=MEASURED, decisions=DECISIONS, cases=MEASURED_CASES, make="make_measured"),
+    Golden(
+        scores=SHARED,
+        decisions=SHARED_DECISIONS,
+        cases=SHARED_CASES,
+        make="make_shared",
+        fields=("share_groups", "grouping_bound", "worst_sample_retention"),
+        # Bounds over weights of workloads come from a linear program, good to its tolerance.
+        tolerance=1e-8,
+    ),
+    Golden(
+        scores=CHOICES,
+        decisions=CHOICE_DECISIONS,
+        cases=CHOICE_CASES,
+        make="make_choices",
+        fields=("policies", "unit_policies"),
+    ),
+)
+
+
+@functools.cache
+def loaded(path: Path) -> Any:
+    from kvalloc.formats.score_profile import ScoreProfile
+
+    return ScoreProfile.load(path)
+
+
+def decide(golden: Golden, case: str) -> Any:
     from kvalloc.allocation.decision import solve
 
-    return solve(scores, **MEASURED_CASES[case])
+    return solve(loaded(golden.scores), **golden.cases[case])
 
 
-def decide(scores: Any, case: str) -> Any:
-    from kvalloc.allocation.decision import solve
-
-    solver, options, arguments = CASES[case]
-    return solve(scores, solver=solver, solver_options=options, **arguments)
-
-
-def decide_shared(scores: Any, case: str) -> Any:
-    from kvalloc.allocation.decision import solve
-
-    return solve(scores, **SHARED_CASES[case])
-
-
-def decide_choice(scores: Any, case: str) -> Any:
-    from kvalloc.allocation.decision import solve
-
-    return solve(scores, solver="dp", **CHOICE_CASES[case])
-
-
-def described_choice(profile: Any) -> dict[str, Any]:
-    table = profile.unit_policies
-    return {
-        **described(profile),
-        "policies": [policy.title for policy in profile.policies],
-        "unit_policies": None if table is None else table.tolist(),
-    }
-
-
-def described_shared(profile: Any) -> dict[str, Any]:
-    return {
-        **described(profile),
-        "share_groups": [list(group) for group in profile.share_groups],
-        "grouping_bound": profile.grouping_bound,
-        "worst_sample_retention": profile.worst_sample_retention,
-    }
-
-
-def described(profile: Any) -> dict[str, Any]:
-    """What must not move: the decision and what is claimed about it."""
-    optional = {
-        "predicted_loss": profile.predicted_loss,
-        "cost_bytes": profile.cost_bytes,
-        "bits": None if profile.bits is None else profile.bits.tolist(),
-    }
-    return {name: value for name, value in optional.items() if value is not None} | {
-        "budgets": profile.budgets.tolist(),
-        "budgets at 1000": profile.budgets_for(1000).tolist(),
-        "objective": profile.objective,
-        "bound": profile.bound,
-        "retention": profile.retention,
-        "retained_bytes": profile.retained_bytes,
-        "termination": profile.termination,
-    }
+def described(profile: Any, fields: tuple[str, ...]) -> dict[str, Any]:
+    """What must not move: the decision and what is claimed about it, as JSON has it."""
+    optional = {name: getattr(profile, name) for name in ("predicted_loss", "cost_bytes", "bits")}
+    kept = ("budgets", "objective", "bound", "retention", "retained_bytes", "termination")
+    found = {name: value for name, value in optional.items() if value is not None}
+    found |= {name: getattr(profile, name) for name in kept + fields}
+    found["budgets at 1000"] = profile.budgets_for(1000)
+    if "policies" in found:
+        found["policies"] = [policy.title for policy in found["policies"]]
+    return json.loads(json.dumps(found, default=np.ndarray.tolist))
 
 
 def make_scores() -> Any:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from factories import curves_of, make_scores, make_shape
 
     rng = np.random.default_rng(20240101)
@@ -172,9 +188,9 @@ def make_scores() -> Any:
     )
 
 
-def make_measured(scores: Any) -> Any:
+def make_measured() -> Any:
     """Loss curves and fidelities on top of a score profile."""
-
+    scores = loaded(SCORES)
     rng = np.random.default_rng(20240102)
     size = (scores.n_samples, scores.shape.n_layers, scores.shape.n_kv_heads)
     losses = -np.sort(-rng.exponential(0.05, (*size, 6)), axis=-1)
@@ -191,54 +207,35 @@ def make_measured(scores: Any) -> Any:
 
 
 def make_shared() -> Any:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from factories import make_shared_scores
 
     return make_shared_scores(7, longest=2, n_samples=4)
 
 
 def make_choices() -> Any:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from factories import make_choices
 
     return make_choices(7)
 
 
-def write_choices() -> None:
-    from kvalloc.formats.score_profile import ScoreProfile
-
-    if not CHOICES.exists():
-        make_choices().save(CHOICES)
-    scores = ScoreProfile.load(CHOICES)
-    found = {case: described_choice(decide_choice(scores, case)) for case in CHOICE_CASES}
-    CHOICE_DECISIONS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    decide_choice(scores, "least loss in 30%, head").save(CHOICE_PROFILE)
-
-
 def main() -> None:
     from kvalloc.formats.budget_profile import budget_profile_schema
-    from kvalloc.formats.score_profile import ScoreProfile
 
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     DATA.mkdir(exist_ok=True)
-    if not SCORES.exists():
-        make_scores().save(SCORES)
-    scores = ScoreProfile.load(SCORES)
-    decisions = {case: described(decide(scores, case)) for case in CASES}
-    if not MEASURED.exists():
-        make_measured(scores).save(MEASURED)
-    measured = ScoreProfile.load(MEASURED)
-    decisions |= {case: described(decide_measured(measured, case)) for case in MEASURED_CASES}
-    rows = ",\n".join(
-        f" {json.dumps(case)}: {json.dumps(decision)}" for case, decision in decisions.items()
-    )
-    DECISIONS.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
-    if not SHARED.exists():
-        make_shared().save(SHARED)
-    shared = ScoreProfile.load(SHARED)
-    found = {case: described_shared(decide_shared(shared, case)) for case in SHARED_CASES}
-    SHARED_DECISIONS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    write_choices()
-    decide(scores, "greedy, retention 0.9, head").save(PROFILE)
+    files: dict[Path, dict[str, Any]] = {}
+    for golden in SETS:
+        if not golden.scores.exists():
+            globals()[golden.make]().save(golden.scores)
+        found = {case: described(decide(golden, case), golden.fields) for case in golden.cases}
+        files.setdefault(golden.decisions, {}).update(found)
+    for path, decisions in files.items():
+        rows = ",\n".join(
+            f" {json.dumps(case)}: {json.dumps(decisions[case])}" for case in decisions
+        )
+        path.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+    decide(SETS[0], "greedy, retention 0.9, head").save(PROFILE)
+    decide(SETS[3], "least loss in 30%, head").save(CHOICE_PROFILE)
     text = json.dumps(budget_profile_schema(), indent=1, sort_keys=True)
     SCHEMA.write_text(text + "\n", encoding="utf-8")
 

@@ -92,14 +92,6 @@ def test_a_full_profile_is_full_at_any_length(page: int, level: str) -> None:
             assert profile.retained_bytes_at(context) == profile.full_bytes_at(context)
 
 
-def test_pages_of_those_kept_whole_are_not_given_twice() -> None:
-    """A last page that is not full belongs to the one that is kept whole, not to the pool."""
-    profile = make_budget_profile([[40, 40], [40, 40], [20, 33]], page_tokens=16)
-    for context in range(60, 400):
-        budgets = profile.budgets_for(context)
-        assert budgets.sum() <= share_of(profile, context).sum() + 1e-6
-
-
 def test_the_fixed_rule_keeps_the_number() -> None:
     profile = make_budget_profile([[20, 33], [5, 40]], length_rule="fixed")
     assert profile.budgets_for(1000).tolist() == profile.budgets.tolist()

@@ -65,10 +65,8 @@ def tightened(problem: AllocationProblem, seed: int) -> AllocationProblem:
         problem, constraints=tuple(tighter(one) for one in problem.constraints)
     )
     if problem.sense is Sense.MAX_VALUE:
-        assert problem.capacity_bytes is not None
         room = problem.capacity_bytes - problem.min_cost_bytes
         return changed.with_capacity(problem.min_cost_bytes + int(0.3 * room))
-    assert problem.target is not None
     return changed.with_target(problem.target + 0.6 * (problem.max_value - problem.target))
 
 

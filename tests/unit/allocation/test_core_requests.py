@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_scores, make_shape
+from factories import make_bits, make_choices, make_scores, make_shape, make_shared_scores
 
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import cache_costs, formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import Aggregate, Sense
+from kvalloc.shape import ModelShape
 from kvalloc.units import parse_bytes, parse_share
 
 
@@ -61,50 +63,137 @@ def test_what_is_no_size(text: str | int) -> None:
         parse_bytes(text)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({}, "no target.*target_retention"),
-        ({"budget": "20%", "memory": "1MiB"}, "budget and memory are two targets at once"),
-        ({"budget": "20%", "target_retention": 0.9}, "two targets"),
-        ({"target_retention": 0.0}, "target retention of 0"),
-        ({"target_retention": 1.1}, "target retention of 1.1"),
-        ({"target_retention": 90}, "such as 0.9"),
-        ({"target_retention": float("nan")}, "target retention of nan"),
-        ({"budget": "200%"}, "not a share"),
-        ({"budget_tokens": 0}, "keeps nothing"),
-        ({"memory": "lots"}, "not a size"),
-        ({"budget": 0.5, "level": "row"}, "expected 'layer' or 'head'"),
-        ({"budget": 0.5, "objective": "median"}, "expected 'mean', 'worst' or 'loss'"),
-        ({"budget": 0.5, "batch": 0}, "batch and page must be at least 1"),
-        ({"budget": 0.5, "page": 0}, "batch and page must be at least 1"),
-        ({"budget": 0.5, "min_tokens": -1}, "least budget is -1"),
-    ],
-)
-def test_requests_that_say_too_little_or_too_much(fields: dict[str, Any], words: str) -> None:
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    *(  # by the request itself, whatever is to be solved
+        (None, fields, words)
+        for fields, words in (
+            ({}, "no target.*target_retention"),
+            ({"budget": "20%", "memory": "1MiB"}, "budget and memory are two targets at once"),
+            ({"budget": "20%", "target_retention": 0.9}, "two targets"),
+            ({"target_loss": 0.1, "budget": 0.5}, "two targets at once"),
+            ({"target_retention": 0.0}, "target retention of 0"),
+            ({"target_retention": 1.1}, "target retention of 1.1"),
+            ({"target_retention": 90}, "such as 0.9"),
+            ({"target_retention": float("nan")}, "target retention of nan"),
+            ({"target_loss": math.nan}, "cannot be asked for"),
+            ({"target_loss": math.inf}, "cannot be asked for"),
+            ({"target_loss": -0.01}, "cannot be asked for"),
+            ({"target_loss": 0.1, "objective": "worst"}, "summed over all units"),
+            ({"target_loss": 0.1, "weights": [1, 2]}, "nats per token"),
+            ({"target_retention": 0.9, "objective": "loss"}, "give target_loss"),
+            ({"budget": "200%"}, "not a share"),
+            ({"budget_tokens": 0}, "keeps nothing"),
+            ({"memory": "lots"}, "not a size"),
+        )
+    ),
+    *(
+        (None, {"budget": 0.5, "level": "head", **fields}, words)
+        for fields, words in (
+            ({"level": "row"}, "expected 'layer' or 'head'"),
+            ({"objective": "median"}, "expected 'mean', 'worst' or 'loss'"),
+            ({"batch": 0}, "batch and page must be at least 1"),
+            ({"page": 0}, "batch and page must be at least 1"),
+            ({"min_tokens": -1}, "least budget is -1"),
+            ({"cap": ("0-15",)}, "not LAYERS=SIZE"),
+            ({"cap": ("=1MiB",)}, "not LAYERS=SIZE"),
+            ({"cap": ("0=",)}, "not LAYERS=SIZE"),
+            ({"cap": ("0=lots",)}, "cap '0=lots'.*not a size"),
+            ({"cap": ("x=1MiB",)}, "cap 'x=1MiB'.*no list of layers"),
+            ({"max_distinct": 0}, "max_distinct=1"),
+            ({"ranks": 0}, "ranks=1"),
+            ({"rank_tolerance": 0.1}, "without ranks"),
+            ({"ranks": 2, "rank_tolerance": -0.1}, "rank tolerance of -0.1"),
+            ({"ranks": 2, "rank_tolerance": math.nan}, "rank tolerance of nan"),
+            ({"ranks": 2, "rank_tolerance": math.inf}, "rank tolerance of inf"),
+            ({"workloads": "best"}, "workloads is 'best'"),
+            ({"workloads": "cvar"}, "tail"),
+            ({"workloads": "worst", "tail": 0.5}, "tail"),
+            ({"tail": 0.5}, "tail"),
+            ({"workloads": "cvar", "tail": 0.0}, "tail"),
+            ({"workloads": "cvar", "tail": 1.1}, "tail"),
+            ({"workloads": "worst", "objective": "worst"}, "worst"),
+            ({"weights": [1.0, math.nan, 1.0]}, "the weight of layer 1 is nan"),
+            ({"weights": [[1, 1], [1, math.inf], [1, 1]]}, "layer 1, head 1 is inf"),
+            ({"weights": [1.0, -0.5, 1.0]}, "layer 1 is -0.5"),
+            ({"weights": [0.0, 0.0, 0.0]}, "all weights are 0"),
+            ({"weights": []}, r"shaped \(0,\)"),
+            ({"weights": [[1.0], [1.0, 2.0], [3.0]]}, "no table of numbers"),
+            ({"weights": ["a", "b", "c"]}, "no table of numbers"),
+            ({"weights": [[[1.0]]]}, r"shaped \(1, 1, 1\)"),
+            ({"weights": [1, 2], "objective": "worst"}, "worst whatever it weighs"),
+        )
+    ),
+    *(
+        (make_scores, fields, words)
+        for fields, words in (
+            ({"context": 0}, "a context of 0 tokens leaves nothing to decide"),
+            ({"context": 5}, "leaves nothing to decide"),
+            ({"context": -3}, "leaves nothing to decide"),
+            ({"context": 101}, "beyond the 100 tokens of tests/tiny"),
+            ({"min_tokens": 41}, "above the context of 40"),
+            ({"average": "median"}, "expected 'curves' or 'allocations'"),
+            ({"average": "allocations", "max_distinct": 2}, "average='curves'"),
+            ({"average": "allocations", "workloads": "worst"}, "averaged over samples"),
+            ({"time_limit": 0.0}, "leaves no time"),
+            ({"solver": "best"}, "there is no solver 'best'; choose from adaptive_head, .*greedy"),
+            ({"solver_options": {"gamma": 1}}, "has no option 'gamma'"),
+            ({"share_groups": 4}, "share_length=2"),
+            ({"share_groups": "2-3"}, "share_length=2"),
+        )
+    ),
+    *(
+        (make_bits, {"bits": (16, 8, 4), **fields}, words)
+        for fields, words in (
+            ({"bits": (16, 2)}, "expected some of 16, 8, 4"),
+            ({"bits": ()}, "expected some of"),
+            ({"objective": "loss"}, "loss curves.*know no bits"),
+            ({"max_distinct": 2}, "max_distinct and equal_heads"),
+            ({"equal_heads": True, "level": "head"}, "max_distinct and equal_heads"),
+            ({"average": "allocations"}, "average='curves'"),
+        )
+    ),
+    *(
+        (make_shared_scores, fields, words)
+        for fields, words in (
+            ({"share_groups": "1-2"}, "first two layers"),
+            ({"share_groups": "2-3,3-4"}, "not after"),
+            ({"share_groups": "4-6"}, "no full attention"),
+            ({"share_groups": "2-5"}, "share_length=4"),
+            ({"share_groups": "x"}, "cannot be read"),
+            ({"share_groups": 4, "objective": "worst"}, "leave out the objective"),
+            ({"share_groups": 4, "max_distinct": 2}, "leave out one of them"),
+            ({"share_groups": "2-3", "ranks": 2, "level": "head"}, "leave out one of them"),
+            ({"share_groups": "2-3", "average": "allocations"}, "leave out average"),
+        )
+    ),
+    *(
+        (make_choices, {"loss_policies": "tova", **fields}, words)
+        for fields, words in (
+            ({"objective": "mean"}, "objective 'mean'"),
+            ({"objective": "worst"}, "retention is asked"),
+            ({"target_retention": 0.9}, "retention is asked for"),
+            ({"loss_policies": ["nacl"], "objective": "loss"}, "those of xkv, tova, critical"),
+            ({"loss_policies": [], "objective": "loss"}, "no policy is named"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "asked", "words"), REFUSED, ids=str)
+def test_what_cannot_be_asked(make: Any, asked: dict[str, Any], words: str) -> None:
+    """By the request itself, or (where there is something to make) by ``solve``."""
     with pytest.raises(InputError, match=words) as caught:
-        Request.parse(**fields)
+        if make is None:
+            Request.parse(**asked)
+        else:
+            target = {} if "target_retention" in asked else {"budget": 0.5}
+            few_layers = {} if make is make_shared_scores else {"shape": shape_for(asked)}
+            solve(make(**few_layers), **target, **asked)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"context": 0}, "a context of 0 tokens leaves nothing to decide"),
-        ({"context": 5}, "leaves nothing to decide"),
-        ({"context": -3}, "leaves nothing to decide"),
-        ({"context": 101}, "beyond the 100 tokens of tests/tiny"),
-        ({"min_tokens": 41}, "above the context of 40"),
-        ({"average": "median"}, "expected 'curves' or 'allocations'"),
-        ({"time_limit": 0.0}, "leaves no time"),
-        ({"solver": "best"}, "there is no solver 'best'; choose from adaptive_head, .*greedy"),
-        ({"solver_options": {"gamma": 1}}, "has no option 'gamma'"),
-    ],
-)
-def test_arguments_of_solve_that_cannot_be(arguments: dict[str, Any], words: str) -> None:
-    scores = make_scores(shape=make_shape(max_context_tokens=100))
-    with pytest.raises(InputError, match=words):
-        solve(scores, budget=0.5, **arguments)
+def shape_for(asked: dict[str, Any]) -> ModelShape:
+    return make_shape(n_layers=6 if "share_groups" in asked else 3, max_context_tokens=100)
 
 
 def test_the_problem_of_a_hand_computed_profile() -> None:

@@ -10,7 +10,6 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.frontier import frontier, trace_frontier
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem import dual_bound
 from kvalloc.problem.registry import get_solver
 from tests.factories import make_scores
 
@@ -39,7 +38,6 @@ def test_points_agree_with_solving_alone() -> None:
 def test_the_price_is_what_the_next_step_buys() -> None:
     scores = make_scores(4)
     problem = formulate(scores, Request.parse(budget=0.5))
-    assert problem.step_bytes is not None
     capacity = problem.spendable_bytes
     now, more = trace_frontier(
         problem, get_solver("greedy"), [capacity, capacity + problem.step_bytes]
@@ -52,19 +50,6 @@ def test_a_rule_stays_below_its_bound() -> None:
     points = frontier(make_scores(5), points=8, solver="pyramid")
     assert all(point.value <= point.bound for point in points)
     assert any(point.value < point.bound - 1e-6 for point in points)
-
-
-def test_changing_the_goal_shares_the_arrays_and_nothing_else() -> None:
-    problem = formulate(make_scores(6), Request.parse(budget=0.5))
-    other = problem.with_target(0.9)
-    assert other.values is problem.values
-    assert (problem.target, other.capacity_bytes) == (None, None)
-    assert dual_bound(other).bound == kvalloc.solve(make_scores(6), target_retention=0.9).objective
-    again = other.with_capacity(problem.spendable_bytes)
-    assert (again.capacity_bytes, again.target) == (problem.spendable_bytes, None)
-    assert dual_bound(again).bound == dual_bound(problem).bound
-    with pytest.raises(InputError, match="finite"):
-        problem.with_target(float("nan"))
 
 
 def test_bad_requests() -> None:

@@ -31,11 +31,9 @@ def test_one_step_more_buys_what_the_price_says(seed: int, cap: tuple[str, ...])
     request = Request.parse(budget=0.5, level="head", cap=cap)
     problem = formulate(make_scores(seed), request)
     step = problem.step_bytes
-    assert step is not None
     spent = problem.spendable_bytes
     answer = solve_problem(problem.with_capacity(spent), AUTO)
     price = price_at(problem, answer.choice)
-    assert price is not None
     gained = value_with(problem, spent + step) - answer.value
     assert price.value_per_byte * step == pytest.approx(gained, rel=1e-9, abs=1e-15)
     assert price.source == "the next entry"
@@ -47,17 +45,14 @@ def test_a_full_cap_makes_its_units_worth_nothing() -> None:
     problem = make_problem(values, capacity=2, constraints=(cap,))
     choice = np.array([1, 0])
     price = price_at(problem, choice)
-    assert price is not None
     assert price.value_per_byte == pytest.approx(0.1)
     free = price_at(dataclasses.replace(problem, constraints=()), choice)
-    assert free is not None
     assert free.value_per_byte == pytest.approx(0.4)
 
 
 def test_a_target_is_priced_by_what_it_costs() -> None:
     scores = make_scores(2, context_tokens=600)
     profile = solve(scores, target_retention=0.6)
-    assert profile.value_per_mib is not None
     more = solve(scores, target_retention=0.62)
     cost = (more.retained_bytes - profile.retained_bytes) / 2**20
     assert 0.02 / profile.value_per_mib == pytest.approx(
@@ -69,7 +64,6 @@ def test_what_is_not_concave_is_priced_by_its_dual() -> None:
     for sense in Sense:
         problem = tiny_problem("losses", seed=3, sense=sense)
         price = price_at(problem, solve_problem(problem, AUTO).choice)
-        assert price is not None
         assert price.source == "dual"
         assert price.value_per_byte == dual_bound(problem).multiplier
 
@@ -79,7 +73,6 @@ def test_the_worst_unit_is_priced_by_a_hundredth_more(seed: int) -> None:
     problem = formulate(make_scores(seed), Request.parse(target_retention=0.6, objective="worst"))
     answer = solve_problem(problem, AUTO)
     price = price_at(problem, answer.choice)
-    assert price is not None
     more = solve_problem(problem.with_target(answer.value + 0.01), AUTO)
     gained = more.value - answer.value
     assert price.value_per_byte == pytest.approx(gained / (more.cost_bytes - answer.cost_bytes))
@@ -91,7 +84,6 @@ def test_without_a_formula_it_is_solved_again(target: dict[str, Any]) -> None:
     problem = formulate(make_scores(1), request)
     answer = solve_problem(problem, AUTO)
     price = price_of(problem, AUTO, answer)
-    assert price is not None
     assert price.source.startswith("solved again with")
     if problem.capacity_bytes is not None:
         step = max(problem.lattice_bytes, int(MORE * problem.capacity_bytes))
@@ -121,7 +113,6 @@ def test_everything_kept_leaves_nothing_to_buy(tmp_path: Any) -> None:
     assert (again.value_per_mib, again.price_source) == (0.0, "the next entry")
     only = make_problem([[0.5]] * 2, capacity=0)
     price = price_at(only, np.zeros(2, dtype=np.int64))
-    assert price is not None
     assert price.value_per_byte == 0.0
 
 

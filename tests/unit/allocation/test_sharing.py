@@ -256,35 +256,10 @@ def test_heads_of_one_sample_weigh_by_their_mass(groups):
     assert again.objective == pytest.approx(profile.objective, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"share_groups": "1-2"}, "first two layers"),
-        ({"share_groups": "2-3,3-4"}, "not after"),
-        ({"share_groups": "4-6"}, "no full attention"),
-        ({"share_groups": "2-5"}, "share_length=4"),
-        ({"share_groups": "x"}, "cannot be read"),
-        ({"share_groups": 4, "objective": "worst"}, "leave out the objective"),
-        ({"share_groups": 4, "max_distinct": 2}, "leave out one of them"),
-        ({"share_groups": "2-3", "ranks": 2, "level": "head"}, "leave out one of them"),
-        ({"share_groups": "2-3", "average": "allocations"}, "leave out average"),
-    ],
-)
-def test_what_cannot_be_asked(asked, message):
-    with pytest.raises(InputError, match=message):
-        solve(make_shared_scores(2), budget="35%", **asked)
-
-
 def test_too_few_groups_say_how_many_are_needed():
     with pytest.raises(InfeasibleError, match=r"share_groups=4") as error:
         solve(make_shared_scores(2, longest=2), budget="35%", share_groups=3)
     assert error.value.nearest == 4
-
-
-def test_without_joint_curves():
-    for asked in (4, "2-3"):
-        with pytest.raises(InputError, match="share_length=2"):
-            solve(make_scores(shape=make_shape(n_layers=6)), budget="35%", share_groups=asked)
 
 
 def test_formulating_needs_groups_that_are_chosen():

@@ -88,7 +88,6 @@ def test_the_bound_is_tight_where_both_workloads_pull():
     assert bound.bound == pytest.approx(1.1, abs=1e-9)
     assert bound.weights.tolist() == pytest.approx([0.5, 0.5], abs=1e-6)
     best = brute_force(problem)
-    assert best is not None
     assert best.objective == pytest.approx(1.1)
     cheapest = tail_problem(target=1.1)
     assert dual_bound(cheapest).bound == 2.0
@@ -112,21 +111,6 @@ def test_no_choice_beats_the_bound():
         assert sign * (bound.bound - optimum.objective) >= -slack, name
         tight += abs(bound.bound - optimum.objective) <= slack
     assert tight > len(cases) // 8  # a bound that is never met says little
-
-
-def test_any_weights_bound_the_tail_and_the_best_ones_most():
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        scenarios = np.cumsum(-np.sort(-rng.random((3, 4, 12)), axis=2), axis=2)
-        problem = tail_problem(scenarios, tail_share=1 / 3, capacity=17)
-        best = tail_bound(problem)
-        assert best.weights.sum() == pytest.approx(1.0, abs=1e-12)
-        others = [
-            dual_bound(problem.reweighted(weights)).bound
-            for weights in rng.dirichlet(np.ones(3), 20)
-        ]
-        assert best.bound <= min(others) + 1e-9
-        assert problem.objective_value(best.choice) <= best.bound + 1e-12
 
 
 def test_the_bound_is_that_of_the_whole_linear_program():
@@ -205,7 +189,6 @@ def test_every_sample_is_a_workload():
     scores = make_scores(3, n_samples=4)
     worst = formulate(scores, Request.parse(budget="40%", workloads="worst", level="head"))
     mean = formulate(scores, Request.parse(budget="40%", level="head"))
-    assert worst.scenarios is not None
     assert worst.tail_share == 0.25
     assert np.allclose(worst.values, mean.weights[:, None] * mean.values, atol=1e-12)
     for sample in range(4):
@@ -220,23 +203,6 @@ def test_every_sample_is_a_workload():
     plain = formulate(single, Request.parse(budget="40%"))
     worst = formulate(single, Request.parse(budget="40%", workloads="worst"))
     assert worst.digest() == plain.digest()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"workloads": "best"},
-        {"workloads": "cvar"},
-        {"workloads": "worst", "tail": 0.5},
-        {"tail": 0.5},
-        {"workloads": "cvar", "tail": 0.0},
-        {"workloads": "cvar", "tail": 1.1},
-        {"workloads": "worst", "objective": "worst"},
-    ],
-)
-def test_requests_that_contradict_are_refused(wrong):
-    with pytest.raises(InputError):
-        Request.parse(budget="40%", **wrong)
 
 
 @pytest.mark.parametrize("goal", [{"budget": "35%"}, {"target_retention": 0.8}])
@@ -273,13 +239,6 @@ def test_solved_recorded_and_verified(goal, level, tmp_path):
     assert failed == ["worst sample"]
 
 
-def test_averaged_budgets_know_no_worst_sample():
-    with pytest.raises(InputError, match="averaged over samples"):
-        kvalloc.allocation.decision.solve(
-            make_scores(), budget="40%", workloads="worst", average="allocations", solver="cvar"
-        )
-
-
 def test_brute_force_by_the_definition():
     """The oracle itself, against the tail written down once more."""
     for _, problem in tiny_problems(16, kinds=["tail:non_concave"], seed=40):
@@ -299,7 +258,6 @@ def test_brute_force_by_the_definition():
                 total += max(0.0, min(1.0, wanted - place)) * value
             best = max(best, total / wanted)
         optimum = brute_force(problem)
-        assert optimum is not None
         assert optimum.objective == pytest.approx(best, abs=1e-12)
 
 

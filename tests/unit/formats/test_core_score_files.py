@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_scores, make_shape
+from factories import (
+    make_bits,
+    make_choices,
+    make_losses,
+    make_scores,
+    make_shape,
+    make_shared_scores,
+)
 from refusals import refused
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -169,33 +176,26 @@ def test_another_safetensors_file(stored: Any, tmp_path: Path) -> None:
     assert refused(tmp_path / "model.safetensors", ScoreProfile.load).field == "header"
 
 
-def test_an_array_type_that_numpy_does_not_have(stored: Any, tmp_path: Path) -> None:
-    raw = stored[0]
-    size = struct.unpack("<Q", raw[:8])[0]
-    head = json.loads(raw[8 : 8 + size])
-    head["curves"]["dtype"] = "BF16"
-    head["curves"]["shape"][-1] *= 4
-    text = json.dumps(head).encode()
-    path = tmp_path / "bf16.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
-    assert refused(path, ScoreProfile.load).field == "file"
-
-
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("masses", "I64"), ("ranks", "F64"), ("curves", "U64")]
+    ("name", "dtype", "field"),
+    [
+        ("masses", "I64", "masses"),
+        ("ranks", "F64", "ranks"),
+        ("curves", "U64", "curves"),
+        ("curves", "BF16", "file"),  # numpy has no such type
+    ],
 )
-def test_an_array_relabelled_as_of_another_type(
-    stored: Any, tmp_path: Path, name: str, dtype: str
-) -> None:
+def test_an_array_relabelled_as_of_another_type(stored, tmp_path, name, dtype, field):
     """The same bytes under another type: the digest covers the type, and fields have one each."""
     raw = stored[0]
     size = struct.unpack("<Q", raw[:8])[0]
     head = json.loads(raw[8 : 8 + size])
     head[name]["dtype"] = dtype
+    head[name]["shape"][-1] *= 4 if dtype == "BF16" else 1
     text = json.dumps(head).encode()
     path = tmp_path / "relabelled.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
-    assert refused(path, ScoreProfile.load).field == name
+    assert refused(path, ScoreProfile.load).field == field
 
 
 def test_a_score_profile_cut_off_anywhere(stored: Any, tmp_path: Path) -> None:
@@ -219,3 +219,126 @@ def test_a_bit_flipped_anywhere_is_seen(stored: Any, tmp_path: Path) -> None:
             loaded = None
         # White space and the order of the file's own header may differ without harm.
         assert loaded is None or loaded.digest == stored[1]["digest"]
+
+
+# --- what else a score profile may hold --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (make_losses, [{"loss_stderr": None}, {"losses": lambda a: a * 1.001}]),
+        (lambda: make_losses(per="layer"), [{"loss_stderr": None}]),
+        (make_bits, [{"bit_widths": None, "bit_fidelity": None}]),
+        (make_choices, [{"loss_policies": lambda p: (p[0].replace(label="t"), p[1])}]),
+        (
+            make_choices,
+            [dict.fromkeys(("other_losses", "other_loss_stderr")) | {"loss_policies": ()}],
+        ),
+        (make_shared_scores, [{"shared_runs": None, "shared_curves": None}]),
+    ],
+)
+def test_all_is_saved_loaded_and_part_of_the_digest(make, changes, tmp_path):
+    scores = make()
+    scores.save(tmp_path / "s.safetensors")
+    again = ScoreProfile.load(tmp_path / "s.safetensors")
+    assert again.digest == scores.digest
+    for name in ScoreProfile.model_fields:
+        mine, theirs = getattr(scores, name), getattr(again, name)
+        np.testing.assert_equal(theirs, mine)
+        if isinstance(theirs, np.ndarray):
+            assert not theirs.flags.writeable, name
+    for change in changes:
+        new = {k: v(getattr(scores, k)) if callable(v) else v for k, v in change.items()}
+        assert scores.replace(**new).digest != scores.digest
+
+
+def edit(name: str, change: Any) -> Callable[[ScoreProfile], dict[str, Any]]:
+    """The field of a profile changed in place, or made anew."""
+
+    def edited(scores: ScoreProfile) -> dict[str, Any]:
+        array = np.array(getattr(scores, name))
+        new = change(array)
+        return {name: array if new is None else new}
+
+    return edited
+
+
+def drop(*names: str) -> Callable[[ScoreProfile], dict[str, Any]]:
+    return lambda scores: dict.fromkeys(names)
+
+
+IN_MEMORY: dict[Any, list[tuple[Callable[[ScoreProfile], dict[str, Any]], str]]] = {
+    make_losses: [
+        (
+            edit("losses", lambda a: a.__setitem__((1, 2, 1, 0), np.nan)),
+            "score profile: losses is not finite in sample 1, layer 2, head 1, level 0",
+        ),
+        (edit("loss_tokens", lambda a: a[::-1].copy()), "score profile: loss.*rising"),
+        (edit("loss_tokens", lambda a: a - 1), "score profile: loss.*to the context of 40"),
+        (
+            edit("loss_tokens", lambda a: np.array([4, 7, 12, 20, 40])),
+            r"score profile: loss.*rising from at least 5 \(sinks and window\)",
+        ),
+        (edit("losses", lambda a: a[..., ::-1].copy()), "score profile: loss.*not 0 where"),
+        (edit("losses", lambda a: -a), "score profile: loss.*what is lost, above 0"),
+        (edit("loss_tokens", lambda a: a.astype(float)), "score profile: loss.*int64"),
+        (edit("losses", lambda a: a.astype(np.float32)), "score profile: loss.*float64"),
+        (edit("losses", lambda a: a[:, :1]), "score profile: loss.*shaped"),
+        (edit("losses", lambda a: a[..., 1:]), "score profile: loss.*shaped"),
+        (drop("losses"), "score profile: loss.*alone, expected both"),
+        (drop("loss_tokens"), "score profile: loss.*alone, expected both"),
+        (edit("loss_stderr", lambda a: -a), "score profile: loss.*>= 0"),
+        (edit("loss_stderr", lambda a: a[:, :, :1]), "score profile: loss.*shaped"),
+    ],
+    make_choices: [
+        (drop("other_losses", "other_loss_stderr"), "one without"),
+        (lambda s: {"loss_policies": ()}, "one without the other"),
+        (drop("losses", "loss_tokens", "loss_stderr"), "losses of the scorer's own"),
+        (edit("other_losses", lambda a: a[..., 1:]), "other_losses is float64"),
+        (edit("other_losses", lambda a: a[:, :, :, 1:]), "other_losses is"),
+        (edit("other_losses", lambda a: a[..., ::-1].copy()), "other_losses is not 0 where"),
+        (edit("other_losses", lambda a: a * np.nan), "head 0, policy 0, level 0"),
+        (edit("other_loss_stderr", lambda a: -a), "other_loss_stderr is neg"),
+        (lambda s: {"loss_policies": (s.loss_policies[0],) * 2}, "'tova' twice"),
+        (
+            lambda s: {"loss_policies": (s.loss_policies[0].replace(window=9), s.loss_policies[1])},
+            "tova with 2 sinks and a window of 9",
+        ),
+    ],
+    make_bits: [
+        (edit("bit_fidelity", lambda a: a * np.nan), "not finite"),
+        (edit("bit_fidelity", lambda a: a * 2), "within 0..1"),
+        (edit("bit_fidelity", lambda a: a - 0.5), "within 0..1|not 1 at 16"),
+        (edit("bit_fidelity", lambda a: a * 0.5), "not 1 at 16 bits"),
+        (edit("bit_fidelity", lambda a: a[..., :2]), "bit_fidelity is float64 shaped"),
+        (edit("bit_fidelity", lambda a: a.astype(np.float32)), "float32"),
+        (drop("bit_fidelity"), "one without the other"),
+        (lambda s: {"bit_widths": np.array([16, 8, 8])}, "bit_widths"),
+        (lambda s: {"bit_widths": np.array([16, 8, 3])}, "bit_widths"),
+        (lambda s: {"bit_widths": np.array([[16, 8, 4]])}, "bit_widths"),
+    ],
+    make_shared_scores: [
+        (drop("shared_runs"), "only one of them"),
+        (edit("shared_runs", lambda a: a.astype(np.int32)), "int32"),
+        (edit("shared_runs", lambda a: a + [[-1, 0]]), "runs of 2 to 4"),
+        (edit("shared_runs", lambda a: a[:1].repeat(7, axis=0)), "twice"),
+        (edit("shared_curves", lambda a: a[:, :-1].copy()), "shared_curves"),
+        (edit("shared_curves", lambda a: a.fill(np.nan)), "not finite"),
+        (edit("shared_curves", lambda a: a * 1.2), "no more than the layers keep apart"),
+        (edit("shared_curves", lambda a: a * 0.9), "not whole"),
+        (
+            edit("shared_curves", lambda a: a[0, 0, 0].__setitem__(5, 0.0)),
+            "not rising and concave",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "words"), [(m, *row) for m, rows in IN_MEMORY.items() for row in rows]
+)
+def test_what_cannot_be_is_refused(make, changes, words):
+    scores = make()
+    with pytest.raises(InputError, match=words):
+        scores.replace(**changes(scores))

@@ -21,7 +21,6 @@ def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
     profile = kvalloc.load_profile(name)
     assert 0 < profile.retained_bytes < profile.full_bytes
     if profile.solver == "descent":  # decided on the whole cache's loss: no curves, no bound
-        assert profile.evaluation is not None
         rows = {(row["task"], row["question"]): row for row in profile.evaluation["rows"]}
         standing = "after" if "-context-" in name else "inside"
         tasks = ("needle", "pairs") if standing == "after" else ("needle", "pairs", "kl")

@@ -62,6 +62,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ("adaptive_head", {"safeguard": "none"}, "expected one of reference, floor"),
         ("ilp", {"gap": -0.1}, "gap -0.1 must be >= 0"),
         ("ilp", {"workers": 0}, "workers 0 >= 1"),
+        ("ilp", {"backend": "scipy"}, "no back end 'scipy'; use auto, cp_sat"),
         ("ilp", {"workers": None}, "solver ilp cannot be made with"),
     ],
 )

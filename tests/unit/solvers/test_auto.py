@@ -9,7 +9,7 @@ from factories import make_problem
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Sense, SideConstraint, Termination, registry
+from kvalloc.problem import Sense, Termination, registry
 from kvalloc.testing import larger_problem, tiny_problem, tiny_problems
 
 AUTO = registry.get_solver("auto")
@@ -39,17 +39,6 @@ def test_it_picks_the_cheapest_exact_solver(kind, picked):
     answer = solve_problem(tiny_problem(kind, seed=4), AUTO)
     assert answer.detail.startswith(f"{picked}: ")
     assert answer.termination is Termination.OPTIMAL
-
-
-def test_a_constraint_that_nobody_knows_is_refused():
-    class OnlyEven(SideConstraint):
-        def fault(self, problem, choice, ranks):
-            return "odd" if np.any(choice % 2) else None
-
-    problem = make_problem([[0.0, 0.5, 0.75]] * 2, capacity=2, constraints=(OnlyEven(),))
-    for solver in (AUTO, registry.get_solver("ilp")):
-        with pytest.raises(SolverError, match="does not handle OnlyEven; write a solver that does"):
-            solve_problem(problem, solver)
 
 
 def test_it_is_never_worse_than_any_other():

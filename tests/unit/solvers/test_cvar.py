@@ -2,55 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import numpy as np
 import pytest
 from exact_cases import (
     SLACK,
-    check_all,
-    medium_problem,
-    put_every_option_in_the_program,
+    TAILS,
     tiny_cases,
+    workloads,
 )
 from factories import make_problem
 
 from kvalloc.allocation.decision import solve_problem
-from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, MaxDistinct, Sense, Termination
+from kvalloc.errors import InfeasibleError
+from kvalloc.problem import Aggregate, Sense, Termination
 from kvalloc.problem.registry import get_solver
 from kvalloc.solvers.cvar import CVaR
 from kvalloc.solvers.ilp import ILP
 from kvalloc.testing import brute_force
-
-TAILS = [
-    f"tail:{curves}"
-    for curves in (
-        *("concave", "paged", "tied", "weighted"),
-        *("non_concave", "losses", "unequal_costs", "unequal_options"),
-    )
-]
-
-
-def workloads(seed: int, *, count: int = 4, tail_share: float = 0.25, **given) -> AllocationProblem:
-    """A medium problem of several workloads, each with curves of its own."""
-    single = [medium_problem(1000 * seed + n, **given) for n in range(count)]
-    scenarios = np.stack([problem.values for problem in single])
-    return dataclasses.replace(
-        single[0],
-        values=scenarios.mean(axis=0),
-        aggregate=Aggregate.TAIL,
-        scenarios=scenarios,
-        tail_share=tail_share,
-    )
-
-
-def test_it_never_claims_what_is_not_true() -> None:
-    ends = check_all(CVaR(), tiny_cases(128, TAILS, seed=700), exact=False, may_give_up=True)
-    assert ends["refused"] == 0
-    assert ends["optimal"] > 24
-    assert ends["gave up"] < 6
 
 
 def test_it_is_near_the_optimum_of_tiny_problems() -> None:
@@ -73,13 +43,11 @@ def test_the_gap_is_small_where_there_are_many_options(tail_share: float, concav
         problem = workloads(seed, tail_share=tail_share, concave=concave, n_options=64)
         answer = solve_problem(problem, CVaR())
         assert answer.bound_source == "dual"
-        assert answer.gap is not None
         assert answer.gap < (1e-3 if concave else 5e-3)
         cheap = solve_problem(problem.with_target(answer.value), CVaR())
         # What the capacity bought costs no more than the capacity, up to a few steps; and a few
         # steps less at most would do, too.
         assert cheap.cost_bytes <= answer.cost_bytes + 4 * 4096
-        assert cheap.bound is not None
         assert cheap.cost_bytes - cheap.bound <= (2 if concave else 10) * 4096
 
 
@@ -110,17 +78,6 @@ def test_ilp_is_at_least_as_good() -> None:
         assert best.objective <= near.bound + 1e-9
 
 
-@pytest.mark.parametrize("backend", ["scip", "highs"])
-@pytest.mark.parametrize("whole", [False, True])
-def test_every_back_end(backend: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if whole:
-        put_every_option_in_the_program(monkeypatch)
-    cases = tiny_cases(48, TAILS, seed=4000)
-    exact = backend == "scip"  # HiGHS may call a target infeasible that is met by a digit
-    ends = check_all(ILP(backend=backend), cases, exact=exact, may_give_up=not exact)
-    assert ends["optimal"] + ends["heuristic"] > 40
-
-
 def test_ilp_says_how_much_the_worst_workloads_can_reach() -> None:
     # Each workload can have 1 alone; no choice gives both more than 0.45.
     scenarios = np.array([[[0.0, 1.0, 0.45]], [[0.0, 0.1, 1.0]]])
@@ -134,17 +91,6 @@ def test_ilp_says_how_much_the_worst_workloads_can_reach() -> None:
     with pytest.raises(InfeasibleError, match=r"the most is 0\.45, ask") as error:
         solve_problem(problem, ILP())
     assert error.value.nearest == pytest.approx(0.45)
-
-
-def test_it_refuses_what_it_is_not_for() -> None:
-    with pytest.raises(SolverError, match="this problem has one; use greedy, max_min or ilp"):
-        solve_problem(medium_problem(0), CVaR())
-    limited = dataclasses.replace(workloads(0), constraints=(MaxDistinct(most=2),))
-    with pytest.raises(SolverError, match="does not handle max_distinct; use ilp"):
-        solve_problem(limited, CVaR())
-    for name in ("greedy", "dp", "lagrangian", "hull", "flow", "uniform", "max_min"):
-        with pytest.raises(SolverError, match="use cvar or ilp"):
-            solve_problem(workloads(0), get_solver(name))
 
 
 def test_auto_takes_the_cheapest_that_is_enough() -> None:

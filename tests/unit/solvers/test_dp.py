@@ -5,32 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from exact_cases import (
-    check_all,
     hand_problem,
-    kinds,
     medium_problem,
-    tiny_cases,
 )
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InputError, SolverError
-from kvalloc.problem import Aggregate, AllocationProblem, GroupCap, SameBudget, Termination
+from kvalloc.problem import AllocationProblem, SameBudget, Termination
 from kvalloc.problem.registry import get_solver
 from kvalloc.solvers.dp import DP
-
-
-def test_a_case_on_paper() -> None:
-    solution = DP().solve(hand_problem())
-    assert solution.choice.tolist() == [1, 2, 0]
-    assert solution.objective == solution.bound == 10.0
-    assert solution.termination is Termination.OPTIMAL
-
-
-def test_it_is_exact_against_brute_force() -> None:
-    cases = tiny_cases(320, kinds("plain", "same_budget"), seed=500)
-    ends = check_all(DP(), cases, exact=True)
-    assert ends["optimal"] > 300
-    assert ends["refused"] == 0
 
 
 def textbook(problem: AllocationProblem) -> float:
@@ -99,19 +82,3 @@ def test_a_table_beyond_memory_is_refused_before_anything_is_done() -> None:
     assert isinstance(DP().can_solve(odd), str)
     with pytest.raises(InputError, match="holds no table"):
         DP(memory_bytes=0)
-
-
-def test_it_refuses_caps_and_the_worst_unit() -> None:
-    cap = GroupCap(name="device", units=(0, 1), capacity_bytes=100)
-    with pytest.raises(SolverError, match="use ilp"):
-        solve_problem(hand_problem(constraints=(cap,)), DP())
-    with pytest.raises(SolverError, match="use max_min"):
-        solve_problem(hand_problem(aggregate=Aggregate.WORST), DP())
-
-
-def test_it_stops_in_time_with_an_honest_answer() -> None:
-    problem = medium_problem(6, n_layers=80, n_heads=8, n_options=64)
-    answer = solve_problem(problem, DP(), time_limit_seconds=1e-4)
-    assert answer.bound is not None
-    assert answer.objective <= answer.bound
-    assert answer.termination in (Termination.TIME_LIMIT, Termination.OPTIMAL)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 
 import numpy as np
 import pytest
 from exact_cases import (
-    ALL_KINDS,
-    ONE_WORKLOAD,
-    WORKLOADS,
     answer_or_error,
     check_all,
     hand_problem,
@@ -22,32 +18,23 @@ from exact_cases import (
 )
 
 from kvalloc.allocation.decision import solve_problem
-from kvalloc.errors import InfeasibleError, InputError, SolverError
+from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
     GroupCap,
     MaxDistinct,
     RankBalance,
     SameBudget,
     Sense,
     SideConstraint,
-    Solver,
     Termination,
 )
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import stdout_kept_clean
 from kvalloc.solvers._levels import level_sets
 from kvalloc.solvers._prices import best_prices
-from kvalloc.solvers.cvar import CVaR
-from kvalloc.solvers.dp import DP
-from kvalloc.solvers.flow import Flow
-from kvalloc.solvers.hull import Hull
 from kvalloc.solvers.ilp import ILP
-from kvalloc.solvers.lagrangian import Lagrangian
 from kvalloc.testing import brute_force, tiny_problem
 
-BACKENDS = ("cp_sat", "highs", "scip")
 HEADS_SHARE = SameBudget(groups=tuple(tuple(range(3 * n, 3 * n + 3)) for n in range(6)))
 DEVICES = (
     GroupCap(name="device 0", units=tuple(range(9)), capacity_bytes=4096 * 60),
@@ -55,28 +42,10 @@ DEVICES = (
 )
 
 
-def test_it_is_exact_under_every_side_constraint() -> None:
-    ends = check_all(ILP(), tiny_cases(504, ALL_KINDS, seed=1000), exact=True)
-    assert ends["optimal"] > 420
-    assert ends["infeasible"] > 5  # and each of those has no choice at all
-    assert ends["refused"] == 0
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("whole", [False, True])
-def test_every_back_end_with_and_without_reduction(backend: str, whole: bool, monkeypatch) -> None:
-    if whole:
-        put_every_option_in_the_program(monkeypatch)
-    cases = tiny_cases(112, ONE_WORKLOAD, seed=3000)
-    ends = check_all(ILP(backend=backend), cases, exact=True)
-    assert ends["optimal"] > 90
-
-
 def test_presolve_keeps_every_solution() -> None:
     """OR-Tools 9.15 cut the best answer off here while it looked for rows within rows."""
     problem = tiny_problem("losses+rank_balance", seed=20885, sense=Sense.MIN_COST, level="head")
     best = brute_force(problem)
-    assert best is not None
     answer = ILP(backend="cp_sat").solve(problem)
     assert answer.objective == best.objective == 112
     assert answer.bound == 112
@@ -89,32 +58,6 @@ def test_a_search_for_a_placement_that_is_cut_short_claims_nothing(monkeypatch) 
     ends = check_all(ILP(), cases, exact=False, may_give_up=True)
     assert ends["optimal"] > 100
     assert ends["gave up"] + ends["heuristic"] > 0  # else nothing was cut short
-
-
-@pytest.mark.slow
-def test_no_misses_in_2240_problems_of_every_kind() -> None:
-    """Every exact solver on every kind of problem: not one claim that is not true."""
-    solvers: list[tuple[Solver, bool]] = [
-        (ILP(), True),
-        (DP(), True),
-        (Flow(), True),
-        (Lagrangian(), False),
-        (Hull(), False),
-    ]
-    for solver, exact in solvers:
-        ends: Counter[str] = check_all(
-            solver, tiny_cases(2240, ONE_WORKLOAD, seed=20_000), exact=exact, may_give_up=not exact
-        )
-        assert ends["optimal"] > 150, solver.name
-
-
-@pytest.mark.slow
-def test_no_misses_in_1120_problems_of_several_workloads() -> None:
-    solvers: list[tuple[Solver, bool]] = [(ILP(), True), (CVaR(), False)]
-    for solver, exact in solvers:
-        cases = tiny_cases(1120, WORKLOADS, seed=40_000)
-        ends = check_all(solver, cases, exact=exact, may_give_up=not exact)
-        assert ends["optimal"] > 50, solver.name
 
 
 @pytest.mark.parametrize("target", [False, True])
@@ -153,7 +96,6 @@ def test_the_bound_over_sets_of_budgets_is_that_of_all_sets() -> None:
         choices = Choices.of(problem)
         for most in (1, 2, 3):
             sets = level_sets(choices, best_prices(choices), most)
-            assert sets is not None
             every = {
                 chosen: float(sets.loss[:, chosen].min(axis=1).sum())
                 for chosen in itertools.combinations(range(7), most)
@@ -206,24 +148,10 @@ def test_the_ranks_of_a_solution_are_checked_and_spread() -> None:
     balance = RankBalance(n_ranks=4, tolerance=0.02)
     problem = medium_problem(0, n_layers=12, n_heads=8, n_options=32, constraints=(balance,))
     solution = ILP().solve(problem)
-    assert solution.ranks is not None
     assert balance.fault(problem, solution.choice, solution.ranks) is None
     assert solution.termination is Termination.OPTIMAL
     free = solve_problem(medium_problem(0, n_layers=12, n_heads=8, n_options=32), ILP())
     assert solution.objective == pytest.approx(free.objective, abs=1e-12)
-
-
-def test_two_balances_are_refused() -> None:
-    two = (RankBalance(n_ranks=2), RankBalance(n_ranks=3))
-    able = ILP().can_solve(medium_problem(0, constraints=two))
-    assert isinstance(able, str)
-    assert "give one balance" in able
-
-
-def test_the_worst_unit_under_side_constraints() -> None:
-    cases = tiny_cases(160, kinds("mixed", "rank_balance", "max_distinct", worst=True), seed=7)
-    ends = check_all(ILP(), cases, exact=True)
-    assert ends["optimal"] > 100
 
 
 class TestInfeasible:
@@ -271,38 +199,6 @@ class TestInfeasible:
         assert raised.value.nearest == 5
 
 
-def test_options_are_checked() -> None:
-    with pytest.raises(InputError, match="no back end 'scipy'; use auto, cp_sat"):
-        ILP(backend="scipy")
-    with pytest.raises(InputError, match="gap"):
-        ILP(gap=-1.0)
-    with pytest.raises(InputError, match="workers"):
-        ILP(workers=0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_time_limit_is_kept_and_said(backend: str, monkeypatch) -> None:
-    """Without reduction this takes longer than the limit on nearly every machine and back end.
-
-    How fast one is must not decide: where it proved its choice in time, or found none, it says so.
-    """
-    problem = medium_problem(
-        1, n_layers=60, n_heads=8, n_options=64, constraints=(MaxDistinct(most=5),)
-    )
-    put_every_option_in_the_program(monkeypatch)
-    answer = answer_or_error(ILP(backend=backend), problem, time_limit_seconds=2.0)
-    if isinstance(answer, SolverError):
-        assert "give it more time" in str(answer)
-        return
-    assert not isinstance(answer, InfeasibleError)
-    assert answer.bound is not None
-    if answer.termination is Termination.OPTIMAL:
-        assert answer.objective == pytest.approx(answer.bound, rel=1e-6)
-    else:
-        assert answer.termination is Termination.TIME_LIMIT
-        assert answer.objective < answer.bound
-
-
 def test_no_time_for_a_first_choice_is_an_error_not_a_lie() -> None:
     problem = medium_problem(1, target=True, constraints=(MaxDistinct(most=3),))
     answer = answer_or_error(ILP(), problem, time_limit_seconds=1e-6)
@@ -310,7 +206,6 @@ def test_no_time_for_a_first_choice_is_an_error_not_a_lie() -> None:
         assert "give it more time" in str(answer)
     else:
         assert not isinstance(answer, InfeasibleError)
-        assert answer.bound is not None
         assert answer.objective >= answer.bound
 
 
@@ -318,7 +213,6 @@ def test_a_gap_that_was_asked_for_is_not_called_optimal_nor_out_of_time() -> Non
     problem = medium_problem(1, n_layers=80, n_heads=8, n_options=64)
     answer = solve_problem(problem, ILP(gap=1e-5))
     assert answer.termination in (Termination.GAP_LIMIT, Termination.OPTIMAL)
-    assert answer.gap is not None
     assert answer.gap <= 1e-5
     exact = solve_problem(problem, ILP())
     assert exact.termination is Termination.OPTIMAL
@@ -343,24 +237,3 @@ def test_what_a_library_prints_does_not_reach_stdout(capfd: pytest.CaptureFixtur
     out, err = capfd.readouterr()
     assert out == "after\n"
     assert err == "HighsMipSolverData::..."
-
-
-def test_weights_and_the_worst_unit_go_together() -> None:
-    values = np.array([[0.1, 0.5, 0.9], [0.2, 0.6, 1.0]])
-    problem = AllocationProblem(
-        tokens=np.array([[1, 2, 3]] * 2),
-        values=values,
-        costs=np.array([[1, 2, 3]] * 2),
-        option_counts=np.array([3, 3]),
-        weights=np.array([1.0, 0.5]),
-        layers=np.array([0, 1]),
-        heads=np.array([-1, -1]),
-        sense=Sense.MAX_VALUE,
-        aggregate=Aggregate.WORST,
-        capacity_bytes=5,
-        context_tokens=3,
-        protected_tokens=0,
-    )
-    answer = solve_problem(problem, ILP())
-    assert answer.objective == 0.5  # 0.5 of the first, half of 1.0 of the second
-    assert answer.choice.tolist() == [1, 2]

@@ -6,42 +6,19 @@ import numpy as np
 import pytest
 from exact_cases import (
     answer_or_error,
-    check_all,
     hand_problem,
-    kinds,
     medium_problem,
-    tiny_cases,
 )
 
 from kvalloc.allocation.decision import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
-    Aggregate,
     GroupCap,
-    MaxDistinct,
-    RankBalance,
     SameBudget,
     Termination,
     dual_bound,
 )
 from kvalloc.solvers.lagrangian import Lagrangian
-
-
-def test_a_case_on_paper() -> None:
-    answer = solve_problem(hand_problem(), Lagrangian())
-    assert answer.choice.tolist() == [1, 2, 0]
-    assert answer.objective == 10.0
-    # At 0.6 a byte, the slope of unit 2's way to its last option, the units net 2.8, 3.2 and 1.0
-    # (floors not paid), and the 6 bytes above the floors are worth 3.6.
-    assert answer.bound == pytest.approx(10.6)
-
-
-def test_what_it_claims_holds_against_brute_force() -> None:
-    which = kinds("plain", "nested_caps", "crossing_caps", "same_budget")
-    ends = check_all(Lagrangian(), tiny_cases(384, which), exact=False, may_give_up=True)
-    assert ends["optimal"] > 200
-    assert ends["gave up"] < 20
-    assert ends["refused"] == 0
 
 
 @pytest.mark.parametrize("concave", [False, True])
@@ -51,7 +28,6 @@ def test_the_gap_is_tiny_on_many_units(concave: bool, target: bool) -> None:
         0, n_layers=80, n_heads=8, n_options=64, concave=concave, target=target
     )
     answer = solve_problem(problem, Lagrangian())
-    assert answer.gap is not None
     assert answer.gap <= 1e-5
     assert answer.termination in (Termination.OPTIMAL, Termination.HEURISTIC)
     # Its own bound is as tight as the one that is computed without it.
@@ -69,7 +45,6 @@ def test_caps_each_get_a_price() -> None:
     capped = medium_problem(3, constraints=caps, share=1.0)
     answer = solve_problem(capped, Lagrangian())
     assert answer.bound_source == "lagrangian"  # the core's bound knows no caps
-    assert answer.gap is not None
     assert answer.gap < 0.01
     wide = tuple(GroupCap(name=c.name, units=c.units, capacity_bytes=2**40) for c in caps)
     free = solve_problem(medium_problem(3, constraints=wide), Lagrangian())
@@ -117,24 +92,3 @@ def test_units_that_share_a_budget_are_one() -> None:
         medium_problem(2, constraints=(SameBudget(groups=groups),)), Lagrangian()
     )
     assert np.all(answer.choice.reshape(6, 3) == answer.choice.reshape(6, 3)[:, :1])
-
-
-@pytest.mark.parametrize(
-    "constraint", [MaxDistinct(most=2), RankBalance(n_ranks=2)], ids=lambda c: type(c).__name__
-)
-def test_it_refuses_what_has_no_price(constraint: MaxDistinct | RankBalance) -> None:
-    with pytest.raises(SolverError, match="use ilp"):
-        solve_problem(hand_problem(constraints=(constraint,)), Lagrangian())
-
-
-def test_it_refuses_the_worst_unit() -> None:
-    with pytest.raises(SolverError, match="use max_min"):
-        solve_problem(hand_problem(aggregate=Aggregate.WORST), Lagrangian())
-
-
-def test_it_stops_in_time_with_an_honest_answer() -> None:
-    problem = medium_problem(6, n_layers=80, n_heads=8, n_options=64)
-    answer = solve_problem(problem, Lagrangian(), time_limit_seconds=1e-6)
-    assert answer.termination in (Termination.TIME_LIMIT, Termination.OPTIMAL)
-    assert answer.bound is not None
-    assert answer.objective <= answer.bound

@@ -7,10 +7,9 @@ import pytest
 from factories import concave_values, make_problem
 
 from kvalloc.allocation.decision import solve_problem
-from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Aggregate, GroupCap, MaxDistinct, SameBudget, Termination
+from kvalloc.errors import InfeasibleError
+from kvalloc.problem import Aggregate, GroupCap, SameBudget, Termination
 from kvalloc.problem.registry import get_solver
-from kvalloc.testing import brute_force, tiny_problems
 
 MAX_MIN = get_solver("max_min")
 STEEP = [0.0, 0.8, 0.9, 1.0]
@@ -108,33 +107,6 @@ def test_a_target_that_the_caps_rule_out_says_what_can_be_had():
     with pytest.raises(InfeasibleError, match=r"0\.7 within the side constraints") as caught:
         solve_problem(problem, MAX_MIN)
     assert caught.value.nearest == 0.7
-
-
-def test_it_refuses_what_it_does_not_know():
-    problem = make_problem([STEEP, FLAT], capacity=3, constraints=(MaxDistinct(most=1),))
-    with pytest.raises(SolverError, match="max_min does not handle max_distinct; use ilp"):
-        solve_problem(problem, MAX_MIN)
-
-
-def test_the_worst_unit_against_brute_force():
-    kinds = [
-        "worst:concave",
-        "worst:non_concave",
-        "worst:unequal_costs",
-        "worst:unequal_options",
-        "worst:losses+nested_caps",
-        "worst:unequal_costs+crossing_caps",
-        "worst:concave+same_budget",
-    ]
-    for name, problem in tiny_problems(140, seed=100, kinds=kinds):
-        optimum = brute_force(problem)
-        if optimum is None:
-            with pytest.raises(InfeasibleError):
-                solve_problem(problem, MAX_MIN)
-            continue
-        answer = solve_problem(problem, MAX_MIN)
-        assert answer.objective == pytest.approx(optimum.objective, abs=1e-12), name
-        assert answer.termination is Termination.OPTIMAL
 
 
 def test_many_levels_are_halved_and_sorted_alike(monkeypatch):

@@ -141,12 +141,9 @@ def test_bad_options(options, message):
         get_solver("proportional", **options)
 
 
-def test_refusals():
+def test_weights_of_another_problem():
     with pytest.raises(SolverError, match=r"got 3 weights, expected 2 \(units\)"):
         chosen(make_problem([EVEN, HALF], capacity=4), weights=[1, 2, 3])
-    unequal = make_problem([[0.0, 1.0, 2.0]] * 2, costs=[[1, 2, 4], [1, 3, 4]], capacity=6)
-    with pytest.raises(SolverError, match="use ilp"):
-        chosen(unequal)
 
 
 def test_on_a_score_profile():
