@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-import math
 from typing import Any
 
 import numpy as np
@@ -13,8 +11,7 @@ import numpy.typing as npt
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import runs_of
-from kvalloc.problem import Aggregate, AllocationProblem, Sense
-from kvalloc.problem.arrays import VALUE_TOLERANCE
+from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.shape import ModelShape
 
 Array = npt.NDArray[Any]
@@ -350,26 +347,6 @@ def _with_goal(rng: np.random.Generator, values: Array, **rest: Any) -> Allocati
         )
     )
     return make_problem(values, target=target, **rest)
-
-
-def brute_force(problem: AllocationProblem) -> float | None:
-    """The best objective over every choice there is; None where no choice is feasible."""
-    best: float | None = None
-    for picks in itertools.product(*(range(int(n)) for n in problem.option_counts)):
-        choice = np.array(picks, dtype=np.int64)
-        cost = problem.cost(choice)
-        worth = [
-            float(w) * float(row[k])
-            for w, row, k in zip(problem.weights, problem.values, picks, strict=True)
-        ]
-        value = min(worth) if problem.aggregate is Aggregate.WORST else math.fsum(worth)
-        if problem.sense is Sense.MAX_VALUE:
-            if cost <= problem.capacity_bytes and (best is None or value > best):
-                best = value
-        else:
-            if value >= problem.target - VALUE_TOLERANCE and (best is None or cost < best):
-                best = float(cost)
-    return best
 
 
 def algorithm_1(problem: AllocationProblem) -> Array:
