@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from re import fullmatch
 from typing import Any, ClassVar, Literal
 
@@ -100,15 +101,20 @@ class ModelShape:
         if "sliding" in self.layer_types and not self.sliding_window:
             raise InputError("model shape: sliding layers need a sliding_window in tokens")
 
-    @property
+    @cached_property
     def bytes_per_entry(self) -> int:
         """Bytes of one entry: the K and the V vector of one token in one KV head."""
         return 2 * self.head_dim * self.dtype_bytes
 
-    @property
+    @cached_property
     def full_layers(self) -> tuple[int, ...]:
         """Indices of the full-attention layers: the ones that get budgets."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == "full")
+
+    @cached_property
+    def sliding_layers(self) -> tuple[int, ...]:
+        """Indices of the other layers."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == "sliding")
 
     def sliding_entries(self, context_tokens: int) -> int:
         """Entries one KV head of a sliding layer stores after ``context_tokens`` tokens.
@@ -122,10 +128,8 @@ class ModelShape:
 
     def full_bytes(self, context_tokens: int, batch: int = 1) -> int:
         """Bytes a plain cache stores for ``batch`` rows of ``context_tokens`` tokens."""
-        entries = sum(
-            context_tokens if kind == "full" else self.sliding_entries(context_tokens)
-            for kind in self.layer_types
-        )
+        entries = len(self.full_layers) * context_tokens
+        entries += len(self.sliding_layers) * self.sliding_entries(context_tokens)
         return entries * self.n_kv_heads * self.bytes_per_entry * batch
 
     def require_same_model(self, other: ModelShape, *, allow_other_model: bool = False) -> None:

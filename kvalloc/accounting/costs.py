@@ -1,17 +1,18 @@
-"""What an option costs: bytes stored, bytes read per generated token, or bytes communicated."""
+"""Bytes of entries at 16, 8 or 4 bits, and what an option costs.
+
+That is bytes stored, bytes read for each generated token, or bytes communicated for it.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.stored_bytes import stored_bytes
 from kvalloc.errors import InputError
 from kvalloc.shape import ModelShape
 
@@ -22,6 +23,18 @@ COSTS: dict[Cost, str] = {
     "decode-bytes": "bytes of K and V read for one generated token of every row",
     "communication": "bytes communicated for one generated token in private inference (MPCache)",
 }
+
+BIT_WIDTHS = (16, 8, 4)
+"""Bits of a stored number: 16 stands for the model's own dtype, whatever its size."""
+
+KEY_BLOCK_TOKENS = 64
+"""Tokens of one key channel that share a scale and a minimum."""
+
+VALUE_BLOCK_CHANNELS = 64
+"""Channels of one value vector that share a scale and a minimum."""
+
+SCALE_BYTES = 2
+"""A scale or a minimum, float16."""
 
 GATHER_CLUSTER_TOKENS = 16
 """Cluster of MPCache's example: T = 1024 tokens in C = 64 clusters (Table 2)."""
@@ -36,15 +49,64 @@ MOST_BYTES = 2**60
 """Sums of costs are int64, and solvers scale them: above this they could overflow."""
 
 
+def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
+    """Bytes of K and V that one KV head stores of one row.
+
+    At 16 bits an entry takes ``shape.bytes_per_entry``. At b = 8 or 4 bits, with the head's kept
+    entries in the order of their positions:
+
+    - keys are quantised per channel in blocks of 64 tokens: of each channel and block a float16
+      scale and a float16 minimum. The last block may hold fewer tokens and has scales all the
+      same: ``ceil(n / 64) * head_dim * 4`` bytes;
+    - values are quantised per token in blocks of 64 channels: of each token and block a scale and
+      a minimum, ``n * ceil(head_dim / 64) * 4`` bytes;
+    - the numbers themselves are packed row by row, a row of one token's key (value) vector ends on
+      a whole byte: ``ceil(head_dim * b / 8)`` bytes each for K and V.
+
+    Per channel for keys and per token for values is what KIVI found to hold at few bits.
+
+    Parameters
+    ----------
+    tokens : array_like of int
+        Entries of the head.
+    bits : array_like of int
+        16, 8 or 4; broadcast against ``tokens``.
+    shape : ModelShape
+
+    Returns
+    -------
+    ndarray of int64
+
+    Examples
+    --------
+    >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=64,
+    ...                    dtype_bytes=2, layer_types=("full",))
+    >>> stored_bytes([64, 65], [[16], [8], [4]], shape).tolist()
+    [[16384, 16640], [8704, 9092], [4608, 4932]]
+
+    References
+    ----------
+    KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache.
+    """
+    count, width = np.broadcast_arrays(
+        np.asarray(tokens, dtype=np.int64), np.asarray(bits, dtype=np.int64)
+    )
+    vector = -(-shape.head_dim * width // 8)
+    key_scales = -(-count // KEY_BLOCK_TOKENS) * shape.head_dim * 2 * SCALE_BYTES
+    value_scales = count * (-(-shape.head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES)
+    packed = count * 2 * vector + key_scales + value_scales
+    found: IntArray = np.where(width == 16, count * shape.bytes_per_entry, packed).astype(np.int64)
+    return found
+
+
 def head_cost(
     cost: Cost, tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape, page_tokens: int = 1
 ) -> IntArray:
     """Cost of budgets of one KV head, one row.
 
-    ``bytes``: what is allocated, in whole pages (`kvalloc.accounting.stored_bytes`).
-    ``decode-bytes``: K and V
-    of every kept entry are read once for each generated token; a page that is not full is read as
-    far as it is full. ``communication``: `gather_bytes`.
+    ``bytes``: what is allocated, in whole pages (`stored_bytes`).
+    ``decode-bytes``: K and V of every kept entry are read once for each generated token;
+    a page that is not full is read as far as it is full. ``communication``: `gather_bytes`.
 
     Parameters
     ----------
@@ -144,6 +206,14 @@ class CacheCosts:
     batch : int
         Prompts.
     page_tokens : int
+    heads : int
+        KV heads of all full-attention layers and rows; this and what follows is computed.
+    full : int
+        Cost of keeping everything in full-attention layers, at the model's own precision.
+    grain : int
+        Cost of one entry of all rows; 1 where the cost is no multiple of it.
+    sliding_layer_bytes, sliding_bytes : int
+        Bytes of one sliding layer in whole pages, which no budget changes, and of all of them.
     """
 
     shape: ModelShape
@@ -151,6 +221,27 @@ class CacheCosts:
     context_tokens: int
     batch: int
     page_tokens: int
+
+    heads: int = field(init=False)
+    full: int = field(init=False)
+    grain: int = field(init=False)
+    sliding_layer_bytes: int = field(init=False)
+    sliding_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape, page = self.shape, self.page_tokens
+        heads = len(shape.full_layers) * shape.n_kv_heads * self.batch
+        full = heads * int(head_cost(self.cost, self.context_tokens, 16, shape, page))
+        entry = shape.bytes_per_entry * self.batch
+        pages = -(-shape.sliding_entries(self.context_tokens) // page)
+        sliding = shape.n_kv_heads * pages * page * entry
+        self.__dict__.update(
+            heads=heads,
+            full=full,
+            grain=entry if full % entry == 0 else 1,
+            sliding_layer_bytes=sliding,
+            sliding_bytes=len(shape.sliding_layers) * sliding,
+        )
 
     @property
     def unit(self) -> str:
@@ -161,38 +252,11 @@ class CacheCosts:
             "communication": "bytes communicated per token",
         }[self.cost]
 
-    @cached_property
-    def full(self) -> int:
-        """Cost of keeping everything in full-attention layers, at the model's own precision."""
-        return self.of_budget(self.context_tokens, self.page_tokens)
-
-    @property
-    def grain(self) -> int:
-        """Cost of one entry of all rows; 1 where the cost is no multiple of it."""
-        entry = self.shape.bytes_per_entry * self.batch
-        return entry if self.full % entry == 0 else 1
-
-    @property
-    def sliding_layer_bytes(self) -> int:
-        """Bytes of one sliding layer in whole pages, which no budget changes."""
-        pages = -(-self.shape.sliding_entries(self.context_tokens) // self.page_tokens)
-        entries = pages * self.page_tokens
-        return self.shape.n_kv_heads * entries * self.shape.bytes_per_entry * self.batch
-
-    @property
-    def sliding_bytes(self) -> int:
-        """Bytes of all sliding layers."""
-        return (self.shape.n_layers - len(self.shape.full_layers)) * self.sliding_layer_bytes
-
-    def of_budget(self, tokens: int, page_tokens: int = 1) -> int:
+    def of_budget(self, tokens: int) -> int:
         """Cost of the same budget in every KV head of the full-attention layers."""
-        return self._heads * int(head_cost(self.cost, tokens, 16, self.shape, page_tokens))
+        return self.heads * int(head_cost(self.cost, tokens, 16, self.shape))
 
     def fewest_tokens(self, cost: int) -> int:
         """Smallest budget that, given to every KV head, makes up a cost."""
         every = head_cost(self.cost, np.arange(self.context_tokens + 1), 16, self.shape)
-        return int(np.searchsorted(every * self._heads, cost))
-
-    @property
-    def _heads(self) -> int:
-        return len(self.shape.full_layers) * self.shape.n_kv_heads * self.batch
+        return int(np.searchsorted(every * self.heads, cost))

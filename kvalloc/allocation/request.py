@@ -27,8 +27,7 @@ from typing import (
 import numpy as np
 
 from kvalloc.accounting import FloatArray
-from kvalloc.accounting.costs import Cost
-from kvalloc.accounting.stored_bytes import BIT_WIDTHS
+from kvalloc.accounting.costs import BIT_WIDTHS, Cost
 from kvalloc.errors import InfeasibleError, InputError, nearest, option
 from kvalloc.formats.sharing_groups import Groups, parse_groups
 from kvalloc.units import (

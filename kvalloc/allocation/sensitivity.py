@@ -114,7 +114,7 @@ def price_at(
         return _worst_price(problem, choice)
     if problem.aggregate is not Aggregate.SUM:
         return None
-    only_caps = all(isinstance(c, GroupCap) for c in problem.constraints)
+    only_caps = set(map(type, problem.constraints)) <= {GroupCap}
     if only_caps and problem.is_concave:
         return ShadowPrice(value_per_byte=_next_gain(problem, choice), source="the next entry")
     if problem.constraints:

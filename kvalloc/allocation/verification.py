@@ -152,7 +152,8 @@ def _checked_answer(
     )
     seconds = time.perf_counter() - start
     _check_types(solver, solution)
-    _check_claims(problem, solver, solution)
+    if fault := _claims_fault(problem, solver, solution):
+        raise SolverError(f"the solver {solver.name} {fault}")
     return solution, seconds
 
 
@@ -247,19 +248,14 @@ def _check_types(solver: Solver, solution: Any) -> None:
         "detail": str,
         "decided_by": str,
     }
-    sound = isinstance(solution, Solution) and all(
-        isinstance(getattr(solution, name), kind) for name, kind in kinds.items()
-    )
+    sound = isinstance(solution, Solution)
+    for name, kind in kinds.items():
+        sound = sound and isinstance(getattr(solution, name), kind)
     if not sound:
         raise SolverError(
             f"the solver {solver.name} returned no sound Solution (arrays as choice and "
             f"ranks, numbers as objective and bound, a Termination, texts): {str(solution)[:200]!r}"
         )
-
-
-def _check_claims(problem: AllocationProblem, solver: Solver, solution: Solution) -> None:
-    if fault := _claims_fault(problem, solver, solution):
-        raise SolverError(f"the solver {solver.name} {fault}")
 
 
 def _claims_fault(problem: AllocationProblem, solver: Solver, solution: Solution) -> str:

@@ -13,9 +13,8 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import check_size
+from kvalloc.accounting.costs import BIT_WIDTHS, check_size, stored_bytes
 from kvalloc.accounting.rounding import apportion
-from kvalloc.accounting.stored_bytes import BIT_WIDTHS, stored_bytes
 from kvalloc.errors import InputError
 from kvalloc.files import atomic_write
 from kvalloc.formats.policy import BY_SCORE, Policy, require_policies
@@ -150,7 +149,7 @@ class BudgetProfile(FileRecord):
     what the heads had in the mean."""
 
     bits: IntArray2D | None = None
-    """Bit width at which each KV head stores its entries (`kvalloc.accounting.stored_bytes`), 16
+    """Bit width at which each KV head stores its entries (`kvalloc.accounting.costs`), 16
     being the model's own dtype; None where all are at 16. Sliding layers are at 16."""
 
     ranks: IntArray2D | None = None
@@ -319,8 +318,7 @@ class BudgetProfile(FileRecord):
             raise InputError(f"a context of {context_tokens} tokens has no budgets; ask for >= 1")
         budgets = self.budgets.copy()
         full = list(self.shape.full_layers)
-        sliding = [i for i in range(self.shape.n_layers) if i not in full]
-        budgets[sliding] = self.shape.sliding_entries(context_tokens)
+        budgets[list(self.shape.sliding_layers)] = self.shape.sliding_entries(context_tokens)
         if context_tokens != self.context_tokens:
             budgets[full] = self._scaled(self.budgets[full], context_tokens)
             for group in self.share_groups:  # the same entries: never more than was granted
@@ -441,8 +439,7 @@ class BudgetProfile(FileRecord):
     def _fits(self) -> Self:
         check_size(self.shape, "bytes", self.context_tokens, self.page_tokens, self.batch)
         shape, table = self.shape, (self.shape.n_layers, self.shape.n_kv_heads)
-        full = list(shape.full_layers)
-        sliding = [layer for layer in range(shape.n_layers) if layer not in shape.full_layers]
+        full, sliding = list(shape.full_layers), list(shape.sliding_layers)
         in_sliding = {"bits": 16, "ranks": -1, "unit_policies": 0}
         for name in ("budgets", *in_sliding):
             array = getattr(self, name)
@@ -480,9 +477,10 @@ class BudgetProfile(FileRecord):
                 alike = array is None or (array == array[:, :1]).all()
                 expected = f"one {one} for all KV heads of a layer"
                 require(alike, name, "different within a layer", expected)
-        fault = groups_fault(self.share_groups, self.shape.full_layers)
-        expected = "runs of adjacent layers from layer 2 on, in order"
-        require(fault is None, "share_groups", fault, expected)
+        if self.share_groups:
+            fault = groups_fault(self.share_groups, self.shape.full_layers)
+            expected = "runs of adjacent layers from layer 2 on, in order"
+            require(fault is None, "share_groups", fault, expected)
         for group in self.share_groups:
             alike = (self.budgets[list(group)] == self.budgets[group[0]]).all()
             expected = "one budget for layers that share entries"

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field, ValidationError, computed_field, model_validator
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.stored_bytes import BIT_WIDTHS
+from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.errors import InputError, command, option
 from kvalloc.files import atomic_write
 from kvalloc.formats.policy import Policy, require_policies
@@ -189,17 +189,17 @@ class ScoreProfile(ScoreHeader):
 
     __str__ = __repr__
 
-    @property
+    @cached_property
     def n_samples(self) -> int:
         """Number of measured samples."""
         return int(self.curves.shape[0])
 
-    @property
+    @cached_property
     def protected_tokens(self) -> int:
         """Sinks and window: part of every budget, never evicted."""
         return self.sinks + self.window
 
-    @property
+    @cached_property
     def evictable_tokens(self) -> int:
         """Entries of one head that can be evicted at the reference context."""
         return self.context_tokens - self.protected_tokens

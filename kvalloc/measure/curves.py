@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.stored_bytes import BIT_WIDTHS
+from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.errors import InputError, option
 from kvalloc.formats.score_profile import interpolate_curves
 from kvalloc.formats.sharing_groups import FIRST_SHARED_LAYER, LONGEST_RUN, runs_of

@@ -201,21 +201,20 @@ def _sum_bound(problem: AllocationProblem) -> DualBound:
         middle = 0.5 * (low + high)
         if middle in (low, high):
             break
-        if _spends_enough(problem, best_response(problem, middle)):
+        response = best_response(problem, middle)
+        if problem.target is None:
+            enough = problem.cost(response) > problem.spendable_bytes
+        else:
+            enough = problem.meets_target(problem.objective_value(response))
+        if enough:
             low = middle
         else:
             high = middle
-    ends = {price: bound_at(problem, price) for price in (low, high)}
-    tightest, feasible = (min, high) if problem.target is None else (max, low)
-    price = tightest(ends, key=lambda p: ends[p])
-    choice = best_response(problem, feasible)
-    return DualBound(bound=ends[price], multiplier=price, choice=choice)
-
-
-def _spends_enough(problem: AllocationProblem, choice: IntArray) -> bool:
-    if problem.target is None:
-        return problem.cost(choice) > problem.spendable_bytes
-    return problem.meets_target(problem.objective_value(choice))
+    at_low, at_high = bound_at(problem, low), bound_at(problem, high)
+    is_low_tighter = at_low <= at_high if problem.target is None else at_low >= at_high
+    bound, price = (at_low, low) if is_low_tighter else (at_high, high)
+    choice = best_response(problem, high if problem.target is None else low)
+    return DualBound(bound=bound, multiplier=price, choice=choice)
 
 
 def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | None:

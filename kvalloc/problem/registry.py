@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -95,7 +94,7 @@ def build(cls: type[T], options: dict[str, Any], *, what: str) -> T:
     InputError
         If it has no such option, or none of that value.
     """
-    known = _parameters(cls)
+    known = _signature(cls)
     unknown = sorted(set(options) - set(known))
     if unknown:
         choices = ", ".join(known) or "it has none"
@@ -167,10 +166,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or isinstance(value, bool | int | str)
-
-
-def _parameters(cls: type[Any]) -> Iterable[str]:
-    return list(_signature(cls))
 
 
 def _signature(cls: type[Any]) -> dict[str, inspect.Parameter]:

@@ -164,8 +164,8 @@ class Solver(ABC):
         bool or str
             True, or a sentence that says why not and which solver to use instead.
         """
-        unknown = [c for c in problem.constraints if type(c) not in self.handles]
-        if unknown:
+        if not self.handles.issuperset(map(type, problem.constraints)):
+            unknown = [c for c in problem.constraints if type(c) not in self.handles]
             names = {option(c.keyword) if c.keyword else type(c).__name__ for c in unknown}
             way_out = "use ilp" if all(c.keyword for c in unknown) else "write a solver that does"
             return f"{self.name} does not handle {', '.join(sorted(names))}; {way_out}"

@@ -3,7 +3,7 @@
 The layout is ours, not that of optimum-quanto or torchao: theirs are tensors of one shape, with
 scales of the model's type, while heads and rows here keep different numbers of entries and each
 byte, scales included, has to be the one that the budget was decided with
-(`kvalloc.accounting.stored_bytes`).
+(`kvalloc.accounting.costs`).
 The rounding itself is the measured one (`kvalloc.runtime.quantization`).
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.kept import BLOCK_TOKENS, FlatEntries, Piece, RaggedEntries
 from kvalloc.runtime.quantization import from_codes, key_codes, value_codes

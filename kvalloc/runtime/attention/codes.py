@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvalloc.accounting.stored_bytes import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.torch import merged
 from kvalloc.runtime.kept import BLOCK_TOKENS

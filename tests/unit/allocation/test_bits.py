@@ -14,7 +14,7 @@ from factories import make_shape as shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.accounting.stored_bytes import stored_bytes
+from kvalloc.accounting.costs import stored_bytes
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.comparison import compare_profiles
 from kvalloc.allocation.curves import mean_retention

@@ -10,7 +10,7 @@ from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.accounting.stored_bytes import stored_bytes
+from kvalloc.accounting.costs import stored_bytes
 from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.accounting.stored_bytes import stored_bytes
+from kvalloc.accounting.costs import stored_bytes
 from kvalloc.errors import ProfileFileError, UnsupportedRequestError
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
