@@ -229,20 +229,20 @@ def _read(asked: Asked) -> Reading:
 
 def _loaded(asked: Asked, path: Path) -> Reading:
     """Take the document from a file that `_save` wrote, in the type that it was read in."""
-    from kvalloc.formats.saved_cache import read_header
+    from kvalloc.formats.saved_cache import SavedCacheHeader
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
-    dtype = str(read_header(path)["dtype"])  # before the model is loaded
+    header = SavedCacheHeader.load(path)  # before the model is loaded
+    dtype, notes = header.dtype, header.notes
     if asked.dtype not in (None, dtype):
         raise InputError(
             f"{path} holds {dtype} entries, and --dtype is {asked.dtype}; leave out --dtype, or "
             "read the document again"
         )
     loaded = load(asked.model, dtype=dtype, device=asked.device, quiet=asked.quiet)
-    from kvalloc.runtime.loading import load_cache, saved_notes
+    from kvalloc.runtime.loading import load_cache
 
-    notes = saved_notes(path)
     form = Form.of(loaded, bool(notes.get("chat")) if asked.chat is None else asked.chat)
     start = time.perf_counter()
     cache = load_cache(path, loaded.model, allow_other_model=asked.allow_other_model)

@@ -23,6 +23,7 @@ from kvalloc.report.terminal import bar, terminal_width
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
+    from kvalloc.formats.saved_cache import SavedCacheHeader
     from kvalloc.formats.score_profile import ScoreProfile
 
 EXAMPLES = """\
@@ -60,9 +61,9 @@ def inspect(
 
         _show_budgets(file, load_profile(file), json=json)
     elif kind == "saved cache":
-        from kvalloc.formats.saved_cache import read_header
+        from kvalloc.formats.saved_cache import SavedCacheHeader
 
-        _show_saved(file, read_header(file), json=json)
+        _show_saved(file, SavedCacheHeader.load(file), json=json)
     else:
         from kvalloc.formats.score_profile import ScoreProfile
 
@@ -77,7 +78,7 @@ def _kind(file: str) -> str:
     KVAllocError
         If it is none of them.
     """
-    from kvalloc.formats.saved_cache import HEADER, opened
+    from kvalloc.formats.saved_cache import SavedCacheHeader
     from kvalloc.formats.shipped_profiles import shipped_profiles
 
     path, shipped = Path(file), shipped_profiles()
@@ -105,8 +106,9 @@ def _kind(file: str) -> str:
         if start.lstrip()[:1] == b"{" or path.suffix.lower() == ".json":
             return "budget profile"
     try:
-        with opened(path, "numpy") as tensors:
-            return "saved cache" if HEADER in (tensors.metadata() or {}) else "score profile"
+        with SavedCacheHeader.opened(path, "numpy") as tensors:
+            saved = SavedCacheHeader.METADATA in (tensors.metadata() or {})
+            return "saved cache" if saved else "score profile"
     except ProfileFileError as error:
         raise ProfileFileError(  # it may have been any of them
             file,
@@ -386,23 +388,20 @@ def _parameters(parameters: dict[str, Any]) -> str:
     return f" ({listed})" if listed else ""
 
 
-def _show_saved(file: str, header: dict[str, Any], *, json: bool) -> None:
+def _show_saved(file: str, header: SavedCacheHeader, *, json: bool) -> None:
     """What a saved cache holds, by its header alone: no model and no tensors are read."""
-    from kvalloc.formats.budget_profile import BudgetProfile
-
-    profile = BudgetProfile.from_record(file, header["profile"])
-    notes = header.get("notes") or {}
-    alone = header["batch"] == 1  # rows of a batch may be padded, which their number does not tell
+    profile, notes = header.profile, header.notes
+    alone = header.batch == 1  # rows of a batch may be padded, which their number does not tell
     if alone:
-        prompt = int(header["prompt_tokens"])
+        prompt = header.prompt_tokens
         kept = _handed_out(file, profile) if profile.by_prompt else profile.budgets_for(prompt)
         profile = profile.replace(context_tokens=prompt, budgets=kept)
     facts: dict[str, Any] = {
         "document": notes.get("document"),
-        "rows": header["batch"],
-        **{name: header[name] for name in ("seen_tokens", "prompt_tokens", "dtype")},
+        "rows": header.batch,
+        **{name: getattr(header, name) for name in ("seen_tokens", "prompt_tokens", "dtype")},
         "file_bytes": Path(file).stat().st_size,
-        "full_bytes": profile.full_bytes_at(int(header["seen_tokens"])) if alone else None,
+        "full_bytes": profile.full_bytes_at(header.seen_tokens) if alone else None,
         "read_seconds": notes.get("read_seconds"),
         "bits": None if profile.bits is None else profile.bits.tolist(),
         "share_groups": [list(group) for group in profile.share_groups],
@@ -446,10 +445,10 @@ def _handed_out(file: str, profile: BudgetProfile) -> IntArray:
 
     The budgets of such a profile are what heads had in the mean over other prompts.
     """
-    from kvalloc.formats.saved_cache import opened
+    from kvalloc.formats.saved_cache import SavedCacheHeader
 
     kept = profile.budgets.copy()
-    with opened(file, "numpy") as tensors:
+    with SavedCacheHeader.opened(file, "numpy") as tensors:
         known = set(tensors.keys())
         for layer in profile.shape.full_layers:
             if f"{layer}.lengths" in known:

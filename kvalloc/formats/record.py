@@ -251,7 +251,7 @@ class FileRecord(Record):
         cls, path: str | Path, field: str, found: object, expected: str, more: str = ""
     ) -> ProfileFileError:
         """What is wrong with a file that should hold such a record."""
-        way_out = ", ".join(filter(None, (f"make it again with '{cls.MADE_BY}'", more)))
+        way_out = ", ".join(filter(None, (cls.again(), more)))
         return ProfileFileError(path, field=field, found=found, expected=expected, way_out=way_out)
 
     @classmethod
@@ -267,6 +267,11 @@ class FileRecord(Record):
     def expected(cls) -> str:
         """What such a file is, for messages."""
         return f"a {cls.NAME} written by '{cls.MADE_BY}'"
+
+    @classmethod
+    def again(cls) -> str:
+        """How to make such a file again, for messages."""
+        return f"make it again with '{cls.MADE_BY}'"
 
     @classmethod
     @contextmanager

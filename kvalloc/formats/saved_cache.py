@@ -2,159 +2,155 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from kvalloc.errors import ProfileFileError, by_interface, option
-from kvalloc.formats.record import digest_of
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.record import FileRecord, Record, digest_of, require
 
-__all__ = [
-    "HEADER",
-    "SCHEMA_VERSION",
-    "header_digest",
-    "header_fault",
-    "opened",
-    "read_header",
+__all__ = ["LayerKind", "SavedCacheHeader", "SavedLayer"]
+
+
+def _checked(stated: object) -> BudgetProfile:
+    """A profile inside the header: a file's content, its own digest included."""
+    if isinstance(stated, BudgetProfile):
+        return stated
+    try:
+        return BudgetProfile.from_record("", stated)
+    except ProfileFileError as error:
+        require(False, error.field, error.found, error.expected)
+        raise
+
+
+_Profile = Annotated[
+    BudgetProfile,
+    PlainValidator(_checked),
+    PlainSerializer(BudgetProfile.record, return_type=dict[str, Any]),
 ]
 
-SCHEMA_VERSION = 1
-HEADER = "kvalloc_cache"
-"""Under which the file's metadata have it."""
-
-_AGAIN = "read the prompt again and save the cache again"
-_KINDS = {
-    "batch": int,
-    "seen_tokens": int,
-    "prompt_tokens": int,
-    "dtype": str,
-    "profile": dict,
-    "layers": list,
-}
+LayerKind = Literal["sliding", "whole", "even", "ragged", "packed"]
 
 
-def read_header(path: str | Path) -> dict[str, Any]:
-    """The header of a saved cache; none of its tensors is read.
+class SavedLayer(Record):
+    """What the file holds of one layer."""
 
-    Parameters
-    ----------
-    path : str or Path
-        Written by `BudgetCache.save`.
+    kind: LayerKind
+    """How the layer stores its entries."""
 
-    Returns
-    -------
-    dict
-        As it was written: its digest is checked, and that the file has all tensors it names.
+    tensors: tuple[str, ...]
+    """Names of its tensors; in the file the layer's index and a dot stand before each."""
 
-    Raises
-    ------
-    ProfileFileError
-        If the file is missing, truncated, no saved cache or of another schema version, or its
-        header was edited.
-    """
-    with opened(path, "numpy") as file:
-        metadata, tensors = file.metadata() or {}, set(file.keys())
-    try:
-        header = json.loads(metadata.get(HEADER, "null"))
-    except (ValueError, RecursionError) as error:
-        raise header_fault(path, "header", str(error), "JSON") from error
-    if not isinstance(header, dict):
-        raise header_fault(path, "header", "missing", _expected())
-    if header.get("schema_version") != SCHEMA_VERSION:
-        found = header.get("schema_version")
-        raise header_fault(path, "schema_version", found, str(SCHEMA_VERSION))
-    _check_fields(path, header)
-    for index, layer in enumerate(header["layers"]):
-        _check_layer(path, header, index, layer, tensors)
-    try:
-        digest = header_digest(header)
-    except ValueError as error:
-        raise header_fault(path, "header", str(error), "finite numbers") from error
-    # last, so that a field that cannot be is named
-    if header.get("header_digest") != digest:
-        raise header_fault(path, "header_digest", header.get("header_digest"), "that of its header")
-    return header
+    bits: tuple[int, ...] | None = None
+    """Bit width of each KV head, where entries are packed."""
+
+    packed_following: int | None = None
+    """How many of the tokens after the prompt are packed as well."""
 
 
-def header_digest(header: dict[str, Any]) -> str:
-    """The digest of all else in a header, SHA-256 of its JSON in one order."""
-    others = {name: value for name, value in header.items() if name != "header_digest"}
-    return digest_of(others)
+class SavedCacheHeader(FileRecord):
+    """All of a saved cache but its tensors."""
 
+    NAME: ClassVar[str] = "saved cache"
+    METADATA: ClassVar[str] = "kvalloc_cache"
 
-def header_fault(path: str | Path, field: str, found: object, expected: str) -> ProfileFileError:
-    """What is wrong with a field of a saved cache."""
-    return ProfileFileError(path, field=field, found=found, expected=expected, way_out=_AGAIN)
+    kind: Literal["kvalloc.cache"] = "kvalloc.cache"
+    """What the file is."""
 
+    schema_version: Literal[2] = 2
+    """How the file is to be read."""
 
-@contextmanager
-def opened(path: str | Path, framework: Literal["numpy", "pt"]) -> Iterator[Any]:
-    """A safetensors file, open for reading.
+    model: str
+    """Class of the decoder that filled the cache."""
 
-    Parameters
-    ----------
-    path : str or Path
-    framework : str
-        Whose tensors it gives.
+    model_digest: str
+    """Digest of its weights (`kvalloc.models.structure.weights_digest`)."""
 
-    Raises
-    ------
-    ProfileFileError
-        If it is missing, or not readable as safetensors.
-    """
-    from safetensors import SafetensorError, safe_open
+    profile: _Profile
+    """The budgets."""
 
-    if not Path(path).is_file():
-        raise ProfileFileError(
-            path,
-            field="file",
-            found="a folder" if Path(path).is_dir() else "missing",
-            expected=_expected(),
-            way_out="check the path",
-        )
-    try:
-        with safe_open(path, framework=framework) as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        found = f"not readable as safetensors ({error})"
-        raise header_fault(path, "file", found, _expected()) from error
+    row_profiles: tuple[_Profile, ...] | None = None
+    """Those of each row, where each prompt decided its own."""
 
+    dtype: str
+    """Type of the entries, as torch calls it."""
 
-def _expected() -> str:
-    how = by_interface(python="by cache.save()", flags=f"with {option('save_cache')}")
-    return f"a cache written {how}"
+    batch: int = Field(ge=1)
+    """Rows."""
 
+    seen_tokens: int = Field(ge=0)
+    """Tokens the cache has seen, prompt included."""
 
-def _check_fields(path: str | Path, header: dict[str, Any]) -> None:
-    for name, kind in _KINDS.items():
-        if not isinstance(header.get(name), kind):
-            raise header_fault(path, name, header.get(name), f"of type {kind.__name__}")
-    rows = header.get("row_profiles")
-    if rows is not None and (not isinstance(rows, list) or len(rows) != header["batch"]):
-        raise header_fault(path, "row_profiles", rows, f"one for each of {header['batch']} rows")
-    if not isinstance(header.get("notes", {}), dict):
-        raise header_fault(path, "notes", header["notes"], "of type dict")
+    prompt_tokens: int = Field(ge=0)
+    """Tokens of the prompt."""
 
+    layers: tuple[SavedLayer, ...]
+    """What is stored of each layer."""
 
-def _check_layer(
-    path: str | Path, header: dict[str, Any], index: int, layer: Any, tensors: Collection[str]
-) -> None:
-    field = f"layers[{index}]"
-    if not isinstance(layer, dict) or not isinstance(layer.get("tensors"), list):
-        raise header_fault(path, field, layer, "a layer with its kind and its tensors")
-    missing = [name for name in layer["tensors"] if f"{index}.{name}" not in tensors]
-    if missing:
-        raise header_fault(path, field, f"without {missing[0]}", "all its tensors")
-    if layer.get("kind") != "packed":
-        return
-    widths = header["profile"].get("bits")
-    bits, following = layer.get("bits"), layer.get("packed_following")
-    if not isinstance(widths, list) or index >= len(widths) or bits != widths[index]:
-        raise header_fault(path, f"{field}.bits", bits, "those of its profile")
-    most = header["seen_tokens"] - header["prompt_tokens"]
-    if not isinstance(following, int) or not 0 <= following <= most:
-        raise header_fault(
-            path, f"{field}.packed_following", following, f"a number from 0 to {most}"
-        )
+    tensor_digest: str
+    """Digest of all tensors."""
+
+    versions: dict[str, str]
+    """Version of torch."""
+
+    notes: dict[str, Any]
+    """Plain values of the caller's, such as where the text came from."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> SavedCacheHeader:
+        """The header of a saved cache; none of its tensors is read.
+
+        Parameters
+        ----------
+        path : str or Path
+            Written by `BudgetCache.save`.
+
+        Raises
+        ------
+        ProfileFileError
+            If the file is missing, truncated, no saved cache or of another schema version, its
+            header was edited, or a tensor that it names is not there.
+        """
+        with cls.opened(path, "numpy") as file:
+            stated, there = cls.stated(path, file), set(file.keys())
+        header = cls.parsed(path, stated)
+        for index, layer in enumerate(header.layers):
+            for name in layer.tensors:
+                if f"{index}.{name}" not in there:
+                    found = f"without {name}"
+                    raise cls.file_error(path, f"layers.{index}", found, "all its tensors")
+        cls.check_digest(path, stated, digest_of)
+        return header
+
+    @classmethod
+    def expected(cls) -> str:
+        """What such a file is, for messages."""
+        how = by_interface(python="by cache.save()", flags=f"with {option('save_cache')}")
+        return f"a cache written {how}"
+
+    @classmethod
+    def again(cls) -> str:
+        """How to make the file again."""
+        return "read the prompt again and save the cache again"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        rows = self.row_profiles
+        sound = rows is None or len(rows) == self.batch
+        expected = f"one for each of {self.batch} rows"
+        require(sound, "row_profiles", len(rows or ()), expected)
+        n_layers, widths = self.profile.shape.n_layers, self.profile.bits
+        require(len(self.layers) == n_layers, "layers", len(self.layers), f"{n_layers} layers")
+        most = self.seen_tokens - self.prompt_tokens
+        for index, layer in enumerate(self.layers):
+            packed, following = layer.kind == "packed", layer.packed_following
+            bits = tuple(widths[index].tolist()) if packed and widths is not None else None
+            sound = layer.bits == bits and packed == (bits is not None)
+            expected = "those of its profile, where it is packed"
+            require(sound, f"layers.{index}.bits", layer.bits, expected)
+            inside = following is not None and 0 <= following <= most
+            right, field = inside == packed, f"layers.{index}.packed_following"
+            require(right, field, following, f"a number from 0 to {most}, where it is packed")
+        return self

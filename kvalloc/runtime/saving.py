@@ -13,11 +13,7 @@ from torch import Tensor
 
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.files import atomic_write
-from kvalloc.formats.saved_cache import (
-    HEADER,
-    SCHEMA_VERSION,
-    header_digest,
-)
+from kvalloc.formats.saved_cache import LayerKind, SavedCacheHeader, SavedLayer
 from kvalloc.models.structure import weights_digest
 from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
@@ -31,7 +27,7 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
 
     The file is safetensors: keys, values and columns of each layer as they are stored, and a JSON
     header with the budget profile, the digests and what the cache has seen. `notes` are plain
-    values of the caller's, such as where the text came from; `saved_notes` reads them again.
+    values of the caller's, such as where the text came from.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -54,27 +50,22 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
             "the model of this cache is gone, so the file could not say whose memory it holds; "
             "save the cache while its model is loaded"
         )
-    tensors, layers = _tensors_of(cache)
-    header = {
-        "schema_version": SCHEMA_VERSION,
-        "kind": "kvalloc.cache",
-        "model": type(model).__name__,
-        "model_digest": weights_digest(model),
-        "profile": cache.profile.record(),
-        "dtype": str(cache.layers[0].keys.dtype).removeprefix("torch."),
-        "batch": cache.batch,
-        "seen_tokens": cache.get_seq_length(),
-        "prompt_tokens": cache.arrival.prompt_tokens,
-        "layers": layers,
-        "tensor_digest": tensor_digest(tensors),
-        "versions": {"torch": torch.__version__},
-        "notes": dict(notes or {}),
-    }
-    rows = cache.arrival.row_profiles
-    if rows is not None:
-        header["row_profiles"] = [profile.record() for profile in rows]
-    header["header_digest"] = header_digest(json.loads(json.dumps(header)))
-    metadata = {HEADER: json.dumps(header, sort_keys=True)}
+    (tensors, layers), rows = _tensors_of(cache), cache.arrival.row_profiles
+    header = SavedCacheHeader(
+        model=type(model).__name__,
+        model_digest=weights_digest(model),
+        profile=cache.profile,
+        row_profiles=None if rows is None else tuple(rows),
+        dtype=str(cache.layers[0].keys.dtype).removeprefix("torch."),
+        batch=cache.batch,
+        seen_tokens=cache.get_seq_length(),
+        prompt_tokens=cache.arrival.prompt_tokens,
+        layers=tuple(layers),
+        tensor_digest=tensor_digest(tensors),
+        versions={"torch": str(torch.__version__)},
+        notes=dict(notes or {}),
+    )
+    metadata = {header.METADATA: json.dumps(header.record(), sort_keys=True)}
     with atomic_write(path) as temporary:
         try:
             save_file(tensors, temporary, metadata=metadata)
@@ -82,13 +73,13 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
             raise OSError(str(error)) from error
 
 
-def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[SavedLayer]]:
     """Everything stored, by layer and name, and of which kind each layer is."""
     tensors: dict[str, Tensor] = {}
-    layers: list[dict[str, Any]] = []
+    layers: list[SavedLayer] = []
     for index, layer in enumerate(cache.layers):
         own = {"keys": layer.keys, "values": layer.values}
-        kind: str = "sliding"
+        kind: LayerKind = "sliding"
         more: dict[str, Any] = {}
         if isinstance(layer, BudgetLayer):
             kind = "whole"
@@ -103,10 +94,10 @@ def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
                 kind = "packed"
                 own |= _packed_tensors(layer.entries)
                 more = {
-                    "bits": layer.entries.bits.tolist(),
+                    "bits": tuple(layer.entries.bits.tolist()),
                     "packed_following": layer.packed_following,
                 }
-        layers.append({"kind": kind, "tensors": sorted(own), **more})
+        layers.append(SavedLayer(kind=kind, tensors=tuple(sorted(own)), **more))
         for name, tensor in own.items():
             tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
     visible = cache.arrival.visible

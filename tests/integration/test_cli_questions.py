@@ -382,9 +382,9 @@ def test_a_saved_cache_can_be_inspected(folder):
 def test_a_saved_cache_whose_header_was_edited_is_refused(folder):
     """Before a model is loaded: what is told of a file is what would be loaded."""
     whole = (folder / "doc.kv").read_bytes()
-    edits = ((b'seen_tokens\\": 120', b'seen_tokens\\": 121', "header_digest"),
-             (b"doc.txt", b"cod.txt", "header_digest"),
-             (b'schema_version\\": 1,', b'schema_version\\": 2,', "schema_version"),
+    edits = ((b'seen_tokens\\": 120', b'seen_tokens\\": 121', "digest"),
+             (b"doc.txt", b"cod.txt", "digest"),
+             (b'schema_version\\": 2,', b'schema_version\\": 3,', "schema_version"),
              (b'kept_indices\\"', b'kept_Indices\\"', "without kept_Indices"))  # fmt: skip
     for old, new, named in edits:
         edited = whole.replace(old, new)

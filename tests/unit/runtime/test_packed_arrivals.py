@@ -275,8 +275,8 @@ def test_a_file_whose_packed_layers_were_edited_is_refused(
     run(model, tiny.prompt(CONTEXT), cache)
     cache.save(path)
     for field, value, expected in (
-        ("bits", [4, 4], r"layers\[0\]\.bits"),
-        ("bits", None, r"layers\[0\]\.bits"),
+        ("bits", [4, 4], r"layers\.0\.bits"),
+        ("bits", None, r"layers\.0\.bits"),
         ("packed_following", 64, r"packed_following.*from 0 to 0"),
     ):
         with safe_open(path, framework="pt") as file:
