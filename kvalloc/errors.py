@@ -49,7 +49,8 @@ class ProfileFileError(KVAllocError):
         self.found = found
         self.expected = expected
         self.way_out = way_out
-        super().__init__(f"{path}: {field} is {_short(found)}, expected {expected}; {way_out}")
+        shown = one_line(found, 80)
+        super().__init__(f"{path}: {field} is {shown}, expected {expected}; {way_out}")
 
 
 class ModelMismatchError(KVAllocError):
@@ -99,9 +100,11 @@ def plain(text: str) -> str:
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
-def _short(value: object, limit: int = 80) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text.split()) or "empty"
+def one_line(value: object, limit: int = 200) -> str:
+    """A text, a value or another library's error on one line, shortened and `plain`."""
+    if isinstance(value, BaseException):
+        value = str(value).strip() or type(value).__name__
+    text = plain(" ".join((value if isinstance(value, str) else repr(value)).split())) or "empty"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -10,7 +10,7 @@ import typer
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli import targets
 from kvalloc.cli.options import Json, Quiet
-from kvalloc.cli.output import gap_text, hanging, note, print_json, print_table, size
+from kvalloc.cli.output import gap_text, hanging, note, number_text, print_json, print_table, size
 from kvalloc.cli.solve import (
     LOSS_NOTE,
     RETENTION_NOTE,
@@ -100,14 +100,12 @@ def compare(
         notify=lambda line: note(line, quiet=quiet),
         watch=lambda name: slow(f"solving with {name}", quiet=quiet),
     )
-    done = sorted(
-        (
-            _Decided(profile=one.profile, row=row(one.profile, profile, one.seconds))
-            for one in attempts
-            if one.profile is not None
-        ),
-        key=lambda one: one.rank,
-    )
+    decided = [
+        _Decided(profile=one.profile, row=row(one.profile, one.seconds))
+        for one in attempts
+        if one.profile is not None
+    ]
+    done = sorted(decided, key=lambda one: one.rank)
     refused = [one for one in attempts if one.profile is None]
     if json:
         others = [{"solver": one.solver, "reason": one.reason} for one in refused]
@@ -162,12 +160,11 @@ def _cells(outcome: _Decided) -> dict[str, str]:
     own = "weighted" if asked.get("weights") else ""
     own = "worst samples" if asked.get("workloads") else own
     extra = {"worst": "worst unit", "mean": own}.get(str(asked.get("objective")), "")
-    loss = decided.predicted_loss
     return {
         "solver": solver_text(decided),
-        "retention": "?" if decided.retention is None else f"{decided.retention:.4f}",
+        "retention": number_text(decided.retention, ".4f", "?"),
         **({extra: f"{decided.objective:.4f}"} if extra and decided.sense == "max_value" else {}),
-        "loss": "?" if loss is None else f"{loss:.4f}",
+        "loss": number_text(decided.predicted_loss, ".4f", "?"),
         "tokens": f"{decided.retained_tokens / decided.budgets.size:,.0f}",
         "bytes": size(decided.retained_bytes),
         "share": f"{decided.retained_bytes / decided.full_bytes:.1%}",

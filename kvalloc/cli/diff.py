@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvalloc.cli.options import Json, Quiet
-from kvalloc.cli.output import print_fields, print_json, size
+from kvalloc.cli.output import number_text, print_fields, print_json, size
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
@@ -45,17 +45,13 @@ def diff(first: Profile, second: Profile, json: Json = False, quiet: Quiet = Fal
     print_fields(
         {
             "bytes": f"{size(before)} -> {size(after)} ({(after - before) / before:+.1%})",
-            "retention": " -> ".join(_retention(value) for value in found.retention),
+            "retention": " -> ".join(number_text(value, ".6f") for value in found.retention),
             "moved": f"{found.moved_entries:,} entries stand elsewhere",
             **{name: f"{a} -> {b}" for name, (a, b) in found.fields.items()},
         }
     )
     if found.difference.any():
         _print_picture(found.difference.sum(axis=1))
-
-
-def _retention(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.6f}"
 
 
 def _print_picture(layers: IntArray) -> None:

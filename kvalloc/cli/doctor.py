@@ -14,6 +14,7 @@ import typer
 
 from kvalloc.cli.options import Json, Quiet
 from kvalloc.cli.output import print_json
+from kvalloc.errors import one_line
 
 EXAMPLES = """\
   kvalloc doctor
@@ -109,7 +110,7 @@ def _package(name: str, *, advice: str, core: bool = False, wanted: bool = False
         if core:  # small enough to try; torch is tried separately
             importlib.import_module(name)
     except Exception as error:  # a broken installation fails in any way
-        advice = f"it cannot be imported ({_line(error)}); reinstall it"
+        advice = f"it cannot be imported ({one_line(error)}); reinstall it"
         return Finding(name, version, advice, core=core)
     return Finding(name, version, core=core)
 
@@ -122,7 +123,7 @@ def _torch() -> Finding:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         names = [torch.cuda.get_device_name(index) for index in range(count)]
     except Exception as error:  # as above
-        advice = f"torch cannot be imported ({_line(error)}); reinstall it"
+        advice = f"torch cannot be imported ({one_line(error)}); reinstall it"
         return Finding("compute", advice=advice)
     devices = ", ".join(f"cuda:{index} {name}" for index, name in enumerate(names))
     return Finding("compute", f"{threads}, {devices or 'no CUDA device'}")
@@ -134,7 +135,7 @@ def _cpu_kernel() -> Finding:
 
         reason = unavailable()
     except Exception as error:  # as above
-        reason = f"kvalloc.runtime cannot be imported ({_line(error)})"
+        reason = f"kvalloc.runtime cannot be imported ({one_line(error)})"
     if reason is None:
         return Finding("CPU kernel", "compiled")
     advice = f"decoding from a reduced cache on the CPU is slower without it: {reason}"
@@ -168,7 +169,7 @@ def _shipped() -> Finding:
     try:
         found = shipped_profiles()
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        advice = f"cannot be read ({_line(error)}); reinstall kvalloc"
+        advice = f"cannot be read ({one_line(error)}); reinstall kvalloc"
         return Finding("shipped profiles", advice=advice, core=True)
     return Finding("shipped profiles", ", ".join(found) or "none")
 
@@ -211,7 +212,3 @@ def _show(findings: list[Finding]) -> None:
         print(f"{mark:<9}{finding.name:<{width}}{finding.found}".rstrip())
         if finding.advice:
             print(f"{'':<{9 + width}}{finding.advice}")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -11,7 +11,7 @@ import typer
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli import targets
 from kvalloc.cli.options import Json, Quiet, Solver, SolverOption
-from kvalloc.cli.output import duration, note, print_json, print_table, size
+from kvalloc.cli.output import duration, note, number_text, print_json, print_table, size
 from kvalloc.cli.solve import LOSS_NOTE
 from kvalloc.errors import InputError
 
@@ -49,16 +49,12 @@ def frontier(
     from kvalloc.allocation.formulation import choose_objective
     from kvalloc.allocation.frontier import trace_request
     from kvalloc.cli.progress import ProgressBar
-    from kvalloc.files import check_writable
     from kvalloc.problem.registry import get_solver
 
     asked["budget"] = 1.0
     request = Request.parse(**asked)  # refuses before the scores are read
     targets.check_time_limit(time_limit)
-    if png is not None:
-        if png.suffix.lower() != ".png":
-            raise InputError(f"--png {png} has another ending than .png; the picture is a PNG")
-        check_writable(png)
+    _check_picture(png)
     chosen = get_solver(solver, **targets.solver_options(solver, solver_option or []))
     profile = targets.load_scores(scores)
     start = time.perf_counter()
@@ -79,75 +75,58 @@ def frontier(
     if png is not None:
         from kvalloc.report.figure import draw_frontier
 
-        draw_frontier(
-            traced, png, title=f"{profile.shape.model_id}, {solver}, {request.level} level"
-        )
+        title = f"{profile.shape.model_id}, {solver}, {request.level} level"
+        draw_frontier(traced, png, title=title)
     if json:
-        how = {
-            "solver": solver,
-            "level": request.level,
-            "objective": request.objective,
-            "seconds": seconds,
-        }
+        asked_for = {"level": request.level, "objective": request.objective}
+        how = {"solver": solver, **asked_for, "seconds": seconds}
         print_json({**how, "points": [_plain(point) for point in traced]})
     elif not quiet:
-        own = "weighted" if request.weights is not None else ""
-        own = "worst samples" if request.workloads != "mean" else own
-        own = "worst unit" if request.objective == "worst" else own
-        _print_table(traced, by_loss=request.objective == "loss", own=own)
+        _print_table(traced, request)
         note(f"{len(traced)} sizes in {duration(seconds)}")
         if any(point.predicted_loss is not None for point in traced):
             note(f"note: {LOSS_NOTE}")
 
 
+def _check_picture(png: Path | None) -> None:
+    from kvalloc.files import check_writable
+
+    if png is not None:
+        if png.suffix.lower() != ".png":
+            raise InputError(f"--png {png} has another ending than .png; the picture is a PNG")
+        check_writable(png)
+
+
 def _plain(point: FrontierPoint) -> dict[str, Any]:
-    return {
-        "share": point.share,
-        "bytes": point.cost_bytes,
-        "value": point.value,
-        "bound": point.bound,
-        "value_per_mib": point.value_per_mib,
-        "retention": point.retention,
-        "predicted_loss": point.predicted_loss,
-    }
+    names = ("share", "value", "bound", "value_per_mib", "retention", "predicted_loss")
+    return {"bytes": point.cost_bytes, **{name: getattr(point, name) for name in names}}
 
 
-def _print_table(traced: list[FrontierPoint], *, by_loss: bool, own: str) -> None:
+def _print_table(traced: list[FrontierPoint], request: Request) -> None:
     """One line a size, with a bar of what is kept of the score mass.
 
-    ``own`` names what was maximised, where it is neither the plain mean nor the loss, which is
-    shown in any case.
+    What was maximised has a column where it is neither the plain mean nor the loss.
     """
     from kvalloc.report.terminal import bar, can_print_bars
 
-    unicode = can_print_bars()
+    own = "weighted" if request.weights is not None else ""
+    own = "worst samples" if request.workloads != "mean" else own
+    own = "worst unit" if request.objective == "worst" else own
+    by_loss, unicode = request.objective == "loss", can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)
-    headings = [
-        "kept",
-        "bytes",
-        "retention",
-        *([own] if own else []),
-        *(["loss"] if lossy else []),
-        "gap",
+    rows = [
+        {
+            "kept": f"{point.share:.2%}",
+            "bytes": size(point.cost_bytes),
+            "retention": number_text(point.retention, ".4f"),
+            **({own: f"{point.value:.4f}"} if own else {}),
+            **({"loss": number_text(point.predicted_loss, ".4f")} if lossy else {}),
+            "gap": f"{point.bound - point.value:.1e}",
+            f"+1 MiB {'saves' if by_loss else 'buys'}": number_text(
+                point.value_per_mib, ".4f" if by_loss else "+.4f"
+            ),
+            "": bar(point.retention or 0.0, 12 if lossy or own else 24, unicode=unicode),
+        }
+        for point in traced
     ]
-    headings += ["+1 MiB saves" if by_loss else "+1 MiB buys", ""]
-    rows = []
-    for point in traced:
-        retention = point.retention or 0.0
-        rows.append(
-            [
-                f"{point.share:.2%}",
-                size(point.cost_bytes),
-                _number(point.retention, ".4f"),
-                *([f"{point.value:.4f}"] if own else []),
-                *([_number(point.predicted_loss, ".4f")] if lossy else []),
-                f"{point.bound - point.value:.1e}",
-                _number(point.value_per_mib, ".4f" if by_loss else "+.4f"),
-                bar(retention, 12 if lossy or own else 24, unicode=unicode),
-            ]
-        )
-    print_table(headings, rows)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "unknown" if value is None else f"{value:{form}}"
+    print_table(list(rows[0]), [list(row.values()) for row in rows])

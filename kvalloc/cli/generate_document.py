@@ -25,7 +25,7 @@ from kvalloc.cli.generate_facts import (
 from kvalloc.cli.generate_request import Asked, check_text, given_prompt, load_with_cache
 from kvalloc.cli.output import duration, note, print_json, size
 from kvalloc.cli.progress import load, slow
-from kvalloc.errors import InputError, plain
+from kvalloc.errors import InputError, one_line, plain
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
@@ -129,8 +129,6 @@ class Form:
 
 
 def _rendered(loaded: LoadedModel, messages: list[dict[str, str]]) -> str:
-    from kvalloc.models.quiet import one_line
-
     template = loaded.tokenizer.apply_chat_template
     try:
         return str(template(messages, tokenize=False, add_generation_prompt=True))

@@ -12,6 +12,7 @@ from kvalloc.cli.output import (
     duration,
     model_text,
     note,
+    number_text,
     print_fields,
     print_json,
     print_table,
@@ -161,9 +162,9 @@ def _budget_fields(profile: BudgetProfile, budgets: str) -> dict[str, str]:
         "objective": texts.objective_text(profile.objective, profile),
         "bound": texts.bound_text(profile),
         "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
-        "bits": "16 (the model's dtype)" if profile.bits is None else texts.bits_text(profile),
-        "cost": "" if profile.cost_bytes is None else texts.cost_text(profile),
-        "ranks": "" if profile.ranks is None else texts.ranks_text(profile),
+        "bits": texts.bits_text(profile) or "16 (the model's dtype)",
+        "cost": texts.cost_text(profile),
+        "ranks": texts.ranks_text(profile),
         "sharing": _sharing_text(profile) if profile.share_groups else "",
         "price": texts.price_text(profile),
         "budgets": budgets,
@@ -189,22 +190,21 @@ def _print_evaluation(evaluation: dict[str, Any]) -> None:
     print(plain(f"measured on prompts of the split {split}, seed {seed}; KL in nats per token"))
 
 
+_SHARES = ("top1_agreement", "score", "full_score")
+
+
 def _evaluation_cells(row: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     ends = row.get("ci95")
     two = isinstance(ends, list) and len(ends) == 2
     return [
         str(row.get("task", "-")),
-        _number(row.get("context"), ","),
+        number_text(row.get("context"), ",", "-"),
         str(row.get("question", settings.get("question", "-"))),
-        _number(row.get("kl"), ".4f"),
-        "..".join(_number(end, ".4f") for end in ends) if two and ends else "-",
-        *(_number(row.get(name), ".0%") for name in ("top1_agreement", "score", "full_score")),
-        _number(row.get("n"), ","),
+        number_text(row.get("kl"), ".4f", "-"),
+        "..".join(number_text(end, ".4f", "-") for end in ends) if two and ends else "-",
+        *(number_text(row.get(name), ".0%", "-") for name in _SHARES),
+        number_text(row.get("n"), ",", "-"),
     ]
-
-
-def _number(value: Any, form: str) -> str:
-    return format(value, form) if isinstance(value, int | float) else "-"
 
 
 def _asked(profile: BudgetProfile) -> str:
@@ -431,7 +431,7 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
         "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
         "reading took": duration(took) if isinstance(took, int | float) else "",
         "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
-        "bits": "" if profile.bits is None else bits_text(profile),
+        "bits": bits_text(profile),
         "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
         "policy": f"{policy.name} by {policy.scorer}, {policy.sinks} sinks, window {policy.window}",
         "chosen": policies_text(profile),

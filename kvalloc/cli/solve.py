@@ -29,6 +29,13 @@ LOSS_NOTE = (
     "predicted loss is a sum of single-unit measurements: each unit was reduced alone, and "
     "together they may do more harm or less"
 )
+_STATED = (
+    "solver decided_by solver_options detail termination sense objective bound bound_source gap "
+    "value_per_mib retention predicted_loss retained_tokens full_tokens retained_bytes cost_bytes "
+    "full_cost_bytes full_bytes"
+)
+"""What is stated of every decision as its profile has it."""
+
 RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
 
 
@@ -62,7 +69,6 @@ def solve(
     """
     from kvalloc.allocation.decision import solve_request
     from kvalloc.cli.progress import slow
-    from kvalloc.files import check_writable
 
     given = {name: asked.pop(name) for name in refining.RefineFlags.__annotations__}
     given |= {"average": average, "dtype": dtype, "device": device}
@@ -71,8 +77,6 @@ def solve(
     refinement = given["refine"] is not None
     targets.check_time_limit(time_limit)
     _check_output(output, scores, json=json)
-    if output is not None:
-        check_writable(output)
     chosen = targets.solver_options(solver, solver_option or [])
     profile = targets.load_scores(scores)
     start = time.perf_counter()
@@ -93,48 +97,27 @@ def solve(
         decided.save(output)
     if json:
         interval = {"predicted_loss_interval": loss_interval(decided, profile)}
-        print_json({**row(decided, profile, seconds), **interval, **_decision(decided, output)})
+        print_json({**row(decided, seconds), **interval, **_decision(decided, output)})
     elif not quiet:
         print_fields(_summary(decided, profile, seconds, output))
 
 
-def row(decided: BudgetProfile, scores: ScoreProfile, seconds: float) -> dict[str, Any]:
+def row(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
     """What is told of every decision, as plain values.
 
     Parameters
     ----------
     decided : BudgetProfile
-    scores : ScoreProfile
-        What it was decided from.
     seconds : float
         Formulating, solving and checking.
     """
+    noted = decided.predicted_loss is not None and decided.refinement is None
     return {
-        "solver": decided.solver,
-        "decided_by": decided.decided_by,
-        "solver_options": decided.solver_options,
-        "detail": decided.detail,
-        "termination": decided.termination,
-        "sense": decided.sense,
-        "objective": decided.objective,
-        "bound": decided.bound,
-        "bound_source": decided.bound_source,
-        "gap": decided.gap,
-        "value_per_mib": decided.value_per_mib,
+        **{name: getattr(decided, name) for name in _STATED.split()},
         "price_source": decided.price_source or None,
-        "retention": decided.retention,
-        "predicted_loss": decided.predicted_loss,
-        "predicted_loss_note": None
-        if decided.predicted_loss is None or decided.refinement is not None
-        else LOSS_NOTE,
-        "retained_tokens": decided.retained_tokens,
-        "full_tokens": decided.full_tokens,
-        "retained_bytes": decided.retained_bytes,
+        "predicted_loss_note": LOSS_NOTE if noted else None,
         "requested_bytes": requested_bytes(decided),
         "cost": decided.requested.get("cost", "bytes"),
-        "cost_bytes": decided.cost_bytes,
-        "full_cost_bytes": decided.full_cost_bytes,
-        "full_bytes": decided.full_bytes,
         "seconds": seconds,
     }
 
@@ -259,8 +242,9 @@ def _caps(asked: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def bits_text(decided: BudgetProfile) -> str:
-    """Which share of the kept entries is stored at which width."""
-    assert decided.bits is not None  # the caller has looked
+    """Which share of the kept entries is stored at which width; empty where none was chosen."""
+    if decided.bits is None:
+        return ""
     kept = decided.budgets.sum()
     shares = (
         (width, int(decided.budgets[decided.bits == width].sum()) / kept) for width in (16, 8, 4)
@@ -296,9 +280,9 @@ def policies_text(decided: BudgetProfile) -> str:
 
 
 def cost_text(decided: BudgetProfile) -> str:
-    """What was bounded instead of stored bytes, in the layers that get budgets."""
-    assert decided.cost_bytes is not None  # the caller has looked
-    assert decided.full_cost_bytes is not None
+    """What was bounded instead of stored bytes, in the layers that get budgets; else empty."""
+    if decided.cost_bytes is None or not decided.full_cost_bytes:
+        return ""
     share = decided.cost_bytes / decided.full_cost_bytes
     name = {"decode-bytes": "read", "communication": "communicated"}[decided.requested["cost"]]
     return (
@@ -308,10 +292,11 @@ def cost_text(decided: BudgetProfile) -> str:
 
 
 def ranks_text(decided: BudgetProfile) -> str:
-    """Bytes on each tensor-parallel rank, decided layers only."""
+    """Bytes on each tensor-parallel rank, decided layers only; empty without ranks."""
     import numpy as np
 
-    assert decided.ranks is not None  # the caller has looked
+    if decided.ranks is None:
+        return ""
     placed = decided.ranks >= 0
     stored = decided.head_bytes_at(decided.context_tokens)
     each = np.bincount(decided.ranks[placed], weights=stored[placed]) * decided.batch
@@ -328,14 +313,18 @@ def bound_text(decided: BudgetProfile) -> str:
 
 
 def _check_output(output: Path | None, scores: Path, *, json: bool) -> None:
+    from kvalloc.files import check_writable
+
     if output is None:
         if not json:
             raise InputError(
                 "say where the budget profile goes with -o OUT.json, or print the result with "
                 "--json"
             )
-    elif output.exists() and scores.exists() and output.samefile(scores):
+        return
+    if output.exists() and scores.exists() and output.samefile(scores):
         raise InputError(f"-o {output} would overwrite the score profile; name another file")
+    check_writable(output)
 
 
 def _decision(decided: BudgetProfile, output: Path | None) -> dict[str, Any]:
@@ -346,10 +335,11 @@ def _decision(decided: BudgetProfile, output: Path | None) -> dict[str, Any]:
         "level": decided.level,
         "page_tokens": decided.page_tokens,
         "budgets": decided.budgets.tolist(),
-        "bits": None if decided.bits is None else decided.bits.tolist(),
-        "ranks": None if decided.ranks is None else decided.ranks.tolist(),
+        **{
+            name: None if (table := getattr(decided, name)) is None else table.tolist()
+            for name in ("bits", "ranks", "unit_policies")
+        },
         "policies": [policy.title for policy in decided.policies],
-        "unit_policies": None if decided.unit_policies is None else decided.unit_policies.tolist(),
         "refinement": decided.refinement,
         "output": None if output is None else str(output),
     }
@@ -378,14 +368,10 @@ def _summary(
         "bound": bound_text(decided),
         "price": price_text(decided),
         "note": "" if decided.retention is None else RETENTION_NOTE,
+        "ranks": ranks_text(decided),
+        "bits": bits_text(decided),
+        "cost": cost_text(decided),
     }
-    fields = {name: text for name, text in fields.items() if text}
-    if decided.ranks is not None:
-        fields["ranks"] = ranks_text(decided)
-    if decided.bits is not None:
-        fields["bits"] = bits_text(decided)
-    if decided.cost_bytes is not None and decided.full_cost_bytes:
-        fields["cost"] = cost_text(decided)
     if decided.refinement is not None:
         fields |= refining.refinement_fields(decided)
     elif decided.predicted_loss is not None:
@@ -397,4 +383,4 @@ def _summary(
         fields["loss note"] = LOSS_NOTE
     if output is not None:
         fields["written"] = str(output)
-    return fields
+    return {name: text for name, text in fields.items() if text}

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import InputError, option
-from kvalloc.models.quiet import one_line
+from kvalloc.errors import InputError, one_line, option
 from kvalloc.prompts.held_out import refuse_held_out
 from kvalloc.prompts.texts import Document, Prompt
 

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
+from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError, one_line
 from kvalloc.files import cache_folder
-from kvalloc.models.quiet import one_line, quiet_transformers
+from kvalloc.models.quiet import quiet_transformers
 
 _FORMAT = "1"
 _OLDEST_READER = "5.23"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError
+from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError, one_line
 from kvalloc.models import gguf
-from kvalloc.models.quiet import one_line, quiet_transformers
+from kvalloc.models.quiet import quiet_transformers
 from kvalloc.models.structure import (
     check_decoder_only,
     context_limit,

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvalloc.errors import plain
+from kvalloc.errors import one_line
 from kvalloc.evaluate.scoring import Outcome, known
 from kvalloc.evaluate.showcase import NO_TIME, Asked, Decision, Experiment, Ladder, Questions
 from kvalloc.formats.score_profile import ScoreProfile
@@ -293,12 +293,8 @@ def _answer_cells(name: str, outcome: Outcome, *, of_full: bool = False) -> tupl
     stored = outcome.full_bytes if of_full else outcome.retained_bytes
     numbers = (stored / MIB, outcome.prefill_seconds, outcome.decode_seconds)
     found = "yes" if outcome.found else "no"
-    return (name, _short(outcome.answers[0]), found, *harm, *(f"{x:.2f}" for x in numbers))
-
-
-def _short(answer: str) -> str:
-    line = plain(" ".join(answer.split()))
-    return (line if len(line) <= ANSWER_WIDTH else f"{line[: ANSWER_WIDTH - 2]}..") or "(nothing)"
+    answer = one_line(outcome.answers[0].strip() or "(nothing)", ANSWER_WIDTH)
+    return (name, answer, found, *harm, *(f"{x:.2f}" for x in numbers))
 
 
 def _number(value: float | None, form: str, *, unknown: str = "?") -> str:

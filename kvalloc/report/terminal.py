@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvalloc.errors import InputError, plain
+from kvalloc.errors import InputError, one_line, plain
 
 if TYPE_CHECKING:
     from kvalloc.accounting import FloatArray
@@ -227,8 +227,6 @@ def _block(
 
 def short_name(name: str, width: int) -> str:
     """A heading that fits: the first of several names and how many more, else cut."""
-    if len(name) <= width:
-        return name
     first, *others = name.split(" = ")
-    counted = f"{first} = {len(others)} more" if others else name
-    return counted if len(counted) <= width else f"{counted[: width - 2]}.."
+    counted = f"{first} = {len(others)} more" if others and len(name) > width else name
+    return one_line(counted, width)
