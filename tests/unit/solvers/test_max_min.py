@@ -21,19 +21,30 @@ def worst(values, **changes):
 
 
 @pytest.mark.parametrize(
-    ("capacity", "choice"),
+    ("values", "goal", "choice"),
     [
-        (2, [1, 1]),  # p = 0.4
-        (3, [1, 2]),  # p = 0.7: the flat one needs 2
-        (4, [1, 3]),  # p = 0.8: the flat one has no 0.8, it needs all
-        (5, [2, 3]),
-        (6, [3, 3]),
-        (0, [0, 0]),
+        ([STEEP, FLAT], {"capacity": 2}, [1, 1]),  # p = 0.4
+        ([STEEP, FLAT], {"capacity": 3}, [1, 2]),  # p = 0.7: the flat one needs 2
+        ([STEEP, FLAT], {"capacity": 4}, [1, 3]),  # p = 0.8: the flat one has no 0.8, it needs all
+        ([STEEP, FLAT], {"capacity": 5}, [2, 3]),
+        ([STEEP, FLAT], {"capacity": 6}, [3, 3]),
+        ([STEEP, FLAT], {"capacity": 0}, [0, 0]),
+        # The lowest level that meets a target.
+        ([STEEP, FLAT], {"target": 1.2}, [1, 1]),
+        ([STEEP, FLAT], {"target": 1.5}, [1, 2]),
+        ([STEEP, FLAT], {"target": 1.8}, [1, 3]),
+        ([STEEP, FLAT], {"target": 2.0}, [3, 3]),
+        # Of the last rows only as many rise as the target needs.
+        ([[0.0, 0.5, 1.0]] * 4, {"target": 2.5}, [2, 1, 1, 1]),
+        # p = 0.5 takes 2 entries; with the third, unit 0 cannot reach the next level (it needs
+        # two more), unit 1 can rise.
+        ([[0.0, 0.5, 0.5, 1.0], [0.0, 0.5, 0.6, 1.0]], {"capacity": 3}, [1, 2]),
+        # Entries that are worth nothing stay unspent.
+        ([[0.0, 1.0, 1.0, 1.0]] * 2, {"capacity": 6}, [1, 1]),
     ],
 )
-def test_the_published_rule_by_hand(capacity, choice):
-    problem = make_problem([STEEP, FLAT], capacity=capacity)
-    assert solve_problem(problem, MAX_MIN).choice.tolist() == choice
+def test_the_published_rule_by_hand(values, goal, choice):
+    assert solve_problem(make_problem(values, **goal), MAX_MIN).choice.tolist() == choice
 
 
 def test_the_rule_looks_at_shares_whatever_the_mass_and_weight():
@@ -44,66 +55,31 @@ def test_the_rule_looks_at_shares_whatever_the_mass_and_weight():
     assert answer.bound_source == "dual"
 
 
-def test_what_is_left_goes_to_the_lowest_that_can_use_it():
-    # p = 0.5 takes 2 entries; with the third, unit 0 cannot reach the next level (it needs two
-    # more), unit 1 can rise.
-    problem = make_problem([[0.0, 0.5, 0.5, 1.0], [0.0, 0.5, 0.6, 1.0]], capacity=3)
-    assert solve_problem(problem, MAX_MIN).choice.tolist() == [1, 2]
-
-
-def test_entries_that_are_worth_nothing_stay_unspent():
-    problem = make_problem([[0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]], capacity=6)
-    assert solve_problem(problem, MAX_MIN).choice.tolist() == [1, 1]
+CAP = GroupCap(name="device 0", units=(0, 1), capacity_bytes=3)
+SAME = SameBudget(groups=((0, 1),))
 
 
 @pytest.mark.parametrize(
-    ("target", "choice"), [(1.2, [1, 1]), (1.5, [1, 2]), (1.8, [1, 3]), (2.0, [3, 3])]
+    ("values", "changes", "choice", "objective"),
+    [
+        ([STEEP, FLAT], {"capacity": 3}, [1, 2], 0.7),
+        # A unit that cannot rise does not hold the others back.
+        ([[0.2, 0.2, 0.2], [0.0, 0.5, 0.9]], {"capacity": 2}, [0, 2], 0.2),
+        ([STEEP, FLAT], {"target": 0.75}, [1, 3], 4),
+        # The worst of the capped two is 0.7; the third is not held back by them.
+        ([STEEP, FLAT, FLAT], {"capacity": 9, "constraints": (CAP,)}, [1, 2, 3], 0.7),
+        ([STEEP, FLAT, FLAT], {"capacity": 5, "constraints": (SAME,)}, [2, 2, 1], 0.4),
+    ],
 )
-def test_the_lowest_level_that_meets_a_target(target, choice):
-    problem = make_problem([STEEP, FLAT], target=target)
-    assert solve_problem(problem, MAX_MIN).choice.tolist() == choice
-
-
-def test_of_the_last_rows_only_as_many_rise_as_the_target_needs():
-    problem = make_problem([[0.0, 0.5, 1.0]] * 4, target=2.5)
-    assert solve_problem(problem, MAX_MIN).choice.tolist() == [2, 1, 1, 1]
-
-
-def test_the_worst_unit_is_solved_to_the_optimum():
-    answer = solve_problem(worst([STEEP, FLAT], capacity=3), MAX_MIN)
-    assert answer.choice.tolist() == [1, 2]
-    assert answer.objective == answer.bound == 0.7
+def test_the_worst_unit_is_solved_to_the_optimum(values, changes, choice, objective):
+    answer = solve_problem(worst(values, **changes), MAX_MIN)
+    assert answer.choice.tolist() == choice
+    assert answer.objective == answer.bound == objective
     assert answer.termination is Termination.OPTIMAL
 
 
-def test_a_unit_that_cannot_rise_does_not_hold_the_others_back():
-    answer = solve_problem(worst([[0.2, 0.2, 0.2], [0.0, 0.5, 0.9]], capacity=2), MAX_MIN)
-    assert answer.choice.tolist() == [0, 2]
-    assert answer.objective == 0.2
-
-
-def test_the_worst_unit_under_a_target():
-    answer = solve_problem(worst([STEEP, FLAT], target=0.75), MAX_MIN)
-    assert answer.choice.tolist() == [1, 3]
-    assert answer.cost_bytes == answer.bound == 4
-
-
-def test_caps_and_shared_budgets_keep_it_exact():
-    cap = GroupCap(name="device 0", units=(0, 1), capacity_bytes=3)
-    values = [STEEP, FLAT, FLAT]
-    answer = solve_problem(worst(values, capacity=9, constraints=(cap,)), MAX_MIN)
-    # The worst of the capped two is 0.7; the third is not held back by them.
-    assert answer.choice.tolist() == [1, 2, 3]
-    assert answer.objective == answer.bound == 0.7
-    same = SameBudget(groups=((0, 1),))
-    answer = solve_problem(worst(values, capacity=5, constraints=(same,)), MAX_MIN)
-    assert answer.choice.tolist() == [2, 2, 1]
-    assert answer.objective == answer.bound == 0.4
-
-
 def test_a_target_that_the_caps_rule_out_says_what_can_be_had():
-    cap = GroupCap(name="device 0", units=(0, 1), capacity_bytes=3)
-    problem = worst([STEEP, FLAT], target=0.8, constraints=(cap,))
+    problem = worst([STEEP, FLAT], target=0.8, constraints=(CAP,))
     with pytest.raises(InfeasibleError, match=r"0\.7 within the side constraints") as caught:
         solve_problem(problem, MAX_MIN)
     assert caught.value.nearest == 0.7

@@ -108,17 +108,22 @@ def test_a_pyramid_of_two_pages() -> None:
 HEADS = {"level": "head", "solver": "adaptive_head"}
 
 
-def ada_scores() -> Any:
-    """One layer, two heads, no protected tokens; together the best four are 9, 8, 7 | 6."""
-    scores = np.array([[9.0, 8, 7, 1, 1, 1], [6.0, 2, 2, 2, 2, 2]])
+def one_layer(scores: list[list[float]]) -> Any:
+    """One layer of heads with these scores, and no protected tokens."""
+    rows = np.array(scores)
     return make_scores(
         shape=make_shape(n_layers=1, n_kv_heads=2),
         context_tokens=6,
         sinks=0,
         window=0,
-        curves=curves_of(scores)[None, None],
-        masses=scores.sum(axis=1)[None, None],
+        curves=curves_of(rows)[None, None],
+        masses=rows.sum(axis=1)[None, None],
     )
+
+
+# Together the best four are 9, 8, 7 | 6.
+EVEN = one_layer([[9.0, 8, 7, 1, 1, 1], [6.0, 2, 2, 2, 2, 2]])
+STARVING = one_layer([[9.0, 8, 7, 6, 5, 4], [0.6, 0.2, 0.2, 0.2, 0.2, 0.2]])
 
 
 @pytest.mark.parametrize(
@@ -140,25 +145,14 @@ def ada_scores() -> Any:
     ],
 )
 def test_both_safeguards_by_hand(options: dict[str, Any], budgets: list[int]) -> None:
-    profile = solve(ada_scores(), budget_tokens=2, solver_options=options, **HEADS)
+    profile = solve(EVEN, budget_tokens=2, solver_options=options, **HEADS)
     assert profile.budgets[0].tolist() == budgets
 
 
 def test_a_starved_head_is_what_the_safeguard_prevents() -> None:
-    scores = np.array([[9.0, 8, 7, 6, 5, 4], [0.6, 0.2, 0.2, 0.2, 0.2, 0.2]])
-    starving = make_scores(
-        shape=make_shape(n_layers=1, n_kv_heads=2),
-        context_tokens=6,
-        sinks=0,
-        window=0,
-        curves=curves_of(scores)[None, None],
-        masses=scores.sum(axis=1)[None, None],
-    )
-
     def budgets(**options: Any) -> list[int]:
-        profile = solve(starving, budget_tokens=3, solver_options=options, **HEADS)
-        row: list[int] = profile.budgets[0].tolist()
-        return row
+        profile = solve(STARVING, budget_tokens=3, solver_options=options, **HEADS)
+        return profile.budgets[0].tolist()
 
     assert budgets(alpha=0.0) == [6, 0]
     assert budgets(alpha=0.5) == [5, 1]  # 0.5 * (6, 0) + 1.5 = (4.5, 1.5): a tie, the lower head
