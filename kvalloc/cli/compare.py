@@ -10,7 +10,7 @@ import typer
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli import targets
 from kvalloc.cli.options import Json, Quiet
-from kvalloc.cli.output import gap_text, hanging, note, number_text, print_json, print_table, size
+from kvalloc.cli.output import gap_text, hanging, note, print_json, print_table, size
 from kvalloc.cli.solve import (
     LOSS_NOTE,
     RETENTION_NOTE,
@@ -21,6 +21,7 @@ from kvalloc.cli.solve import (
     solver_text,
 )
 from kvalloc.errors import InputError, SolverError
+from kvalloc.report.terminal import number_text
 
 if TYPE_CHECKING:
     from kvalloc.allocation.decision import Attempt

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvalloc.cli.options import Json, Quiet
-from kvalloc.cli.output import number_text, print_fields, print_json, size
+from kvalloc.cli.output import print_fields, print_json, size
+from kvalloc.report.terminal import number_text
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray

@@ -11,9 +11,10 @@ import typer
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli import targets
 from kvalloc.cli.options import Json, Quiet, Solver, SolverOption
-from kvalloc.cli.output import duration, note, number_text, print_json, print_table, size
+from kvalloc.cli.output import duration, note, print_json, print_table, size
 from kvalloc.cli.solve import LOSS_NOTE
 from kvalloc.errors import InputError
+from kvalloc.report.terminal import number_text
 
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import FrontierPoint

@@ -12,14 +12,13 @@ from kvalloc.cli.output import (
     duration,
     model_text,
     note,
-    number_text,
     print_fields,
     print_json,
     print_table,
     size,
 )
 from kvalloc.errors import InputError, ProfileFileError, plain
-from kvalloc.report.terminal import bar, terminal_width
+from kvalloc.report.terminal import bar, number_text, terminal_width
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray

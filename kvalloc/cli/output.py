@@ -93,17 +93,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def number_text(value: Any, form: str, unknown: str = "unknown") -> str:
-    """A number in a format, or what stands for one that is not known.
-
-    Examples
-    --------
-    >>> number_text(0.25, ".1%"), number_text(None, ".4f", "-")
-    ('25.0%', '-')
-    """
-    return format(value, form) if isinstance(value, int | float) else unknown
-
-
 def gap_text(gap: float | None) -> str:
     """A relative gap for people; unknown is not zero.
 

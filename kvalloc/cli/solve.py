@@ -221,7 +221,8 @@ def request_text(decided: BudgetProfile) -> str:
 def limit_texts(decided: BudgetProfile) -> list[str]:
     """What else was asked for, one text each."""
     asked = decided.requested
-    texts = [f"layers {which} within {size}" for which, _, size in _caps(asked)]
+    caps = (str(text).partition("=") for text in asked.get("cap", ()))
+    texts = [f"layers {which} within {limit}" for which, _, limit in caps]
     if asked.get("workloads") == "worst":
         texts.append("the worst sample counts")
     elif asked.get("workloads") == "cvar":
@@ -235,10 +236,6 @@ def limit_texts(decided: BudgetProfile) -> list[str]:
     if asked.get("ranks") is not None:
         texts.append(f"{asked['ranks']} ranks balanced within {asked['rank_tolerance']:.3g}")
     return texts
-
-
-def _caps(asked: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [str(text).partition("=") for text in asked.get("cap", ())]
 
 
 def bits_text(decided: BudgetProfile) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvalloc.errors import one_line
@@ -12,9 +13,10 @@ from kvalloc.evaluate.scoring import Outcome, known
 from kvalloc.evaluate.showcase import NO_TIME, Asked, Decision, Experiment, Ladder, Questions
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.report.figure import save_budget_figure
-from kvalloc.report.terminal import table_lines
+from kvalloc.report.terminal import number_text, table_lines
 
 MIB = 1024**2
+_number = partial(number_text, unknown="?")
 WIDTH = 80
 ANSWER_WIDTH = 20
 """Longer answers are cut in the table; the file of results holds them whole."""
@@ -295,10 +297,6 @@ def _answer_cells(name: str, outcome: Outcome, *, of_full: bool = False) -> tupl
     found = "yes" if outcome.found else "no"
     answer = one_line(outcome.answers[0].strip() or "(nothing)", ANSWER_WIDTH)
     return (name, answer, found, *harm, *(f"{x:.2f}" for x in numbers))
-
-
-def _number(value: float | None, form: str, *, unknown: str = "?") -> str:
-    return unknown if value is None else format(value, form)
 
 
 def _percent(share: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, one_line, plain
 
@@ -94,6 +94,17 @@ def table_lines(
     with console.capture() as captured:
         console.print(table(2 if fits(2) else 1))
     return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def number_text(value: Any, form: str, unknown: str = "unknown") -> str:
+    """A number in a format, or what stands for one that is not known.
+
+    Examples
+    --------
+    >>> number_text(0.25, ".1%"), number_text(None, ".4f", "-")
+    ('25.0%', '-')
+    """
+    return format(value, form) if isinstance(value, int | float) else unknown
 
 
 def can_print_bars() -> bool:
