@@ -31,9 +31,9 @@ import numpy as np
 from _common import describe_where, guarded, where_it_ran
 from _real import CONTEXT_TOKENS, SAMPLES, real_scores
 
-from kvalloc.allocation.decision import CheckedSolution, solve_problem
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError
 from kvalloc.problem import (
     AllocationProblem,

@@ -38,9 +38,9 @@ from _common import (
 )
 from _real import described, real_scores
 
-from kvalloc.allocation.decision import solve_problem
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.problem import AllocationProblem, GroupCap, MaxDistinct, RankBalance, Sense, Solution
 from kvalloc.problem.registry import get_solver
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from _common import describe_where, where_it_ran
 
-from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solver, Termination
 from kvalloc.problem.registry import get_solver, solver_names

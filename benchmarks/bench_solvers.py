@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from _common import describe_where, ratios, summary, timed_in_turns, where_it_ran
 
-from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.problem import AllocationProblem, Sense
 from kvalloc.problem.registry import get_solver
 

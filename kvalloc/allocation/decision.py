@@ -25,14 +25,6 @@ from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import Solver, Termination, dual_bound
 from kvalloc.problem.registry import get_solver, options_of
 
-__all__ = [
-    "Average",
-    "CheckedSolution",
-    "decide",
-    "solve",
-    "solve_problem",
-]
-
 Average = Literal["curves", "allocations"]
 
 

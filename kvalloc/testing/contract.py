@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvalloc.allocation.decision import CheckedSolution, solve_problem
 from kvalloc.allocation.request import RequestOptions
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, Termination
 from kvalloc.problem.registry import solver_names

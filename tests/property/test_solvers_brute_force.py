@@ -16,7 +16,7 @@ from factories import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.allocation.decision import CheckedSolution, solve_problem
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import AllocationProblem, Sense, Solver, Termination
 from kvalloc.problem.registry import get_solver

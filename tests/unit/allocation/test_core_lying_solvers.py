@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from factories import make_problem, make_scores
 
-from kvalloc.allocation.decision import solve, solve_problem
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import AllocationProblem, GroupCap, Solution, Solver, Termination
 from kvalloc.problem.registry import get_solver

@@ -10,11 +10,11 @@ from factories import make_scores, make_shape, make_shared_scores
 import kvalloc.allocation.decision
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.curves import mean_retention
-from kvalloc.allocation.decision import solve_problem
 from kvalloc.allocation.formulation import formulate, pose
 from kvalloc.allocation.frontier import frontier
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.sharing import choose_groups
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.cli.main import main
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.budget_profile import BudgetProfile

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvalloc.allocation.decision import CheckedSolution, solve_problem
+from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, Solver, Termination
 from kvalloc.solvers._ilp_search import Search

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from factories import make_problem
 
-from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Sense, Termination, registry
 from kvalloc.testing import larger_problem, tiny_problem, tiny_problems

@@ -20,7 +20,7 @@ from exact_cases import (
 )
 from factories import make_problem
 
-from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
     Aggregate,

@@ -14,7 +14,7 @@ from exact_cases import (
 )
 from factories import make_problem
 
-from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import Aggregate, Sense, Termination
 from kvalloc.problem.registry import get_solver

@@ -9,7 +9,7 @@ from exact_cases import (
     medium_problem,
 )
 
-from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, SolverError
 from kvalloc.problem import AllocationProblem, SameBudget, Termination
 from kvalloc.problem.registry import get_solver

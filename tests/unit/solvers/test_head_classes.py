@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from factories import concave_values, make_problem, make_scores
 
-from kvalloc.allocation.decision import solve, solve_problem
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.problem import Termination
 from kvalloc.problem.registry import get_solver

@@ -7,7 +7,7 @@ import pytest
 from exact_cases import hand_problem, medium_problem
 from scipy.optimize import linprog
 
-from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.problem import AllocationProblem, Sense, Termination
 from kvalloc.problem.registry import get_solver
 from kvalloc.solvers._choices import Choices

@@ -17,7 +17,7 @@ from exact_cases import (
     tiny_cases,
 )
 
-from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
     GroupCap,

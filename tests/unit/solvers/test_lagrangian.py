@@ -10,7 +10,7 @@ from exact_cases import (
     medium_problem,
 )
 
-from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import (
     GroupCap,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from factories import concave_values, make_problem
 
-from kvalloc.allocation.decision import solve_problem
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import Aggregate, GroupCap, SameBudget, Termination
 from kvalloc.problem.registry import get_solver

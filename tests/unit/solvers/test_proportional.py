@@ -7,7 +7,8 @@ import pytest
 from factories import make_problem, make_scores
 
 from kvalloc.accounting.rounding import apportion
-from kvalloc.allocation.decision import solve, solve_problem
+from kvalloc.allocation.decision import solve
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InputError, SolverError
 from kvalloc.problem import Termination
 from kvalloc.problem.registry import get_solver

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from factories import curves_of, make_problem, make_scores, make_shape
 
-from kvalloc.allocation.decision import solve, solve_problem
+from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
+from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem import Termination
