@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prompt_runs import policy
+from prompt_runs import policy, run
 from scorer_oracle import make_states
 
 from kvalloc.runtime.policies import merge as merge_file
@@ -152,8 +152,8 @@ def test_the_cache_answers_as_over_the_combined_entries(
     ids = tiny.prompt(CONTEXT, 2)
     sinks, window = profile.policy.sinks, profile.policy.window
     protected = {*range(sinks), *range(CONTEXT - window, CONTEXT)}
+    run(model, ids, cache)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
         kept = tiny.kept_of(cache)
         oracle = tiny.Oracle(model, ids, kept)
         for layer, positions in kept.items():
@@ -192,22 +192,19 @@ def test_half_precision_is_combined_in_float32(
     assert torch.equal(found.values[kept], expected.values[kept].to(dtype))
     model = tiny.tiny_model("llama", "sdpa", dtype)
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy=name)
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT), past_key_values=cache)
-        for tokens in (1, 5):
-            logits = model(tiny.prompt(tokens, seed=tokens), past_key_values=cache).logits
-            assert torch.isfinite(logits).all()
+    run(model, tiny.prompt(CONTEXT), cache)
+    for tokens in (1, 5):
+        assert torch.isfinite(run(model, tiny.prompt(tokens, seed=tokens), cache)).all()
 
 
 def test_rows_move_with_their_bias(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy="compensate")
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(3, 2, seed=1)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        swapped = model(question, past_key_values=cache).logits
-        again = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy="compensate")
-        model(ids[[1, 0]], past_key_values=again)
-        expected = model(question, past_key_values=again).logits
+    run(model, ids, cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = run(model, question, cache)
+    again = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy="compensate")
+    run(model, ids[[1, 0]], again)
+    expected = run(model, question, again)
     torch.testing.assert_close(swapped, expected, atol=1e-4, rtol=0)

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prompt_runs import policy
+from prompt_runs import policy, run
 from scorer_oracle import full_attention, make_states
+
+from kvalloc.runtime.policies.mpcache import ClusterReader
 
 SMALL = {"coarse_tokens": 8, "fine_tokens": 4, "coarse_share": 0.5, "fine_share": 0.5}
 
@@ -95,37 +97,34 @@ def test_a_follower_with_other_entries_reads_its_nearest_positions() -> None:
 CONTEXT = 400
 
 
-class Spy:
-    """How many entries the layers' attention was given."""
+def noted_reads(monkeypatch: Any) -> list[int]:
+    """How many entries the layers' attention is given from now on."""
+    read: list[int] = []
+    function = torch.nn.functional.scaled_dot_product_attention
 
-    def __init__(self, monkeypatch: Any) -> None:
-        self.read: list[int] = []
-        function = torch.nn.functional.scaled_dot_product_attention
+    def noted(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        read.append(int(key.shape[2]))
+        return function(query, key, *args, **kwargs)
 
-        def noted(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-            self.read.append(int(key.shape[2]))
-            return function(query, key, *args, **kwargs)
-
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    return read
 
 
 def test_decoding_reads_less_and_stores_the_same(tiny: ModuleType, monkeypatch: Any) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = profile.cache(model, policy="mpcache")
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT), past_key_values=cache)
-        before = cache.retained_bytes
-        spy = Spy(monkeypatch)
-        model(tiny.prompt(1, seed=1), past_key_values=cache)
+    run(model, tiny.prompt(CONTEXT), cache)
+    before, read = cache.retained_bytes, noted_reads(monkeypatch)
+    run(model, tiny.prompt(1, seed=1), cache)
     budgets = profile.budgets[:, 0].tolist()
     expected = []
     for budget in budgets:
         n_coarse = (budget - tiny.SINKS - tiny.WINDOW) // 32
         fine = math.ceil(0.28 * 2 * math.ceil(0.7 * n_coarse))
         expected.append(budget - 32 * n_coarse + 16 * fine + 1)
-    assert spy.read == expected
-    assert max(spy.read) < 0.5 * min(budgets)
+    assert read == expected
+    assert max(read) < 0.5 * min(budgets)
     assert cache.retained_bytes == before + profile.shape.bytes_per_entry * 2 * tiny.N_LAYERS
 
 
@@ -133,8 +132,6 @@ def test_decoding_reads_less_and_stores_the_same(tiny: ModuleType, monkeypatch: 
 def test_the_cache_answers_as_if_the_unread_were_hidden(
     tiny: ModuleType, monkeypatch: Any, attention: str
 ) -> None:
-    from kvalloc.runtime.policies.mpcache import ClusterReader
-
     model = tiny.tiny_model("llama", attention)
     profile = tiny.make_profile(model, CONTEXT, 0.5)
     cache = profile.cache(model, policy="mpcache")
@@ -151,12 +148,11 @@ def test_the_cache_answers_as_if_the_unread_were_hidden(
         return indices
 
     monkeypatch.setattr(ClusterReader, "read", noted)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        logits = model(token, past_key_values=cache).logits
-        everything = tiny.Oracle(model, ids, tiny.kept_of(cache)).logits(token)
-        oracle = tiny.Oracle(model, ids, read)
-        assert (logits - oracle.logits(token)).abs().max() < 1e-4
+    run(model, ids, cache)
+    logits = run(model, token, cache)
+    everything = tiny.Oracle(model, ids, tiny.kept_of(cache)).logits(token)
+    oracle = tiny.Oracle(model, ids, read)
+    assert (logits - oracle.logits(token)).abs().max() < 1e-4
     assert (logits - everything).abs().max() > 1e-3
 
 
@@ -167,17 +163,16 @@ def test_rows_copies_and_new_prompts_have_clusters_of_their_own(tiny: ModuleType
     ids, tokens = tiny.prompt(CONTEXT, 2), tiny.prompt(2, 2, seed=1)
 
     def answers(cache: Any, rows: list[int]) -> torch.Tensor:
-        parts = [model(tokens[rows, i : i + 1], past_key_values=cache).logits for i in range(2)]
+        parts = [run(model, tokens[rows, i : i + 1], cache) for i in range(2)]
         return torch.cat(parts, dim=1)
 
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        twin = copy.deepcopy(cache)
-        expected = answers(cache, [0, 1])
-        assert torch.equal(answers(twin, [0, 1]), expected)
-        cache.reset()
-        model(ids, past_key_values=cache)
-        model(tokens[:, :1], past_key_values=cache)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        swapped = model(tokens[[1, 0], 1:], past_key_values=cache).logits
+    run(model, ids, cache)
+    twin = copy.deepcopy(cache)
+    expected = answers(cache, [0, 1])
+    assert torch.equal(answers(twin, [0, 1]), expected)
+    cache.reset()
+    run(model, ids, cache)
+    run(model, tokens[:, :1], cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = run(model, tokens[[1, 0], 1:], cache)
     np.testing.assert_allclose(swapped[[1, 0]], expected[:, 1:], atol=1e-4)

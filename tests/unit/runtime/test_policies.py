@@ -11,11 +11,12 @@ import pytest
 import scorer_oracle
 import torch
 import transformers
-from prompt_runs import policy
+from prompt_runs import policy, run
 from scorer_oracle import make_states
 from transformers import DynamicCache
 
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import (
     EvictionPolicy,
@@ -25,11 +26,13 @@ from kvalloc.runtime.policies import (
     policy_names,
     policy_of,
 )
+from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import scorer_names
 from kvalloc.scorers.projected_values import projected_value_norms
 
 N_TOKENS = 40
 COMBINING = {"merge", "compensate", "attention_matching"}
+LIMITS = {"sinks": 2, "window": 4}
 DROPPING = [name for name in policy_names() if name not in COMBINING]
 
 
@@ -40,9 +43,7 @@ def states_of(**changes: Any) -> Any:
 
 def padded(states: Any, pads: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
     """The same states with the first tokens of each row being padding."""
-    valid = torch.ones(len(pads), N_TOKENS, dtype=torch.bool)
-    for row, count in enumerate(pads):
-        valid[row, :count] = False
+    valid = torch.arange(N_TOKENS) >= torch.tensor(pads)[:, None]
     causal = torch.ones(N_TOKENS, N_TOKENS).tril().bool()
     return replace(states, mask=causal & valid[:, None, None]), valid
 
@@ -52,20 +53,19 @@ def padded(states: Any, pads: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
 def test_budgets_are_met_exactly_for_each_row_and_head(name: str, dtype: torch.dtype) -> None:
     budgets = torch.tensor([[6, 13], [40, 7]])
     states = states_of(dtype=dtype)
-    kept = policy(name).keep(states, budgets, sinks=2, window=4)
+    kept = policy(name).keep(states, budgets, **LIMITS)
     assert kept.dtype == torch.bool
     assert torch.equal(kept.sum(dim=-1), budgets)
     assert kept[..., :2].all()
     assert kept[..., -4:].all()
-    again = policy(name).keep(states, budgets, sinks=2, window=4)
-    assert torch.equal(kept, again)
+    assert torch.equal(kept, policy(name).keep(states, budgets, **LIMITS))
 
 
 @pytest.mark.parametrize("name", policy_names())
 def test_padding_is_never_kept_and_changes_nothing(name: str) -> None:
     states, valid = padded(states_of(), (0, 11))
     budgets = torch.tensor([[20, 13], [29, 9]])
-    kept = policy(name).keep(states, budgets, sinks=2, window=4, valid=valid)
+    kept = policy(name).keep(states, budgets, **LIMITS, valid=valid)
     assert torch.equal(kept.sum(dim=-1), budgets)
     assert not kept[1, :, :11].any()
     assert kept[1, :, 11:13].all()
@@ -77,7 +77,7 @@ def test_padding_is_never_kept_and_changes_nothing(name: str) -> None:
         values=states.values[1:, :, 11:],
         mask=None,
     )
-    assert torch.equal(policy(name).keep(alone, budgets[1:], sinks=2, window=4)[0], kept[1, :, 11:])
+    assert torch.equal(policy(name).keep(alone, budgets[1:], **LIMITS)[0], kept[1, :, 11:])
 
 
 @pytest.mark.parametrize("name", policy_names())
@@ -86,23 +86,23 @@ def test_budgets_that_cannot_be_are_refused(name: str, budget: int) -> None:
     budgets = torch.full((2, 2), 20)
     budgets[1, 0] = budget
     with pytest.raises(InputError, match=f"budget of {budget} entries"):
-        policy(name).keep(states_of(), budgets, sinks=2, window=4)
+        policy(name).keep(states_of(), budgets, **LIMITS)
 
 
 def test_ties_go_to_the_earlier_position() -> None:
     states = states_of()
     states = replace(states, keys=states.keys * 0, values=torch.ones_like(states.values))
-    budgets = torch.full((2, 2), 12)
-    for name, own in (("score", {}), ("critical", {})):
-        kept = policy(name, **own).keep(states, budgets, sinks=2, window=4)
+    for name in ("score", "critical"):
+        kept = policy(name).keep(states, torch.full((2, 2), 12), **LIMITS)
         # pooling gives less to the first and the last of the evictable ones
         first = [0, 1, 3, 4, 5, 6, 7, 8]
         assert kept[0, 0].nonzero()[:, 0].tolist() == [*first, 36, 37, 38, 39]
 
 
-def test_critical_takes_its_two_stages() -> None:
+@pytest.mark.parametrize("alpha", [0.4, 1.0])
+def test_critical_takes_its_two_stages(alpha: float) -> None:
     states = states_of(batch=1)
-    made = policy("critical", alpha=0.4)
+    made = policy("critical", alpha=alpha)
     budget, sinks, window = 16, 2, 4
     kept = made.keep(states, torch.full((1, 2), budget), sinks=sinks, window=window)
     scores = made.scorer.score(states, sinks=sinks)
@@ -110,20 +110,13 @@ def test_critical_takes_its_two_stages() -> None:
     for head in range(2):
         free = set(range(sinks, N_TOKENS - window))
         room = budget - sinks - window
-        first = sorted(free, key=lambda t: (-scores[0, head, t].item(), t))[: int(0.4 * room)]
+        first = sorted(free, key=lambda t: (-scores[0, head, t].item(), t))[: int(alpha * room)]
         weighted = (scores[0, head] + 1e-4) * norms[0, head]
         rest = sorted(free - set(first), key=lambda t: (-weighted[t].item(), t))
         expected = {0, 1, *range(36, 40), *first, *rest[: room - len(first)]}
         assert set(kept[0, head].nonzero()[:, 0].tolist()) == expected
-    assert not torch.equal(
-        kept, policy("score").keep(states, torch.full((1, 2), budget), sinks=sinks, window=window)
-    )
-
-
-def test_critical_with_all_of_the_first_stage_is_the_score() -> None:
-    states, budgets = states_of(), torch.full((2, 2), 20)
-    critical = policy("critical", alpha=1.0).keep(states, budgets, sinks=2, window=4)
-    assert torch.equal(critical, policy("score").keep(states, budgets, sinks=2, window=4))
+    by_score = policy("score").keep(states, torch.full((1, 2), budget), **LIMITS)
+    assert torch.equal(kept, by_score) == (alpha == 1)
 
 
 def naive_proxy_scores(states: Any, proxies: list[int]) -> np.ndarray:
@@ -141,16 +134,14 @@ def test_nacl_without_chance_keeps_proxies_and_their_best(
     named: dict[str, int], proxies: list[int]
 ) -> None:
     states = states_of()
-    kept = policy("nacl", random_share=0.0, **named).keep(
-        states, torch.full((2, 2), 17), sinks=2, window=1
-    )
+    made = policy("nacl", random_share=0.0, **named)
+    kept = made.keep(states, torch.full((2, 2), 17), sinks=2, window=1)
     scores = naive_proxy_scores(states, proxies)
     must = {0, 1, 39, *proxies}
-    for row in range(2):
-        for head in range(2):
-            free = sorted(set(range(40)) - must, key=lambda t: -scores[row, head, t])
-            expected = must | set(free[: 17 - len(must)])
-            assert set(kept[row, head].nonzero()[:, 0].tolist()) == expected
+    for place in np.ndindex(2, 2):
+        free = sorted(set(range(40)) - must, key=lambda t: -scores[*place, t])
+        expected = must | set(free[: 17 - len(must)])
+        assert set(kept[place].nonzero()[:, 0].tolist()) == expected
 
 
 def test_nacl_draws_by_seed_layer_and_head() -> None:
@@ -161,7 +152,7 @@ def test_nacl_draws_by_seed_layer_and_head() -> None:
 
     def drawn(seed: int, layer: int) -> torch.Tensor:
         made = policy("nacl", seed=seed, random_share=1.0)
-        return made.keep(replace(states, layer=layer), budgets, sinks=2, window=4)
+        return made.keep(replace(states, layer=layer), budgets, **LIMITS)
 
     first = drawn(0, 0)
     assert torch.equal(first, drawn(0, 0))
@@ -177,7 +168,7 @@ def test_nacl_draws_by_seed_layer_and_head() -> None:
         first_head=1,
     )
     made = policy("nacl", seed=0, random_share=1.0)
-    second = made.keep(alone, budgets[:, 1:], sinks=2, window=4)
+    second = made.keep(alone, budgets[:, 1:], **LIMITS)
     assert torch.equal(second[0, 0], first[0, 1])
 
 
@@ -197,21 +188,14 @@ def test_nacl_draws_from_the_softmax_of_its_scores() -> None:
 
 
 def test_nacl_with_more_proxies_than_budget_keeps_the_last_ones() -> None:
-    kept = policy("nacl", proxy_share=0.5).keep(
-        states_of(), torch.full((2, 2), 10), sinks=2, window=4
-    )
-    expected = [0, 1, *range(32, 40)]
-    assert kept[1, 1].nonzero()[:, 0].tolist() == expected
+    kept = policy("nacl", proxy_share=0.5).keep(states_of(), torch.full((2, 2), 10), **LIMITS)
+    assert kept[1, 1].nonzero()[:, 0].tolist() == [0, 1, *range(32, 40)]
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "said"),
     [
-        (
-            "nacl",
-            {"proxy_start": 3},
-            "policy nacl: proxy_start 3 and proxy_stop None name no range",
-        ),
+        ("nacl", {"proxy_start": 3}, "nacl: proxy_start 3 and proxy_stop None name no range"),
         ("nacl", {"proxy_stop": 3}, "proxy_stop 3 name no range"),
         ("nacl", {"proxy_start": 4, "proxy_stop": 4}, "give both, with 0 <= start < stop"),
         ("nacl", {"random_share": 1.2}, "random_share is 1.2, expected a number from 0 to 1"),
@@ -238,10 +222,9 @@ def test_parameters_out_of_range(name: str, parameters: dict[str, Any], said: st
 
 
 def test_nacl_proxies_beyond_the_prompt_are_refused() -> None:
+    made = policy("nacl", proxy_start=2, proxy_stop=50)
     with pytest.raises(InputError, match="proxy_stop is 50"):
-        policy("nacl", proxy_start=2, proxy_stop=50).keep(
-            states_of(), torch.full((2, 2), 20), sinks=2, window=4
-        )
+        made.keep(states_of(), torch.full((2, 2), 20), **LIMITS)
 
 
 # through the cache
@@ -253,13 +236,11 @@ def check_against_the_oracle(tiny: ModuleType, model: Any, profile: Any, name: s
     """The cache answers as a full one with the evicted entries hidden."""
     cache = profile.cache(model, policy=name)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(7, 2, seed=1)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        full = list(profile.shape.full_layers)
-        assert (cache.kept_tokens[full] == profile.budgets[full]).all()
-        oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
-        logits = model(question, past_key_values=cache).logits
-    assert (logits - oracle.logits(question)).abs().max() < 1e-4
+    run(model, ids, cache)
+    full = list(profile.shape.full_layers)
+    assert (cache.kept_tokens[full] == profile.budgets[full]).all()
+    oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
+    assert (run(model, question, cache) - oracle.logits(question)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
@@ -282,14 +263,13 @@ def test_chunks_keep_the_same_entries(tiny: ModuleType, name: str) -> None:
         profile = tiny.make_profile(model, CONTEXT, [budget] * tiny.N_LAYERS)
         whole = profile.cache(model, policy=name)
         in_chunks = make_cache(profile, model, policy=name, prompt_tokens=CONTEXT)
-        with torch.no_grad():
-            model(ids, past_key_values=whole)
-            if merging(name) and not in_chunks._policy.holds:
-                with pytest.raises(UnsupportedRequestError, match="in one piece"):
-                    model(ids[:, :50], past_key_values=in_chunks)
-                continue
-            for chunk in ids.split(sizes, dim=1):
-                model(chunk, past_key_values=in_chunks)
+        run(model, ids, whole)
+        if merging(name) and not in_chunks._policy.holds:
+            with pytest.raises(UnsupportedRequestError, match="in one piece"):
+                run(model, ids[:, :50], in_chunks)
+            continue
+        for chunk in ids.split(sizes, dim=1):
+            run(model, chunk, in_chunks)
         assert tiny.same_kept(whole, in_chunks)
 
 
@@ -302,18 +282,15 @@ def test_head_budgets_go_with_any_policy_and_any_chunks(tiny: ModuleType, name: 
     in_one = merging(name) and not cache._policy.holds
     sizes = [CONTEXT] if in_one else [50, 3, CONTEXT - 60, 7]
     if cache._reader is not None:
-        with torch.no_grad(), pytest.raises(UnsupportedRequestError, match="same number"):
-            model(ids, past_key_values=cache)
+        with pytest.raises(UnsupportedRequestError, match="same number"):
+            run(model, ids, cache)
         return
     shadow = tiny.Shadow(model)
-    with torch.no_grad():
-        for chunk in ids.split(sizes, dim=1):
-            assert (
-                tiny.worst(model(chunk, past_key_values=cache).logits, shadow.logits(chunk)) < 1e-4
-            )
-            shadow.follow(cache)
-        assert (cache.kept_tokens_by_row == profile.budgets).all()
-        found = model(question, past_key_values=cache).logits
+    for chunk in ids.split(sizes, dim=1):
+        assert tiny.worst(run(model, chunk, cache), shadow.logits(chunk)) < 1e-4
+        shadow.follow(cache)
+    assert (cache.kept_tokens_by_row == profile.budgets).all()
+    found = run(model, question, cache)
     if merging(name):
         assert torch.isfinite(found).all()
     else:
@@ -329,12 +306,10 @@ def test_half_precision_agrees_with_the_float32_oracle(
     model = tiny.tiny_model("llama", "sdpa", dtype, initializer_range=0.08)
     cache, plain = tiny.make_profile(model, CONTEXT, 0.3).cache(model, policy=name), DynamicCache()
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(9, 2, seed=1)
-    with torch.no_grad():
-        for each in (cache, plain):
-            model(ids, past_key_values=each)
-        oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
-        whole = tiny.Oracle(model, ids, {})
-        logits, full = (model(question, past_key_values=each).logits for each in (cache, plain))
+    for each in (cache, plain):
+        run(model, ids, each)
+    oracle, whole = (tiny.Oracle(model, ids, kept) for kept in (tiny.kept_of(cache), {}))
+    logits, full = (run(model, question, each) for each in (cache, plain))
     assert torch.isfinite(logits).all()
     own = (full.float() - whole.logits(question)).abs().max()
     assert (logits.float() - oracle.logits(question)).abs().max() < 2 * own
@@ -368,8 +343,6 @@ def test_soft_caps_and_sink_logits_are_carried(
 
 
 def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None:
-    from kvalloc.formats.budget_profile import BudgetProfile
-
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     changed = profile.replace(policy=changed_policy(profile.policy, "nacl", {"seed": 5}))
@@ -378,9 +351,8 @@ def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None
     assert loaded.policy == changed.policy
     ids = tiny.prompt(CONTEXT)
     caches = [loaded.cache(model), profile.cache(model, policy="nacl", policy_options={"seed": 5})]
-    with torch.no_grad():
-        for cache in caches:
-            model(ids, past_key_values=cache)
+    for cache in caches:
+        run(model, ids, cache)
     assert torch.equal(caches[0].kept_indices(1), caches[1].kept_indices(1))
 
 
@@ -411,8 +383,6 @@ def test_a_policy_that_cannot_be_is_refused_with_the_choices(
 
 
 def test_a_policy_that_misses_its_budget_is_refused(tiny: ModuleType, monkeypatch: Any) -> None:
-    from kvalloc.runtime.policies.score import Score
-
     keep = Score.keep
 
     def one_too_many(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,11 +68,9 @@ def test_each_head_keeps_what_its_policy_alone_would(tiny: ModuleType, level: st
     ids = tiny.prompt(CONTEXT)
     cache = profile.cache(model)
     run(model, ids, cache)
-    alone = []
-    for policy in profile.policies:
-        own = profile.with_policy(policy).cache(model)
+    alone = [profile.with_policy(policy).cache(model) for policy in profile.policies]
+    for own in alone:
         run(model, ids, own)
-        alone.append(own)
     differ = 0
     for layer, head in np.ndindex(profile.budgets.shape):
         place = int(profile.unit_policies[layer, head])
@@ -88,16 +87,10 @@ def test_a_prompt_in_chunks(tiny: ModuleType, announced: bool, level: str) -> No
     profile = mixed(tiny, model, level)
     cache = make_cache(profile, model, prompt_tokens=CONTEXT if announced else None)
     shadow, ids = tiny.Shadow(model), tiny.prompt(CONTEXT, 2)
-    chunks = ids.split(7 if announced else 50, dim=1)
-    if announced:
-        for chunk in chunks:
+    with nullcontext() if announced else cache.prefill():
+        for chunk in ids.split(7 if announced else 50, dim=1):
             assert tiny.worst(run(model, chunk, cache), shadow.logits(chunk)) < 1e-4
             shadow.follow(cache)
-    else:
-        with cache.prefill():
-            for chunk in chunks:
-                assert tiny.worst(run(model, chunk, cache), shadow.logits(chunk)) < 1e-4
-                shadow.follow(cache)
     assert (cache.kept_tokens == profile.budgets).all()
     question = tiny.prompt(6, 2, seed=9)
     assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
