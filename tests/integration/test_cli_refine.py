@@ -1,10 +1,6 @@
 """``kvalloc solve --refine`` on a tiny model."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from cli_tools import prose, refused, run, save_tiny_model
@@ -16,14 +12,14 @@ ASKED = ("--budget", "45%", "--level", "head", "--rounds", 1)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """tiny and other (models), s.safetensors with loss curves, prompts.jsonl."""
     folder = tmp_path_factory.mktemp("refine")
     model = tiny_model(initializer_range=0.3)
     save_tiny_model(folder / "tiny", model)
     save_tiny_model(folder / "other", tiny_model(num_hidden_layers=2))
     words = prose(400).split()
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"text": " ".join(words[50 * i : 50 * i + 48]), "answer": "w3 w1 w4 w1", "task": "copy"}
         for i in range(5)
     ]
@@ -38,18 +34,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def solve(folder: Path, *more: object, prompts: str = "prompts.jsonl") -> tuple[object, ...]:
+def solve(folder, *more, prompts="prompts.jsonl"):
     refine = ("--refine", folder / "tiny", "--refine-prompts", folder / prompts)
     return ("solve", folder / "s.safetensors", *ASKED, *refine, *more)
 
 
-def test_a_refined_profile_states_what_was_measured(folder: Path, tmp_path: Path) -> None:
+def test_a_refined_profile_states_what_was_measured(folder, tmp_path):
     out = tmp_path / "p.json"
     ran = run(*solve(folder, "-o", out))
     assert ran.code == 0, ran.err
     decided = BudgetProfile.load(out)
     told = decided.refinement
-    assert told is not None
     assert told["tasks"] == ["copy"] * 5
     assert f"{told['measured_loss']:.6f} nats per token (95% interval" in ran.out
     assert "prompts.jsonl" in ran.out
@@ -64,7 +59,7 @@ def test_a_refined_profile_states_what_was_measured(folder: Path, tmp_path: Path
     assert verified.code == 0, verified.out
 
 
-def test_what_is_refused(folder: Path) -> None:
+def test_what_is_refused(folder):
     out = ("-o", folder / "p.json")
     told = refused(folder, *solve(folder, *out, prompts="few.jsonl"))
     assert "at least 4 prompts" in told

@@ -1,10 +1,5 @@
 """What fewer bits do to keys, values and attention output, against plain loops."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -21,12 +16,12 @@ from kvalloc.runtime.quantization import output_fidelity, quantised_keys, quanti
 TOKENIZER = WordTokenizer()
 
 
-def measure(model: Any = None, **options: Any) -> ScoreProfile:
-    values: dict[str, Any] = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
+def measure(model=None, **options):
+    values = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
     return profile(model or tiny_model(), TOKENIZER, [words(300)], **values)
 
 
-def _one_block(block: np.ndarray, bits: int) -> np.ndarray:
+def _one_block(block, bits):
     """Numbers of one block, quantised one by one, with float16 scale and minimum."""
     low, high = float(block.min()), float(block.max())
     least = float(np.float16(low))
@@ -37,7 +32,7 @@ def _one_block(block: np.ndarray, bits: int) -> np.ndarray:
     return np.array([step * scale + least for step in steps])
 
 
-def keys_by_loops(keys: np.ndarray, bits: int) -> np.ndarray:
+def keys_by_loops(keys, bits):
     found = np.empty_like(keys)
     n_tokens, head_dim = keys.shape
     for start in range(0, n_tokens, 64):
@@ -47,7 +42,7 @@ def keys_by_loops(keys: np.ndarray, bits: int) -> np.ndarray:
     return found
 
 
-def values_by_loops(values: np.ndarray, bits: int) -> np.ndarray:
+def values_by_loops(values, bits):
     found = np.empty_like(values)
     n_tokens, head_dim = values.shape
     for token in range(n_tokens):
@@ -59,7 +54,7 @@ def values_by_loops(values: np.ndarray, bits: int) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("tokens", "head_dim"), [(1, 3), (64, 64), (65, 80), (130, 8)])
-def test_quantised_as_by_loops(tokens: int, head_dim: int, bits: int) -> None:
+def test_quantised_as_by_loops(tokens, head_dim, bits):
     torch.manual_seed(0)
     numbers = torch.randn(2, 2, tokens, head_dim) * torch.rand(head_dim).add(0.1)
     for ours, loops in (
@@ -80,7 +75,7 @@ def test_quantised_as_by_loops(tokens: int, head_dim: int, bits: int) -> None:
                 assert agree > 0.999
 
 
-def test_the_error_is_half_a_step_at_most() -> None:
+def test_the_error_is_half_a_step_at_most():
     torch.manual_seed(1)
     values = torch.randn(1, 1, 50, 64)
     for bits in (8, 4):
@@ -93,7 +88,7 @@ def test_the_error_is_half_a_step_at_most() -> None:
     assert quantised_values(values, 16) is values
 
 
-def test_constant_and_huge_numbers_come_back() -> None:
+def test_constant_and_huge_numbers_come_back():
     constant = torch.full((1, 1, 70, 5), 1.5)
     assert torch.equal(quantised_keys(constant, 4), constant)
     huge = torch.tensor([[[[1e6, -1e6, 0.0]]]])
@@ -102,7 +97,7 @@ def test_constant_and_huge_numbers_come_back() -> None:
     assert quantised_keys(half, 8).dtype == torch.float16
 
 
-def _states(seed: int = 0, *, tokens: int = 90) -> AttentionStates:
+def _states(seed=0, *, tokens=90):
     torch.manual_seed(seed)
     return AttentionStates(
         layer=0,
@@ -114,7 +109,7 @@ def _states(seed: int = 0, *, tokens: int = 90) -> AttentionStates:
     )
 
 
-def _output(states: AttentionStates, keys: np.ndarray, values: np.ndarray, at: int) -> np.ndarray:
+def _output(states, keys, values, at):
     """Attention output of the last 5 rows of one sample's second KV head, by hand."""
     tokens = keys.shape[0]
     rows = []
@@ -128,7 +123,7 @@ def _output(states: AttentionStates, keys: np.ndarray, values: np.ndarray, at: i
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_fidelity_is_that_of_the_last_rows_output(bits: int) -> None:
+def test_fidelity_is_that_of_the_last_rows_output(bits):
     states = _states()
     found = output_fidelity(states, bits=bits, rows=5)
     assert found.shape == (2, 2)
@@ -141,7 +136,7 @@ def test_fidelity_is_that_of_the_last_rows_output(bits: int) -> None:
         assert float(found[at, 1]) == pytest.approx(expected, abs=5e-3 if bits == 4 else 5e-4)
 
 
-def test_fidelity_falls_with_the_bits() -> None:
+def test_fidelity_falls_with_the_bits():
     states = _states(3)
     at = {bits: output_fidelity(states, bits=bits, rows=8) for bits in (16, 8, 4)}
     assert bool((at[16] == 1).all())
@@ -150,30 +145,28 @@ def test_fidelity_falls_with_the_bits() -> None:
     assert bool((at[4] >= 0).all())
 
 
-def test_an_output_of_zero_is_kept_whole() -> None:
+def test_an_output_of_zero_is_kept_whole():
     states = _states()
     states.values.zero_()
     assert bool((output_fidelity(states, bits=4, rows=4) == 1).all())
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_a_profile_holds_what_was_measured(kind: str) -> None:
+def test_a_profile_holds_what_was_measured(kind):
     model = tiny_model(kind)
     plain = measure(model)
     found = measure(model, bits=(4, 16, 8))
     np.testing.assert_array_equal(found.curves, plain.curves)
     assert plain.bit_widths is None
     assert plain.bit_fidelity is None
-    assert found.bit_widths is not None
     assert found.bit_widths.tolist() == [16, 8, 4]
-    assert found.bit_fidelity is not None
     full = list(found.shape.full_layers)
     decided = found.bit_fidelity[:, full]
     assert bool((decided[..., 0] == 1).all())
     assert bool((decided[..., 1] > decided[..., 2]).all())
-    seen: dict[int, Any] = {}
+    seen = {}
 
-    def handler(states: Any, compute: Any) -> Any:
+    def handler(states, compute):
         seen[states.layer] = output_fidelity(states, bits=4, rows=8)[0].double().numpy()
         return compute(states.mask)
 
@@ -189,13 +182,13 @@ def test_a_profile_holds_what_was_measured(kind: str) -> None:
     assert told.bits is not None
 
 
-def test_bits_that_there_are_not() -> None:
+def test_bits_that_there_are_not():
     for bits in ((), (2,), (16, 7)):
         with pytest.raises(InputError, match="expected some of 16, 8, 4"):
             measure(bits=bits)
 
 
-def test_from_the_command_line(tmp_path: Path) -> None:
+def test_from_the_command_line(tmp_path):
     model = save_tiny_model(tmp_path / "model", tiny_model())
     text, out = tmp_path / "t.txt", tmp_path / "s.safetensors"
     text.write_text(words(300))

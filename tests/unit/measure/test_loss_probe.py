@@ -1,9 +1,5 @@
 """The loss probe against whole forwards with the hidden entries masked."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tiny_models import VOCABULARY, tiny_model
@@ -12,7 +8,7 @@ from kvalloc.measure.job import Job
 from kvalloc.measure.loss_curves import estimate_losses, measure_losses
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.loss_probe import LossProbe
-from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
 from kvalloc.scorers import get_scorer
 
@@ -21,14 +17,7 @@ SCORER = get_scorer("snapkv", window=4, pool=1)
 FULL_LAYERS = {"llama": (0, 1, 2), "qwen3": (0, 1, 2), "gemma3": (1,)}
 
 
-def make_probe(
-    kind: str = "llama",
-    *,
-    n_tokens: int = 40,
-    answer: Any = None,
-    question: Any = None,
-    **options: Any,
-) -> tuple[Any, torch.Tensor, LossProbe]:
+def make_probe(kind="llama", *, n_tokens=40, answer=None, question=None, **options):
     model = tiny_model(kind, **options)
     ids = torch.randint(2, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(1))
     probe = LossProbe(
@@ -44,9 +33,9 @@ def make_probe(
     return model, ids, probe
 
 
-def job(level: Any, *shares: float, batch: int = 8) -> Job:
+def job(level, *shares, batch=8):
     """Levels at some shares of a context of 40 tokens."""
-    values: dict[str, Any] = {"ranks": None, "samples": None, "model": None}
+    values = {"ranks": None, "samples": None, "model": None}
     return Job(
         shape=shape_of(tiny_model()),
         scorer=SCORER,
@@ -57,19 +46,17 @@ def job(level: Any, *shares: float, batch: int = 8) -> Job:
     )
 
 
-def masked_logits(model: Any, ids: torch.Tensor, layer: int | None, keep: Any) -> torch.Tensor:
+def masked_logits(model, ids, layer, keep):
     """One forward over everything; later tokens do not see what is hidden in that layer."""
     return masked_everywhere(model, ids, {} if layer is None else {layer: keep}, keep.shape[-1])
 
 
-def masked_everywhere(
-    model: Any, ids: torch.Tensor, kept: dict[int, torch.Tensor], n_prompt: int
-) -> torch.Tensor:
+def masked_everywhere(model, ids, kept, n_prompt):
     """The same with entries of several layers hidden."""
     n_all = ids.numel()
     group = model.config.num_attention_heads // model.config.num_key_value_heads
 
-    def handler(states: AttentionStates, compute: Any) -> Any:
+    def handler(states, compute):
         if states.layer not in kept:
             return compute(states.mask)
         keep = kept[states.layer]
@@ -85,7 +72,7 @@ def masked_everywhere(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
-def test_loss_equals_that_of_a_masked_forward(kind: str) -> None:
+def test_loss_equals_that_of_a_masked_forward(kind):
     model, ids, probe = make_probe(kind)
     everything = torch.cat([ids, probe.continuation_ids])
     generator = torch.Generator().manual_seed(5)
@@ -101,7 +88,7 @@ def test_loss_equals_that_of_a_masked_forward(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_loss_around_what_all_layers_keep_equals_that_of_a_masked_forward(kind: str) -> None:
+def test_loss_around_what_all_layers_keep_equals_that_of_a_masked_forward(kind):
     model, ids, probe = make_probe(kind)
     everything = torch.cat([ids, probe.continuation_ids])
     generator = torch.Generator().manual_seed(6)
@@ -109,7 +96,7 @@ def test_loss_around_what_all_layers_keep_equals_that_of_a_masked_forward(kind: 
     kept = {layer: masks[row, 0] for row, layer in enumerate(FULL_LAYERS[kind])}
     full = masked_everywhere(model, everything, {}, ids.numel())
 
-    def expected(masked: dict[int, torch.Tensor]) -> torch.Tensor:
+    def expected(masked):
         reduced = masked_everywhere(model, everything, masked, ids.numel())
         return (full.exp() * (full - reduced)).sum(-1)
 
@@ -123,7 +110,7 @@ def test_loss_around_what_all_layers_keep_equals_that_of_a_masked_forward(kind: 
             torch.testing.assert_close(found[variant], wanted, rtol=1e-3, atol=1e-6)
 
 
-def test_continuation_is_what_the_model_writes() -> None:
+def test_continuation_is_what_the_model_writes():
     model, ids, probe = make_probe()
     with torch.no_grad():
         written = model.generate(
@@ -132,7 +119,7 @@ def test_continuation_is_what_the_model_writes() -> None:
     assert probe.continuation_ids.tolist() == written.tolist()
 
 
-def test_given_answer_is_the_continuation() -> None:
+def test_given_answer_is_the_continuation():
     answer = torch.tensor([5, 9, 13])
     _, _, probe = make_probe(answer=answer)
     assert probe.continuation_ids.tolist() == [5, 9, 13]
@@ -142,7 +129,7 @@ QUESTION, ANSWER = torch.tensor([11, 4, 7, 9, 30]), torch.tensor([5, 9, 17, 3])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_a_question_is_read_and_only_what_follows_it_counts(kind: str) -> None:
+def test_a_question_is_read_and_only_what_follows_it_counts(kind):
     model, ids, probe = make_probe(kind, question=QUESTION, answer=ANSWER)
     assert probe.continuation_ids.tolist() == [*QUESTION.tolist(), *ANSWER.tolist()]
     assert (probe.n_tokens, probe.n_measured) == (ids.numel(), 1 + ANSWER.numel())
@@ -160,7 +147,7 @@ def test_a_question_is_read_and_only_what_follows_it_counts(kind: str) -> None:
     assert soft == pytest.approx(float(expected.mean()), rel=1e-3)
 
 
-def test_after_a_question_the_model_writes_its_own_answer() -> None:
+def test_after_a_question_the_model_writes_its_own_answer():
     model, ids, probe = make_probe(question=QUESTION)
     asked = torch.cat([ids, QUESTION])
     with torch.no_grad():
@@ -170,7 +157,7 @@ def test_after_a_question_the_model_writes_its_own_answer() -> None:
     assert n_written > 1
 
 
-def test_nothing_hidden_is_no_loss_and_model_is_left_as_it_was() -> None:
+def test_nothing_hidden_is_no_loss_and_model_is_left_as_it_was():
     model, ids, probe = make_probe()
     before = [dict(layer.__dict__) for layer in model.model.layers]
     keep = torch.ones(2, 2, ids.numel(), dtype=torch.bool)
@@ -181,7 +168,7 @@ def test_nothing_hidden_is_no_loss_and_model_is_left_as_it_was() -> None:
         assert layer.__dict__.keys() == attributes.keys()
 
 
-def test_sliding_layers_and_last_level_have_no_loss() -> None:
+def test_sliding_layers_and_last_level_have_no_loss():
     _, _, probe = make_probe("gemma3")
     asked = job("head", 0.0, 0.5, batch=3)
     assert asked.loss_levels.tolist() == [6, 23, 40]
@@ -193,7 +180,7 @@ def test_sliding_layers_and_last_level_have_no_loss() -> None:
     assert (measured.stderr[1, ..., :2] > 0).all()
 
 
-def test_layer_loss_hides_in_all_heads_at_once() -> None:
+def test_layer_loss_hides_in_all_heads_at_once():
     _, _, probe = make_probe()
     whole = measure_losses(probe, job("layer", 0.1, batch=4))
     alone = measure_losses(probe, job("head", 0.1, batch=4))
@@ -205,7 +192,7 @@ def test_layer_loss_hides_in_all_heads_at_once() -> None:
 
 @pytest.mark.parametrize("asked", [{}, {"question": QUESTION, "answer": ANSWER}])
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_second_order_estimate_agrees_where_the_harm_is_small(level: str, asked: Any) -> None:
+def test_second_order_estimate_agrees_where_the_harm_is_small(level, asked):
     # keep nearly everything: the change is small, where a second-order estimate must hold
     _, _, probe = make_probe(initializer_range=0.15, **asked)
     nearly = job(level, 0.8, 0.9)
@@ -219,7 +206,7 @@ def test_second_order_estimate_agrees_where_the_harm_is_small(level: str, asked:
     assert ratio.max() < 1.25
 
 
-def test_estimates_repeat_with_their_seed() -> None:
+def test_estimates_repeat_with_their_seed():
     _, _, probe = make_probe()
     first, again = (estimate_losses(probe, job("layer", 0.3), seed=3) for _ in range(2))
     other = estimate_losses(probe, job("layer", 0.3), seed=4)

@@ -15,7 +15,7 @@ IDS = torch.arange(40).remainder(VOCABULARY).view(1, 40)
 @contextlib.contextmanager
 def ran(model):
     """Names of the modules whose forward was entered."""
-    names: list[str] = []
+    names = []
     handles = [
         module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
         for name, module in model.named_modules()
@@ -69,7 +69,7 @@ def test_layers_after_the_last_wanted_one_do_not_run():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_states_are_those_of_a_plain_forward(attention):
     model = tiny_model(attention=attention)
-    keys: dict[int, torch.Tensor] = {}
+    keys = {}
     mini_prefill(
         model, IDS, lambda states: keys.update({states.layer: states.keys.clone()}), layers=(0, 2)
     )

@@ -1,10 +1,6 @@
 """Adaptive probes: where they are spent, and what they make of the estimates."""
 
-from __future__ import annotations
-
 from math import erfc, exp, pi, sqrt
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +17,7 @@ from kvalloc.measure.probing import choose_probes, scaled_to_probes
 TOKENS = np.array([10, 30, 100], dtype=np.int64)
 
 
-def test_probes_are_spent_by_expected_improvement_by_hand() -> None:
+def test_probes_are_spent_by_expected_improvement_by_hand():
     # one sample: the uncertainty is half the loss. Half of 200 entries: at the price p the first
     # unit is torn between 30 and 100 entries, the second takes 30 or less at any price near it.
     losses = np.array([[[0.9, 0.5, 0.0], [0.02, 0.01, 0.0]]])
@@ -33,7 +29,7 @@ def test_probes_are_spent_by_expected_improvement_by_hand() -> None:
 
 @given(st.integers(0, 10**6), st.integers(1, 30))
 @settings(max_examples=40)
-def test_as_many_as_asked_where_something_is_at_stake(seed: int, most: int) -> None:
+def test_as_many_as_asked_where_something_is_at_stake(seed, most):
     random = np.random.default_rng(seed)
     losses = -np.sort(-random.exponential(size=(3, 8, 4)), axis=-1)
     losses[..., -1] = 0.0
@@ -44,7 +40,7 @@ def test_as_many_as_asked_where_something_is_at_stake(seed: int, most: int) -> N
     assert np.all(more | ~wanted)  # the first ones stay
 
 
-def test_the_expected_improvement_is_that_of_a_normal() -> None:
+def test_the_expected_improvement_is_that_of_a_normal():
     from kvalloc.measure.probing import _expected_improvement
 
     gap, uncertain = np.array([0.0, 0.3, 2.0, 1.0]), np.array([1.0, 0.5, 1.0, 0.0])
@@ -58,7 +54,7 @@ def test_the_expected_improvement_is_that_of_a_normal() -> None:
     )
 
 
-def test_estimates_are_scaled_to_what_was_measured_by_hand() -> None:
+def test_estimates_are_scaled_to_what_was_measured_by_hand():
     estimates = np.array([[[0.8, 0.4, 0.2, 0.0], [0.6, 0.3, 0.1, 0.0]]] * 2)
     estimates[1] *= 0.5  # another prompt
     probed = np.zeros_like(estimates)
@@ -74,7 +70,7 @@ def test_estimates_are_scaled_to_what_was_measured_by_hand() -> None:
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=30)
-def test_measured_figures_stay_and_right_estimates_do_not_move(seed: int) -> None:
+def test_measured_figures_stay_and_right_estimates_do_not_move(seed):
     random = np.random.default_rng(seed)
     estimates = random.exponential(size=(3, 5, 4))
     where = random.random((5, 4)) < 0.4
@@ -86,22 +82,19 @@ def test_measured_figures_stay_and_right_estimates_do_not_move(seed: int) -> Non
     np.testing.assert_allclose(same, estimates)
 
 
-PLAN: dict[str, Any] = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
+PLAN = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
 
 
-def measured(**options: Any) -> ScoreProfile:
+def measured(**options):
     values = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
     return profile(tiny_model(), WordTokenizer(), [words(300)], **values)
 
 
 @pytest.mark.parametrize("policies", [(), ("tova",)])
-def test_probed_figures_are_those_that_measuring_everything_gives(
-    tmp_path: Path, policies: tuple[str, ...]
-) -> None:
+def test_probed_figures_are_those_that_measuring_everything_gives(tmp_path, policies):
     every = measured(loss=LossPlan(level="head", policies=policies, **PLAN))
     fast = measured(loss=LossPlan(level="head", method="fast", policies=policies, **PLAN))
     found = measured(loss=LossPlan(level="head", probes=7, policies=policies, **PLAN))
-    assert found.loss_probed is not None
     assert found.loss_probed.shape == (3, 2, 1 + len(policies), 4)
     assert found.loss_probed.sum() == 7
     for place, names in (
@@ -123,7 +116,7 @@ def test_probed_figures_are_those_that_measuring_everything_gives(
     assert again.digest == found.digest
 
 
-def test_probes_that_cannot_be_are_refused() -> None:
+def test_probes_that_cannot_be_are_refused():
     for options, message in (
         ({"loss": "fast", "probes": 3}, "3 probes of fast losses"),
         ({"loss": "measured", "probes": 0}, "0 probes of measured"),

@@ -137,7 +137,7 @@ def test_a_long_context_is_stored_on_a_grid():
 
 @contextlib.contextmanager
 def tensor_sizes():
-    sizes: list[int] = []
+    sizes = []
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -195,8 +195,8 @@ class Killed(BaseException):
     pass
 
 
-def stop_after(layers: int):
-    def progress(done: int, total: int) -> None:
+def stop_after(layers):
+    def progress(done, total):
         if done == layers:
             raise Killed
 
@@ -338,7 +338,7 @@ def test_a_killed_process_is_resumed(tmp_path):
     tests = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(tests)}
 
-    def run(output: Path, mode: str) -> int:
+    def run(output, mode):
         command = [sys.executable, str(script), str(output), mode]
         return subprocess.run(command, env=environment, check=False).returncode
 

@@ -1,7 +1,5 @@
 """Score profiles with loss curves."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from tiny_models import WordTokenizer, tiny_model, words
@@ -13,7 +11,7 @@ from kvalloc.measure import Prompt, profile
 from kvalloc.measure.loss_plan import LossPlan
 
 TOKENIZER = WordTokenizer()
-PLAN: dict[str, Any] = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
+PLAN = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
 
 
 def measure(texts=None, model=None, **options):

@@ -80,7 +80,7 @@ def test_a_chat_goes_through_the_template():
 
 
 def test_the_digest_knows_where_a_sample_ends():
-    def digest(*lengths: int) -> str:
+    def digest(*lengths):
         ids = iter(words(20).split())
         texts = [" ".join(next(ids) for _ in range(length)) for length in lengths]
         return choose([Prompt(text=text) for text in texts], samples=2).digest()

@@ -1,7 +1,5 @@
 """Descent on the whole cache's loss, on random models: fixed budgets, and mixed scores."""
 
-from __future__ import annotations
-
 import json
 import resource
 from dataclasses import replace

@@ -1,10 +1,6 @@
 """Refining on small random models, against forwards with the hidden entries masked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +12,9 @@ from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InfeasibleError, InputError, ModelMismatchError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure import Document, Prompt, profile
 from kvalloc.measure.loss_plan import LossPlan
-from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers import get_scorer
 from kvalloc.tuning.measurement import JointProbes
@@ -28,7 +23,7 @@ TOKENIZER = WordTokenizer()
 PLAN = LossPlan(shares=(0.0, 0.15, 0.3, 0.6), level="head", continuation_tokens=5, method="fast")
 
 
-def prompts(count: int = 9) -> list[Prompt]:
+def prompts(count=9):
     every = words(80 * count).split()
     texts = [" ".join(every[80 * i : 80 * i + 60 - i]) for i in range(count)]
     return [
@@ -38,37 +33,37 @@ def prompts(count: int = 9) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_model(initializer_range=0.3)
 
 
 @pytest.fixture(scope="module")
-def scores(model: Any) -> ScoreProfile:
+def scores(model):
     return profile(model, TOKENIZER, prompts(4), context=60, samples=4, loss=PLAN)
 
 
-def run(scores: ScoreProfile, model: Any, given: Any = None, **options: Any) -> BudgetProfile:
+def run(scores, model, given=None, **options):
     values = {"level": "head", "rounds": 2, "continuation_tokens": 5, **options}
     return refine(scores, model, TOKENIZER, prompts() if given is None else given, **values)
 
 
-def masked_loss(model: Any, scores: ScoreProfile, prompt: Prompt, budgets: Any) -> float:
+def masked_loss(model, scores, prompt, budgets):
     """KL of the given answer's predictions with all heads at their budgets, by whole forwards."""
     ids = TOKENIZER(prompt.text)["input_ids"]
     answer = TOKENIZER(f" {prompt.answer}", add_special_tokens=False)["input_ids"]
     everything, n = torch.tensor([ids + answer]), len(ids)
     scorer = get_scorer(scores.scorer, **scores.scorer_parameters)
-    kept: dict[int, torch.Tensor] = {}
+    kept = {}
     share = (n - scores.protected_tokens) / (scores.context_tokens - scores.protected_tokens)
 
-    def look(states: AttentionStates, compute: Any) -> Any:
+    def look(states, compute):
         rows = torch.from_numpy(budgets[states.layer].copy())[None] - scores.protected_tokens
         wanted = scores.protected_tokens + (rows * share).round().long()
         found = scorer.score(states, sinks=scores.sinks)
         kept[states.layer] = keep_best(found, wanted, sinks=scores.sinks, window=scores.window)[0]
         return compute(states.mask)
 
-    def hide(states: AttentionStates, compute: Any) -> Any:
+    def hide(states, compute):
         size = everything.shape[1]
         mask = torch.ones(size, size).tril().bool().expand(1, 6, -1, -1).clone()
         mask[0, :, n:, :n] &= kept[states.layer].repeat_interleave(3, dim=0)[:, None]
@@ -84,11 +79,10 @@ def masked_loss(model: Any, scores: ScoreProfile, prompt: Prompt, budgets: Any) 
     return float((full.exp() * (full - reduced)).sum(-1).mean())
 
 
-def test_stated_losses_are_those_of_masked_forwards(model: Any, scores: ScoreProfile) -> None:
+def test_stated_losses_are_those_of_masked_forwards(model, scores):
     given = [Prompt(text=p.text, answer="w3 w1 w4 w1 w5") for p in prompts()]
     decided = run(scores, model, given, budget="40%")
     told = decided.refinement
-    assert told is not None
     for side, stated in (("training", "predicted_loss"), ("held_out", "measured_loss")):
         found = [
             masked_loss(model, scores, given[i], decided.budgets) for i in told[f"{side}_prompts"]
@@ -100,12 +94,9 @@ def test_stated_losses_are_those_of_masked_forwards(model: Any, scores: ScorePro
     assert decided.retained_bytes <= decided.requested["bytes"]
 
 
-def test_the_best_round_by_held_out_loss_is_kept(
-    tmp_path: Path, model: Any, scores: ScoreProfile
-) -> None:
+def test_the_best_round_by_held_out_loss_is_kept(tmp_path, model, scores):
     decided = run(scores, model, budget="35%", rounds=3)
     told = decided.refinement
-    assert told is not None
     rounds = told["rounds"]
     assert [one["round"] for one in rounds] == list(range(len(rounds)))
     assert len(rounds) > 1
@@ -116,7 +107,6 @@ def test_the_best_round_by_held_out_loss_is_kept(
     assert rounds[0]["predicted"] == pytest.approx(first.predicted_loss)
     decided.save(tmp_path / "p.json")
     again = BudgetProfile.load(tmp_path / "p.json")
-    assert again.refinement is not None
     assert again.refinement["rounds"] == [{**one} for one in rounds]
     assert all(check.passed for check in verify(again, scores))
     assert told["tasks"] == ["text", "answers"] * 4 + ["text"]
@@ -124,18 +114,16 @@ def test_the_best_round_by_held_out_loss_is_kept(
     assert set(told["measured_by_task"]) == {"text", "answers"}
 
 
-def test_a_killed_refinement_goes_on_where_it_was(
-    tmp_path: Path, model: Any, scores: ScoreProfile
-) -> None:
+def test_a_killed_refinement_goes_on_where_it_was(tmp_path, model, scores):
     class Killed(Exception):
         pass
 
-    def stop(done: int, total: int) -> None:
+    def stop(done, total):
         assert done <= total
         if done == 11:
             raise Killed
 
-    asked: dict[str, Any] = {"budget": "35%", "output": tmp_path / "x"}
+    asked = {"budget": "35%", "output": tmp_path / "x"}
     with pytest.raises(Killed):
         run(scores, model, progress=stop, **asked)
     files = list((tmp_path / "x.partial").glob("measured_*"))
@@ -154,13 +142,11 @@ def test_a_killed_refinement_goes_on_where_it_was(
     assert [file.name for file in tmp_path.iterdir()] == ["x"]
 
 
-def test_fewest_bytes_within_a_held_out_loss(model: Any, scores: ScoreProfile) -> None:
+def test_fewest_bytes_within_a_held_out_loss(model, scores):
     half = run(scores, model, budget="40%", rounds=1).refinement
-    assert half is not None
     target = half["choosing_loss"]
     decided = run(scores, model, target_loss=target, rounds=4)
     told = decided.refinement
-    assert told is not None
     assert told["choosing_loss"] <= target
     assert decided.retained_bytes < decided.full_bytes
     within = [one for one in told["rounds"] if one["choosing"] <= target]
@@ -170,15 +156,12 @@ def test_fewest_bytes_within_a_held_out_loss(model: Any, scores: ScoreProfile) -
     assert all(check.passed for check in verify(decided, scores))
 
 
-def test_curves_that_promise_too_much_are_asked_for_less(model: Any, scores: ScoreProfile) -> None:
+def test_curves_that_promise_too_much_are_asked_for_less(model, scores):
     half = run(scores, model, budget="40%", rounds=1).refinement
-    assert half is not None
-    assert scores.losses is not None
     hopeful = scores.replace(losses=scores.losses * 0.1)
     target = half["choosing_loss"]
     decided = run(hopeful, model, target_loss=target, rounds=1)
     told = decided.refinement
-    assert told is not None
     first, second = told["rounds"][:2]
     assert first["round"] == second["round"] == 0
     assert first["choosing"] > target
@@ -190,8 +173,7 @@ def test_curves_that_promise_too_much_are_asked_for_less(model: Any, scores: Sco
     assert all(check.passed for check in verify(decided, hopeful))
 
 
-def test_a_target_that_no_round_reaches_names_the_nearest(model: Any, scores: ScoreProfile) -> None:
-    assert scores.losses is not None
+def test_a_target_that_no_round_reaches_names_the_nearest(model, scores):
     hopeful = scores.losses * 1e-9  # curves that promise too much
     with pytest.raises(InfeasibleError, match=r"no round came within 1e-06 nats.*bytes: ask for"):
         run(
@@ -201,21 +183,19 @@ def test_a_target_that_no_round_reaches_names_the_nearest(model: Any, scores: Sc
         )
 
 
-def test_a_target_below_what_the_curves_allow_is_told_as_a_loss(
-    model: Any, scores: ScoreProfile
-) -> None:
+def test_a_target_below_what_the_curves_allow_is_told_as_a_loss(model, scores):
     with pytest.raises(InfeasibleError, match=r"a loss of 1e-06 nats.*curves end at \d+\.\d+; ask"):
         run(scores, model, target_loss=1e-6, max_tokens=scores.context_tokens // 2)
 
 
-def test_by_default_it_refines_on_prompts_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_it_refines_on_prompts_of_every_kind(monkeypatch):
     from kvalloc.measure import default_texts
     from kvalloc.prompts import calibration
     from kvalloc.tuning import refinement_prompts
 
-    asked: list[tuple[int, int, int]] = []
+    asked = []
 
-    def made(tokenizer: Any, n_prompts: int, n_tokens: int, *, seed: int) -> list[Prompt]:
+    def made(tokenizer, n_prompts, n_tokens, *, seed):
         asked.append((n_prompts, n_tokens, seed))
         if n_tokens < 100:
             raise InputError("no prompt of the task needle fits")
@@ -231,19 +211,17 @@ def test_by_default_it_refines_on_prompts_of_every_kind(monkeypatch: pytest.Monk
     assert all(seed > 0 for *_, seed in asked)  # others than losses are measured on by default
 
 
-def test_fewer_probes_measure_the_least_decided_units(
-    tmp_path: Path, model: Any, scores: ScoreProfile
-) -> None:
+def test_fewer_probes_measure_the_least_decided_units(tmp_path, model, scores):
     decided = run(scores, model, budget="35%", rounds=1, probes=3)
     assert decided.refinement is not None
     whole = run(scores, model, budget="35%", rounds=1)
-    assert decided.refinement["rounds"][0] == whole.refinement["rounds"][0]  # type: ignore[index]
+    assert decided.refinement["rounds"][0] == whole.refinement["rounds"][0]
     moved = (decided.budgets != solve(scores, budget="35%", level="head").budgets).sum()
     assert moved <= 3
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_layers_and_heads(model: Any, scores: ScoreProfile, level: str) -> None:
+def test_layers_and_heads(model, scores, level):
     decided = run(scores, model, budget="50%", level=level, rounds=1, page=4)
     assert decided.level == level
     assert decided.refinement is not None
@@ -251,7 +229,7 @@ def test_layers_and_heads(model: Any, scores: ScoreProfile, level: str) -> None:
         assert (decided.budgets == decided.budgets[:, :1]).all()
 
 
-def test_policies_chosen_with_budgets_are_what_is_measured(model: Any) -> None:
+def test_policies_chosen_with_budgets_are_what_is_measured(model):
     plan = LossPlan(
         shares=(0.0, 0.2, 0.5), level="head", method="fast", policies=("tova", "knorm", "critical")
     )
@@ -263,7 +241,6 @@ def test_policies_chosen_with_budgets_are_what_is_measured(model: Any) -> None:
     decided = run(found, model, given, budget="40%", rounds=2)
     assert decided.unit_policies is not None
     told = decided.refinement
-    assert told is not None
     # the cache keeps what was measured: the same answers through the runtime
     losses = []
     for index in told["held_out_prompts"]:
@@ -280,7 +257,7 @@ def test_policies_chosen_with_budgets_are_what_is_measured(model: Any) -> None:
     assert told["measured_by_task"]["answers"] == pytest.approx(np.mean(losses), rel=1e-3)
 
 
-def test_sliding_layers_are_left_alone() -> None:
+def test_sliding_layers_are_left_alone():
     model = tiny_model("gemma3")
     found = profile(model, TOKENIZER, prompts(2), context=60, samples=2, loss=PLAN)
     decided = run(found, model, budget="60%", rounds=1)
@@ -288,7 +265,7 @@ def test_sliding_layers_are_left_alone() -> None:
     assert decided.refinement is not None
 
 
-def test_what_cannot_be_refined_is_refused(model: Any, scores: ScoreProfile) -> None:
+def test_what_cannot_be_refined_is_refused(model, scores):
     for options, message in (
         ({"target_retention": 0.9}, "leave out the retention"),
         ({"budget": 0.3, "objective": "mean"}, "leave out the retention and the objective"),
@@ -309,7 +286,7 @@ def test_what_cannot_be_refined_is_refused(model: Any, scores: ScoreProfile) -> 
         run(plain, model, budget=0.3)
 
 
-def test_a_model_that_ends_at_once_has_no_continuation(model: Any, scores: ScoreProfile) -> None:
+def test_a_model_that_ends_at_once_has_no_continuation(model, scores):
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = list(range(101))
     try:
@@ -319,25 +296,22 @@ def test_a_model_that_ends_at_once_has_no_continuation(model: Any, scores: Score
         model.generation_config.eos_token_id = before
 
 
-def test_running_text_gives_pieces(model: Any, scores: ScoreProfile) -> None:
+def test_running_text_gives_pieces(model, scores):
     decided = run(scores, model, [words(60 * 18)], budget=0.4, rounds=1)
     assert decided.refinement is not None
     assert decided.refinement["tasks"] == ["text"] * 16
 
 
 @pytest.mark.parametrize("target", [{"budget": "40%"}, {"target_loss": 0.4}])
-def test_the_stated_loss_is_of_prompts_that_decide_nothing(
-    monkeypatch: pytest.MonkeyPatch, model: Any, scores: ScoreProfile, target: dict[str, Any]
-) -> None:
+def test_the_stated_loss_is_of_prompts_that_decide_nothing(monkeypatch, model, scores, target):
     """Whatever they lose after the split is drawn, the budgets and the rounds are the same."""
     measure, plain = JointProbes.measure, run(scores, model, **target)
-    assert plain.refinement is not None
     report = plain.refinement["held_out_prompts"]
     sides = [plain.refinement[f"{one}_prompts"] for one in ("training", "choosing", "held_out")]
     assert sorted(sum(sides, [])) == list(range(9))
-    seen: dict[int, int] = {}
+    seen = {}
 
-    def other(self: Any, index: int, *rest: Any) -> Any:
+    def other(self, index, *rest):
         seen[index] = seen.get(index, 0) + 1
         found = measure(self, index, *rest)
         late = index in report and seen[index] > 1
@@ -345,7 +319,6 @@ def test_the_stated_loss_is_of_prompts_that_decide_nothing(
 
     monkeypatch.setattr(JointProbes, "measure", other)
     changed = run(scores, model, **target)
-    assert changed.refinement is not None
     assert np.array_equal(changed.budgets, plain.budgets)
     for name in ("rounds", "predicted_loss", "choosing_loss"):
         assert changed.refinement[name] == plain.refinement[name]
@@ -355,13 +328,10 @@ def test_the_stated_loss_is_of_prompts_that_decide_nothing(
     assert [check.name for check in checks if not check.passed] == ["held-out prompts"]
 
 
-def test_a_refinement_on_prose_says_so(
-    monkeypatch: pytest.MonkeyPatch, model: Any, scores: ScoreProfile
-) -> None:
+def test_a_refinement_on_prose_says_so(monkeypatch, model, scores):
     from kvalloc.tuning import tasks
 
     monkeypatch.setattr(tasks, "default_texts", lambda: [Document(text=words(60 * 18))])
     told = refine(scores, model, TOKENIZER, budget=0.4, level="head", rounds=1).refinement
-    assert told is not None
     assert told["tasks"] == ["text"] * 16
     assert "measured on prose alone" in told["note"]

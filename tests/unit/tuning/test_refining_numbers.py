@@ -1,7 +1,5 @@
 """What refining computes without a model: splits, scales, shrinkage, corrected curves."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError
-from kvalloc.problem import AllocationProblem
 from kvalloc.tuning.correction import corrected, most_undecided, moved, neighbours, region
 from kvalloc.tuning.shrinking import pooled, shrink, shrink_by_folds
 from kvalloc.tuning.tasks import (
@@ -27,13 +24,13 @@ from kvalloc.tuning.tasks import (
 TASKS = st.lists(st.sampled_from(["needle", "prose", "code"]), min_size=4, max_size=30)
 
 
-def make_problem(seed: int = 0, level: str = "head") -> AllocationProblem:
+def make_problem(seed=0, level="head"):
     scores = make_losses(seed=seed)
     return formulate(scores, Request.parse(budget=0.5, level=level, objective="loss"))
 
 
 @given(TASKS, st.floats(0.1, 0.49), st.integers(0, 99))
-def test_a_split_takes_its_share_of_every_task(tasks: list[str], share: float, seed: int) -> None:
+def test_a_split_takes_its_share_of_every_task(tasks, share, seed):
     counts = {task: tasks.count(task) for task in sorted(set(tasks))}
     pairs = [task for task, count in counts.items() if count == 2]
     if max(counts.values()) < 3 and len(pairs) < 2:
@@ -57,7 +54,7 @@ def test_a_split_takes_its_share_of_every_task(tasks: list[str], share: float, s
 
 
 @given(st.integers(0, 999), st.integers(2, 9))
-def test_all_sides_get_their_share_of_the_prompts_that_lose_most(seed: int, n: int) -> None:
+def test_all_sides_get_their_share_of_the_prompts_that_lose_most(seed, n):
     random = np.random.default_rng(seed)
     losses = random.permutation(np.r_[random.random(3 * n), 100 + random.random(n)])
     split = split_prompts(["a"] * (4 * n), losses, seed=seed)
@@ -78,13 +75,13 @@ def test_all_sides_get_their_share_of_the_prompts_that_lose_most(seed: int, n: i
         (["a"] * 4, 0.5, "not between 0 and 1/2"),
     ],
 )
-def test_what_cannot_be_split_is_refused(tasks: list[str], share: float, said: str) -> None:
+def test_what_cannot_be_split_is_refused(tasks, share, said):
     with pytest.raises(InputError, match=said):
         split_prompts(tasks, held_out_share=share)
 
 
 @given(TASKS, st.integers(2, 4))
-def test_every_prompt_is_left_out_once(tasks: list[str], n_folds: int) -> None:
+def test_every_prompt_is_left_out_once(tasks, n_folds):
     left_out = []
     for kept, out in folds(tasks, n_folds):
         assert not set(kept) & set(out)
@@ -94,7 +91,7 @@ def test_every_prompt_is_left_out_once(tasks: list[str], n_folds: int) -> None:
 
 
 @given(TASKS, st.data())
-def test_scales_bring_tasks_nearer_and_keep_the_mean(tasks: list[str], data: st.DataObject) -> None:
+def test_scales_bring_tasks_nearer_and_keep_the_mean(tasks, data):
     size = len(tasks)
     losses = np.array(data.draw(st.lists(st.floats(1e-2, 3), min_size=size, max_size=size)))
     scales = comparable_scales(tasks, losses)
@@ -107,14 +104,14 @@ def test_scales_bring_tasks_nearer_and_keep_the_mean(tasks: list[str], data: st.
     assert prompt_weights(tasks) @ losses == pytest.approx(plain.mean())
 
 
-def test_tasks_without_loss_are_left_as_they_are() -> None:
+def test_tasks_without_loss_are_left_as_they_are():
     assert comparable_scales(["a", "b"], np.zeros(2)) == {"a": 1.0, "b": 1.0}
     scales = comparable_scales(["a", "b"], np.array([0.5, 0.0]))
     assert scales["a"] == pytest.approx(1.0)  # nothing else carries the mean
     assert np.isfinite(scales["b"])
 
 
-def test_an_interval_draws_prompts_within_their_task() -> None:
+def test_an_interval_draws_prompts_within_their_task():
     # one value a task: every draw is the same, however different the tasks are
     assert interval(["a", "a", "b", "b"], np.array([1.0, 1.0, 3.0, 3.0])) == [2.0, 2.0]
     # of a task with one prompt nobody knows how much its prompts differ
@@ -128,7 +125,7 @@ def test_an_interval_draws_prompts_within_their_task() -> None:
     assert high == pytest.approx(values.mean() + half, abs=0.2 * half)
 
 
-def test_the_pooled_curve_by_hand() -> None:
+def test_the_pooled_curve_by_hand():
     # up: (0.3 + 0.5) / (0.1 + 0.3) = 2; down: -0.2 / -0.4 = 0.5; of two prompts
     changes = np.array([[0.2, 0.6, -0.3], [0.4, 0.4, -0.1]])
     expected = np.array([0.1, 0.3, -0.4])
@@ -137,7 +134,7 @@ def test_the_pooled_curve_by_hand() -> None:
     assert pooled(-changes[:, :2], expected[:2]).tolist() == [0.0, 0.0]
 
 
-def test_shrinkage_by_hand() -> None:
+def test_shrinkage_by_hand():
     changes = np.array([[0.2, 0.0], [0.4, 0.2]])
     expected = np.array([0.1, 0.1])
     # mean 0.3 and 0.1, factor 2: pooled 0.2 each; variance 0.02 each, of the mean 0.01; sizes are
@@ -150,7 +147,7 @@ def test_shrinkage_by_hand() -> None:
 
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(2, 6), st.floats(0.01, 8))
-def test_shrinkage_stays_between_pooled_and_measured(seed: int, n: int, spread: float) -> None:
+def test_shrinkage_stays_between_pooled_and_measured(seed, n, spread):
     random = np.random.default_rng(seed)
     expected = random.normal(size=7)
     tasks = ["a"] * n + ["b"] * n
@@ -164,7 +161,7 @@ def test_shrinkage_stays_between_pooled_and_measured(seed: int, n: int, spread: 
         assert np.all(got <= high + 1e-9)
 
 
-def test_folds_choose_little_shrinkage_for_signal_and_much_for_noise() -> None:
+def test_folds_choose_little_shrinkage_for_signal_and_much_for_noise():
     random = np.random.default_rng(3)
     expected = random.uniform(0.5, 1.5, size=60)
     tasks = ["a"] * 8
@@ -183,7 +180,7 @@ def test_folds_choose_little_shrinkage_for_signal_and_much_for_noise() -> None:
 
 @given(st.integers(0, 50))
 @settings(max_examples=25)
-def test_neighbours_lie_on_both_sides_where_there_is_room(seed: int) -> None:
+def test_neighbours_lie_on_both_sides_where_there_is_room(seed):
     problem = make_problem(seed % 5)
     choice = np.random.default_rng(seed).integers(0, problem.option_counts)
     figures = neighbours(problem, choice)
@@ -193,7 +190,7 @@ def test_neighbours_lie_on_both_sides_where_there_is_room(seed: int) -> None:
         assert (found > chosen).sum() == (chosen < problem.last_options[unit])
 
 
-def test_the_most_undecided_lose_least_at_the_price() -> None:
+def test_the_most_undecided_lose_least_at_the_price():
     problem = make_problem()
     choice = problem.last_options // 2
     figures = neighbours(problem, choice)
@@ -202,7 +199,7 @@ def test_the_most_undecided_lose_least_at_the_price() -> None:
     assert few.size == 4
     wanted = set(zip(few.units.tolist(), few.options.tolist(), strict=True))
 
-    def lost(unit: int, option: int) -> float:
+    def lost(unit, option):
         gain = problem.values[unit, choice[unit]] - problem.values[unit, option]
         saved = problem.costs[unit, choice[unit]] - problem.costs[unit, option]
         return float(gain - price * saved)
@@ -216,7 +213,7 @@ def test_the_most_undecided_lose_least_at_the_price() -> None:
 
 @given(st.integers(0, 1000), st.floats(0.3, 1.0))
 @settings(max_examples=30, deadline=None)
-def test_corrected_curves_pass_through_what_was_measured(seed: int, reach: float) -> None:
+def test_corrected_curves_pass_through_what_was_measured(seed, reach):
     problem = make_problem(seed % 5)
     random = np.random.default_rng(seed)
     choice = random.integers(0, problem.option_counts)
@@ -244,7 +241,7 @@ def test_corrected_curves_pass_through_what_was_measured(seed: int, reach: float
 
 @given(st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
-def test_moved_curves_hold_what_was_measured_and_keep_their_shape_elsewhere(seed: int) -> None:
+def test_moved_curves_hold_what_was_measured_and_keep_their_shape_elsewhere(seed):
     problem = make_problem(seed % 5)
     random = np.random.default_rng(seed)
     choice = random.integers(0, problem.option_counts)
@@ -263,7 +260,7 @@ def test_moved_curves_hold_what_was_measured_and_keep_their_shape_elsewhere(seed
             )
 
 
-def test_a_corrected_problem_is_solved_within_its_region() -> None:
+def test_a_corrected_problem_is_solved_within_its_region():
     """The best choice of all that the region allows, by trying them all."""
     scores = make_losses()
     request = Request.parse(budget=0.5, level="layer", page=8, objective="loss")
