@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,14 @@ def profile_arguments(models, folder, name="tiny"):
 def generate_arguments(models, profiles, folder, name="tiny"):
     return ["generate", models / name, "--profile", profiles / f"{name}.json",
             "--prompt-file", folder / "prompt.txt", "--max-new-tokens", 5]  # fmt: skip
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may become larger than 100 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -71,3 +71,12 @@ def words(n_words: int, seed: int = 0) -> str:
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randint(0, 1000, (n_words,), generator=generator)
     return " ".join(f"w{number}" for number in numbers.tolist())
+
+
+def tiny_profile(model: Any = None, texts: Any = None, **options: Any) -> Any:
+    """Score profile of a tiny model on 2 samples of 60 words, unless something else is asked."""
+    from kvalloc.measure import profile
+
+    values = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
+    texts = [words(300)] if texts is None else texts
+    return profile(model or tiny_model(), WordTokenizer(), texts, **values)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import resource
 
 import pytest
-from cli_tools import CLI_CONTEXT, files_in, profile_arguments, prose, refused, run
+from cli_tools import CLI_CONTEXT, files_in, full_disk, profile_arguments, prose, refused, run
 
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
@@ -116,12 +115,8 @@ def test_a_second_command_on_one_output_touches_nothing(models, folder, resume):
 
 
 def test_a_full_disk_is_one_line(models, folder):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
+    with full_disk():
         line = refused(folder, *profile_arguments(models, folder))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot write" in line
     assert "File too large" in line
 
@@ -194,28 +189,20 @@ def test_profile_refuses(models, folder, changes, words):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nothing", ["check the path"]),
-        ("", ["config.json"]),
-        ("mamba", ["Mamba"]),
-        ("nan", ["not finite", "layer 1"]),
+        ("models/nothing", ["check the path"]),
+        ("models/", ["config.json"]),
+        ("models/mamba", ["Mamba"]),
+        ("models/nan", ["not finite", "layer 1"]),
+        ("folder/text.txt", [".gguf"]),
+        ("folder/model.gguf", ["GGUF"]),
+        ("nobody/nothing-of-the-kind", ["nothing-of-the-kind"]),
     ],
 )
 def test_profile_refuses_a_model(models, folder, name, words):
-    line = refused(folder, *profile_arguments(models, folder, name))
+    (folder / "model.gguf").write_text("not a model")
+    where, _, rest = name.partition("/")
+    arguments = profile_arguments(models, folder)
+    arguments[1] = {"models": models / rest, "folder": folder / rest}.get(where, name)
+    line = refused(folder, *arguments)
     for word in words:
         assert word in line
-
-
-def test_profile_refuses_a_file_that_is_no_model(models, folder):
-    arguments = profile_arguments(models, folder)
-    arguments[1] = folder / "text.txt"
-    assert ".gguf" in refused(folder, *arguments)
-    (folder / "model.gguf").write_text("not a model")
-    arguments[1] = folder / "model.gguf"
-    assert "GGUF" in refused(folder, *arguments)
-
-
-def test_a_name_that_is_neither_here_nor_on_the_hub(models, folder):
-    arguments = profile_arguments(models, folder)
-    arguments[1] = "nobody/nothing-of-the-kind"
-    assert "nothing-of-the-kind" in refused(folder, *arguments)

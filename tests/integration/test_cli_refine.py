@@ -59,23 +59,31 @@ def test_a_refined_profile_states_what_was_measured(folder, tmp_path):
     assert verified.code == 0, verified.out
 
 
-def test_what_is_refused(folder):
+@pytest.mark.parametrize(
+    ("more", "prompts", "said"),
+    [
+        ((), "few.jsonl", "at least 4 prompts"),
+        ((), "short.jsonl", "short.jsonl, line 1: the prompt has 2 tokens"),
+        ((), "none.jsonl", "no file or folder"),
+        (("--json",), "prompts.jsonl", "say -o OUT.json"),
+        (("--average", "allocations"), "prompts.jsonl", "leave out --average"),
+    ],
+)
+def test_what_is_refused(folder, more, prompts, said):
+    out = () if more == ("--json",) else ("-o", folder / "p.json")
+    assert said in refused(folder, *solve(folder, *more, *out, prompts=prompts))
+
+
+@pytest.mark.parametrize(
+    ("more", "model", "said"),
+    [
+        (("--budget", "40%", "--rounds", 2), None, "--rounds belongs to a refinement"),
+        (("--budget", "40%", "--refine-prompts", "prompts.jsonl"), "other", "other"),
+        (("--target-retention", 0.9), "tiny", "leave out the retention"),
+    ],
+)
+def test_requests_that_are_refused(folder, more, model, said):
+    paths = [folder / one if one == "prompts.jsonl" else one for one in more]
+    refine = () if model is None else ("--refine", folder / model)
     out = ("-o", folder / "p.json")
-    told = refused(folder, *solve(folder, *out, prompts="few.jsonl"))
-    assert "at least 4 prompts" in told
-    told = refused(folder, *solve(folder, *out, prompts="short.jsonl"))
-    assert "short.jsonl, line 1: the prompt has 2 tokens" in told
-    told = refused(folder, *solve(folder, *out, prompts="none.jsonl"))
-    assert "no file or folder" in told
-    assert "say -o OUT.json" in refused(folder, *solve(folder, "--json"))
-    scores = folder / "s.safetensors"
-    told = refused(folder, "solve", scores, "--budget", "40%", "--rounds", 2, *out)
-    assert "--rounds belongs to a refinement" in told
-    told = refused(folder, *solve(folder, "--average", "allocations", *out))
-    assert "leave out --average" in told
-    other = ("--refine", folder / "other", "--refine-prompts", folder / "prompts.jsonl")
-    assert "other" in refused(folder, "solve", scores, "--budget", "40%", *other, *out)
-    told = refused(
-        folder, "solve", scores, "--target-retention", 0.9, "--refine", folder / "tiny", *out
-    )
-    assert "leave out the retention" in told
+    assert said in refused(folder, "solve", folder / "s.safetensors", *paths, *refine, *out)

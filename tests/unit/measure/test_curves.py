@@ -1,15 +1,17 @@
 """Retention curves by hand."""
 
 import numpy as np
+import pytest
 
 from kvalloc.measure.curves import on_grid, retention_curves
 
 
 def test_by_hand():
-    scores = np.array([[1.0, 5.0, 2.0], [0.0, 4.0, 0.0]], dtype=np.float32)
+    """The third head has no mass: it loses nothing."""
+    scores = np.array([[1.0, 5.0, 2.0], [0.0, 4.0, 0.0], [0, 0, 0]], dtype=np.float32)
     curves, masses = retention_curves(scores)
-    assert curves.tolist() == [[0, 0.625, 0.875, 1], [0, 1, 1, 1]]
-    assert masses.tolist() == [8, 4]
+    assert curves.tolist() == [[0, 0.625, 0.875, 1], [0, 1, 1, 1], [1, 1, 1, 1]]
+    assert masses.tolist() == [8, 4, 0]
 
 
 def test_sums_are_in_float64():
@@ -21,21 +23,14 @@ def test_sums_are_in_float64():
     assert np.all(np.diff(curves[0]) > 0)
 
 
-def test_a_head_without_mass_loses_nothing():
-    curves, masses = retention_curves(np.zeros((2, 3), dtype=np.float32))
-    assert curves.tolist() == [[1, 1, 1, 1]] * 2
-    assert masses.tolist() == [0, 0]
-
-
-def test_a_shorter_sample_is_stretched_by_the_share_kept():
-    exact = np.array([[0.0, 0.8, 1.0]])
-    values, error = on_grid(exact, np.arange(5))
-    assert values[0].tolist() == [0, 0.4, 0.8, 0.9, 1.0]
-    assert error == 0
-
-
-def test_a_coarse_grid_measures_what_it_hides():
-    exact = np.array([[0.0, 0.6, 0.8, 0.9, 1.0]])
-    values, error = on_grid(exact, np.array([0, 2, 4]))
-    assert values[0].tolist() == [0, 0.8, 1.0]
-    assert abs(error - 0.2) < 1e-12
+@pytest.mark.parametrize(
+    ("exact", "ranks", "expected", "hidden"),
+    [
+        ([0.0, 0.8, 1.0], [0, 1, 2, 3, 4], [0, 0.4, 0.8, 0.9, 1.0], 0),  # a shorter sample
+        ([0.0, 0.6, 0.8, 0.9, 1.0], [0, 2, 4], [0, 0.8, 1.0], 0.2),  # a coarse grid
+    ],
+)
+def test_a_curve_is_stretched_over_the_ranks_and_says_what_it_hides(exact, ranks, expected, hidden):
+    values, error = on_grid(np.array([exact]), np.array(ranks))
+    assert values[0].tolist() == expected
+    assert error == pytest.approx(hidden, rel=4e-12, abs=0)

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, WordTokenizer, tiny_model, words
+from tiny_models import VOCABULARY, tiny_model, tiny_profile
 
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure import profile
 from kvalloc.measure.job import Job
 from kvalloc.measure.loss_curves import estimate_losses, measure_losses
 from kvalloc.measure.loss_plan import LossPlan, named_policies
@@ -49,14 +48,16 @@ def test_options_of_a_policy_may_be_those_of_its_scorer():
     assert critical.scorer_parameters == {**SCORER.parameters(), "window": 2}
 
 
-def test_the_scorers_own_is_measured_in_any_case():
-    assert named("snapkv", "score") == ()
-    assert [each.title for each in named("snapkv", "tova")] == ["tova"]
-
-
-def test_usual_stands_for_a_set():
-    usual = [each.title for each in named("usual", "keydiff")]
-    assert usual == ["critical", "tova", "snapkv:window=1:pool=1", "keydiff"]
+@pytest.mark.parametrize(
+    ("texts", "titles"),
+    [
+        (["snapkv", "score"], []),  # the scorer's own is measured in any case
+        (["snapkv", "tova"], ["tova"]),
+        (["usual", "keydiff"], ["critical", "tova", "snapkv:window=1:pool=1", "keydiff"]),
+    ],
+)
+def test_texts_stand_for_policies_beside_the_scorers_own(texts, titles):
+    assert [each.title for each in named(*texts)] == titles
 
 
 @pytest.mark.parametrize(
@@ -84,19 +85,12 @@ def test_policies_that_do_more_than_choose_are_refused(name):
         named(name)
 
 
-def make_probe(*texts, n_tokens=40):
+def make_probe(*texts, scorer=SCORER):
     model = tiny_model("llama", initializer_range=0.15)
-    ids = torch.randint(2, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(2, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
     policies = [policy_of(each) for each in named(*texts)]
-    return LossProbe(
-        model,
-        ids,
-        SCORER,
-        sinks=SINKS,
-        shape=shape_of(model),
-        continuation_tokens=6,
-        policies=policies,
-    )
+    more = {"shape": shape_of(model), "continuation_tokens": 6, "policies": policies}
+    return LossProbe(model, ids, scorer, sinks=SINKS, **more)
 
 
 def job(level, batch=8):
@@ -112,16 +106,7 @@ def test_each_policy_gets_the_losses_that_it_gets_as_the_scorer(run, level):
     """H2O looks at all queries, TOVA at the last, KeyDiff at none."""
     found = run(make_probe("tova", "keydiff", "h2o"), job(level))
     for place, name in enumerate(("tova", "keydiff", "h2o"), start=1):
-        model = tiny_model("llama", initializer_range=0.15)
-        ids = torch.randint(2, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
-        alone = LossProbe(
-            model,
-            ids,
-            get_scorer(name, window=WINDOW),
-            sinks=SINKS,
-            shape=shape_of(model),
-            continuation_tokens=6,
-        )
+        alone = make_probe(scorer=get_scorer(name, window=WINDOW))
         expected = run(alone, job(level))
         close = {"rtol": 1e-3, "atol": 1e-7}
         for array in ("losses", "stderr"):
@@ -158,32 +143,16 @@ def test_critical_keeps_what_the_policy_keeps():
         assert torch.equal(kept, policy.keep(states, budget, sinks=SINKS, window=WINDOW))
 
 
-TOKENIZER = WordTokenizer()
-OPTIONS = {
-    "context": 60,
-    "samples": 2,
-    "model_id": "tests/tiny",
-    "scorer": SCORER,
-    "sinks": SINKS,
-    "loss_level": "head",
-    "loss_policies": ("tova", "critical"),
-}
-
-
 @pytest.mark.parametrize("method", ["measured", "fast"])
 def test_profiles_hold_them_and_budgets_come_of_them(tmp_path, method):
     output = tmp_path / "s.safetensors"
-    profile(tiny_model(), TOKENIZER, [words(300)], output=output, loss=method, **OPTIONS)
+    options = {"scorer": SCORER, "sinks": SINKS, "loss_level": "head", "loss": method}
+    tiny_profile(output=output, loss_policies=("tova", "critical"), **options)
     found = ScoreProfile.load(output)
     assert [each.title for each in found.policies] == ["snapkv", "tova", "critical"]
     assert found.other_losses.shape == (*found.losses.shape[:3], 2, found.losses.shape[3])
     decided = solve(found, budget="40%", objective="loss", level="head")
     assert all(check.passed for check in verify(decided, found))
-
-
-def test_policies_need_losses():
-    with pytest.raises(InputError, match="loss_policies needs losses: add loss="):
-        profile(tiny_model(), TOKENIZER, [words(300)], **OPTIONS)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

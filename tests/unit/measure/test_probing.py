@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import WordTokenizer, tiny_model, words
+from tiny_models import tiny_profile
 
-from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure import profile
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.measure.probing import choose_probes, scaled_to_probes
 
@@ -85,16 +83,11 @@ def test_measured_figures_stay_and_right_estimates_do_not_move(seed):
 PLAN = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
 
 
-def measured(**options):
-    values = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
-    return profile(tiny_model(), WordTokenizer(), [words(300)], **values)
-
-
 @pytest.mark.parametrize("policies", [(), ("tova",)])
 def test_probed_figures_are_those_that_measuring_everything_gives(tmp_path, policies):
-    every = measured(loss=LossPlan(level="head", policies=policies, **PLAN))
-    fast = measured(loss=LossPlan(level="head", method="fast", policies=policies, **PLAN))
-    found = measured(loss=LossPlan(level="head", probes=7, policies=policies, **PLAN))
+    every = tiny_profile(loss=LossPlan(level="head", policies=policies, **PLAN))
+    fast = tiny_profile(loss=LossPlan(level="head", method="fast", policies=policies, **PLAN))
+    found = tiny_profile(loss=LossPlan(level="head", probes=7, policies=policies, **PLAN))
     assert found.loss_probed.shape == (3, 2, 1 + len(policies), 4)
     assert found.loss_probed.sum() == 7
     for place, names in (
@@ -114,13 +107,3 @@ def test_probed_figures_are_those_that_measuring_everything_gives(tmp_path, poli
     again = ScoreProfile.load(tmp_path / "s.safetensors")
     assert np.array_equal(again.loss_probed, found.loss_probed)
     assert again.digest == found.digest
-
-
-def test_probes_that_cannot_be_are_refused():
-    for options, message in (
-        ({"loss": "fast", "probes": 3}, "3 probes of fast losses"),
-        ({"loss": "measured", "probes": 0}, "0 probes of measured"),
-        ({"probes": 3}, "add loss='measured'"),
-    ):
-        with pytest.raises(InputError, match=message):
-            measured(**options)

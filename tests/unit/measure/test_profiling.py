@@ -3,11 +3,11 @@
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +15,14 @@ import pytest
 import safetensors.numpy
 import scorer_oracle
 import torch
-from cli_tools import files_in
-from tiny_models import WordTokenizer, tiny_model, words
+from cli_tools import files_in, full_disk
+from tiny_models import WordTokenizer, tiny_model, tiny_profile, words
 
 import kvalloc
+from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure import Prompt, profile
+from kvalloc.measure import Prompt
 from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
 from kvalloc.measure.loss_plan import LossPlan
 from kvalloc.models.attention import intercept_attention
@@ -31,10 +32,7 @@ TOKENIZER = WordTokenizer()
 ARRAYS = ("curves", "masses", "ranks", "sample_tokens")
 
 
-def measure(model=None, texts=None, **options):
-    texts = [words(300)] if texts is None else texts
-    values = {"context": 60, "samples": 3, "model_id": "tests/tiny", **options}
-    return profile(tiny_model() if model is None else model, TOKENIZER, texts, **values)
+measure = partial(tiny_profile, samples=3)
 
 
 def curves_of(scores):
@@ -85,8 +83,7 @@ def test_the_profile_says_how_it_was_made():
 
 def test_counted_sinks_are_evictable():
     found = measure(count_sinks=True, sinks=4)
-    assert found.sinks == 0
-    assert found.evictable_tokens == 52
+    assert (found.sinks, found.evictable_tokens) == (0, 52)
 
 
 def test_a_ready_scorer_is_taken_as_it_is():
@@ -183,6 +180,21 @@ def test_a_broken_model_is_named_with_layer_and_sample():
         ({"scorer": "nope"}, "no scorer 'nope'"),
         ({"scorer": "streaming", "pool": 3}, "no option 'pool'"),
         ({"window": 0}, "window is 0"),
+        ({"bits": ()}, "expected some of 16, 8, 4"),
+        ({"bits": (2,)}, "expected some of 16, 8, 4"),
+        ({"bits": (16, 7)}, "expected some of 16, 8, 4"),
+        ({"resume": True}, "name the output"),
+        ({"loss": "exact"}, "loss method is 'exact'"),
+        ({"loss": "fast", "loss_level": "token"}, "loss level is 'token'"),
+        ({"loss": "fast", "probes": 3}, "3 probes of fast losses"),
+        ({"loss": "measured", "probes": 0}, "0 probes of measured"),
+        ({"loss": LossPlan(), "probes": 3}, "probes belongs into the LossPlan"),
+        ({"probes": 3}, "probes needs losses: add loss='measured'"),
+        ({"loss_policies": ("tova",)}, "loss_policies needs losses: add loss='measured'"),
+        ({"share_length": 0}, "the share length is 0"),
+        ({"share_length": 5}, "the share length is 5"),
+        ({"share_length": 2}, "no layers of this model can share"),
+        ({"share_length": 2, "model": tiny_model("gemma3")}, "no layers of this model can share"),
         ({"texts": [Prompt(text="a b", name="p.jsonl", line=2)], "samples": 1}, "p.jsonl, line 2"),
     ],
 )
@@ -291,8 +303,6 @@ def test_the_file_stands_before_the_samples_go(tmp_path, monkeypatch):
 def test_what_cannot_be_written_or_resumed_shows_before_anything_is_measured(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         measure(output=tmp_path / "no" / "s.safetensors")
-    with pytest.raises(InputError, match="name the output"):
-        measure(resume=True)
     with pytest.raises(TypeError, match="colour"):
         measure(colour=1)
 
@@ -303,13 +313,9 @@ def test_a_full_disk_is_told_in_one_line_and_loses_no_sample(tmp_path, layers):
     with pytest.raises(Killed):
         measure(output=output, progress=stop_after(layers))
     before = files_in(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        with pytest.raises(InputError, match="cannot write .*: File too large") as error:
-            measure(output=output, resume=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = "cannot write .*: File too large"
+    with full_disk(), pytest.raises(InputError, match=said) as error:
+        measure(output=output, resume=True)
     assert "\n" not in str(error.value)
     assert files_in(tmp_path) == before
     assert np.array_equal(measure(output=output, resume=True).curves, measure().curves)
@@ -357,3 +363,48 @@ def test_a_killed_process_is_resumed(tmp_path):
     for name in ARRAYS:
         resumed, unbroken = ScoreProfile.load(output), ScoreProfile.load(whole)
         assert np.array_equal(getattr(resumed, name), getattr(unbroken, name))
+
+
+PLAN = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
+
+
+@pytest.mark.parametrize("method", ["measured", "fast"])
+@pytest.mark.parametrize(("level", "heads"), [("layer", 1), ("head", 2)])
+def test_losses_lie_beside_the_retention_curves(tmp_path, method, level, heads):
+    plain = tiny_profile()
+    output = tmp_path / "s.safetensors"
+    tiny_profile(output=output, loss=LossPlan(method=method, level=level, **PLAN))
+    found = ScoreProfile.load(output)
+    assert np.array_equal(found.curves, plain.curves)
+    assert found.loss_tokens.tolist() == [12, 26, 41, 60]
+    assert found.losses.shape == (2, 3, heads, 4) == found.loss_stderr.shape
+    assert (found.losses[..., -1] == 0).all()
+    assert (found.losses[..., 0] > 0).all()
+    assert not plain.has_losses
+    assert (found.loss_method, plain.loss_method) == (method, "")
+
+
+def test_a_target_loss_is_met_on_what_was_measured():
+    scores = tiny_profile(loss=LossPlan(level="layer", **PLAN))
+    everything = float(scores.losses[..., 0].mean(axis=0).sum())
+    decided = solve(scores, target_loss=everything / 3)
+    assert decided.predicted_loss <= everything / 3
+    assert decided.retained_bytes < decided.full_bytes
+
+
+def test_answers_are_what_the_loss_is_measured_on():
+    own, given = (
+        measure(texts=[Prompt(text=words(60), answer=answer)], samples=1, loss=LossPlan(**PLAN))
+        for answer in ("", "w1 w2 w3")
+    )
+    assert np.array_equal(own.curves, given.curves)
+    assert not np.allclose(own.losses, given.losses)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"shares": ()}, "not shares"), ({"shares": (1.2,)}, "not shares"), ({"batch": 0}, "batch")],
+)
+def test_bad_sizes_are_refused(options, said):
+    with pytest.raises(InputError, match=said):
+        LossPlan(**options)

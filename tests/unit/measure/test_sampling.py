@@ -16,23 +16,16 @@ def choose(texts, **options):
     return choose_samples(texts, values.pop("tokenizer", TOKENIZER), **values)
 
 
-def test_prose_is_cut_into_equal_pieces_without_overlap():
-    text = words(57)
-    ids = TOKENIZER(text)["input_ids"]
-    found = choose([text], sampling_ratio=1.0)
-    assert [piece.tolist() for piece in found.token_ids] == [
-        ids[start : start + 10] for start in range(0, 50, 10)
-    ]
-    assert found.description == "5 of 5 pieces of 10 tokens"
-
-
-def test_the_start_token_stands_before_every_piece():
-    text = words(57)
-    ids = TOKENIZER(text)["input_ids"]
-    found = choose([text], samples=6, tokenizer=WordTokenizer(start=True))
-    assert [piece.tolist() for piece in found.token_ids] == [
-        [1, *ids[start : start + 9]] for start in range(0, 54, 9)
-    ]
+@pytest.mark.parametrize(("start", "step"), [([], 10), ([1], 9)])
+def test_prose_is_cut_into_equal_pieces_without_overlap(start, step):
+    """A start token stands before every piece."""
+    ids = TOKENIZER(words(57))["input_ids"]
+    tokenizer = WordTokenizer(start=bool(start))
+    found = choose([words(57)], sampling_ratio=1.0, tokenizer=tokenizer)
+    wanted = [[*start, *ids[at : at + step]] for at in range(0, 57 - step + 1, step)]
+    assert [piece.tolist() for piece in found.token_ids] == wanted
+    assert found.description == f"{len(wanted)} of {len(wanted)} pieces of 10 tokens"
+    assert found.token_ids[0].dtype == np.int64
 
 
 def test_short_texts_are_joined():
@@ -110,10 +103,6 @@ def test_the_digest_knows_where_a_sample_ends():
 def test_what_cannot_be_measured(texts, options, said):
     with pytest.raises(InputError, match=said):
         choose(texts, **options)
-
-
-def test_ids_are_int64():
-    assert choose([words(20)]).token_ids[0].dtype == np.int64
 
 
 def test_a_question_comes_between_prompt_and_answer():

@@ -5,21 +5,17 @@ import itertools
 import numpy as np
 import pytest
 from factories import joint_curves
-from tiny_models import WordTokenizer, tiny_model, words
+from tiny_models import tiny_model, tiny_profile, words
 
-from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import runs_of
-from kvalloc.measure import profile
+from kvalloc.measure import Prompt
 from kvalloc.measure.curves import SharedRuns
-
-TOKENIZER = WordTokenizer()
 
 
 def measure(share_length, n_layers=6, **options):
     model = tiny_model(num_hidden_layers=n_layers)
-    values = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
-    return profile(model, TOKENIZER, [words(300)], share_length=share_length, **values)
+    return tiny_profile(model, share_length=share_length, **options)
 
 
 def added(raw, longest):
@@ -101,31 +97,15 @@ def test_of_a_model(options):
 
 
 def test_a_short_prompt_is_stretched_like_its_curves():
-    from kvalloc.measure import Prompt
-
-    model = tiny_model(num_hidden_layers=4)
     texts = [Prompt(text=words(45)), Prompt(text=words(60, seed=1))]
-    found = profile(model, TOKENIZER, texts, samples=2, context=60, model_id="t", share_length=2)
+    found = measure(2, n_layers=4, texts=texts)
     assert sorted(found.sample_tokens.tolist()) == [45, 60]
     assert found.shared_curves.shape[:2] == (2, 1)
 
 
 def test_saved_and_loaded(tmp_path):
-    model = tiny_model(num_hidden_layers=5)
-    options = {"context": 60, "samples": 2, "model_id": "tests/tiny", "share_length": 2}
-    file = tmp_path / "s.safetensors"
-    made = profile(model, TOKENIZER, [words(300)], output=file, **options)
-    again = ScoreProfile.load(file)
+    made = measure(2, n_layers=5, output=tmp_path / "s.safetensors")
+    again = ScoreProfile.load(tmp_path / "s.safetensors")
     assert np.array_equal(again.shared_runs, made.shared_runs)
     assert np.array_equal(again.shared_curves, made.shared_curves)
     assert again.digest == made.digest
-
-
-def test_what_cannot_be_measured_is_refused():
-    for length in (0, 5):
-        with pytest.raises(InputError, match=f"the share length is {length}"):
-            measure(length)
-    with pytest.raises(InputError, match="no layers of this model can share"):
-        measure(2, n_layers=3)
-    with pytest.raises(InputError, match="no layers of this model can share"):
-        profile(tiny_model("gemma3"), TOKENIZER, [words(300)], context=60, share_length=2)

@@ -173,19 +173,17 @@ def test_curves_that_promise_too_much_are_asked_for_less(model, scores):
     assert all(check.passed for check in verify(decided, hopeful))
 
 
-def test_a_target_that_no_round_reaches_names_the_nearest(model, scores):
-    hopeful = scores.losses * 1e-9  # curves that promise too much
-    with pytest.raises(InfeasibleError, match=r"no round came within 1e-06 nats.*bytes: ask for"):
-        run(
-            scores.replace(losses=hopeful),
-            model,
-            **{"target_loss": 1e-6, "rounds": 1, "max_tokens": scores.context_tokens // 2},
-        )
-
-
-def test_a_target_below_what_the_curves_allow_is_told_as_a_loss(model, scores):
-    with pytest.raises(InfeasibleError, match=r"a loss of 1e-06 nats.*curves end at \d+\.\d+; ask"):
-        run(scores, model, target_loss=1e-6, max_tokens=scores.context_tokens // 2)
+@pytest.mark.parametrize(
+    ("promised", "said"),
+    [
+        (1e-9, r"no round came within 1e-06 nats.*bytes: ask for"),  # too much is promised
+        (1.0, r"a loss of 1e-06 nats.*curves end at \d+\.\d+; ask"),
+    ],
+)
+def test_a_target_that_cannot_be_met_names_the_nearest(model, scores, promised, said):
+    hopeful = scores.replace(losses=scores.losses * promised)
+    with pytest.raises(InfeasibleError, match=said):
+        run(hopeful, model, target_loss=1e-6, rounds=1, max_tokens=scores.context_tokens // 2)
 
 
 def test_by_default_it_refines_on_prompts_of_every_kind(monkeypatch):
@@ -266,34 +264,30 @@ def test_sliding_layers_are_left_alone():
 
 
 def test_what_cannot_be_refined_is_refused(model, scores):
+    plain = scores.replace(
+        losses=None, loss_stderr=None, loss_tokens=None, loss_method="", other_losses=None
+    )
+    ended = tiny_model(initializer_range=0.3)
+    ended.generation_config.eos_token_id = list(range(101))
     for options, message in (
-        ({"target_retention": 0.9}, "leave out the retention"),
-        ({"budget": 0.3, "objective": "mean"}, "leave out the retention and the objective"),
-        ({"budget": 0.3, "weights": [1, 1, 1]}, "leave out the weights"),
-        ({"budget": 0.3, "rounds": 0}, "at least 1 round"),
-        ({"budget": 0.3, "colour": 1}, "no option 'colour'"),
-        ({"budget": 0.3, "given": prompts(3)}, "at least 4 prompts"),
-        ({"budget": 0.3, "given": [Prompt(text="w1 w2")] * 4}, "has 2 tokens"),
-        ({"budget": 0.3, "given": [Prompt(text=words(60)), words(60)]}, "are mixed"),
+        ({"budget": None, "target_retention": 0.9}, "leave out the retention"),
+        ({"objective": "mean"}, "leave out the retention and the objective"),
+        ({"weights": [1, 1, 1]}, "leave out the weights"),
+        ({"rounds": 0}, "at least 1 round"),
+        ({"colour": 1}, "no option 'colour'"),
+        ({"given": prompts(3)}, "at least 4 prompts"),
+        ({"given": [Prompt(text="w1 w2")] * 4}, "has 2 tokens"),
+        ({"given": [Prompt(text=words(60)), words(60)]}, "are mixed"),
+        ({"scores": plain}, "no loss curves"),
+        (
+            {"model": ended, "given": [Prompt(text=words(60))] * 4},
+            "prompt 0: the model ends its turn at once",
+        ),
     ):
         with pytest.raises(InputError, match=message):
-            run(scores, model, **{"given": None, **options})
-    other = tiny_model(num_hidden_layers=2)
+            run(**{"scores": scores, "model": model, "budget": 0.3, **options})
     with pytest.raises(ModelMismatchError):
-        run(scores, other, budget=0.3)
-    plain = profile(model, TOKENIZER, prompts(2), context=60, samples=2)
-    with pytest.raises(InputError, match="no loss curves"):
-        run(plain, model, budget=0.3)
-
-
-def test_a_model_that_ends_at_once_has_no_continuation(model, scores):
-    before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = list(range(101))
-    try:
-        with pytest.raises(InputError, match="prompt 0: the model ends its turn at once"):
-            run(scores, model, [Prompt(text=words(60))] * 4, budget=0.3)
-    finally:
-        model.generation_config.eos_token_id = before
+        run(scores, tiny_model(num_hidden_layers=2), budget=0.3)
 
 
 def test_running_text_gives_pieces(model, scores):
