@@ -94,10 +94,9 @@ def make_probe(*texts, scorer=SCORER):
 
 
 def job(level, batch=8):
-    values = {"ranks": None, "samples": None, "model": None}
+    rest = {"ranks": None, "samples": None, "model": None, "shape": shape_of(tiny_model())}
     plan = LossPlan(shares=(0.0, 0.2, 0.6), level=level, batch=batch)
-    shape = shape_of(tiny_model())
-    return Job(shape=shape, scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **values)
+    return Job(scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **rest)
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])

@@ -20,30 +20,16 @@ FULL_LAYERS = {"llama": (0, 1, 2), "qwen3": (0, 1, 2), "gemma3": (1,)}
 def make_probe(kind="llama", *, n_tokens=40, answer=None, question=None, **options):
     model = tiny_model(kind, **options)
     ids = torch.randint(2, VOCABULARY, (n_tokens,), generator=torch.Generator().manual_seed(1))
-    probe = LossProbe(
-        model,
-        ids,
-        SCORER,
-        sinks=SINKS,
-        shape=shape_of(model),
-        answer_ids=answer,
-        continuation_tokens=6,
-        question_ids=question,
-    )
+    more = {"answer_ids": answer, "question_ids": question, "continuation_tokens": 6}
+    probe = LossProbe(model, ids, SCORER, sinks=SINKS, shape=shape_of(model), **more)
     return model, ids, probe
 
 
 def job(level, *shares, batch=8):
     """Levels at some shares of a context of 40 tokens."""
-    values = {"ranks": None, "samples": None, "model": None}
-    return Job(
-        shape=shape_of(tiny_model()),
-        scorer=SCORER,
-        sinks=SINKS,
-        context_tokens=40,
-        losses=LossPlan(shares=shares, level=level, batch=batch),
-        **values,
-    )
+    rest = {"ranks": None, "samples": None, "model": None, "shape": shape_of(tiny_model())}
+    plan = LossPlan(shares=shares, level=level, batch=batch)
+    return Job(scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **rest)
 
 
 def masked_logits(model, ids, layer, keep):

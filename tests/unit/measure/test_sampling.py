@@ -51,25 +51,21 @@ def test_samples_are_spread_evenly_and_repeatable():
     assert len(digests) == 3
 
 
-def test_a_prompt_may_bring_its_tokens():
-    prompt = Prompt(text="not read", answer="nor this", token_ids=(5, 6, 7), answer_ids=(8, 9))
-    found = choose([prompt], samples=1, least_tokens=1)
-    assert [ids.tolist() for ids in found.token_ids] == [[5, 6, 7]]
-    assert [ids.tolist() for ids in found.answer_ids] == [[8, 9]]
-
-
 def test_a_prompt_is_one_sample():
-    long, short = words(31), words(7, seed=1)
-    ids = TOKENIZER(long)["input_ids"]
-    found = choose([Prompt(text=long), Prompt(text=short)], samples=2, context_tokens=9)
-    assert found.token_ids[0].tolist() == ids[:5] + ids[-4:]
-    assert found.token_ids[1].tolist() == TOKENIZER(short)["input_ids"]
-
-
-def test_a_chat_goes_through_the_template():
-    chat = ({"role": "user", "content": "one two three four"},)
-    found = choose([Prompt(messages=chat)])
-    assert found.token_ids[0].tolist() == TOKENIZER("user one two three four")["input_ids"]
+    """Its middle is dropped where it is too long; it may bring its tokens, or be a chat."""
+    ids = TOKENIZER(words(31))["input_ids"]
+    short = words(7, seed=1)
+    brings = Prompt(text="not read", answer="nor this", token_ids=(5, 6, 7), answer_ids=(8, 9))
+    chat = Prompt(messages=({"role": "user", "content": "one two three four"},))
+    given = [Prompt(text=words(31)), Prompt(text=short), brings, chat]
+    found = choose(given, samples=4, context_tokens=9, least_tokens=1)
+    assert [one.tolist() for one in found.token_ids] == [
+        ids[:5] + ids[-4:],
+        TOKENIZER(short)["input_ids"],
+        [5, 6, 7],
+        TOKENIZER("user one two three four")["input_ids"],
+    ]
+    assert found.answer_ids[2].tolist() == [8, 9]
 
 
 def test_the_digest_knows_where_a_sample_ends():

@@ -145,7 +145,7 @@ def test_shrinkage_by_hand():
     np.testing.assert_allclose(shrink(changes, expected, ["a", "a"], float("inf")), changes)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 6), st.floats(0.01, 8))
 def test_shrinkage_stays_between_pooled_and_measured(seed, n, spread):
     random = np.random.default_rng(seed)
@@ -179,7 +179,7 @@ def test_folds_choose_little_shrinkage_for_signal_and_much_for_noise():
 
 
 @given(st.integers(0, 50))
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 def test_neighbours_lie_on_both_sides_where_there_is_room(seed):
     problem = make_problem(seed % 5)
     choice = np.random.default_rng(seed).integers(0, problem.option_counts)
