@@ -123,12 +123,6 @@ def shared_text(groups: Groups) -> str:
     return f"layers {groups_text(groups)} keep the same entries"
 
 
-def groups_record(asked: Groups | int | str) -> int | list[list[int]]:
-    """Groups, or their number, as plain values for a budget profile."""
-    groups = parse_groups(asked)
-    return groups if isinstance(groups, int) else [list(group) for group in groups]
-
-
 def groups_fault(groups: Groups, full_layers: Sequence[int]) -> str | None:
     """What is wrong with groups of layers, as half a sentence, or None.
 

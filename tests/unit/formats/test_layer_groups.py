@@ -56,8 +56,6 @@ def test_text_and_back():
 def test_what_groups_may_not_be(groups, fault):
     full = [0, 1, 2, 3, 4]
     found = groups_fault(groups, full)
-    import re
-
     assert re.search(fault, found)
     assert groups_fault(((2, 3),), full) is None
 

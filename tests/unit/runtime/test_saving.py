@@ -129,6 +129,32 @@ def test_files_that_were_changed_are_refused(tiny: ModuleType, tmp_path: Path) -
         kvalloc.load_cache(other, model)
 
 
+def test_a_header_that_cannot_be_is_refused_by_its_field(tiny: ModuleType, tmp_path: Path) -> None:
+    model, path = tiny.tiny_model(), tmp_path / "c.safetensors"
+    saved(tiny, model, path)
+    for field, value, named in (
+        ("batch", "1", "batch is 1, expected a valid integer"),
+        ("row_profiles", [], "row_profiles is 0, expected one for each of 1 rows"),
+        ("notes", [], "notes"),
+        ("profile", 5, "profile.file is int"),
+        ("layers", [], "layers is 0, expected"),
+        ("layers", [{"kind": "whole"}], "layers.0.tensors is missing"),
+        ("versions", ..., "versions is missing"),
+        ("kind", "kvalloc.budget_profile", "kind"),
+        ("digest", "0" * 64, "digest of the content"),
+    ):
+
+        def change(header: Any, tensors: Any, field: str = field, value: Any = value) -> None:
+            header[field] = value
+            if value is ...:
+                del header[field]
+
+        with pytest.raises(ProfileFileError) as caught:
+            kvalloc.load_cache(edited(path, tmp_path / "e.safetensors", change), model)
+        assert named in str(caught.value)
+        assert "read the prompt again and save the cache again" in str(caught.value)
+
+
 def test_only_a_complete_prompt_is_saved(tiny: ModuleType, tmp_path: Path) -> None:
     model = tiny.tiny_model()
     cache = tiny.make_profile(model, CONTEXT, 0.5).cache(model)
