@@ -78,7 +78,6 @@ def _kind(file: str) -> str:
     KVAllocError
         If it is none of them.
     """
-    from kvalloc.formats.saved_cache import SavedCacheHeader
     from kvalloc.formats.shipped_profiles import shipped_profiles
 
     path, shipped = Path(file), shipped_profiles()
@@ -105,6 +104,8 @@ def _kind(file: str) -> str:
             )
         if start.lstrip()[:1] == b"{" or path.suffix.lower() == ".json":
             return "budget profile"
+    from kvalloc.formats.saved_cache import SavedCacheHeader  # budget profiles do without it
+
     try:
         with SavedCacheHeader.opened(path, "numpy") as tensors:
             saved = SavedCacheHeader.METADATA in (tensors.metadata() or {})

@@ -1,5 +1,7 @@
 """Groups of layers: how they are read, what they may be, and what a profile must hold of them."""
 
+import re
+
 import pytest
 from factories import make_scores, make_shared_scores
 
