@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ def files_in(folder: Path) -> dict[str, bytes]:
     }
 
 
-def refused(folder: Path, *arguments: object) -> str:
-    """Run a command that must be refused in one line and leave the folder as it was."""
+def refused(folder: Path, *arguments: object, words: Iterable[str] = ()) -> str:
+    """Run a command that must be refused in one line, with these words, and change no file."""
     before = files_in(folder)
     ran = run(*arguments)
     assert ran.code == 2, ran
@@ -58,6 +58,8 @@ def refused(folder: Path, *arguments: object) -> str:
     assert ran.err.count("\n") == 1, ran.err
     assert "Traceback" not in ran.err
     assert files_in(folder) == before
+    for word in words:
+        assert word in ran.err
     return ran.err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     Gemma3ForCausalLM,
@@ -14,6 +15,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.models.loading import shape_of
 
 VOCABULARY = 101
 
@@ -80,3 +84,15 @@ def tiny_profile(model: Any = None, texts: Any = None, **options: Any) -> Any:
     values = {"context": 60, "samples": 2, "model_id": "tests/tiny", **options}
     texts = [words(300)] if texts is None else texts
     return profile(model or tiny_model(), WordTokenizer(), texts, **values)
+
+
+def equal_budgets(model: Any, kept: int, *, context_tokens: int = 40) -> BudgetProfile:
+    """The same budget for every KV head; sliding layers keep what they need."""
+    shape = shape_of(model)
+    budgets = np.full((shape.n_layers, shape.n_kv_heads), kept, dtype=np.int64)
+    sliding = [layer for layer in range(shape.n_layers) if layer not in shape.full_layers]
+    budgets[sliding] = shape.sliding_entries(context_tokens)
+    policy = Policy(scorer="xkv", scorer_parameters={"window": 4, "pool": 3}, sinks=2, window=4)
+    return BudgetProfile(
+        shape=shape, level="layer", context_tokens=context_tokens, budgets=budgets, policy=policy
+    )

@@ -90,7 +90,9 @@ def _storages(cache: Cache) -> list[tuple[UntypedStorage, int]]:
     return list(found.values())
 
 
-def next_logits(model: PreTrainedModel, cache: Cache, ids: Sequence[int], *, last: int) -> Tensor:
+def next_logits(
+    model: PreTrainedModel, cache: Cache, ids: Sequence[int], *, last: int, **arguments: Tensor
+) -> Tensor:
     """Float32 logits of the last positions after feeding tokens, ``(last, vocabulary)``."""
     import torch
 
@@ -100,6 +102,7 @@ def next_logits(model: PreTrainedModel, cache: Cache, ids: Sequence[int], *, las
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=last,
+            **arguments,
         )
     logits: Tensor = output.logits[0].float().cpu()
     return logits

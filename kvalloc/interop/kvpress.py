@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, MissingDependencyError, option
-from kvalloc.evaluate.caches import stored_bytes
+from kvalloc.evaluate.caches import next_logits, stored_bytes
 from kvalloc.evaluate.methods import Compressed
 
 if TYPE_CHECKING:
@@ -193,18 +193,9 @@ class PeerCompressed(Compressed):
 
         stored = int(self.cache.layers[0].keys.shape[2])  # type: ignore[union-attr]
         begin = self.n_prompt + stored - self.first_stored
-        device = self.model.device
-        positions = torch.arange(begin, begin + len(ids), device=device)[None]
-        with torch.inference_mode(), intercept_attention(self.model, self._attend):
-            output = self.model(
-                input_ids=torch.tensor([list(ids)], device=device),
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=last,
-            )
-        logits: Tensor = output.logits[0].float().cpu()
-        return logits
+        positions = torch.arange(begin, begin + len(ids), device=self.model.device)[None]
+        with intercept_attention(self.model, self._attend):
+            return next_logits(self.model, self.cache, ids, last=last, position_ids=positions)
 
     def _attend(self, states: AttentionStates, compute: Compute) -> Any:
         """The layer's own attention under a mask for what this layer stores."""
@@ -342,7 +333,6 @@ def _share(profile: BudgetProfile) -> float:
 
 
 def _read(model: PreTrainedModel, prompt_ids: tuple[int, ...]) -> Reading:
-    import torch
     from transformers import DynamicCache
 
     calls: list[tuple[Any, dict[str, Any]]] = []
@@ -357,13 +347,7 @@ def _read(model: PreTrainedModel, prompt_ids: tuple[int, ...]) -> Reading:
     cache: Any = DynamicCache(config=model.config)
     start = time.perf_counter()
     try:
-        with torch.inference_mode():
-            output = model(
-                input_ids=torch.tensor([list(prompt_ids)], device=model.device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        logits = next_logits(model, cache, prompt_ids, last=1)[-1]
     finally:
         for handle in handles:
             handle.remove()
@@ -372,7 +356,7 @@ def _read(model: PreTrainedModel, prompt_ids: tuple[int, ...]) -> Reading:
         keys=[layer.keys for layer in cache.layers],
         values=[layer.values for layer in cache.layers],
         calls=calls,
-        logits=output.logits[0, -1].float().cpu(),
+        logits=logits,
         seconds=time.perf_counter() - start,
     )
 
@@ -421,15 +405,11 @@ def _finished(model: Any, cache: Any, reading: Reading, start: float) -> PeerCom
     for layer, stored in zip(_layers(model), cache.layers, strict=True):
         marked = getattr(layer.self_attn, "masked_key_indices", None)
         n_kv_heads, n_stored, head_dim = stored.keys.shape[1:]
-        n_kept = n_kv_heads * n_stored
-        if marked is None:
-            hidden.append(None)
-        else:
-            mask = torch.zeros(n_kv_heads, n_stored, dtype=torch.bool, device=stored.keys.device)
+        mask = torch.zeros(n_kv_heads, n_stored, dtype=torch.bool, device=stored.keys.device)
+        if marked is not None:
             mask[marked[1], marked[2]] = True
-            n_kept -= int(mask.sum())
-            hidden.append(mask)
-        kept_bytes += 2 * n_kept * head_dim * stored.keys.element_size()
+        hidden.append(None if marked is None else mask)
+        kept_bytes += 2 * int((~mask).sum()) * head_dim * stored.keys.element_size()
     return PeerCompressed(
         model=model,
         cache=cache,

@@ -46,9 +46,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "options", "words"), CASES, ids=[case[0] for case in CASES])
 def test_solve_refuses_what_it_says(folder, name, options, words):
     asked = ["--budget", "40%", "--solver", name, *options, "-o", folder / "p.json"]
-    line = refused(folder, "solve", folder / "s.safetensors", *asked)
-    for word in words:
-        assert word in line
+    refused(folder, "solve", folder / "s.safetensors", *asked, words=words)
 
 
 @pytest.mark.parametrize(("name", "options", "words"), CASES, ids=[case[0] for case in CASES])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -126,33 +124,18 @@ def test_a_rule_that_overspends_is_shown_as_such(folder, tmp_path):
     [
         ([], ["no target", "--target-retention"]),
         (["--budget", "20%", "--budget-tokens", "9"], ["two targets at once"]),
-        (["--target-retention", "0.9", "--memory", "1MiB"], ["two targets at once"]),
-        (["--target-retention", "1.2"], ["1.2"]),
-        (["--target-retention", "nan"], ["nan"]),
         (["--budget", "lots"], ["lots", "20%"]),
-        (["--budget", "0"], ["share of entries"]),
         (["--memory", "5 floppies"], ["5 floppies", "512MiB"]),
-        (["--budget-tokens", "0"], ["keeps nothing"]),
         (["--budget-tokens", "2"], ["floors", "ask for at least"]),
         (["--memory", "100"], ["ask for at least"]),
-        (["--budget", "20%", "--level", "column"], ["'column'", "'layer' or 'head'"]),
-        (["--budget", "20%", "--context", "501"], ["501", "500"]),
-        (["--budget", "20%", "--context", "5"], ["sinks and window"]),
-        (["--budget", "20%", "--min-tokens", "99"], ["99", "40"]),
-        (["--budget", "20%", "--min-tokens", "-1"], ["-1"]),
-        (["--budget", "20%", "--average", "median"], ["'median'", "curves"]),
-        (["--budget", "20%", "--time-limit", "0"], ["--time-limit"]),
         (["--budget", "20%", "--time-limit", "nan"], ["--time-limit"]),
-        (["--budget", "20%", "--solver", "magic"], ["no solver 'magic'", "greedy"]),
         (["--budget", "20%", "--solver-option", "beta=3"], ["auto has no option 'beta'"]),
         (["--budget", "20%", "--solver", "pyramid", "--solver-option", "beta=1"], ["beta"]),
         (["--budget", "40%", "--solver", "adaptive_head"], ["--level head"]),
     ],
 )
 def test_solve_refuses_a_request_that_cannot_be(folder, scores, arguments, words):
-    line = refused(folder, "solve", scores, *arguments, "-o", folder / "p.json")
-    for word in words:
-        assert word in line
+    refused(folder, "solve", scores, *arguments, "-o", folder / "p.json", words=words)
 
 
 def test_solve_needs_somewhere_to_put_it(folder, scores):
@@ -198,15 +181,14 @@ def _negative(arrays):
 def test_a_score_profile_that_was_tampered_with(folder, scores, command, change, words):
     bad = folder / "bad.safetensors"
     _change(scores, bad, change)
-    line = refused(
+    refused(
         folder,
         command,
         bad,
         *(["--budget", "40%"] if command != "inspect" else []),
         *(["--json"] if command == "solve" else []),
+        words=["bad.safetensors", "kvalloc profile", *words],
     )
-    for word in ["bad.safetensors", "kvalloc profile", *words]:
-        assert word in line
 
 
 @pytest.mark.parametrize("keep", [0, 4, 40, 2000])
@@ -229,30 +211,6 @@ def test_a_budget_profile_where_a_score_profile_is_wanted(folder, scores):
     assert run("solve", scores, "--budget", "40%", "-o", folder / "p.json").code == 0
     line = refused(folder, "solve", folder / "p.json", "--budget", "40%", "--json")
     assert "as a budget profile is" in line
-
-
-def test_a_process_ends_with_2_and_one_line(folder, scores):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from kvalloc.cli.main import main; sys.exit(main())",
-            "solve",
-            str(scores),
-            "--budget",
-            "20%",
-            "--memory",
-            "1MiB",
-            "--json",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
 
 
 # compare
@@ -315,10 +273,7 @@ def test_compare_only_what_is_asked_for(scores):
     ("arguments", "words"),
     [
         ([], "no target"),
-        (["--budget", "40%", "--memory", "1MiB"], "two targets"),
-        (["--budget", "40%", "--solver", "magic"], "no solver 'magic'"),
         (["--budget", "40%", "--solver", "adaptive_head"], "--level head"),
-        (["--budget-tokens", "2"], "ask for at least"),
         (["--budget", "40%", "--time-limit", "-3"], "--time-limit"),
     ],
 )
@@ -374,9 +329,7 @@ def test_inspect_refuses_a_budget_profile_that_was_tampered_with(folder, scores,
     file = folder / "p.json"
     run("solve", scores, "--budget", "40%", "-o", file)
     file.write_text(change(file.read_text()))
-    line = refused(folder, "inspect", file)
-    for word in [*words, "p.json"]:
-        assert word in line
+    refused(folder, "inspect", file, words=[*words, "p.json"])
 
 
 def test_inspect_refuses_other_files(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from cli_tools import refused, run
 
 from kvalloc.formats.shipped_profiles import load_profile
@@ -106,39 +107,34 @@ def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder)
     assert after.replace(evaluation=None).evaluation == before.evaluation is None
 
 
-def test_eval_refuses(models, profiles, folder):
-    budgets = profiles / "tiny.json"
-    plain = folder / "plain.jsonl"
-    plain.write_text('{"prompt": "a b c"}')
-    assert "nothing to evaluate" in refused(folder, "eval", models / "tiny")
-    assert "no task 'ruler'" in refused(
-        folder, "eval", models / "tiny", "--profile", budgets, "--tasks", "ruler"
-    )
-    assert "line 1 has no 'answer'" in refused(
-        folder, "eval", models / "tiny", "--profile", budgets, "--prompts", plain
-    )
-    assert "two profiles are called tiny" in refused(
-        folder, "eval", models / "tiny", "--profile", budgets, "--profile", budgets
-    )
-    assert "deeper" in refused(
-        folder, "eval", models / "deeper", "--profile", budgets, "--tasks", "needle"
-    )
-    assert "--context 600 is beyond the 512 tokens" in refused(
-        folder, "eval", models / "tiny", "--profile", budgets, "--tasks", "kl", "--context", 600
-    )
-    long = folder / "long.jsonl"
-    long.write_text(json.dumps({"prompt": "w1 " * 505, "answer": "w2"}))
-    line = refused(folder, "eval", models / "tiny", "--profile", budgets, "--prompts", long)
-    assert "long.jsonl, line 1: a prompt of 505 tokens and its answer go beyond the 512" in line
-    for flags, message in (
-        (("--question", "before"), "--question before is neither inside nor after"),
-        (("--split", "test"), "--split test is neither development nor held-out"),
+LIMITED = "long.jsonl, line 1: a prompt of 505 tokens and its answer go beyond the 512"
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "said"),
+    [
+        ("tiny", "", "nothing to evaluate"),
+        ("tiny", "tiny.json --tasks ruler", "no task 'ruler'"),
+        ("tiny", "tiny.json --prompts plain.jsonl", "line 1 has no 'answer'"),
+        ("tiny", "tiny.json --profile tiny.json", "two profiles are called tiny"),
+        ("deeper", "tiny.json --tasks needle", "deeper"),
+        ("tiny", "tiny.json --tasks kl --context 600", "--context 600 is beyond the 512 tokens"),
+        ("tiny", "tiny.json --prompts long.jsonl", LIMITED),
+        ("tiny", "tiny.json --question before", "--question before is neither inside nor after"),
+        ("tiny", "tiny.json --split test", "--split test is neither development nor held-out"),
         (
-            ("--tasks", "code", "--turns", 3, "--context", 400),
+            "tiny",
+            "tiny.json --tasks code --turns 3 --context 400",
             "the task code asks 1 question a prompt, not 3",
         ),
-        (("--metric", "f1"), "--metric is for --prompts"),
-        (("--prompts", long, "--metric", "bleu"), "no metric 'bleu'"),
-        (("-o", folder / "no" / "r.json"), "no"),
-    ):
-        assert message in refused(folder, "eval", models / "tiny", "--profile", budgets, *flags)
+        ("tiny", "tiny.json --metric f1", "--metric is for --prompts"),
+        ("tiny", "tiny.json --prompts long.jsonl --metric bleu", "no metric 'bleu'"),
+        ("tiny", "tiny.json -o no/r.json", "no"),
+    ],
+)
+def test_eval_refuses(models, profiles, folder, model, words, said):
+    (folder / "plain.jsonl").write_text('{"prompt": "a b c"}')
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "w1 " * 505, "answer": "w2"}))
+    (folder / "tiny.json").write_bytes((profiles / "tiny.json").read_bytes())
+    given = [folder / word if ".json" in word else word for word in words.split()]
+    refused(folder, "eval", models / model, *(["--profile", *given] if given else []), words=[said])

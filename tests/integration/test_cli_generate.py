@@ -179,9 +179,7 @@ def test_generate_refuses(models, profiles, folder, changes, words):
             continue
         is_path = name in ("--profile", "--prompt-file")
         arguments += [name] if value is True else [name, folder / value if is_path else value]
-    line = refused(folder, *arguments)
-    for word in words:
-        assert word in line
+    refused(folder, *arguments, words=words)
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers"])

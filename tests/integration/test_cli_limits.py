@@ -91,19 +91,11 @@ def test_auto_says_who_decided_and_why(folder, scores):
     ("arguments", "words"),
     [
         (["--cap", "0-15"], ["LAYERS=SIZE", "0-15=256MiB"]),
-        (["--cap", "0-9=1MiB"], ["layer 3", "0-2"]),
-        (["--cap", "2-1=1MiB"], ["1-2"]),
-        (["--cap", "0=5 floppies"], ["5 floppies"]),
         (["--max-distinct", "0"], ["--max-distinct 1"]),
         (["--ranks", "2"], ["--level head"]),
-        (["--equal-heads"], ["--level head"]),
-        (["--level", "head", "--ranks", "0"], ["--ranks 1"]),
-        (["--rank-tolerance", "0.1"], ["--ranks"]),
-        (["--level", "head", "--ranks", "2", "--rank-tolerance", "nan"], ["nan"]),
         (["--min-tokens", "20", "--max-tokens", "10"], ["10", "20", "--max-tokens"]),
         (["--max-tokens", "3"], ["sinks and window", "--max-tokens 5"]),
         (["--min-tokens", "9", "--max-tokens", "14", "--page", "15"], ["--max-tokens 15"]),
-        (["--max-distinct", "2", "--average", "allocations"], ["--average curves"]),
         (
             ["--max-distinct", "2", "--solver", "greedy"],
             ["greedy does not handle --max-distinct; use ilp"],
@@ -112,9 +104,9 @@ def test_auto_says_who_decided_and_why(folder, scores):
     ],
 )
 def test_limits_that_cannot_be(folder, scores, arguments, words):
-    line = refused(folder, "solve", scores, "--budget", "40%", *arguments, "-o", folder / "p.json")
-    for word in words:
-        assert word in line
+    refused(
+        folder, "solve", scores, "--budget", "40%", *arguments, "-o", folder / "p.json", words=words
+    )
 
 
 def test_a_solver_object_leaves_its_options_in_the_profile():
@@ -169,9 +161,7 @@ INFEASIBLE = [
 @pytest.mark.parametrize("command", ["solve", "compare"])
 def test_what_cannot_be_met_names_the_flag_and_what_can(folder, scores, command, arguments, words):
     output = ["-o", folder / "p.json"] if command == "solve" else []
-    line = refused(folder, command, scores, *arguments, *output)
-    for word in words:
-        assert word in line, line
+    refused(folder, command, scores, *arguments, *output, words=words)
 
 
 @pytest.mark.parametrize(("arguments", "words"), INFEASIBLE, ids=lambda a: " ".join(a[:6]))

@@ -65,6 +65,14 @@ def test_solve_with_greedy_loads_no_rich(scores):
     assert "rich" not in loaded_modules("solve", scores, "--budget", "40%", "--json", "-q")
 
 
+def test_a_refused_request_ends_with_2_and_one_line(scores):
+    asked = ("solve", scores, "--budget", "20%", "--memory", "1MiB", "--json")
+    done = started(*asked, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_reader_that_hangs_up_gets_no_complaint():
     read, write = os.pipe()
     os.close(read)

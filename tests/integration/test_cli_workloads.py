@@ -65,8 +65,6 @@ def test_layers_that_share(folder, scores, groups):
         (("--workloads", "cvar"), "needs both"),
         (("--tail", "0.5"), "needs both"),
         (("--workloads", "worst", "--solver", "greedy"), "use cvar or ilp"),
-        (("--share-groups", "1-2"), "first two layers"),
-        (("--share-groups", "nine"), "cannot be read"),
         (("--share-groups", "2"), "--share-groups 4"),
         (("--share-groups", "2-5"), "--share-length 4"),
     ],

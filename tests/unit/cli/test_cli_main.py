@@ -77,36 +77,26 @@ def failing(monkeypatch):
     return arm
 
 
-def test_an_error_of_the_user_is_folded_to_one_line(failing):
-    failing(InputError("first\nsecond\n\n  third"))
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (InputError("first\nsecond\n\n  third"), 2, "error: first second third"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/some/file"),
+            *(2, "error: No space left on device: /some/file"),
+        ),
+        (
+            MemoryError(),
+            *(2, "error: out of memory; use a shorter context, a smaller dtype or a smaller model"),
+        ),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (KeyboardInterrupt("kept in x"), 130, "kept in x"),
+    ],
+)
+def test_what_ends_a_command_is_one_line(failing, error, code, said):
+    failing(error)
     ran = run("solvers")
-    assert (ran.code, ran.out, ran.err) == (2, "", "error: first second third\n")
-
-
-def test_a_full_disk_is_no_defect_of_ours(failing):
-    failing(OSError(errno.ENOSPC, "No space left on device", "/some/file"))
-    ran = run("solvers")
-    assert (ran.code, ran.err) == (2, "error: No space left on device: /some/file\n")
-
-
-def test_out_of_memory_says_what_to_do(failing):
-    failing(MemoryError())
-    ran = run("solvers")
-    assert ran.code == 2
-    assert ran.err.startswith("error: out of memory; use a shorter context")
-
-
-def test_an_error_of_ours_is_shown_in_full(failing):
-    failing(ZeroDivisionError("ours"))
-    with pytest.raises(ZeroDivisionError):
-        run("solvers")
-
-
-@pytest.mark.parametrize(("text", "line"), [("", "interrupted\n"), ("kept in x", "kept in x\n")])
-def test_ctrl_c_is_one_line_and_130(failing, text, line):
-    failing(KeyboardInterrupt(text) if text else KeyboardInterrupt())
-    ran = run("solvers")
-    assert (ran.code, ran.out, ran.err) == (130, "", line)
+    assert (ran.code, ran.out, ran.err) == (code, "", f"{said}\n")
 
 
 def test_only_the_command_asked_for_is_imported(monkeypatch):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, tiny_model
+from tiny_models import VOCABULARY, equal_budgets, tiny_model
 from transformers import DynamicCache
 
 from kvalloc.errors import InputError
@@ -15,7 +14,6 @@ from kvalloc.evaluate.caches import needed_bytes, stored_bytes
 from kvalloc.evaluate.kl import divergence
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.evaluate.scoring import measure, measure_full
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
 from kvalloc.prompts.cases import Case, Turn
 
@@ -54,25 +52,14 @@ def references(model):
     return references_of(model)
 
 
-def profile_of(model, kept: int) -> BudgetProfile:
-    shape = shape_of(model, model_id="tests/tiny")
-    budgets = np.full((shape.n_layers, shape.n_kv_heads), kept, dtype=np.int64)
-    sliding = [i for i in range(shape.n_layers) if i not in shape.full_layers]
-    budgets[sliding] = shape.sliding_entries(PROMPT_TOKENS)
-    policy = Policy(scorer="xkv", scorer_parameters={"window": 4, "pool": 3}, sinks=2, window=4)
-    return BudgetProfile(
-        shape=shape, level="layer", context_tokens=PROMPT_TOKENS, budgets=budgets, policy=policy
-    )
-
-
 def outcomes_of(model, references, make_cache):
     method = CacheMethod(make_cache=make_cache)
     return [measure(model, TOKENIZER, method, reference) for reference in references]
 
 
 def reduced(model, references, kept):
-    profile = profile_of(model, kept)
-    return outcomes_of(model, references, lambda: profile.cache(model, allow_other_model=True))
+    profile = equal_budgets(model, kept)
+    return outcomes_of(model, references, lambda: profile.cache(model))
 
 
 def test_the_reference_is_what_generate_says(model, references):
@@ -110,7 +97,7 @@ def test_a_cache_that_keeps_everything_is_exactly_zero_apart(model, references):
 
 def test_a_reduced_cache_is_measured(model, references):
     outcomes = reduced(model, references, 10)
-    granted = profile_of(model, 10).retained_bytes
+    granted = equal_budgets(model, 10).retained_bytes
     assert all(one.retained_bytes == granted < one.full_bytes for one in outcomes)
     assert all(one.kl is not None and one.kl > 0 for one in outcomes)
     assert all(one.prefill_seconds > 0 and one.decode_seconds > 0 for one in outcomes)
@@ -119,14 +106,11 @@ def test_a_reduced_cache_is_measured(model, references):
 
 def test_kl_equals_one_token_at_a_time(model, references):
     """Teacher forcing in one forward is feeding the answer token by token."""
-    profile = profile_of(model, 10)
+    profile = equal_budgets(model, 10)
     outcomes = reduced(model, references, 10)
     for outcome, reference in zip(outcomes, references, strict=True):
         logits = []
-        for cache in (
-            DynamicCache(config=model.config),
-            profile.cache(model, allow_other_model=True),
-        ):
+        for cache in (DynamicCache(config=model.config), profile.cache(model)):
             with torch.no_grad():
                 model(torch.tensor([reference.case.input_ids]), past_key_values=cache)
                 steps = [

@@ -6,17 +6,14 @@ import math
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, WordTokenizer, tiny_model
+from tiny_models import VOCABULARY, WordTokenizer, equal_budgets, tiny_model
 from transformers import DynamicCache
 
 from kvalloc.errors import InputError
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.evaluate.scoring import evaluate, read_turns, row
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.models.loading import shape_of
 from kvalloc.prompts.cases import Case, Turn
 from kvalloc.prompts.tasks import Task
 
@@ -45,18 +42,6 @@ def ids(count, seed=3):
     return tuple(torch.randint(2, VOCABULARY, (count,), generator=generator).tolist())
 
 
-def budgets(model, kept):
-    shape = shape_of(model)
-    policy = Policy(scorer="xkv", scorer_parameters={"window": 4, "pool": 3}, sinks=2, window=4)
-    return BudgetProfile(
-        shape=shape,
-        level="layer",
-        context_tokens=40,
-        budgets=np.full((shape.n_layers, shape.n_kv_heads), kept, dtype=np.int64),
-        policy=policy,
-    )
-
-
 def scores_of(model, task, cases, **caches):
     made = {
         name: CacheMethod(make_cache=lambda p=profile: p.cache(model))
@@ -68,7 +53,9 @@ def scores_of(model, task, cases, **caches):
 
 def test_what_keeps_everything_loses_nothing_and_less_loses_more(model):
     case = Case(input_ids=ids(40), turns=(Turn(continuation_ids=ids(6, seed=4)),))
-    rows = scores_of(model, TEXT_TASK, [case], all=budgets(model, 40), few=budgets(model, 8))
+    rows = scores_of(
+        model, TEXT_TASK, [case], all=equal_budgets(model, 40), few=equal_budgets(model, 8)
+    )
     assert list(rows) == ["full", "all", "few"]
     assert rows["full"]["kl"] == rows["all"]["kl"] == 0
     assert rows["few"]["kl"] > 0
@@ -106,7 +93,7 @@ def test_right_answers_are_counted(model):
 
 def test_the_full_cache_keeps_its_name(model):
     with pytest.raises(InputError, match="'full'"):
-        scores_of(model, TEXT_TASK, [], full=budgets(model, 8))
+        scores_of(model, TEXT_TASK, [], full=equal_budgets(model, 8))
 
 
 def test_the_question_after_compression_and_later_turns_are_teacher_forced(model):
@@ -132,7 +119,9 @@ def test_the_question_after_compression_and_later_turns_are_teacher_forced(model
         assert turn.logits.shape == expected.shape
         torch.testing.assert_close(turn.logits, expected, atol=1e-4, rtol=1e-4)
         assert turn.answer.ids == turn.continuation_ids == tuple(expected.argmax(-1).tolist())
-    rows = scores_of(model, ASKING_TASK, [case], all=budgets(model, 40), few=budgets(model, 8))
+    rows = scores_of(
+        model, ASKING_TASK, [case], all=equal_budgets(model, 40), few=equal_budgets(model, 8)
+    )
     assert rows["all"]["kl"] == 0
     assert rows["few"]["kl"] > 0
 

@@ -52,6 +52,13 @@ def forever() -> float:
     return time.monotonic() + 1000
 
 
+def climbed(scores, questions, names=("uniform",), *, seconds=1000, **options):
+    deadline = time.monotonic() + seconds
+    return climb(
+        rules_of(scores, names), questions, **{"shares": SHARES, **options}, deadline=deadline
+    )
+
+
 def test_every_registered_solver_is_in_the_table(scores):
     decisions = {d.solver: d for d in decide(scores, target_retention=0.8)}
     assert {"uniform", "greedy", "ilp", "pyramid", "adaptive_head"} <= set(decisions)
@@ -106,12 +113,8 @@ def test_equal_budgets_are_asked_once(scores, monkeypatch):
     again = questions.ask("ilp", 0.5, profiles["greedy"])
     own = questions.ask("greedy", 0.5, profiles["greedy"])
     other = questions.ask("uniform", 0.5, profiles["uniform"])
-    assert (first.same_as, again.same_as, own.same_as, other.same_as) == (
-        None,
-        "greedy",
-        None,
-        None,
-    )
+    asked = (first, again, own, other)
+    assert [one.same_as for one in asked] == [None, "greedy", None, None]
     assert again.outcomes is first.outcomes
     assert len(calls) == 2
 
@@ -132,29 +135,21 @@ def test_without_time_the_first_two_are_asked_all_the_same(scores):
     assert missing["pyramid"] == NO_TIME
 
 
-def test_the_ladder_is_climbed_whole_where_there_is_time(scores):
+@pytest.mark.parametrize("names", [["uniform", "greedy"], ["uniform", "adaptive_head"]])
+def test_the_ladder_is_climbed_whole_where_there_is_time(scores, names):
+    """Rules of single heads climb, too."""
     questions = FakeQuestions(finds_from=0.6)
-    ladder = climb(
-        rules_of(scores, ["uniform", "greedy"]), questions, shares=SHARES, deadline=forever()
-    )
-    assert set(ladder.asked) == {
-        (name, share) for name in ("uniform", "greedy") for share in SHARES
-    }
+    ladder = climbed(scores, questions, names)
+    assert set(ladder.asked) == {(name, share) for name in names for share in SHARES}
     assert ladder.skipped == []
     assert ladder.first_share("uniform") == 0.6
     assert len(questions.order) == len(set(questions.order)) == 8
 
 
-def test_rules_of_single_heads_climb_too(scores):
-    names = ["uniform", "adaptive_head"]
-    ladder = climb(rules_of(scores, names), FakeQuestions(0.6), shares=SHARES, deadline=forever())
-    assert {name for name, _ in ladder.asked} == set(names)
-
-
 @pytest.mark.parametrize("finds_from", [0.1, 0.2, 0.4, 0.6, 0.8, 2.0])
 def test_bisection_comes_first(scores, finds_from):
     questions = FakeQuestions(finds_from)
-    climb(rules_of(scores, ["uniform"]), questions, shares=SHARES, deadline=forever())
+    climbed(scores, questions)
     asked = [share for _, share in questions.order[:3]]
     assert asked[0] == 0.6
     below = [share for share in SHARES if share < finds_from]
@@ -166,9 +161,7 @@ def test_bisection_comes_first(scores, finds_from):
 
 def test_what_there_is_no_time_for_is_said(scores):
     questions = FakeQuestions(finds_from=0.6, seconds=10.0)
-    ladder = climb(
-        rules_of(scores, ["uniform"]), questions, shares=SHARES, deadline=time.monotonic() + 5
-    )
+    ladder = climbed(scores, questions, seconds=5)
     assert ladder.asked == {}
     assert sorted(ladder.skipped) == [("uniform", share) for share in SHARES]
     assert ladder.first_share("uniform") is None
@@ -176,13 +169,8 @@ def test_what_there_is_no_time_for_is_said(scores):
 
 def test_progress_counts_seconds_up_to_the_deadline(scores):
     seen = []
-    climb(
-        rules_of(scores, ["uniform"]),
-        FakeQuestions(0.6),
-        shares=SHARES,
-        deadline=time.monotonic() + 100,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    progress = lambda done, total: seen.append((done, total))  # noqa: E731
+    climbed(scores, FakeQuestions(0.6), seconds=100, progress=progress)
     assert {total for _, total in seen} == {100}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (100, 100)
@@ -202,7 +190,6 @@ def test_the_record_is_plain_json(scores):
     refused = Decision(solver="never", profile=None, reason="no", seconds=0.0)
     profile = solve(scores, budget=0.5)
     asked = Asked(solver="greedy", share=0.5, profile=profile, outcomes=(make_outcome(),))
-    rules = rules_of(scores, ["uniform"])
     experiment = Experiment(
         cases=(CASE,),
         full=(make_outcome(kl=0.0),),
@@ -210,7 +197,7 @@ def test_the_record_is_plain_json(scores):
         decisions=tuple(decisions),
         asked=(asked,),
         by_loss=(),
-        ladder=climb(rules, FakeQuestions(0.6), shares=SHARES, deadline=forever()),
+        ladder=climbed(scores, FakeQuestions(0.6)),
     )
     record = json.loads(json.dumps(experiment.record([*decisions, refused]), allow_nan=False))
     assert [d["solver"] for d in record["decisions"]] == [*(d.solver for d in decisions), "never"]
@@ -222,7 +209,7 @@ def test_the_record_is_plain_json(scores):
 
 def test_shares_out_of_range_are_the_solvers_error(scores):
     with pytest.raises(InputError):
-        climb(rules_of(scores, ["uniform"]), FakeQuestions(0.5), shares=(1.5,), deadline=forever())
+        climbed(scores, FakeQuestions(0.5), shares=(1.5,))
 
 
 @pytest.mark.parametrize(("limit", "prompts"), [(500, 4), (180, 2), (99, None)])

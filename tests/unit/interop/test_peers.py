@@ -7,16 +7,14 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
-from tiny_models import VOCABULARY, tiny_model
+from tiny_models import VOCABULARY, equal_budgets, tiny_model
 from transformers import DynamicCache
 
 from kvalloc.cli.main import main
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.evaluate.methods import CacheMethod
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.interop.kvpress import (
     KvpressMethod,
     PromptReader,
@@ -24,7 +22,6 @@ from kvalloc.interop.kvpress import (
     read_peer_name,
     read_peers,
 )
-from kvalloc.models.loading import shape_of
 
 N_PROMPT, N_LAYERS, N_HEADS, HEAD_DIM = 30, 3, 2, 8
 ANSWER = (5, 9, 17, 33)
@@ -261,18 +258,7 @@ def test_a_press_that_refuses_a_prompt_is_one_line(model):
 
 
 def test_peers_keep_what_the_profiles_keep(model):
-    shape = shape_of(model)
-
-    def budgets(kept):
-        return BudgetProfile(
-            shape=shape,
-            level="layer",
-            context_tokens=40,
-            budgets=np.full((shape.n_layers, shape.n_kv_heads), kept, dtype=np.int64),
-            policy=Policy(scorer="xkv", scorer_parameters={}, sinks=2, window=4),
-        )
-
-    profiles = [budgets(8), budgets(8), budgets(20)]
+    profiles = [equal_budgets(model, kept) for kept in (8, 8, 20)]
     names = read_peers(["kvpress:Recent", "kvpress:Wrapped(Recent)@5%"], profiles)
     assert [str(name) for name in names] == [
         "kvpress:Recent@50%", "kvpress:Recent@20%", "kvpress:Wrapped(Recent)@5%"

@@ -30,14 +30,10 @@ def test_the_kinds_take_turns():
     ]
 
 
-def test_the_command_makes_the_same_by_default():
+def test_the_command_makes_the_same_by_default_with_every_kind_twice():
     assert DEFAULT_KINDS == KINDS
-    assert EACH_TASK * len(KINDS) == N_PROMPTS
-
-
-def test_by_default_every_kind_comes_twice():
     assert set(KINDS) <= set(TASKS)
-    assert 2 * len(KINDS) == N_PROMPTS
+    assert EACH_TASK * len(KINDS) == N_PROMPTS == 2 * len(KINDS)
 
 
 def test_they_repeat_and_the_seed_counts():

@@ -32,6 +32,10 @@ def make(name, seed=0, n_cases=3, n_tokens=N_CHARACTERS, *, chat=True, **options
     return TASKS[name].make(Letters(chat=chat), n_cases, n_tokens, seed, **options)
 
 
+def for_seeds(test):
+    return settings(max_examples=4, deadline=None)(given(seed=st.integers(0, 10**6))(test))
+
+
 def read_all(name, split):
     return "\n".join(read(case.input_ids) for case in make(name, split=split))
 
@@ -81,8 +85,7 @@ def test_every_answer_is_in_what_is_compressed(name, seed, split):
             assert turn.score("zzz") == 0.0
 
 
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 10**6))
+@for_seeds
 def test_needles_belong_to_the_key_that_is_asked_for(seed):
     for name, hidden in (("needle", 1), ("needle-keys", 8)):
         for case in make(name, seed, after=True):
@@ -110,8 +113,7 @@ def test_pairs_belong_to_the_key_that_is_asked_for(seed, split):
         assert not set(asked) & set(dict(shown))
 
 
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 10**6))
+@for_seeds
 def test_tracked_variables_hold_the_value_when_the_assignments_are_followed(seed):
     for case in make("tracking", seed, after=True):
         held = {}
@@ -134,8 +136,7 @@ def test_the_words_asked_for_are_the_most_common(seed, n_tokens):
             assert ranks[ASKED - 1][1] > ranks[ASKED][1]
 
 
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 10**6))
+@for_seeds
 def test_labels_fit_their_questions(seed):
     forms = {
         re.escape(form).replace(r"\{0\}", ".+").replace(r"\{1\}", ".+"): label
@@ -156,8 +157,7 @@ def test_labels_fit_their_questions(seed):
             assert question not in dict(shots)
 
 
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 10**6))
+@for_seeds
 def test_facts_are_those_of_the_person_asked_for(seed):
     for case in make("qa", seed, after=True, turns=3):
         context = read(case.input_ids)
@@ -168,8 +168,7 @@ def test_facts_are_those_of_the_person_asked_for(seed):
             assert len(told) == 1
 
 
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 10**6))
+@for_seeds
 def test_code_goes_on_as_the_file_does(seed):
     for case in make("code", seed):
         whole = Path(sysconfig.get_paths()["stdlib"], case.source).read_text("utf-8")

@@ -58,14 +58,13 @@ def test_sliding_layers_and_one_layer_models(tmp_path):
         assert png_size(tmp_path / "b.png")[0] == 1000
 
 
-def test_nothing_to_draw_is_refused(tmp_path, scores):
-    with pytest.raises(InputError, match="no budget profile"):
-        save_budget_figure(tmp_path / "b.png", scores, {})
-
-
-def test_a_missing_folder_is_refused(tmp_path, scores, profiles):
-    with pytest.raises(InputError, match="does not exist"):
-        save_budget_figure(tmp_path / "none" / "b.png", scores, profiles)
+def test_nothing_to_draw_and_a_missing_folder_are_refused(tmp_path, scores, profiles):
+    for path, given, said in (
+        ("b.png", {}, "no budget profile"),
+        ("none/b.png", profiles, "does not exist"),
+    ):
+        with pytest.raises(InputError, match=said):
+            save_budget_figure(tmp_path / path, scores, given)
 
 
 def test_a_missing_matplotlib_says_how_to_get_it(tmp_path, scores, profiles, monkeypatch):

@@ -153,23 +153,21 @@ def an_experiment(asked, by_loss=(), cells=None) -> Experiment:
     )
 
 
-def test_lessons_when_most_attention_is_not_least_harm(ask):
-    asked = [ask("uniform", "1234567", 0.1), ask("greedy", "7", 0.9)]
+@pytest.mark.parametrize(
+    ("uniform", "greedy", "counted", "said"),
+    [
+        (("1234567", 0.1), ("7", 0.9), "uniform 1, greedy 0", "uniform does least harm"),
+        (("7", 0.9), ("1234567", 0.1), "uniform 0, greedy 1", "and here also does least harm"),
+    ],
+)
+def test_lessons_of_harm(ask, uniform, greedy, counted, said):
+    asked = [ask("uniform", *uniform), ask("greedy", *greedy)]
     first, second, last = lessons(an_experiment(asked))
-    assert (
-        first == "Of 1 needle the full cache found 1; with 30% of the entries: uniform 1, greedy 0."
-    )
+    assert first == f"Of 1 needle the full cache found 1; with 30% of the entries: {counted}."
     assert second.startswith("greedy retains most of the attention")
-    assert "uniform does least harm" in second
+    assert said in second
     assert "weak guide to harm" in second
     assert "--loss" in last
-
-
-def test_lessons_when_it_is(ask):
-    asked = [ask("uniform", "7", 0.9), ask("greedy", "1234567", 0.1)]
-    _, second, _ = lessons(an_experiment(asked))
-    assert "and here also does least harm" in second
-    assert "weak guide to harm" in second
 
 
 def test_lessons_without_kl(ask):
