@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cli_tools import run
 
 from kvalloc.runtime.attention import c_library, cpu
 from kvalloc.runtime.attention.c_library import SWITCH, compiled
@@ -324,16 +324,14 @@ def test_several_processes_at_once(source: Path, tmp_path: Path) -> None:
     assert len(kept(tmp_path / "cache")) == 1
 
 
-def test_the_command_line_says_what_is_missing(tmp_path: Path) -> None:
-    command = shutil.which("kvalloc", path=str(Path(sys.executable).parent))
-    assert command is not None
-    done = subprocess.run(
-        [command, "doctor", "--json"],
-        env={**os.environ, SWITCH: "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    findings = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
+def test_the_command_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    compiled.cache_clear()
+    try:
+        ran = run("doctor", "--json")
+    finally:
+        compiled.cache_clear()
+    assert ran.code == 0
+    findings = {one["name"]: one for one in ran.json["findings"]}
     assert SWITCH in findings["CPU kernel"]["advice"]
     assert not findings["CPU kernel"]["core"]
