@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import tempfile
 from collections.abc import Iterator
@@ -87,11 +86,13 @@ def versions(*packages: str) -> dict[str, str]:
     *packages : str
         Names of distributions, such as ``"torch"``.
     """
+    from importlib.metadata import PackageNotFoundError, version  # a tenth of the start-up time
+
     found = {}
     for name in ("kvalloc", *packages):
         try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            found[name] = version(name)
+        except PackageNotFoundError:
             found[name] = "source"
     return found
 
