@@ -39,8 +39,8 @@ _STATED = (
 RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
 
 
-@targets.takes(refining.RefineFlags)
 @targets.takes(RequestOptions)
+@targets.takes(refining.RefineFlags)
 def solve(
     scores: targets.Scores,
     solver: Solver = "auto",
