@@ -399,7 +399,8 @@ def _loss_plan(given: ProfileOptions) -> LossPlan | None:
         return LossPlan(method=loss, level=level, probes=probes, policies=tuple(policies))
     name = "probes" if probes is not None else "loss_policies" if policies else ""
     if name and loss is None:
-        raise InputError(f"{option(name)} needs losses: add {option('loss', 'measured')}")
+        fast = "" if name == "probes" else f" or {option('loss', 'fast')}"
+        raise InputError(f"{option(name)} needs losses: add {option('loss', 'measured')}{fast}")
     if name:
         raise InputError(f"{option(name)} belongs into the LossPlan that is given; set it there")
     return loss

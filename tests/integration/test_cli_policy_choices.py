@@ -81,7 +81,7 @@ def test_two_profiles_differ_in_policies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--loss-policies", "tova"), "add --loss measured|fast"),
+        (("--loss-policies", "tova"), "needs losses: add --loss measured or --loss fast"),
         (("--loss", "fast", "--loss-policies", "nothing"), "no policy or scorer 'nothing'"),
         (("--loss", "fast", "--loss-policies", "snapkv:window=32"), "with --window 32"),
         (("--loss", "fast", "--loss-policies", "tova,merge"), "cannot be one of several"),

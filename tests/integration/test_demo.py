@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import cli_tools
 import numpy as np
 import pytest
 
@@ -22,10 +22,9 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 MIB = 1024**2
 
 
-def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from kvalloc.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "demo", "--quick", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)
+def run(*arguments: str, folder: Path) -> cli_tools.Ran:
+    with contextlib.chdir(folder):
+        return cli_tools.run("demo", "--quick", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("demo")
     # a limit that no machine reaches: the whole ladder is asked
     done = run("--time-limit", "3600", folder=folder)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return folder / "demo-output", done.stdout
+    assert done.code == 0, done.err
+    assert "Traceback" not in done.err
+    return folder / "demo-output", done.out
 
 
 @pytest.fixture(scope="module")
@@ -153,24 +152,24 @@ def test_the_whole_ladder_was_asked(record):
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "taken").write_text("x")
     done = run("--output-dir", "taken", folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.strip().count("\n") == 0
-    assert "taken is a file" in done.stderr
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.strip().count("\n") == 0
+    assert "taken is a file" in done.err
 
 
 @pytest.mark.parametrize("limit", ["0", "-5", "nan", "inf"])
 def test_a_time_limit_that_is_no_positive_number_is_refused(tmp_path, limit):
     done = run("--time-limit", limit, folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"--time-limit is {limit} s, expected a number above 0" in done.stderr
+    assert (done.code, done.out) == (2, "")
+    assert f"--time-limit is {limit} s, expected a number above 0" in done.err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_json_has_stdout_to_itself(tmp_path):
     done = run("--json", "--time-limit", "1", "--output-dir", "o", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
     assert record == json.loads((tmp_path / "o" / "results.json").read_text("utf-8"))
     assert record["ladder"] == []
     assert {a["solver"] for a in record["asked"]} >= {"uniform", "greedy"}

@@ -190,7 +190,7 @@ def test_a_broken_model_is_named_with_layer_and_sample():
         ({"loss": "measured", "probes": 0}, "0 probes of measured"),
         ({"loss": LossPlan(), "probes": 3}, "probes belongs into the LossPlan"),
         ({"probes": 3}, "probes needs losses: add loss='measured'"),
-        ({"loss_policies": ("tova",)}, "loss_policies needs losses: add loss='measured'"),
+        ({"loss_policies": ("tova",)}, "add loss='measured' or loss='fast'"),
         ({"share_length": 0}, "the share length is 0"),
         ({"share_length": 5}, "the share length is 5"),
         ({"share_length": 2}, "no layers of this model can share"),

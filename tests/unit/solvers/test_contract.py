@@ -141,11 +141,11 @@ def test_every_back_end_with_and_without_reduction(
 @pytest.mark.parametrize(
     ("name", "which", "count", "seed", "optimal"),
     [
-        *(
-            (n, ONE_WORKLOAD, 2240, 20_000, 151)
-            for n in ("ilp", "dp", "flow", "lagrangian", "hull")
-        ),
-        *((name, WORKLOADS, 1120, 40_000, 51) for name in ("ilp", "cvar")),
+        *((n, ONE_WORKLOAD, 2240, 20_000, 151) for n in ("dp", "flow", "lagrangian", "hull")),
+        ("cvar", WORKLOADS, 1120, 40_000, 51),
+        # a program each time: half as many take as long as all of the others
+        ("ilp", ONE_WORKLOAD, 1120, 20_000, 76),
+        ("ilp", WORKLOADS, 560, 40_000, 26),
     ],
 )
 def test_no_misses_in_thousands_of_problems(name, which, count, seed, optimal):
