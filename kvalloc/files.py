@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -86,15 +87,17 @@ def versions(*packages: str) -> dict[str, str]:
     *packages : str
         Names of distributions, such as ``"torch"``.
     """
+    return {name: _version(name) for name in ("kvalloc", *packages)}
+
+
+@functools.cache
+def _version(name: str) -> str:
     from importlib.metadata import PackageNotFoundError, version  # a tenth of the start-up time
 
-    found = {}
-    for name in ("kvalloc", *packages):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "source"
-    return found
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "source"
 
 
 def cache_folder() -> Path:

@@ -176,9 +176,11 @@ def steps_above(
     ndarray of int64, (n,)
         Option indices.
     """
-    units = np.arange(problem.n_units) if units is None else units
-    last, weights = problem.last_options[units], problem.weights[units]
-    values = problem.values
+    last, weights, values = problem.last_options, problem.weights, problem.values
+    if units is None:
+        units = np.arange(problem.n_units)
+    else:
+        last, weights = last[units], weights[units]
 
     def too_little(steps: IntArray) -> BoolArray:
         gains = weights * (values[units, np.minimum(steps + 1, last)] - values[units, steps])
