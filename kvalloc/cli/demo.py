@@ -36,8 +36,8 @@ _COLUMNS = 4
 _ASK_UNTIL = 0.5
 """Share of the time after which no retention-based solver is asked any more."""
 
-_LOSSES_UNTIL = 0.8
-"""Share of the time within which the losses have to be measured."""
+_LOSSES_UNTIL = 2.0
+"""The same for the losses: they are what the demo is to show, so they may take as long again."""
 
 
 def demo(
