@@ -83,7 +83,10 @@ check: lint types imports ## for every few edits: lint, types, imports, and the 
 		-m 'not model and not slow and not gpu' $(CHECKED) \
 		--ignore tests/unit/solvers/test_ilp_constraints.py
 
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+# In the order of the folders, with the slow files of tests/integration first: by number of tests,
+# as pytest-xdist would have it, the slowest come last and one worker waits for the other.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
+	--no-loadscope-reorder
 
 test: $(READY) ## all tests, those with the real model included
 	$(TESTS) --durations=15
