@@ -9,9 +9,9 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.allocation.curves import mean_retention, predicted_loss, worst_sample_retention
+from kvalloc.allocation.decision import head_table
 from kvalloc.allocation.formulation import formulate, pose
 from kvalloc.allocation.request import Request, Target
-from kvalloc.allocation.result import head_table
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.score_profile import ScoreProfile
@@ -89,7 +89,7 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
         checks.append(_close("objective", profile.objective, problem.objective(choice)))
     checks += _prediction_checks(profile, scores, problem, choice)
     if profile.refinement is None:
-        checks.append(_boundCheck(profile, problem, choice))
+        checks.append(_bound_check(profile, problem, choice))
     return checks
 
 
@@ -279,7 +279,7 @@ def _close(name: str, stated: float | None, found: float | None) -> Check:
     return Check(name, f"{stated!r}", f"{found!r}", close)
 
 
-def _boundCheck(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
+def _bound_check(profile: BudgetProfile, problem: AllocationProblem, choice: IntArray) -> Check:
     """The stated bound must not be beaten, and must not claim more than duality allows."""
     dual = dual_bound(problem).bound
     objective, stated = problem.objective(choice), profile.bound

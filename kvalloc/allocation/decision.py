@@ -1,7 +1,8 @@
-"""From a score profile and a target to a budget profile: solve, then check every claim."""
+"""From a score profile and a target to a budget profile: solve, check, write down."""
 
 from __future__ import annotations
 
+import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -13,16 +14,27 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
-from kvalloc.allocation.formulation import PosedRequest, choose_objective, formulate, pose
-from kvalloc.allocation.infeasibility import advise, raise_with_advice
+from kvalloc.allocation.curves import mean_retention, predicted_loss, worst_sample_retention
+from kvalloc.allocation.formulation import (
+    PosedRequest,
+    cache_costs,
+    choose_objective,
+    formulate,
+    pose,
+)
+from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.allocation.result import to_budget_profile
-from kvalloc.allocation.sensitivity import price_of
-from kvalloc.allocation.verification import CheckedSolution, solve_problem
+from kvalloc.allocation.verification import (
+    CheckedSolution,
+    ShadowPrice,
+    price_of,
+    solve_problem,
+)
 from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError, option
+from kvalloc.files import utc_date, versions
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem import Solver, Termination, dual_bound
+from kvalloc.problem import AllocationProblem, Solver, Termination, dual_bound
 from kvalloc.problem.registry import get_solver, options_of
 
 Average = Literal["curves", "allocations"]
@@ -126,7 +138,7 @@ def solve_request(
             solver_options=solver_options,
         )
     except InfeasibleError as error:
-        raise_with_advice(scores, request, error, time_limit_seconds=time_limit)
+        raise advise(scores, request, error, time_limit_seconds=time_limit) from None
     if note:
         notify(note)
     return decided
@@ -260,7 +272,7 @@ def compare_solvers(
         posed = pose(scores, request, problem)
         posed.problem.check_feasible()  # what no solver can do is the user's to change
     except InfeasibleError as error:
-        raise_with_advice(scores, request, error)
+        raise advise(scores, request, error) from None
     attempts = []
     for name, solver in solvers.items():
         profile, reason, start = None, "", time.perf_counter()
@@ -281,6 +293,138 @@ def compare_solvers(
     if note:
         notify(note)
     return attempts
+
+
+def to_budget_profile(
+    scores: ScoreProfile,
+    posed: PosedRequest,
+    checked: CheckedSolution,
+    *,
+    solver_name: str,
+    solver_options: dict[str, Any],
+    price: ShadowPrice | None = None,
+) -> BudgetProfile:
+    """Write a checked solution down as a budget profile.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+        What was measured.
+    posed : PosedRequest
+        What was asked, and the problem that was solved.
+    checked : CheckedSolution
+        What came out.
+    solver_name : str
+    solver_options : dict
+    price : ShadowPrice, optional
+        Where it is known.
+
+    Returns
+    -------
+    BudgetProfile
+    """
+    request, problem, costs = posed.request, posed.problem, cache_costs(scores, posed.request)
+    requested = {**request.record(), **posed.asked_groups}
+    other_cost: dict[str, Any] = {}
+    if request.cost != "bytes":
+        requested["capacity_bytes"] = problem.capacity_bytes
+        other_cost = {"cost_bytes": checked.cost_bytes, "full_cost_bytes": costs.full}
+    elif problem.capacity_bytes is not None:
+        requested["bytes"] = problem.capacity_bytes + costs.sliding_bytes
+    return BudgetProfile(
+        shape=scores.shape,
+        level=request.level,
+        context_tokens=problem.context_tokens,
+        batch=request.batch,
+        length_rule="fixed" if request.target.is_fixed else "proportional",
+        page_tokens=request.page,
+        policy=scores.policy,
+        share_groups=request.groups,
+        ranks=None if checked.ranks is None else head_table(scores, problem, checked.ranks, -1),
+        requested=requested,
+        solver=solver_name,
+        solver_options=solver_options,
+        decided_by=checked.decided_by or solver_name,
+        detail=checked.detail,
+        sense=problem.sense.value,
+        objective=checked.objective,
+        bound=checked.bound,
+        bound_source=checked.bound_source,
+        grouping_bound=posed.grouping_bound,
+        termination=checked.termination.value,
+        value_per_mib=None if price is None else price.value_per_byte * 2**20,
+        price_source="" if price is None else price.source,
+        score_digest=scores.digest,
+        problem_digest=problem.digest(),
+        versions={"python": platform.python_version(), **versions("numpy")},
+        created=utc_date(),
+        **other_cost,
+        **outcome(scores, posed, checked.choice, checked.value),
+    )
+
+
+def outcome(
+    scores: ScoreProfile, posed: PosedRequest, choice: IntArray, value: float
+) -> dict[str, Any]:
+    """What a choice means for every head, and what the measured curves say about it.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    posed : PosedRequest
+    choice : ndarray of int64, (n_units,)
+        Option of each unit of its problem.
+    value : float
+        Of the choice in the problem.
+
+    Returns
+    -------
+    dict
+        Fields of a `BudgetProfile`: budgets, bits and policies, retention and predicted loss.
+    """
+    problem, request = posed.problem, posed.request
+    groups, context = request.groups, problem.context_tokens
+    chosen = np.arange(problem.n_units), choice
+    stored = scores.shape.sliding_entries(context)
+    budgets = head_table(scores, problem, problem.tokens[chosen], stored)
+    for group in groups:
+        budgets[list(group)] = budgets[group[0]]
+    found: dict[str, Any] = {"budgets": budgets}
+    bits = policies = None
+    if problem.bits is not None:
+        found["bits"] = bits = head_table(scores, problem, problem.bits[chosen], 16)
+    if problem.policies is not None and problem.policies[chosen].any():
+        policies = head_table(scores, problem, problem.policies[chosen], 0)
+        used = np.union1d(policies, 0)  # the profile's own is always there
+        found["other_policies"] = tuple(scores.policies[place] for place in used[1:].tolist())
+        found["unit_policies"] = np.searchsorted(used, policies).astype(np.int64)
+    elif request.is_plain_mean:
+        found["retention"] = value
+    else:
+        found["retention"] = mean_retention(
+            scores, budgets, context, bits=bits, share_groups=groups
+        )
+    if not groups:  # losses are measured with entries that each layer chooses for itself
+        found["predicted_loss"] = predicted_loss(
+            scores, budgets, context, bits=bits, policies=policies
+        )
+    if request.workloads != "mean":
+        found["worst_sample_retention"] = worst_sample_retention(
+            scores, budgets, context, share_groups=groups
+        )
+    return found
+
+
+def head_table(
+    scores: ScoreProfile, problem: AllocationProblem, numbers: IntArray, elsewhere: int
+) -> IntArray:
+    """Each unit's number in the row and the columns of its heads, ``(n_layers, n_kv_heads)``."""
+    table = np.full((scores.shape.n_layers, scores.shape.n_kv_heads), elsewhere, dtype=np.int64)
+    if np.any(problem.heads < 0):
+        table[problem.layers] = numbers[:, None]
+    else:
+        table[problem.layers, problem.heads] = numbers
+    return table
 
 
 def _check_average(posed: PosedRequest, average: str) -> None:

@@ -9,12 +9,11 @@ from typing import Any, Unpack
 import numpy as np
 
 from kvalloc.accounting import IntArray
+from kvalloc.allocation.decision import outcome
 from kvalloc.allocation.formulation import cache_costs, choose_objective, pose
-from kvalloc.allocation.infeasibility import raise_with_advice
+from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.allocation.result import Prediction
-from kvalloc.allocation.sensitivity import bound_at_choice, price_at
-from kvalloc.allocation.verification import solve_unbounded
+from kvalloc.allocation.verification import bound_at_choice, price_at, solve_unbounded
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import AllocationProblem, Solution, Solver
@@ -170,11 +169,11 @@ def trace_request(
             notify=notify,
         )
     except InfeasibleError as error:
-        raise_with_advice(scores, request, error)
-    found = [(point, Prediction.of(scores, posed, point.choice, point.value)) for point in traced]
+        raise advise(scores, request, error) from None
+    found = [outcome(scores, posed, point.choice, point.value) for point in traced]
     return [
-        replace(point, retention=curves.retention, predicted_loss=curves.predicted_loss)
-        for point, curves in found
+        replace(point, retention=said.get("retention"), predicted_loss=said.get("predicted_loss"))
+        for point, said in zip(traced, found, strict=True)
     ]
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from kvalloc.allocation.decision import to_budget_profile
 from kvalloc.allocation.formulation import PosedRequest, formulate
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.allocation.result import to_budget_profile
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile

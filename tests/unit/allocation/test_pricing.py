@@ -12,8 +12,14 @@ from factories import make_problem, make_scores
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
-from kvalloc.allocation.sensitivity import AGAIN_SECONDS, MORE, bound_at_choice, price_at, price_of
-from kvalloc.allocation.verification import solve_problem
+from kvalloc.allocation.verification import (
+    AGAIN_SECONDS,
+    MORE,
+    bound_at_choice,
+    price_at,
+    price_of,
+    solve_problem,
+)
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem import AllocationProblem, GroupCap, Sense, dual_bound
 from kvalloc.problem.registry import get_solver
