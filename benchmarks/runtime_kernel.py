@@ -28,7 +28,7 @@ def kernel_rows(
     """Tokens a second with the kernel over those of torch's operations, of caches by their name."""
 
     def without(cache: Any) -> None:
-        with mock.patch.object(cpu, "serves", return_value=False):
+        with mock.patch.object(cpu.CpuBackend, "refusal", return_value="torch is measured"):
             decode(cache)
 
     if cpu.unavailable() is not None:

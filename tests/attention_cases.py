@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.kept import FlatEntries, Piece, RaggedEntries
+from kvalloc.runtime.kept import Piece, RaggedEntries
 from kvalloc.runtime.packed import PackedEntries
 
 HALF_A_STEP = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -143,10 +145,40 @@ def check(found: Tensor, call: AttentionCall, stored: Stored) -> None:
     assert worst <= 1e-6 * largest + HALF_A_STEP.get(found.dtype, 0.0) * float(expected.abs().max())
 
 
+def triton_cases(
+    halves: tuple[torch.dtype, ...],
+) -> Iterator[tuple[IntArray, int, int, int, int, int, bool, torch.dtype, int]]:
+    """Entries of each head, bits, head_dim, group, new and older tokens, extras, type, programs.
+
+    Among the lengths of segments are none, less than a block of columns, whole blocks, and several
+    tiles; so are those of what followed. One program makes tiles as long as they can be, so many
+    that they are as short as they can be.
+    """
+    skewed, even = np.array([[2 * 128 + 67, 128, 0], [3, 64, 5 * 128 + 127]]), np.full((2, 2), 263)
+    types = itertools.cycle((torch.float32, *halves))
+    for counts, (n_new, before), extras, programs in itertools.product(
+        (skewed, even), ((1, 0), (1, 600), (5, 3)), (False, True), (1, 99)
+    ):
+        yield counts, 16, 24 if extras else 64, 3, n_new, before, extras, next(types), programs
+    yield skewed, 16, 16, 5, 27, 3, True, torch.float32, 2  # several blocks of query rows
+    for bits, dim, group, n_new, extras, programs in (
+        (8, 32, 1, 1, False, 1),
+        (4, 32, 3, 5, True, 99),
+        (8, 64, 3, 1, True, 99),
+        (4, 64, 3, 1, False, 2),
+        (8, 128, 2, 5, True, 1),
+        (4, 128, 2, 1, True, 1),
+        (4, 80, 1, 2, False, 1),
+        (8, 24, 2, 2, False, 2),
+    ):
+        for dtype in (torch.float32, *(halves if dim == 64 else ())):
+            yield skewed, bits, dim, group, n_new, 3, extras, dtype, programs
+
+
 def check_triton(device: str) -> dict[torch.dtype, float]:
-    """The largest error of the Triton kernel in each type; raises where it is too large."""
-    from kvalloc.runtime.attention.backends import entries_attention, unpacked_attention
-    from kvalloc.runtime.attention.triton import triton_attention
+    """The largest error of the Triton kernels in each type; raises where it is too large."""
+    from kvalloc.runtime.attention.backends import attend
+    from kvalloc.runtime.attention.triton import TritonBackend, triton_attention
 
     # Triton's interpreter has no bfloat16 (it multiplies the raw bits).
     halves = (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,)
@@ -156,68 +188,38 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
         expected, _ = by_definition(call, stored)
         assert found.dtype == call.queries.dtype
         assert found.shape == expected.shape
+        assert found.is_contiguous()
         error = (found.cpu().double() - expected).abs().max().item()
         worst[found.dtype] = max(worst.get(found.dtype, 0.0), error)
         assert error < (1e-5 if found.dtype == torch.float32 else 2e-2), (call, error)
 
-    counts = np.array([[2 * 128 + 3, 128], [0, 5]])
-    for (n_new, extras, splits), dtype in itertools.product(
-        ((1, False, 3), (5, True, 1), (1, True, 3), (5, False, 1)), (torch.float32, *halves)
-    ):
-        dims = (24, 24) if extras else (64, 64)
-        stored = stored_of(counts, dims, dtype, biased=extras, device=device)
-        call = call_of(counts, dims, dtype, group=3, n_new=n_new, extras=extras, device=device)
-        flat = ragged_of(stored, counts).flat
-        compare(triton_attention(call, flat, splits=splits), call, stored)
-
-    # Segments of equal length, no multiple of a block, and the latest tokens apart.
-    counts = np.full((2, 2), 2 * 128 + 7)
-    for (extras, splits), dtype in itertools.product(
-        ((False, 1), (True, 3)), (torch.float32, *halves)
-    ):
-        stored = stored_of(counts, (24, 24), dtype, biased=extras, device=device)
-        call = call_of(counts, (24, 24), dtype, group=3, extras=extras, device=device)
-        kept = [
-            torch.stack([one[i] for one in stored.values()]).unflatten(0, (2, 2)) for i in (0, 1)
-        ]
-        bias = None
-        if extras:  # the tokens that joined since then have none
-            bias = torch.stack([one[2] for one in stored.values()]).unflatten(0, (2, 2))[..., :130]
-            stored = {place: (k, v, b[:130]) for place, (k, v, b) in stored.items()}
-        flat = FlatEntries.even(*kept, bias)
-        compare(triton_attention(call, flat, splits=splits), call, stored)
-
-    counts = np.array([[2 * 128 + 67, 128, 0], [3, 64, 5 * 128 + 127]])
-    cases = [  # bits, head_dim, group, new tokens, extras and a bias, type, splits
-        (8, 32, 1, 1, False, torch.float32, 1),
-        (4, 32, 3, 5, True, torch.float32, 3),
-        (8, 64, 3, 1, True, torch.float32, 3),
-        (4, 64, 3, 1, False, torch.float32, 2),
-        (8, 128, 2, 5, True, torch.float32, 1),
-        (4, 128, 2, 1, True, torch.float32, 1),
-        (4, 80, 1, 2, False, torch.float32, 1),
-        (8, 24, 2, 2, False, torch.float32, 2),
-        *((8, 64, 3, 1, True, half, 2) for half in halves),
-        *((4, 64, 3, 1, False, half, 2) for half in halves),
-    ]
-    for bits, dim, group, n_new, extras, dtype, splits in cases:
+    for counts, bits, dim, group, n_new, before, extras, dtype, programs in triton_cases(halves):
         stored = stored_of(counts, (dim, dim), dtype, biased=extras, device=device)
         call = call_of(
-            counts, (dim, dim), dtype, group=group, n_new=n_new, extras=extras, device=device
-        )
-        entries = packed_of(stored, counts, [bits] * 3)
-        (part,) = entries.parts
-        assert part.aligned
-        found = triton_attention(call, part.flat, splits=splits)
+            counts, (dim, dim), dtype, group=group, n_new=n_new, before=before, extras=extras,
+            device=device,
+        )  # fmt: skip
+        entries = packed_of(stored, counts, [bits] * counts.shape[1])
+        found = triton_attention(call, entries.flat[0], programs=programs)
         compare(found, call, unpacked(entries, counts))
-        compare(unpacked_attention(call, part), call, unpacked(entries, counts))
+        if n_new > 1:  # as models give them: cut from larger tensors, tokens before heads
+            given = {"queries": call.queries, "keys": call.keys, "values": call.values}
+            wide = {name: torch.cat([one, one], dim=-1) for name, one in given.items()}
+            cut = {
+                name: one.transpose(1, 2).contiguous().transpose(1, 2)[..., :dim]
+                for name, one in wide.items()
+            }
+            again = triton_attention(replace(call, **cut), entries.flat[0], programs=programs)
+            assert torch.equal(again, found)
 
     # heads of every width in one layer, on the way that the cache takes on this device
+    counts = np.array([[2 * 128 + 67, 128, 0], [3, 64, 5 * 128 + 127]])
     for extras in (False, True):
         stored = stored_of(counts, (64, 64), torch.float32, biased=extras, device=device)
         call = call_of(counts, (64, 64), torch.float32, group=3, extras=extras, device=device)
         entries = packed_of(stored, counts, [16, 4, 8])
-        compare(entries_attention(call, entries), call, unpacked(entries, counts))
+        compare(attend(call, entries.flat), call, unpacked(entries, counts))
+        assert device == "cpu" or TritonBackend().refusal(call, entries.flat[0]) is None
     return worst
 
 

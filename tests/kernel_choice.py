@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvalloc.runtime.attention import backends, cpu
+from kvalloc.runtime.attention import cpu, triton
 from kvalloc.runtime.attention.c_library import Compiled
 
 WITH, WITHOUT = "with_kernel", "without_kernel"
@@ -32,7 +32,7 @@ def kernel_choice(name: str) -> Iterator[list[int]]:
         patch.setattr(cpu, "cpu_attention", noted)
         if name == WITHOUT:
             patch.setattr(cpu, "compiled", _not_compiled)
-            patch.setattr(backends, "has_triton", lambda: False)
+            patch.setattr(triton, "_installed", lambda: False)
         yield calls
 
 

@@ -59,7 +59,7 @@ class SavedCacheHeader(FileRecord):
     kind: Literal["kvalloc.cache"] = "kvalloc.cache"
     """What the file is."""
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     """How the file is to be read."""
 
     model: str

@@ -6,7 +6,6 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,13 @@ from kvalloc.models.structure import decoder_of
 from kvalloc.runtime import hooks, refusals
 from kvalloc.runtime.account import Account, free_slid_out, stored_tensors
 from kvalloc.runtime.arrival import Arrival, Step
-from kvalloc.runtime.attention.backends import (
-    apart_attention,
-    biased_attention,
-    entries_attention,
-    reads_apart,
-)
+from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.attention.masks import MaskKind, biased_mask, stored_mask
-from kvalloc.runtime.attention.torch import masked_attention
+from kvalloc.runtime.attention.masks import MaskKind, stored_mask
 from kvalloc.runtime.deciding import Decide, DecidesByPrompt
 from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
 from kvalloc.runtime.holding import HoldsPrompt
+from kvalloc.runtime.kept import FlatEntries
 from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, gathered, row_numbers
 from kvalloc.runtime.packed import packed_layers
 from kvalloc.runtime.policies import policies_of
@@ -315,25 +309,14 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
     def _hold_apart(self, step: Step) -> None:
         """Let those layers store the next token apart from the others that may.
 
-        Not where padding among the latest tokens asks for a mask, nor where nothing reads both.
+        Not where padding among the latest tokens asks for a mask.
         """
         if step.new_tokens != 1 or step.budgets is not None or step.remember:
             return
         for layer in self._budget_layers:
-            readable = layer.kept_indices is not None and reads_apart(layer.device, layer.dtype)
-            if readable and step.following_visible(layer.following_tokens + 1) is None:
+            padded = step.following_visible(layer.following_tokens + 1) is not None
+            if layer.kept_indices is not None and not padded:
                 layer.expect_apart()
-
-    def _attend_apart(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
-        """Attention of one new token, where the layer holds the latest ones apart."""
-        bias = layer.logit_bias
-        output = apart_attention(AttentionCall.of(states), layer.kept_apart, bias)
-        if output is not None:
-            return output, None
-        if bias is None:
-            return compute(None, layer.keys, layer.values)
-        joined = replace(states, keys=layer.keys, values=layer.values)
-        return masked_attention(joined, biased_mask(bias, joined)), None
 
     def _attention(self, layer: BudgetLayer, states: AttentionStates, compute: Compute) -> Any:
         """Attention over what the layer stores, the new tokens included."""
@@ -341,15 +324,16 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
             return compute(states.mask)
         assert self._step is not None
         if layer.holds_apart:
-            return self._attend_apart(layer, states, compute)
+            even = FlatEntries.even(*layer.kept_apart, layer.logit_bias)
+            return attend(AttentionCall.of(states), [even]), None
         n_stored = int(states.keys.shape[2])
         n_kept = 0 if layer.kept_indices is None else int(layer.kept_indices.shape[-1])
         visible = self._step.following_visible(n_stored - n_kept)
         if layer.entries is not None:
-            return entries_attention(AttentionCall.of(states, visible), layer.entries), None
+            return attend(AttentionCall.of(states, visible), layer.entries.flat), None
         if layer.logit_bias is not None:
-            kind = self._mask_kind
-            return biased_attention(layer.logit_bias, states, compute, kind=kind, visible=visible)
+            even = FlatEntries.even(states.keys, states.values, layer.logit_bias, n_kept)
+            return attend(AttentionCall.of(states, visible, first=n_kept), [even]), None
         if self._reader is not None and states.queries.shape[2] == 1 and visible is None:
             return self._read(self._reader, layer, states, compute)
         key = (n_stored, n_kept, states.keys.device)

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 
-__all__ = ["BLOCK_TOKENS", "FlatEntries", "Piece", "RaggedEntries"]
-
-BLOCK_TOKENS = 128
-"""Entries of a block: attention reads whole blocks of all heads in one operation."""
+__all__ = ["FlatEntries", "Piece", "RaggedEntries", "Spans", "Tiles"]
 
 if TYPE_CHECKING:
     #: Keys and values (n, head_dim), positions (n,), logit bias (n,) or None, and which of the n
@@ -26,64 +24,159 @@ else:
     Piece = tuple
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Where the entries of each segment are; made once for each eviction.
+
+    Attributes
+    ----------
+    starts, ends : ndarray of int64, (n_segments,)
+        First entry of each segment, and the one after its last.
+    device : torch.device
+        Where the entries are.
+    """
+
+    starts: IntArray
+    ends: IntArray
+    device: torch.device
+
+    @classmethod
+    def back_to_back(cls, lengths: IntArray, device: torch.device) -> Spans:
+        """Of segments of these lengths, (batch, n_kv_heads), one after the other."""
+        ends = np.cumsum(lengths)
+        return cls(ends - lengths.reshape(-1), ends, device)
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """Entries of each segment, (n_segments,)."""
+        return self.ends - self.starts
+
+    @cached_property
+    def first_scales(self) -> IntArray:
+        """Which key scale is the first of each segment, and how many there are, (n_segments + 1,).
+
+        Keys at fewer bits have one scale for each `KEY_BLOCK_TOKENS` entries of a segment.
+        """
+        blocks = -(-self.lengths // KEY_BLOCK_TOKENS)
+        found: IntArray = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
+        return found
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Start, end and first key scale of each segment, int64, (n_segments, 3)."""
+        columns = np.stack([self.starts, self.ends, self.first_scales[:-1]], axis=1)
+        return torch.from_numpy(columns.astype(np.int64)).to(self.device)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Segments, first and after the last, that are equally long and back to back."""
+        same = (np.diff(self.lengths) == 0) & (self.starts[1:] == self.ends[:-1])
+        first = [0, *(np.flatnonzero(~same) + 1).tolist()]
+        return list(zip(first, [*first[1:], len(same) + 1], strict=True))
+
+    def tiles(self, length: int) -> Tiles:
+        """The same cut into tiles of so many entries, a multiple of `KEY_BLOCK_TOKENS`."""
+        if length not in self._tiles:
+            counts = -(-self.lengths // length)
+            first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+            segments = np.repeat(np.arange(len(counts)), counts)
+            before = (np.arange(len(segments)) - first[segments]) * length
+            starts = self.starts[segments] + before
+            ends = np.minimum(starts + length, self.ends[segments])
+            scales = self.first_scales[segments] + before // KEY_BLOCK_TOKENS
+            table = np.stack([segments, starts, ends, scales], axis=1).astype(np.int64)
+            self._tiles[length] = Tiles(
+                count=len(segments),
+                table=torch.from_numpy(table).to(self.device),
+                first=torch.from_numpy(first).to(self.device),
+            )
+        return self._tiles[length]
+
+    @cached_property
+    def _tiles(self) -> dict[int, Tiles]:
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tiles:
+    """Kept entries in pieces of equal length, of which a program reads one each.
+
+    Attributes
+    ----------
+    count : int
+        How many there are.
+    table : Tensor of int64, (count, 4)
+        Segment, start, end and first key scale of each; those of one segment follow each other.
+    first : Tensor of int64, (n_segments + 1,)
+        Which tile is the first of each segment, and how many there are.
+    """
+
+    count: int
+    table: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class FlatEntries:
-    """Kept entries as kernels read them: flat, and where each segment's are.
+    """Kept entries as every backend of attention reads them: flat, and where each segment's are.
+
+    The segment of row b and head h is number ``b * n_kv_heads + h``. Equal budgets are the case of
+    equal spans.
 
     Attributes
     ----------
     keys, values : Tensor, (n_entries, head_dim) and (n_entries, value_dim)
         Contiguous; at fewer bits packed rows of uint8, see `kvalloc.runtime.packed.Segment`.
-    spans : Tensor of int64, (n_segments, 4)
-        Two spans of each segment: start and end, start and end.
-    longest : int
-        Entries of the largest segment.
+    spans : Spans
     bias : Tensor of float32, (n_entries,), or None
         Added to their logits.
     bits : int
         16, 8 or 4.
     key_scales : Tensor of float16, (n_key_blocks, 2, head_dim), or None
-        None at 16 bits.
-    first_scales : Tensor of int64, (n_segments, 2), or None
-        Which key scale is the first of each of a segment's two spans.
+        Those of one segment after those of another; None at 16 bits.
+    heads : tuple of int, or None
+        Which KV heads of the layer these are; None for all.
     """
 
     keys: Tensor
     values: Tensor
-    spans: Tensor
-    longest: int
+    spans: Spans
     bias: Tensor | None = None
     bits: int = 16
     key_scales: Tensor | None = None
-    first_scales: Tensor | None = None
+    heads: tuple[int, ...] | None = None
 
     @classmethod
-    def even(cls, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> FlatEntries:
-        """From dense ones, each (batch, n_kv_heads, n_entries, head_dim), contiguous.
+    def even(
+        cls, keys: Tensor, values: Tensor, bias: Tensor | None = None, n_kept: int | None = None
+    ) -> FlatEntries:
+        """From dense keys and values, which are not copied if they are contiguous.
 
-        Nothing is copied. The bias is of the first entries of each head, (batch, n_kv_heads,
-        n_biased); others have none.
+        Parameters
+        ----------
+        keys, values : Tensor, (batch, n_kv_heads, n_entries, head_dim)
+        bias : Tensor of float32, (batch, n_kv_heads, n_biased), optional
+            Of the first entries of each head; others have none.
+        n_kept : int, optional
+            So many of the first entries of each head are meant; by default all.
         """
         batch, n_kv_heads, n_entries, _ = keys.shape
         if bias is not None:
-            missing = n_entries - int(bias.shape[-1])
-            bias = torch.nn.functional.pad(bias, (0, missing)) if missing else bias
-            bias = bias.float().reshape(-1)
+            bias = torch.nn.functional.pad(bias.float(), (0, n_entries - int(bias.shape[-1])))
+        n_kept = n_entries if n_kept is None else n_kept
         return cls(
             keys=keys.reshape(-1, keys.shape[-1]),
             values=values.reshape(-1, values.shape[-1]),
-            spans=_even_spans(batch * n_kv_heads, n_entries, keys.device),
-            longest=n_entries,
-            bias=bias,
+            spans=_even_spans(batch * n_kv_heads, n_entries, n_kept, keys.device),
+            bias=None if bias is None else bias.reshape(-1),
         )
 
 
 @lru_cache(maxsize=256)
-def _even_spans(n_segments: int, n_entries: int, device: torch.device) -> Tensor:
+def _even_spans(n_segments: int, n_entries: int, n_kept: int, device: torch.device) -> Spans:
     """Spans of equal segments; remembered, as layers ask for the same ones."""
-    start = torch.arange(n_segments, dtype=torch.int64) * n_entries
-    nothing = torch.zeros_like(start)
-    return torch.stack([start, start + n_entries, nothing, nothing], dim=1).to(device)
+    starts = np.arange(n_segments, dtype=np.int64) * n_entries
+    return Spans(starts, starts + n_kept, device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +184,7 @@ class RaggedEntries:
     """Kept entries of one layer, one segment a row and KV head, back to back.
 
     The segment of row b and head h is number ``b * n_kv_heads + h``. Its entries are in position
-    order: as many whole blocks as it fills, and the rest. First all segments' blocks are stored,
-    then all rests, so that the blocks are one dense tensor and nothing is padded.
+    order, and nothing is padded.
 
     Attributes
     ----------
@@ -129,7 +221,7 @@ class RaggedEntries:
         biased : bool
             Whether any piece has a logit bias.
         """
-        total, starts = int(counts.sum()), _starts(counts)
+        total, spans = int(counts.sum()), Spans.back_to_back(counts, torch.device("cpu"))
         store: tuple[Tensor, ...] | None = None
         bias: Tensor | None = None
         for segment, (row, head) in enumerate(np.ndindex(*counts.shape)):
@@ -146,8 +238,9 @@ class RaggedEntries:
             )
             if bias is not None and own_bias is not None:
                 sources.append((bias, own_bias))
+            own = slice(int(spans.starts[segment]), int(spans.ends[segment]))
             for target, source in sources:
-                _copy(target, source, kept, *starts[segment])
+                torch.index_select(source, 0, kept, out=target[own])
         assert store is not None, "a cache has at least one row and one head"
         return cls(keys=store[0], values=store[1], positions=store[2], bias=bias, lengths=counts)
 
@@ -163,123 +256,24 @@ class RaggedEntries:
             self.values.new_empty(*shape, self.values.shape[-1]),
         )
 
-    # Where things are
+    @cached_property
+    def spans(self) -> Spans:
+        """Where each segment's entries are."""
+        return Spans.back_to_back(self.lengths, self.keys.device)
 
     @cached_property
-    def n_blocks(self) -> int:
-        """Whole blocks of all segments."""
-        return int((self.lengths // BLOCK_TOKENS).sum())
-
-    @cached_property
-    def block_segments(self) -> Tensor:
-        """Segment of each block, (n_blocks,)."""
-        counts = (self.lengths // BLOCK_TOKENS).reshape(-1)
-        owners = np.repeat(np.arange(counts.size), counts)
-        return torch.from_numpy(owners).to(self.keys.device)
-
-    @cached_property
-    def rest_entries(self) -> Tensor:
-        """Which entry is the i-th of each segment's rest, (n_segments, most); 0 beyond its end."""
-        rests = (self.lengths % BLOCK_TOKENS).reshape(-1)
-        start = self.n_blocks * BLOCK_TOKENS + np.cumsum(rests) - rests
-        column = np.arange(int(rests.max()))
-        found = np.where(column < rests[:, None], start[:, None] + column, 0)
-        return torch.from_numpy(found).to(self.keys.device)
-
-    @cached_property
-    def _logit_type(self) -> torch.dtype:
-        return torch.promote_types(self.keys.dtype, torch.float32)
-
-    @cached_property
-    def rest_logits(self) -> Tensor:
-        """What the logits of `rest_entries` begin with, (n_segments, 1, most).
-
-        Minus infinity beyond a segment's end, and their own bias.
-        """
-        rests = (self.lengths % BLOCK_TOKENS).reshape(-1, 1)
-        beyond = torch.from_numpy(np.arange(int(rests.max())) >= rests).to(self.keys.device)
-        logits = torch.zeros(beyond.shape, dtype=self._logit_type, device=self.keys.device)
-        if self.bias is not None:
-            logits += self.bias[self.rest_entries]
-        return logits.masked_fill_(beyond, float("-inf"))[:, None]
-
-    @cached_property
-    def block_logits(self) -> Tensor | None:
-        """What the logits of whole blocks begin with, (n_blocks, 1, BLOCK_TOKENS); None for 0."""
-        return None if self.bias is None else self.blocks(self.bias)[:, None].to(self._logit_type)
-
-    def parts(self, n_rows: int) -> tuple[Tensor, Tensor]:
-        """Which parts make up each segment's rows, and where there are none.
-
-        Where something was computed for ``n_rows`` rows of each block, and then of each segment's
-        rest, this lists for each segment's row its own blocks' and its own rest's.
-
-        Parameters
-        ----------
-        n_rows : int
-            Query rows of a segment.
-
-        Returns
-        -------
-        parts : Tensor of int64, (n_segments * n_rows, most)
-            Places in the flattened ``(n_blocks + n_segments, n_rows)``; 0 where there is none.
-        absent : Tensor of bool, the same shape
-            Where there is none.
-        """
-        if n_rows not in self._parts:
-            counts = (self.lengths // BLOCK_TOKENS).reshape(-1)
-            first, column = np.cumsum(counts) - counts, np.arange(int(counts.max()) + 1)
-            own = np.where(column == counts[:, None], self.n_blocks, 0) + np.where(
-                column < counts[:, None], first[:, None] + column, np.arange(counts.size)[:, None]
-            )
-            absent = np.repeat(column > counts[:, None], n_rows, axis=0)
-            places = own[:, None] * n_rows + np.arange(n_rows)[:, None]
-            places = np.where(absent, 0, places.reshape(absent.shape))
-            device = self.keys.device
-            found = torch.from_numpy(places).to(device), torch.from_numpy(absent).to(device)
-            self._parts.clear()  # a question's are larger than those of one token
-            self._parts[n_rows] = found
-        return self._parts[n_rows]
-
-    @cached_property
-    def _parts(self) -> dict[int, tuple[Tensor, Tensor]]:
-        return {}
-
-    def blocks(self, states: Tensor) -> Tensor:
-        """The whole blocks of ``keys``, ``values`` or ``bias``, (n_blocks, BLOCK_TOKENS, ...)."""
-        whole = self.n_blocks * BLOCK_TOKENS
-        return states[:whole].view(self.n_blocks, BLOCK_TOKENS, *states.shape[1:])
-
-    @cached_property
-    def spans(self) -> list[tuple[int, int, int, int]]:
-        """Of each segment: start and end of its blocks, start and end of its rest."""
-        return _starts(self.lengths)
-
-    @cached_property
-    def flat(self) -> FlatEntries:
-        """The same as kernels read it."""
-        return FlatEntries(
-            keys=self.keys,
-            values=self.values,
-            spans=torch.tensor(self.spans, dtype=torch.int64, device=self.keys.device),
-            longest=int(self.lengths.max(initial=0)),
-            bias=self.bias,
-        )
+    def flat(self) -> tuple[FlatEntries, ...]:
+        """The same as attention reads it."""
+        own = FlatEntries(keys=self.keys, values=self.values, spans=self.spans, bias=self.bias)
+        return (own,)
 
     def piece(self, row: int, head: int) -> Piece:
         """One segment's entries in position order, all of them kept."""
-        start, end, rest, rest_end = self.spans[row * self.lengths.shape[1] + head]
-
-        def joined(states: Tensor) -> Tensor:
-            if end == start:
-                return states[rest:rest_end]
-            if rest_end == rest:
-                return states[start:end]
-            return torch.cat([states[start:end], states[rest:rest_end]])
-
-        bias = None if self.bias is None else joined(self.bias)
-        every = torch.arange(end - start + rest_end - rest, device=self.keys.device)
-        return joined(self.keys), joined(self.values), joined(self.positions), bias, every
+        number = row * self.lengths.shape[1] + head
+        start, end = int(self.spans.starts[number]), int(self.spans.ends[number])
+        bias = None if self.bias is None else self.bias[start:end]
+        every = torch.arange(end - start, device=self.keys.device)
+        return self.keys[start:end], self.values[start:end], self.positions[start:end], bias, every
 
     def padded_positions(self) -> Tensor:
         """`positions` of each segment, (batch, n_kv_heads, most); -1 beyond a segment's end."""
@@ -296,23 +290,3 @@ class RaggedEntries:
             lambda row, head: self.piece(int(chosen[row]), head),
             biased=self.bias is not None,
         )
-
-
-def _starts(counts: IntArray) -> list[tuple[int, int, int, int]]:
-    """Start and end of each segment's blocks, and of its rest."""
-    flat = counts.reshape(-1)
-    whole, rest = flat // BLOCK_TOKENS * BLOCK_TOKENS, flat % BLOCK_TOKENS
-    whole_end, rest_end = np.cumsum(whole), whole.sum() + np.cumsum(rest)
-    table = np.stack([whole_end - whole, whole_end, rest_end - rest, rest_end], axis=1)
-    return [(int(a), int(b), int(c), int(d)) for a, b, c, d in table]
-
-
-def _copy(
-    target: Tensor, source: Tensor, kept: Tensor, start: int, end: int, rest: int, rest_end: int
-) -> None:
-    """Copy the kept part of a segment to its blocks and its rest."""
-    whole = end - start
-    if whole:
-        torch.index_select(source, 0, kept[:whole], out=target[start:end])
-    if rest_end > rest:
-        torch.index_select(source, 0, kept[whole:], out=target[rest:rest_end])

@@ -15,8 +15,9 @@ from transformers.cache_utils import DynamicLayer
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
 from kvalloc.models.structure import context_limit
-from kvalloc.runtime.attention.backends import apart_attention
+from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.kept import FlatEntries
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.later_pass import (
     CARRIED_TOKENS,
@@ -402,8 +403,7 @@ def _looking(cache: LaterCache, looks: Wanted, drafted: _Drafted) -> Any:
             drafted.queries.setdefault(states.layer, []).append(states.queries)
         if not isinstance(layer, LaterLayer) or not layer.apart:
             return compute(states.mask)
-        output = apart_attention(AttentionCall.of(states), layer.held)
-        return compute(None, *layer.joined()) if output is None else (output, None)
+        return attend(AttentionCall.of(states), [FlatEntries.even(*layer.held)]), None
 
     return handler
 

@@ -9,7 +9,7 @@ The rounding itself is the measured one (`kvalloc.runtime.quantization`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,12 +20,17 @@ from torch import Tensor
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime.kept import BLOCK_TOKENS, FlatEntries, Piece, RaggedEntries
+from kvalloc.runtime.kept import FlatEntries, Piece, RaggedEntries
 from kvalloc.runtime.quantization import from_codes, key_codes, value_codes
 
-__all__ = ["PackedEntries", "PackedHeads", "Segment", "packed_layers"]
-
-_SCALE_BLOCKS = BLOCK_TOKENS // KEY_BLOCK_TOKENS
+__all__ = [
+    "PackedEntries",
+    "PackedHeads",
+    "Segment",
+    "key_numbers",
+    "packed_layers",
+    "value_numbers",
+]
 
 
 def packed_layers(profile: BudgetProfile) -> dict[int, IntArray]:
@@ -122,26 +127,30 @@ def unpacked_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)[:, :head_dim]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PaddedRests:
-    """Each segment's entries behind its whole blocks, filled up to one more block.
+def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Keys of one segment, float32, (n, head_dim).
 
-    Attributes
+    Parameters
     ----------
-    entries : Tensor of int64, (n_segments, 128)
-        Which entry each is; 0 beyond a segment's end.
-    scales : Tensor of int64, (n_segments, 2)
-        Which key scale each block of 64 has; 0 where there is none.
-    logits : Tensor of float32, (n_segments, 1, 128)
-        What logits begin with: minus infinity beyond a segment's end, and the entries' own bias.
-    owners : Tensor of int64, (n_blocks + n_segments,)
-        Whose the whole blocks are, and then these.
+    rows : Tensor of uint8, (n, key_bytes)
+    scales : Tensor of float16, (ceil(n / 64), 2, head_dim)
+    bits : int
+        8 or 4.
     """
+    of_each = scales.repeat_interleave(KEY_BLOCK_TOKENS, dim=0)[: len(rows)]
+    codes = unpacked_codes(rows, bits, int(scales.shape[-1]))
+    return from_codes(codes, of_each[:, 0], of_each[:, 1])
 
-    entries: Tensor
-    scales: Tensor
-    logits: Tensor
-    owners: Tensor
+
+def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
+    """Values, float32, (n, head_dim), of packed rows with their scales, (n, value_bytes)."""
+    n_bytes = -(-head_dim * bits // 8)
+    # A copy even of one row: float16 cannot begin at an odd byte.
+    scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format).view(torch.float16)
+    scales = scales.view(len(rows), scales.shape[1] // 2, 2)
+    wide = scales.repeat_interleave(VALUE_BLOCK_CHANNELS, dim=1)[:, :head_dim]
+    codes = unpacked_codes(rows[:, :n_bytes], bits, head_dim)
+    return from_codes(codes, wide[..., 0], wide[..., 1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +166,7 @@ class PackedHeads:
     codes : RaggedEntries
         Packed rows of keys and values, see `Segment`, in the order of ragged entries.
     key_scales : Tensor of float16, (n_key_blocks, 2, head_dim), or None
-        First those of all whole blocks of entries, then those of the rests; None at 16 bits.
+        Those of one segment after those of another; None at 16 bits.
     like : tuple of Tensor
         Keys and values (0, head_dim): sizes and type of what was rounded.
     """
@@ -189,28 +198,9 @@ class PackedHeads:
         codes = RaggedEntries.collect(counts.astype(np.int64), piece, biased=biased)
         scales = None
         if bits != 16:
-            flat = [one.key_scales for row in segments for one in row]
-            whole = [int(count) // BLOCK_TOKENS * _SCALE_BLOCKS for count in counts.ravel()]
-            parts = [own[:n] for own, n in zip(flat, whole, strict=True) if own is not None]
-            parts += [own[n:] for own, n in zip(flat, whole, strict=True) if own is not None]
-            scales = torch.cat(parts)
+            parts = [one.key_scales for row in segments for one in row]
+            scales = torch.cat([one for one in parts if one is not None])
         return cls(bits=bits, heads=heads, codes=codes, key_scales=scales, like=like)
-
-    @cached_property
-    def _rest_scales(self) -> IntArray:
-        """Where each segment's scales of its rest begin, (n_segments + 1,)."""
-        rests = -(-(self.codes.lengths.reshape(-1) % BLOCK_TOKENS) // KEY_BLOCK_TOKENS)
-        first = self.codes.n_blocks * _SCALE_BLOCKS
-        found: IntArray = first + np.concatenate([[0], np.cumsum(rests)]).astype(np.int64)
-        return found
-
-    @cached_property
-    def _scale_of_rest(self) -> Tensor:
-        """Which of the scales each entry of the rests has, (n_rest_entries,)."""
-        rests = (self.codes.lengths % BLOCK_TOKENS).ravel()
-        pairs = zip(self._rest_scales[:-1], rests, strict=True)
-        found = [first + np.arange(count) // KEY_BLOCK_TOKENS for first, count in pairs]
-        return torch.from_numpy(np.concatenate(found)).to(self.codes.keys.device)
 
     def segment(self, row: int, place: int) -> Segment:
         """One head's entries of one row; ``place`` counts these heads."""
@@ -218,113 +208,29 @@ class PackedHeads:
         scales = None
         if self.key_scales is not None:
             number = row * len(self.heads) + place
-            start, end, _, _ = self.codes.spans[number]
-            rest, rest_end = self._rest_scales[number : number + 2].tolist()
-            own = slice(start // KEY_BLOCK_TOKENS, end // KEY_BLOCK_TOKENS)
-            scales = torch.cat([self.key_scales[own], self.key_scales[rest:rest_end]])
+            first, last = self.codes.spans.first_scales[number : number + 2].tolist()
+            scales = self.key_scales[first:last]
         return Segment(keys=keys, values=values, key_scales=scales, positions=positions, bias=bias)
 
     def piece(self, row: int, place: int) -> Piece:
         """One segment's numbers."""
-        if self.bits == 16:
-            return self.codes.piece(row, place)
-        return self.numbers(slice(row, row + 1), slice(place, place + 1)).piece(0, 0)
-
-    def runs(self, most_numbers: int) -> Iterator[tuple[slice, slice]]:
-        """Rows and heads whose numbers fit into so many, or one head of one row at a time."""
-        width = self.like[0].shape[-1] + self.like[1].shape[-1]
-        batch, n_heads = self.codes.lengths.shape
-        by_row = self.codes.lengths.sum(axis=1) * width
-        if int(by_row.max()) <= most_numbers:
-            step = max(most_numbers // max(int(by_row.max()), 1), 1)
-            yield from (
-                (slice(r, min(r + step, batch)), slice(0, n_heads)) for r in range(0, batch, step)
-            )
-            return
-        for row in range(batch):
-            yield from ((slice(row, row + 1), slice(h, h + 1)) for h in range(n_heads))
-
-    def numbers(self, rows: slice, places: slice) -> RaggedEntries:
-        """The numbers of rows and heads that lie next to each other, below 16 bits."""
-        codes, n_heads = self.codes, len(self.heads)
-        first = rows.start * n_heads + places.start
-        last = (rows.stop - 1) * n_heads + places.stop - 1
-        (start, _, rest, _), (_, end, _, rest_end) = codes.spans[first], codes.spans[last]
-
-        def own(states: Tensor) -> Tensor:
-            return torch.cat([states[start:end], states[rest:rest_end]])
-
-        assert self.key_scales is not None
-        like, whole = self.like[0], end - start
-        coded = unpacked_codes(own(codes.keys), self.bits, int(like.shape[-1]))
-        keys = like.new_empty(coded.shape)
-        blocks = (-1, KEY_BLOCK_TOKENS, coded.shape[1])
-        scales = self.key_scales[start // KEY_BLOCK_TOKENS : end // KEY_BLOCK_TOKENS]
-        far = from_codes(coded[:whole].reshape(blocks), scales[:, :1], scales[:, 1:])
-        keys[:whole].view(blocks).copy_(far)
-        of_rest = self._scale_of_rest[rest - codes.n_blocks * BLOCK_TOKENS :][: rest_end - rest]
-        scales = self.key_scales.index_select(0, of_rest)
-        keys[whole:] = from_codes(coded[whole:], scales[:, 0], scales[:, 1])
-        return RaggedEntries(
-            keys=keys,
-            values=self._values(own(codes.values)),
-            positions=own(codes.positions),
-            bias=None if codes.bias is None else own(codes.bias),
-            lengths=codes.lengths[rows, places],
+        one, (keys, values) = self.segment(row, place), self.like
+        every = torch.arange(one.positions.numel(), device=one.positions.device)
+        if one.key_scales is None:
+            return one.keys, one.values, one.positions, one.bias, every
+        return (
+            key_numbers(one.keys, one.key_scales, self.bits).to(keys.dtype),
+            value_numbers(one.values, self.bits, int(values.shape[-1])).to(values.dtype),
+            one.positions,
+            one.bias,
+            every,
         )
-
-    @property
-    def aligned(self) -> bool:
-        """Whether scales of values begin at even bytes, and keys fill theirs."""
-        return all(int(one.shape[-1]) * self.bits % 16 == 0 for one in self.like)
 
     @cached_property
     def flat(self) -> FlatEntries:
-        """The same as kernels read it, below 16 bits."""
-        blocks = np.array([start for start, _, _, _ in self.codes.spans]) // KEY_BLOCK_TOKENS
-        table = np.stack([blocks, self._rest_scales[:-1]], axis=1).astype(np.int64)
-        return replace(
-            self.codes.flat,
-            bits=self.bits,
-            key_scales=self.key_scales,
-            first_scales=torch.from_numpy(table).to(self.codes.keys.device),
-        )
-
-    @cached_property
-    def padded_rests(self) -> PaddedRests:
-        """Where each segment's rest is, found out once."""
-        rests = (self.codes.lengths % BLOCK_TOKENS).reshape(-1, 1)
-        start = np.array([[rest] for _, _, rest, _ in self.codes.spans])
-        column, block = np.arange(BLOCK_TOKENS), np.arange(_SCALE_BLOCKS)
-        entries = np.where(column < rests, start + column, 0)
-        scales = self._rest_scales[:-1, None] + block
-        scales = np.where(block * KEY_BLOCK_TOKENS < rests, scales, 0)
-        device = self.codes.keys.device
-        places = torch.from_numpy(entries.astype(np.int64)).to(device)
-        logits = torch.zeros(places.shape, device=device)
-        if self.codes.bias is not None:
-            logits += self.codes.bias[places]
-        logits.masked_fill_(torch.from_numpy(column >= rests).to(device), float("-inf"))
-        own = torch.arange(rests.size, device=device)
-        return PaddedRests(
-            entries=places,
-            scales=torch.from_numpy(scales.astype(np.int64)).to(device),
-            logits=logits[:, None],
-            owners=torch.cat([self.codes.block_segments, own]),
-        )
-
-    def _values(self, rows: Tensor) -> Tensor:
-        """Values of packed rows, (n, head_dim)."""
-        head_dim = int(self.like[1].shape[-1])
-        n_bytes = -(-head_dim * self.bits // 8)
-        # A copy even of one row: float16 cannot begin at an odd byte.
-        scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format)
-        n_blocks = -(-head_dim // VALUE_BLOCK_CHANNELS)
-        scales = scales.view(torch.float16).view(rows.shape[0], n_blocks, 2).float()
-        codes = unpacked_codes(rows[:, :n_bytes], self.bits, head_dim)
-        if n_blocks > 1:
-            scales = scales.repeat_interleave(VALUE_BLOCK_CHANNELS, dim=1)[:, :head_dim]
-        return from_codes(codes, scales[..., 0], scales[..., 1]).to(self.like[1].dtype)
+        """The same as attention reads it."""
+        (own,) = self.codes.flat
+        return replace(own, bits=self.bits, key_scales=self.key_scales, heads=self.heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,6 +302,13 @@ class PackedEntries:
         columns = [part.codes.lengths[:, place] for part, place in self._places]
         found: IntArray = np.stack(columns, axis=1)
         return found
+
+    @cached_property
+    def flat(self) -> tuple[FlatEntries, ...]:
+        """The same as attention reads it, one a width."""
+        if len(self.parts) == 1:
+            return (replace(self.parts[0].flat, heads=None),)
+        return tuple(part.flat for part in self.parts)
 
     def tensors(self) -> list[Tensor]:
         """All K and V storage, scales included."""

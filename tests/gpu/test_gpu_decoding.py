@@ -39,9 +39,9 @@ def test_equal_budgets_are_read_in_place(
     read: list[int] = []
     made = FlatEntries.even.__func__  # type: ignore[attr-defined]
 
-    def noted(cls: Any, keys: torch.Tensor, values: torch.Tensor, bias: Any = None) -> Any:
+    def noted(cls: Any, keys: torch.Tensor, *more: Any) -> Any:
         read.append(keys.data_ptr())
-        return made(cls, keys, values, bias)
+        return made(cls, keys, *more)
 
     monkeypatch.setattr(FlatEntries, "even", classmethod(noted))
     places = []

@@ -1,16 +1,20 @@
-"""What is asked of attention over kept entries: one record for every backend."""
+"""What is asked of attention over kept entries, and what a backend is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.kept import FlatEntries
 
-__all__ = ["AttentionCall", "Kernel"]
+__all__ = ["AttentionCall", "Backend"]
+
+KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What kernels read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,27 +50,19 @@ class AttentionCall:
     sink_logits: Tensor | None = None
 
     @classmethod
-    def of(cls, states: AttentionStates, visible: Tensor | None = None) -> AttentionCall:
-        """From what a layer's attention sees, whose keys and values are those that followed."""
+    def of(
+        cls, states: AttentionStates, visible: Tensor | None = None, *, first: int = 0
+    ) -> AttentionCall:
+        """From what a layer's attention sees; its keys and values from ``first`` on followed."""
         return cls(
             queries=states.queries,
-            keys=states.keys,
-            values=states.values,
+            keys=states.keys[:, :, first:],
+            values=states.values[:, :, first:],
             scaling=states.scaling,
             visible=None if visible is None else visible.to(states.keys.device),
             softcap=states.softcap,
             sink_logits=states.sink_logits,
         )
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether the model caps its logits or adds one of a sink."""
-        return self.softcap is not None or self.sink_logits is not None
-
-    @property
-    def plain(self) -> bool:
-        """Whether it is one new token that sees everything, with unchanged logits."""
-        return self.queries.shape[2] == 1 and self.visible is None and not self.changes_logits
 
     def heads(self, heads: Tensor, query_heads: Tensor) -> AttentionCall:
         """The same of some KV heads and of the query heads that belong to them."""
@@ -79,20 +75,39 @@ class AttentionCall:
             sink_logits=None if sinks is None else sinks.index_select(0, query_heads),
         )
 
-    def cut(self, rows: slice, heads: slice, query_heads: slice) -> AttentionCall:
-        """The same of some rows and heads that stand together."""
-        return replace(
-            self,
-            queries=self.queries[rows, query_heads],
-            keys=self.keys[rows, heads],
-            values=self.values[rows, heads],
-            visible=None if self.visible is None else self.visible[rows],
-            sink_logits=None if self.sink_logits is None else self.sink_logits[query_heads],
+    def with_dense_vectors(self) -> AttentionCall:
+        """The same, each vector's numbers one after the other; copied only where they are not."""
+        queries, keys, values = (
+            one if one.stride(-1) == 1 else one.contiguous()
+            for one in (self.queries, self.keys, self.values)
         )
+        return replace(self, queries=queries, keys=keys, values=values)
+
+    def kernel_refusal(self, kept: FlatEntries) -> str | None:
+        """Why no kernel reads this call's types, in words; None where each one does."""
+        given = [self.queries, self.keys, self.values]
+        given += [kept.keys, kept.values] if kept.bits == 16 else []
+        dtype = self.queries.dtype
+        if any(one.dtype != dtype for one in given):
+            # as under autocast where a model normalises queries and keys
+            return "queries, keys and values have several types"
+        if dtype not in KERNEL_TYPES:
+            return f"it does not read {dtype}"
+        if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+            return "it gives no gradients"
+        return None
 
 
-class Kernel(Protocol):
-    """Attention in one pass over what is stored."""
+class Backend(Protocol):
+    """One way to attend to kept entries."""
 
-    def __call__(self, call: AttentionCall, kept: FlatEntries) -> Tensor:
-        """The attention output, (batch, n_new_tokens, n_query_heads, head_dim), contiguous."""
+    name: str
+
+    def unavailable(self) -> str | None:
+        """Why it can serve nothing on this machine, in words; None where it can."""
+
+    def refusal(self, call: AttentionCall, kept: FlatEntries) -> str | None:
+        """Why it cannot serve this call, in words; None where it can."""
+
+    def attend(self, call: AttentionCall, kept: FlatEntries) -> Tensor:
+        """The attention output, (batch, n_new_tokens, n_query_heads, value_dim), contiguous."""

@@ -41,9 +41,8 @@ typedef struct {
     const void *kept_keys;        /* (n_entries, key_dim), or packed codes */
     const void *kept_values;      /* (n_entries, value_dim), or packed codes and their scales */
     const uint16_t *key_scales;   /* float16, (n_key_blocks, 2, key_dim) */
-    const int64_t *first_scales;  /* (n_segments, 2) */
     const float *bias;            /* (n_entries,), or NULL */
-    const int64_t *spans;         /* (n_segments, 4) */
+    const int64_t *spans;         /* (n_segments, 3): start, end, first key scale */
     const void *keys;             /* (n_segments, n_following, key_dim) */
     const void *values;           /* (n_segments, n_following, value_dim) */
     const uint8_t *visible;       /* (batch, n_following), or NULL */
@@ -397,25 +396,21 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
     }
 }
 
-/* The three spans of a segment: whole blocks, the rest, the tokens that followed. */
-static void spans_of(const arguments *given, int64_t segment, span out[3]) {
-    int64_t key_bytes = code_bytes(given->kept_kind, given->key_dim);
-    int64_t row_bytes = value_bytes(given->kept_kind, given->value_dim);
-    for (int which = 0; which < 2; which++) {
-        int64_t start = given->spans[segment * 4 + 2 * which];
-        out[which] = (span){
-            .keys = (const char *)given->kept_keys + start * key_bytes,
-            .values = (const char *)given->kept_values + start * row_bytes,
-            .bias = given->bias ? given->bias + start : 0,
-            .count = given->spans[segment * 4 + 2 * which + 1] - start,
-            .kind = (int)given->kept_kind,
-        };
-        if (given->key_scales)
-            out[which].key_scales = given->key_scales
-                + given->first_scales[segment * 2 + which] * 2 * given->key_dim;
-    }
+/* The two spans of a segment: what is kept, and the tokens that followed. */
+static void spans_of(const arguments *given, int64_t segment, span out[2]) {
+    const int64_t *own = given->spans + segment * 3;
     int64_t first = segment * given->n_following;
-    out[2] = (span){
+    out[0] = (span){
+        .keys = (const char *)given->kept_keys
+            + own[0] * code_bytes(given->kept_kind, given->key_dim),
+        .values = (const char *)given->kept_values
+            + own[0] * value_bytes(given->kept_kind, given->value_dim),
+        .bias = given->bias ? given->bias + own[0] : 0,
+        .count = own[1] - own[0],
+        .kind = (int)given->kept_kind,
+    };
+    if (given->key_scales) out[0].key_scales = given->key_scales + own[2] * 2 * given->key_dim;
+    out[1] = (span){
         .keys = (const char *)given->keys
             + first * code_bytes(given->following_kind, given->key_dim),
         .values = (const char *)given->values
@@ -427,8 +422,8 @@ static void spans_of(const arguments *given, int64_t segment, span out[3]) {
 }
 
 static int64_t entries_of(const arguments *given, int64_t segment) {
-    const int64_t *own = given->spans + segment * 4;
-    return own[1] - own[0] + own[3] - own[2] + given->n_following;
+    const int64_t *own = given->spans + segment * 3;
+    return own[1] - own[0] + given->n_following;
 }
 
 /* A segment's queries, scaled; logits are in units of log 2 unless they are capped first. */
@@ -456,14 +451,14 @@ static void read_share(const arguments *given, int64_t thread, int64_t start, in
     for (int64_t segment = 0; segment < given->n_segments && before < end; segment++) {
         int64_t count = entries_of(given, segment);
         if (before + count > start) {
-            span spans[3];
+            span spans[2];
             spans_of(given, segment, spans);
             softmax to = found_by(given, found, thread + segment);
             for (int64_t r = 0; r < given->n_rows; r++) to.most[r] = LOWEST, to.total[r] = 0.0f;
             memset(to.summed, 0, sizeof(float) * given->n_rows * own->value_width);
             ask(given, segment, own);
             int64_t place = before;
-            for (int which = 0; which < 3; which++) {
+            for (int which = 0; which < 2; which++) {
                 int64_t first = start - place, last = end - place, n = spans[which].count;
                 first = first < 0 ? 0 : first;
                 last = last < n ? last : n;

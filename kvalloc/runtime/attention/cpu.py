@@ -18,7 +18,7 @@ from kvalloc.runtime.attention.c_library import compiled
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import FlatEntries
 
-__all__ = ["MOST_ROWS", "cpu_attention", "serves", "unavailable"]
+__all__ = ["MOST_ROWS", "CpuBackend", "unavailable"]
 
 MOST_ROWS = 256
 """Query rows of a segment, those of all new tokens and of all heads that ask: what the kernel has
@@ -34,7 +34,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("queries", "kept_keys", "kept_values")),
-        *((name, ctypes.c_void_p) for name in ("key_scales", "first_scales", "bias", "spans")),
+        *((name, ctypes.c_void_p) for name in ("key_scales", "bias", "spans")),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "visible", "sinks", "output")),
         *((name, ctypes.c_int64) for name in ("n_segments", "n_kv_heads", "n_rows", "n_new")),
         *((name, ctypes.c_int64) for name in ("n_following", "key_dim", "value_dim")),
@@ -43,10 +43,33 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def serves(call: AttentionCall) -> bool:
-    """Whether the kernel is there, and made for so many query rows."""
-    rows = call.queries.shape[1] // call.keys.shape[1] * call.queries.shape[2]
-    return 0 < rows <= MOST_ROWS and compiled(_SOURCE).library is not None
+class CpuBackend:
+    """Entries on the CPU, read by compiled code."""
+
+    name = "C on the CPU"
+
+    def unavailable(self) -> str | None:
+        """Why there is no compiled code on this machine."""
+        return unavailable()
+
+    def refusal(self, call: AttentionCall, kept: FlatEntries) -> str | None:
+        """Types that it does not read, gradients, a question that is too long, no compiler."""
+        if call.queries.device.type != "cpu":
+            return "the entries are not on the CPU"
+        rows = call.queries.shape[1] // call.keys.shape[1] * call.queries.shape[2]
+        if not 0 < rows <= MOST_ROWS:
+            return f"it has room for {MOST_ROWS} query rows of a KV head"
+        return call.kernel_refusal(kept) or unavailable()
+
+    def attend(self, call: AttentionCall, kept: FlatEntries) -> Tensor:
+        """The attention output.
+
+        Raises
+        ------
+        MemoryError
+            If there is no memory to work with.
+        """
+        return cpu_attention(call, kept, threads=torch.get_num_threads())
 
 
 def unavailable() -> str | None:
@@ -55,27 +78,8 @@ def unavailable() -> str | None:
     return None if found.library is not None else found.reason
 
 
-def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int | None = None) -> Tensor:
-    """Attention of the new tokens over kept entries and what followed, where it `serves`.
-
-    Parameters
-    ----------
-    call : AttentionCall
-        All of one type.
-    kept : FlatEntries
-    threads : int, optional
-        By default as many as torch uses.
-
-    Returns
-    -------
-    Tensor, (batch, n_new_tokens, n_query_heads, value_dim)
-        Of the queries' type, contiguous.
-
-    Raises
-    ------
-    MemoryError
-        If there is no memory to work with.
-    """
+def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Tensor:
+    """`CpuBackend.attend` with so many threads."""
     batch, n_query_heads, n_new, key_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
     # said in full: the default type and device are the caller's to change
@@ -93,9 +97,8 @@ def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int | None
         kept_keys=kept.keys.data_ptr(),
         kept_values=kept.values.data_ptr(),
         key_scales=_place(kept.key_scales),
-        first_scales=_place(kept.first_scales),
         bias=_place(kept.bias),
-        spans=kept.spans.data_ptr(),
+        spans=kept.spans.table.data_ptr(),
         keys=latest[0].data_ptr(),
         values=latest[1].data_ptr(),
         visible=_place(shown),
@@ -110,7 +113,7 @@ def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int | None
         value_dim=value_dim,
         kept_kind=_PACKED_KINDS.get(kept.bits, kind),
         following_kind=kind,
-        threads=torch.get_num_threads() if threads is None else threads,
+        threads=threads,
         scaling=call.scaling,
         softcap=call.softcap or 0.0,
     )

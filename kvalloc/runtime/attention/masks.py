@@ -8,9 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from kvalloc.models.attention import AttentionStates
-
-__all__ = ["MaskKind", "biased_mask", "mask_kind", "stored_mask"]
+__all__ = ["MaskKind", "mask_kind", "stored_mask"]
 
 #: How an attention implementation takes its mask. Eager attention adds it to the logits; sdpa
 #: takes True for what is seen; flash attention is causal by itself, aligned at the end, and takes
@@ -126,38 +124,3 @@ def _with_own(visible: Tensor, new_tokens: int, stored_tokens: int) -> Tensor:
     own = torch.ones(new_tokens, stored_tokens, dtype=torch.bool, device=visible.device)
     first = stored_tokens - new_tokens
     return everywhere | (own.tril(first) & own.triu(first))
-
-
-def biased_mask(
-    logit_bias: Tensor, states: AttentionStates, *, visible: Tensor | None = None
-) -> Tensor:
-    """Additive mask where some stored entries stand for more than one.
-
-    Parameters
-    ----------
-    logit_bias : Tensor of float32, (batch, n_kv_heads, n_kept)
-        Of the first entries of each KV head; all that follow have none.
-    states : AttentionStates
-        Its keys are the stored ones, the new tokens last.
-    visible : Tensor of bool, (batch, n_following), optional
-        False hides padding among the last entries.
-
-    Returns
-    -------
-    Tensor of the queries' type, (batch, n_query_heads, new_tokens, stored_tokens)
-        sdpa, eager and `masked_attention` take it.
-    """
-    new, stored = states.queries.shape[2], states.keys.shape[2]
-    group = states.queries.shape[1] // logit_bias.shape[1]
-    bias = torch.nn.functional.pad(logit_bias, (0, stored - logit_bias.shape[-1]))
-    bias = bias.to(states.queries.dtype).repeat_interleave(group, dim=1)[:, :, None]
-    causal = stored_mask(
-        new,
-        stored,
-        kind="additive",
-        dtype=states.queries.dtype,
-        device=states.keys.device,
-        batch=int(states.queries.shape[0]),
-        visible=visible,
-    )
-    return bias if causal is None else bias + causal

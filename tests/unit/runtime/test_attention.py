@@ -18,7 +18,6 @@ import pytest
 import torch
 from attention_cases import (
     HALF_A_STEP,
-    by_definition,
     call_of,
     check,
     dense_of,
@@ -31,19 +30,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_choice import WITH, WITHOUT, kernel_choice
 
-from kvalloc.runtime.attention import backends, codes, cpu
+from kvalloc.runtime.attention import backends, cpu
 from kvalloc.runtime.attention import torch as by_torch
-from kvalloc.runtime.attention.backends import (
-    apart_attention,
-    entries_attention,
-    kernel_for,
-    unpacked_attention,
-)
+from kvalloc.runtime.attention.backends import attend, chosen
 from kvalloc.runtime.attention.c_library import Compiled
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.attention.codes import codes_attention
-from kvalloc.runtime.attention.cpu import MOST_ROWS, cpu_attention
-from kvalloc.runtime.attention.torch import even_attention, ragged_attention
+from kvalloc.runtime.attention.cpu import MOST_ROWS, CpuBackend, cpu_attention
+from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.kept import FlatEntries
 
 needs_kernel = pytest.mark.skipif(
@@ -54,11 +47,11 @@ LENGTHS = st.sampled_from([0, 1, 5, 63, 64, 65, 127, 128, 129, 300, 700])
 
 
 @st.composite
-def cases(draw: Any, *, plain: bool = False, sharp: bool = True) -> tuple[AttentionCall, Any, bool]:
+def cases(draw: Any) -> tuple[AttentionCall, Any, bool]:
     """What is asked, how many entries each head keeps, and whether they are biased."""
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     counts = np.array([[draw(LENGTHS) for _ in range(heads)] for _ in range(batch)])
-    n_new = 1 if plain else draw(st.sampled_from([1, 1, 2, 7, 51]))
+    n_new = draw(st.sampled_from([1, 1, 2, 7, 51]))
     torch.manual_seed(draw(st.integers(0, 99)))
     call = call_of(
         counts,
@@ -67,13 +60,28 @@ def cases(draw: Any, *, plain: bool = False, sharp: bool = True) -> tuple[Attent
         group=draw(st.integers(1, 5)),
         n_new=n_new,
         before=draw(st.sampled_from([0, 1, 66])),
-        extras=not plain,
-        sharpness=draw(st.sampled_from([0.1, 1, 20])) if sharp else 1.0,
+        extras=True,
+        sharpness=draw(st.sampled_from([0.1, 1, 20])),
     )
     for name in ("visible", "softcap", "sink_logits"):
         if draw(st.booleans()):
             call = replace(call, **{name: None})
     return call, counts, draw(st.booleans())
+
+
+def answer(
+    backend: str,
+    call: AttentionCall,
+    kept: FlatEntries,
+    *,
+    threads: int = 2,
+    scratch: int = 1 << 20,
+) -> torch.Tensor:
+    if backend == "kernel":
+        return cpu_attention(call, kept, threads=threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_torch, "SCRATCH_NUMBERS", scratch)
+        return TorchBackend().attend(call, kept)
 
 
 def dims_of(call: AttentionCall) -> tuple[int, int]:
@@ -83,7 +91,7 @@ def dims_of(call: AttentionCall) -> tuple[int, int]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=60, deadline=None)
 @given(
-    case=cases(), threads=st.integers(1, 4), scratch=st.sampled_from([1 << 14, 1 << 23]),
+    case=cases(), threads=st.integers(1, 4), scratch=st.sampled_from([1, 1 << 14, 1 << 20]),
     exact=st.booleans(),
 )  # fmt: skip
 def test_entries_of_different_number(
@@ -91,76 +99,51 @@ def test_entries_of_different_number(
 ) -> None:
     call, counts, biased = case
     stored = stored_of(counts, dims_of(call), call.queries.dtype, biased=biased)
-    entries = ragged_of(stored, counts)
-    if backend == "kernel":
-        check(cpu_attention(call, entries.flat, threads=threads), call, stored)
-        return
-    if exact:  # queries in float64 over entries of another type, as autocast mixes them
+    (kept,) = ragged_of(stored, counts).flat
+    if exact and backend == "torch":  # float64 over entries of another type, as autocast mixes them
         wide = (t.double() for t in (call.queries, call.keys, call.values))
         call = replace(call, **dict(zip(("queries", "keys", "values"), wide, strict=True)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_torch, "SCRATCH_ELEMENTS", scratch)
-        check(ragged_attention(call, entries), call, stored)
+    check(answer(backend, call, kept, threads=threads, scratch=scratch), call, stored)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "codes"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), bits=st.sampled_from([8, 4]), blocks=st.integers(1, 4))
-def test_entries_at_fewer_bits(backend: str, data: Any, bits: int, blocks: int) -> None:
-    call, counts, biased = data.draw(cases(plain=backend == "codes", sharp=backend != "codes"))
-    dims, dtype = dims_of(call), call.queries.dtype
-    stored = stored_of(counts, dims, dtype, biased=biased)
-    widths = [bits] * counts.shape[1]
-    entries = packed_of(stored, counts, widths)
-    (part,) = entries.parts
-    if backend == "torch":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backends, "kernel_for", lambda *_: None)
-            patch.setattr(backends, "SCRATCH_NUMBERS", (1, 3000, 1 << 20)[blocks % 3])
-            check(unpacked_attention(call, part), call, unpacked(entries, counts))
-        return
-    # the codes and scales are the same; the numbers are not rounded to half precision once more
+@given(case=cases(), bits=st.sampled_from([8, 4]), threads=st.integers(1, 4))
+def test_entries_at_fewer_bits(backend: str, case: Any, bits: int, threads: int) -> None:
+    """The numbers that codes stand for are not rounded to half precision once more."""
+    call, counts, biased = case
+    stored = stored_of(counts, dims_of(call), call.queries.dtype, biased=biased)
+    (kept,) = packed_of(stored, counts, [bits] * counts.shape[1]).flat
     wide = {place: (one[0].float(), one[1].float(), one[2]) for place, one in stored.items()}
-    rounded = unpacked(packed_of(wide, counts, widths), counts)
-    if backend == "kernel":
-        check(cpu_attention(call, part.flat, threads=blocks), call, rounded)
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codes, "SCRATCH_NUMBERS", blocks * 128 * dims[0])
-        found = codes_attention(call, part)
-    near = (0.05, 0.02) if dtype in HALF_A_STEP else (2e-5, 1e-5)
-    exact, _ = by_definition(call, rounded)
-    torch.testing.assert_close(found.double(), exact, atol=near[0], rtol=near[1])
+    rounded = unpacked(packed_of(wide, counts, [bits] * counts.shape[1]), counts)
+    check(answer(backend, call, kept, threads=threads, scratch=3000), call, rounded)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=50, deadline=None)
 @given(
-    case=cases(plain=True),
+    case=cases(),
     n_kept=LENGTHS,
+    after=st.sampled_from([0, 1, 70]),
     unbiased=st.integers(0, 70) | st.none(),
-    scratch=st.sampled_from([1 << 12, 1 << 18]),
+    scratch=st.sampled_from([1 << 12, 1 << 20]),
 )
-def test_entries_of_equal_number_and_the_latest_apart(
-    backend: str, case: Any, n_kept: int, unbiased: int | None, scratch: int
+def test_entries_of_equal_number(
+    backend: str, case: Any, n_kept: int, after: int, unbiased: int | None, scratch: int
 ) -> None:
-    """Biased are the first entries; the tokens that joined them since then have no bias."""
+    """Only the first entries are biased, and of what is stored only the first may be meant."""
     call, counts, _ = case
     n_biased = 0 if unbiased is None else max(n_kept - unbiased, 0)
-    stored = stored_of(np.full_like(counts, n_kept), dims_of(call), call.queries.dtype, biased=True)
-    kept, biases = dense_of(stored, counts.shape)
+    table = np.full_like(counts, n_kept + after)
+    stored = stored_of(table, dims_of(call), call.queries.dtype, biased=True)
+    dense, biases = dense_of(stored, counts.shape)
     bias = None if unbiased is None else biases[..., :n_biased]
-    stored = {place: (*kv, own[:n_biased]) for place, (*kv, own) in stored.items()}
-    if backend == "kernel":
-        found = cpu_attention(call, FlatEntries.even(*kept, bias))
-        chosen = apart_attention(call, kept, bias)
-        assert chosen is not None
-        assert torch.equal(chosen, found)
-    else:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(by_torch, "EVEN_SCRATCH", scratch)
-            found = even_attention(call, kept, bias)
-    check(found, call, stored)
+    kept = FlatEntries.even(*dense, bias, n_kept)
+    stored = {
+        place: (keys[:n_kept], values[:n_kept], own[:n_biased])
+        for place, (keys, values, own) in stored.items()
+    }
+    check(answer(backend, call, kept, scratch=scratch), call, stored)
 
 
 @pytest.mark.parametrize("kernel", [WITH, WITHOUT])
@@ -173,7 +156,7 @@ def test_heads_of_every_width(widths: list[int], extras: bool, n_new: int, kerne
     entries = packed_of(stored_of(counts, (16, 16), torch.float32, biased=extras), counts, widths)
     call = call_of(counts, (16, 16), torch.float32, n_new=n_new, extras=extras)
     with kernel_choice(kernel):
-        check(entries_attention(call, entries), call, unpacked(entries, counts))
+        check(attend(call, entries.flat), call, unpacked(entries, counts))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -196,43 +179,26 @@ def test_the_triton_kernel(device: str) -> None:
 # Memory of torch's operations
 
 
-@pytest.mark.usefixtures("without_kernel")
-def test_the_scratch_is_bounded(peak_bytes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scratch_is_bounded(peak_bytes: Any) -> None:
     counts = np.array([[200, 300]])
     stored = stored_of(counts, (8, 8), torch.float32, biased=False)
     call = call_of(counts, (8, 8), torch.float32, n_new=500, before=0)
-    entries, peaks = ragged_of(stored, counts), []
+    (kept,), peaks = ragged_of(stored, counts).flat, []
     for scratch in (1 << 16, 1 << 23):
-        monkeypatch.setattr(by_torch, "SCRATCH_ELEMENTS", scratch)
-        peaks.append(peak_bytes(lambda: ragged_attention(call, entries)))
+        peaks.append(peak_bytes(lambda: answer("torch", call, kept, scratch=scratch)))  # noqa: B023
     assert peaks[0] <= 2 * call.queries.nbytes + 5 * (1 << 16) * 4 < peaks[1]
-    check(ragged_attention(call, entries), call, stored)
+    check(answer("torch", call, kept, scratch=1 << 16), call, stored)
 
 
-@pytest.mark.usefixtures("without_kernel")
-def test_the_scratch_over_fewer_bits_is_bounded(
-    peak_bytes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("bits", [4, 16])
+def test_the_scratch_over_other_types_is_bounded(peak_bytes: Any, bits: int) -> None:
+    """Entries at fewer bits or in half precision become float32 a few segments at a time."""
     counts = np.array([[1000, 1000, 1000]] * 4)
-    stored = stored_of(counts, (16, 16), torch.float32, biased=False)
-    entries, call = (
-        packed_of(stored, counts, [4] * 3),
-        call_of(counts, (16, 16), torch.float32, n_new=2),
-    )
-    whole, peaks = int(counts.sum()) * 2 * 16 * 4, []
-    for scratch in (1000 * 2 * 16, 1 << 23):
-        monkeypatch.setattr(backends, "SCRATCH_NUMBERS", scratch)
-        peaks.append(peak_bytes(lambda: entries_attention(call, entries)))
-    assert peaks[0] <= 5 * whole // 12 < whole < peaks[1]
-    # one token: a few blocks' codes as floats, where all keys as numbers would be four times that
-    counts = np.array([[1024, 1024, 1024]] * 4)
-    stored = stored_of(counts, (64, 64), torch.float32, biased=False)
-    entries = packed_of(stored, counts, [4] * 3)
-    call = call_of(counts, (64, 64), torch.float32, group=1, before=0)
-    monkeypatch.setattr(codes, "SCRATCH_NUMBERS", 4 * 128 * 64)
-    entries_attention(call, entries)  # the layout is found out once
-    peak = peak_bytes(lambda: entries_attention(call, entries))
-    assert 4 * 128 * 64 * 4 < peak < int(counts.sum()) * 64 * 4 // 4
+    stored = stored_of(counts, (16, 16), torch.float16, biased=False)
+    (kept,) = packed_of(stored, counts, [bits] * 3).flat
+    call = call_of(counts, (16, 16), torch.float16, n_new=2)
+    peak = peak_bytes(lambda: answer("torch", call, kept, scratch=1))
+    assert peak <= 5 * int(counts.sum()) * 2 * 16 * 4 // 12
 
 
 # The CPU's kernel alone
@@ -277,7 +243,7 @@ def test_logits_far_from_zero_and_weights_of_nothing(offset: float) -> None:
     values = torch.tensor([1.0, 2.0, 1e30, 4.0]).view(1, 1, 4, 1)
     one = torch.ones(1, 1, 1, 1)
     call = AttentionCall(queries=one, keys=one * offset, values=one * 5, scaling=1.0)
-    found = cpu_attention(call, FlatEntries.even(keys, values))
+    found = CpuBackend().attend(call, FlatEntries.even(keys, values))
     weights = torch.tensor([0.0, 1.0, 1.0, 0.0]).softmax(0)
     expected = (weights * torch.tensor([1.0, 2.0, 4.0, 5.0])).sum()
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -290,7 +256,7 @@ def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts: list[
     table = np.array(counts)
     call = call_of(table, (16, 16), torch.float32, group=1, before=-1)
     stored = stored_of(table, (16, 16), torch.float32, biased=False)
-    found = cpu_attention(call, ragged_of(stored, table).flat, threads=2)[0, 0]
+    found = cpu_attention(call, ragged_of(stored, table).flat[0], threads=2)[0, 0]
     for head, count in enumerate(counts[0]):
         if not count:
             assert found[head].isnan().all()
@@ -309,7 +275,7 @@ def test_threads_share_entries_and_say_the_same() -> None:
     stored = stored_of(counts, (16, 16), torch.float32, biased=False)
     entries = ragged_of(stored, counts)
     for threads in (1, 2, 3, 7, 64):
-        check(cpu_attention(call, entries.flat, threads=threads), call, stored)
+        check(cpu_attention(call, entries.flat[0], threads=threads), call, stored)
 
 
 @needs_kernel
@@ -327,30 +293,43 @@ def test_tensors_that_are_cut_from_others() -> None:
     )
     counts = np.array([[3, 0, 70], [128, 1, 9]])
     stored = stored_of(counts, (16, 24), torch.float32, biased=True)
-    check(cpu_attention(call, ragged_of(stored, counts).flat), call, stored)
+    check(CpuBackend().attend(call, ragged_of(stored, counts).flat[0]), call, stored)
 
 
 @needs_kernel
 def test_what_it_does_not_answer() -> None:
     queries, keys = torch.randn(1, 6, 1, 8), torch.randn(1, 2, 3, 8)
 
-    def kernel(queries: Any, *given: Any) -> Any:
+    def backend(queries: Any, *given: Any) -> str:
         call = AttentionCall(queries=queries, keys=given[0], values=given[1], scaling=1.0)
-        return kernel_for(call, *given[2:])
+        return chosen(call, FlatEntries.even(*given[-2:])).name
 
-    assert kernel(queries, keys, keys) is cpu_attention
-    assert kernel(queries.double(), keys.double(), keys.double()) is None
+    assert backend(queries, keys, keys) == "C on the CPU"
+    assert backend(queries.double(), keys.double(), keys.double()) == "torch"
     many = torch.randn(1, 6, MOST_ROWS // 3 + 1, 8)
-    assert kernel(many, keys, keys) is None
-    assert kernel(many[:, :, 1:], keys, keys) is cpu_attention
-    for place in range(4):
-        given = [queries, keys, keys, keys]
+    assert backend(many, keys, keys) == "torch"
+    assert backend(many[:, :, 1:], keys, keys) == "C on the CPU"
+    for place in range(5):
+        given = [queries, keys, keys, keys, keys]
         given[place] = given[place].bfloat16()
-        assert kernel(*given) is None
+        assert backend(*given) == "torch"
         given[place] = given[place].float().requires_grad_()
-        assert kernel(*given) is None
+        assert backend(*given) == "torch"
         with torch.no_grad():
-            assert kernel(*given) is cpu_attention
+            assert backend(*given) == "C on the CPU"
+
+
+def test_why_a_backend_is_not_used_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    states = torch.randn(1, 2, 3, 8, dtype=torch.float64)
+    call = AttentionCall(queries=states, keys=states, values=states, scaling=1.0)
+    backends._log_once.cache_clear()
+    with caplog.at_level("INFO", logger=backends.__name__):
+        for _ in range(3):
+            attend(call, [FlatEntries.even(states, states)])
+    assert caplog.messages == [
+        "attention by Triton on CUDA is not used: the entries are not on CUDA",
+        "attention by C on the CPU is not used: it does not read torch.float64",
+    ]
 
 
 @needs_kernel
@@ -360,11 +339,11 @@ def test_the_default_type_is_not_its_own(default: torch.dtype) -> None:
     torch.manual_seed(0)
     call = call_of(np.zeros((2, 2)), (16, 16), torch.float32)
     entries = FlatEntries.even(torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
-    expected = cpu_attention(call, entries)
+    expected = CpuBackend().attend(call, entries)
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        found = cpu_attention(call, entries)
+        found = CpuBackend().attend(call, entries)
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(found, expected)
@@ -375,8 +354,7 @@ def test_gradients_of_values_alone() -> None:
     torch.manual_seed(0)
     call = call_of(np.zeros((1, 2)), (8, 8), torch.float32, before=0)
     call.values.requires_grad_()
-    found = apart_attention(call, (torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)))
-    assert found is not None
+    found = attend(call, [FlatEntries.even(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))])
     (gradient,) = torch.autograd.grad(found.sum(), call.values)
     assert float(gradient.abs().min()) > 0
 

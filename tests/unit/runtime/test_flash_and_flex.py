@@ -17,7 +17,6 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime import make_cache
-from kvalloc.runtime.attention.torch import masked_attention
 from kvalloc.scorers import get_scorer, scorer_names
 
 CONTEXT = 90
@@ -195,35 +194,3 @@ def test_profiling_sees_the_same_curves(attention: str) -> None:
         )
         curves.append(torch.from_numpy(scores.curves))
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_masked_attention_is_the_softmax_it_says(softcap: float | None, sinks: bool) -> None:
-    generator = torch.Generator().manual_seed(3)
-    queries = torch.randn(2, 4, 3, 8, generator=generator)
-    keys, values = (torch.randn(2, 2, 7, 8, generator=generator) for _ in range(2))
-    mask = torch.randn(2, 4, 3, 7, generator=generator)
-    mask[..., 1] = float("-inf")
-    own = torch.randn(4, generator=generator) if sinks else None
-    states = AttentionStates(
-        layer=0,
-        queries=queries,
-        keys=keys,
-        values=values,
-        scaling=0.3,
-        mask=None,
-        softcap=softcap,
-        sink_logits=own,
-    )
-    found = masked_attention(states, mask)
-    for row in range(2):
-        for head in range(4):
-            for token in range(3):
-                logits = keys[row, head // 2] @ queries[row, head, token] * 0.3
-                if softcap is not None:
-                    logits = softcap * torch.tanh(logits / softcap)
-                weights = (logits + mask[row, head, token]).exp()
-                total = weights.sum() + (own[head].exp() if own is not None else 0.0)
-                expected = (weights / total) @ values[row, head // 2]
-                torch.testing.assert_close(found[row, token, head], expected)

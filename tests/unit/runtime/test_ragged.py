@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvalloc.runtime.attention import torch as by_torch
-from kvalloc.runtime.kept import BLOCK_TOKENS, RaggedEntries
+from kvalloc.runtime.kept import RaggedEntries
 
 CONTEXT = 300
-TOKENS, HEAD_DIM = 3 * BLOCK_TOKENS, 8
+TOKENS, HEAD_DIM = 384, 8
 
 
 def entries_of(counts: Any, seed: int = 0, *, biased: bool = False) -> RaggedEntries:
@@ -51,7 +51,7 @@ def test_prefill_needs_what_is_kept_and_one_layer_in_full(
     tiny: ModuleType, peak_bytes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Peak of all tensors alive, above that of the same forward without any cache."""
-    monkeypatch.setattr(by_torch, "SCRATCH_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(by_torch, "SCRATCH_NUMBERS", 1 << 14)
     tokens, chunk = 1000, 100
     model = tiny.tiny_model()
     ids = tiny.prompt(tokens)
