@@ -19,12 +19,6 @@ from kvalloc.formats.sharing_groups import Groups
 from kvalloc.prompts.intervals import interval
 from kvalloc.shape import ModelShape
 
-EVEN_OPTIONS = 256
-"""Most budgets on offer to a unit whose values are not concave (a loss, or several bit widths),
-because exact solvers pay for every option there. Where there are more pages than that, every
-second, third, ... one is offered."""
-
-
 # Values of options
 
 
@@ -249,47 +243,6 @@ def group_values(
     if not by_head:
         curves = curves.sum(axis=0, keepdims=True)
     return interpolate_curves(curves, scores.ranks, evictable_rank(scores, tokens, context_tokens))
-
-
-def even_options(least: int, most: int, context_tokens: int, page_tokens: int) -> IntArray:
-    """Budgets that are offered where values are not concave: equal steps down from the largest.
-
-    Equal steps keep the grain of the costs coarse, which is what exact solvers pay for.
-
-    Parameters
-    ----------
-    least, most : int
-        Smallest and largest budget allowed, tokens; ``most`` at most the context.
-    context_tokens : int
-        The last page may be a partial one: it holds the rest of the context.
-    page_tokens : int
-        Budgets are whole pages of so many tokens.
-
-    Returns
-    -------
-    ndarray of int64, (n_options,)
-        Rising, at most `EVEN_OPTIONS`.
-
-    Raises
-    ------
-    InputError
-        If there is no page in between.
-
-    Examples
-    --------
-    >>> even_options(5, 40, 40, 8).tolist(), even_options(20, 1000, 1000, 1).size
-    ([8, 16, 24, 32, 40], 246)
-    """
-    first = -(-least // page_tokens)
-    last = -(-context_tokens // page_tokens) if most >= context_tokens else most // page_tokens
-    if last < first:
-        raise InputError(
-            f"no budget of whole pages of {page_tokens} tokens is between the least of {least} "
-            f"that can be offered and the largest of {most}; allow larger ones, or smaller pages"
-        )
-    stride = -(-(last - first + 1) // EVEN_OPTIONS)
-    pages = np.arange(last, first - 1, -stride, dtype=np.int64)[::-1]
-    return np.minimum(pages * page_tokens, context_tokens)
 
 
 # What budgets retain and lose

@@ -47,6 +47,8 @@ def solve(
     solver_options: dict[str, Any] | None = None,
     time_limit: float | None = None,
     average: Average = "curves",
+    request: Request | None = None,
+    notify: Callable[[str], None] = lambda line: None,
     **asked: Unpack[RequestOptions],
 ) -> BudgetProfile:
     """Decide how many entries each layer and KV head keeps.
@@ -64,6 +66,10 @@ def solve(
     average : {"curves", "allocations"}
         Solve once on the mean curves (the sample-average problem), or solve each sample and
         average the budgets (XKV, Sec. IV-C).
+    request : Request, optional
+        What is asked, where it is parsed already; nothing else is asked then.
+    notify : callable
+        Called with one line on what decides, where the request does not say it.
     **asked
         One target, where it holds and what must hold beside it: see
         `kvalloc.allocation.request.RequestOptions`.
@@ -86,47 +92,8 @@ def solve(
     >>> profile = solve(scores, target_retention=0.9, solver="greedy")  # doctest: +SKIP
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
-    return solve_request(
-        scores,
-        Request.parse(**asked),
-        solver=solver,
-        solver_options=solver_options,
-        time_limit=time_limit,
-        average=average,
-    )
-
-
-def solve_request(
-    scores: ScoreProfile,
-    request: Request,
-    *,
-    solver: str | Solver = "auto",
-    solver_options: dict[str, Any] | None = None,
-    time_limit: float | None = None,
-    average: Average = "curves",
-    notify: Callable[[str], None] = lambda line: None,
-) -> BudgetProfile:
-    """What `solve` does with a request: decide, and where that is infeasible, say what is not.
-
-    Parameters
-    ----------
-    scores : ScoreProfile
-    request : Request
-    solver, solver_options, time_limit, average
-        As in `solve`.
-    notify : callable
-        Called with one line on what decides, where the request does not say it.
-
-    Returns
-    -------
-    BudgetProfile
-
-    Raises
-    ------
-    InputError, InfeasibleError, SolverError
-        As `solve`.
-    """
     chosen = solver_of(solver, solver_options)
+    request = Request.parse(**asked) if request is None else request
     request, problem, note = choose_objective(scores, request, chosen)
     try:
         decided = decide(

@@ -10,7 +10,6 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import CacheCosts, check_size, head_cost
 from kvalloc.allocation.curves import (
-    even_options,
     least_loss_tokens,
     loss_curves,
     offered_policies,
@@ -34,6 +33,11 @@ from kvalloc.problem import (
 )
 from kvalloc.problem.dominance import Undominated, undominated
 from kvalloc.shape import ModelShape
+
+EVEN_OPTIONS = 256
+"""Most budgets on offer to a unit whose values are not concave (a loss, or several bit widths),
+because exact solvers pay for every option there. Where there are more pages than that, every
+second, third, ... one is offered."""
 
 MOST_OPTIONS = 2**22
 """Most options of a unit: thirty times a context of 131,072 tokens, one by one."""
@@ -168,7 +172,7 @@ def formulate(
     between the measured levels, and the value of a choice the sum over units. Where losses of
     several policies were measured, it is that of the policy that loses least there, which the
     problem notes. Options are the pages down from the context, every n-th one where there are more
-    than `kvalloc.allocation.curves.EVEN_OPTIONS`, down to the floor or the lowest measured
+    than `EVEN_OPTIONS`, down to the floor or the lowest measured
     level, whichever is higher.
 
     Parameters
@@ -399,29 +403,31 @@ def _check_context(scores: ScoreProfile, context: int, request: Request) -> None
 
 
 def _option_tokens(scores: ScoreProfile, request: Request, context: int) -> IntArray:
-    floor = max(scores.protected_tokens, request.min_tokens or 0)
-    most = context if request.max_tokens is None else min(context, request.max_tokens)
-    page = request.page
+    """Budgets on offer, rising: whole pages, or all of the context.
+
+    Where values are not concave they are at most `EVEN_OPTIONS`, in equal steps down from the
+    largest: that keeps the grain of the costs coarse, which is what exact solvers pay for.
+    """
+    page, floor = request.page, max(scores.protected_tokens, request.min_tokens or 0)
     if request.objective == "loss":
         loss_curves(scores)  # refuses where there are none
-        return even_options(max(floor, least_loss_tokens(scores, context)), most, context, page)
-    if request.bits is not None:
-        return even_options(floor, most, context, page)
-    if (most - floor) // page > MOST_OPTIONS:
-        raise InputError(
-            f"{(most - floor) // page:,} budgets for each unit are more than fit in memory; ask "
-            f"for larger pages, such as {option('page', -(-(most - floor) // MOST_OPTIONS))}"
-        )
-    if page == 1:
-        return np.arange(floor, most + 1, dtype=np.int64)
+        floor = max(floor, least_loss_tokens(scores, context))
+    most = context if request.max_tokens is None else min(context, request.max_tokens)
     # The last page may be a partial one: it costs a whole page but holds the rest of the context.
-    first = -(-floor // page) * page
-    pages = np.arange(first, context + page, page, dtype=np.int64)
-    options = np.unique(np.minimum(pages, context))
-    if int(options[0]) > most:
+    first, last = -(-floor // page), -(-context // page) if most == context else most // page
+    if last < first:
+        least = option("max_tokens", min(first * page, context))
         raise InputError(
             f"no budget of whole pages of {page} tokens is between the least of {floor} and the "
-            f"largest of {most}; give {option('max_tokens', int(options[0]))} or more, or smaller "
-            "pages"
+            f"largest of {most}; give {least} or more, or smaller pages"
         )
-    return options[options <= most]
+    stride = 1
+    if request.objective == "loss" or request.bits is not None:
+        stride = -(-(last - first + 1) // EVEN_OPTIONS)
+    elif last - first > MOST_OPTIONS:
+        raise InputError(
+            f"{last - first:,} budgets for each unit are more than fit in memory; ask for larger "
+            f"pages, such as {option('page', -(-(most - floor) // MOST_OPTIONS))}"
+        )
+    pages = np.arange(last, first - 1, -stride, dtype=np.int64)[::-1]
+    return np.minimum(pages * page, context)

@@ -84,13 +84,13 @@ class Target(ABC):
     value: float
 
     @classmethod
-    @abstractmethod
     def parse(cls, given: Any) -> Self:
         """The target from what the user wrote, a text or a number."""
+        return cls(value=given)
 
-    @abstractmethod
     def shown(self) -> object:
         """The value as `kvalloc.errors.option` writes it."""
+        return self.value
 
     @abstractmethod
     def describe(self, what: str, entries: str = "entries") -> str:
@@ -203,9 +203,6 @@ class _Retention(Target):
     def parse(cls, given: Any) -> Self:
         return cls(value=parse_fraction(given))
 
-    def shown(self) -> float:
-        return self.value
-
     def describe(self, what: str, entries: str = "entries") -> str:
         return f"{what} of {self.value:g} or more in the fewest bytes"
 
@@ -235,9 +232,6 @@ class _Loss(Target):
     @classmethod
     def parse(cls, given: Any) -> Self:
         return cls(value=float(given))
-
-    def shown(self) -> float:
-        return self.value
 
     def describe(self, what: str, entries: str = "entries") -> str:
         return f"predicted loss of {self.value:g} nats per token or less in the fewest bytes"
@@ -324,13 +318,6 @@ class _TokensPerHead(_Size):
     def __post_init__(self) -> None:
         if self.value < 1:
             raise InputError(f"a budget of {self.value} tokens keeps nothing; give >= 1")
-
-    @classmethod
-    def parse(cls, given: Any) -> Self:
-        return cls(value=given)
-
-    def shown(self) -> int:
-        return self.value
 
     def amount(self, entries: str = "entries") -> str:
         return f"{self.value:,} tokens per KV head on average"
@@ -449,14 +436,14 @@ class RequestOptions(TypedDict, total=False):
     budget: Annotated[str | float | None, Option("SHARE", "Target")]
     budget_tokens: Annotated[int | None, Option("N", "Target")]
     memory: Annotated[str | int | None, Option("SIZE", "Target")]
-    context: Annotated[int | None, Option("N", "Prompts", least=1)]
-    batch: Annotated[int | None, Option("N", "Prompts", least=1)]
+    context: Annotated[int | None, Option("N", "Prompts")]
+    batch: Annotated[int | None, Option("N", "Prompts")]
     workloads: Annotated[Workloads | None, Option("", "Prompts")]
     tail: Annotated[float | None, Option("SHARE", "Prompts")]
     level: Annotated[Level | None, Option("", "Budgets")]
     min_tokens: Annotated[int | None, Option("N", "Budgets")]
     max_tokens: Annotated[int | None, Option("N", "Budgets")]
-    page: Annotated[int | None, Option("N", "Budgets", least=1)]
+    page: Annotated[int | None, Option("N", "Budgets")]
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", "Budgets")]
     share_groups: Annotated[str | int | Groups | None, Option("GROUPS|N", "Budgets")]
     max_distinct: Annotated[int | None, Option("N", "Limits")]
@@ -585,37 +572,28 @@ class Request:
         >>> Request.parse(budget="20%", level="head", bits="16,8").bits
         (16, 8)
         """
-        given = {name: value for name, value in asked.items() if value is not None}
-        for name in given.keys() - RequestOptions.__annotations__.keys():
+        for name in asked.keys() - RequestOptions.__annotations__.keys():
             near = nearest(name, RequestOptions.__annotations__)
             raise InputError(f"there is no option {name!r}; {near}see kvalloc.solve")
-        target = Target.of(given)
-        keywords = {kind.keyword for kind in TARGETS}
-        read: dict[str, Any] = {k: v for k, v in given.items() if k not in keywords}
-        read |= {name: _READ[name](read[name]) for name in _READ.keys() & read.keys()}
-        return cls(target=target, **read)
+        read: dict[str, Any] = {"target": Target.of(asked)}
+        for one in fields(cls):
+            value = asked.get(one.name)
+            if value is not None:
+                read[one.name] = _READ[one.name](value) if one.name in _READ else value
+        return cls(**read)
 
     def record(self) -> dict[str, Any]:
         """What was asked, as plain values for a budget profile; `read` reads it again.
 
-        Level, context, batch and page are fields of the profile itself.
+        Defaults are left out, and so are level, context, batch and page, which are fields of the
+        profile itself.
         """
-        stored: dict[str, Any] = {
-            **self.target.record(),
-            "objective": self.objective or "mean",
-            "min_tokens": self.min_tokens,
-            "max_tokens": self.max_tokens,
-        }
-        defaults = {field.name: field.default for field in fields(self)}
-        set_here = {name: getattr(self, name) for name in _RECORDED}
-        stored |= {name: one for name, one in set_here.items() if one != defaults[name]}
-        if self.ranks is not None:
-            stored["rank_tolerance"] = self.tolerance
-        if self.cap:
-            stored["cap"] = [cap.text for cap in self.cap]
-        if self.workloads != "mean":
-            stored["tail"] = self.tail
-        return {k: _plain(v) if isinstance(v, tuple) else v for k, v in stored.items()}
+        stored = self.target.record()
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value != one.default and one.name not in _OF_THE_PROFILE:
+                stored[one.name] = _plain(value)
+        return stored
 
     @classmethod
     def read(cls, profile: BudgetProfile) -> Request:
@@ -628,12 +606,11 @@ class Request:
         """
         stored = profile.requested
         target = Target.read(stored)
-        known = {field.name for field in fields(cls)} - {"target", "share_groups"}
+        known = {one.name for one in fields(cls)} - {*_OF_THE_PROFILE, "share_groups"}
         try:
             values = {
-                name: _READ[name](value) if name in _READ else value
-                for name, value in stored.items()
-                if name in known and value is not None
+                name: _READ[name](stored[name]) if name in _READ else stored[name]
+                for name in known & stored.keys()
             }
             return cls(
                 target=target,
@@ -672,41 +649,24 @@ class Request:
             if value not in choices and not (name == "objective" and value is None):
                 *most, last = map(repr, choices)
                 raise InputError(f"the {name} is {value!r}, expected {', '.join(most)} or {last}")
-        self._check_numbers()
-        self._check_objective()
-        if self.level == "layer" and (self.ranks is not None or self.equal_heads):
-            self._refuse_at_layer_level()
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(
+                    f"{option(name, value)} is not possible; give {option(name, least)} or more"
+                )
         if self.bits is not None:
             self._check_bits(self.bits)
-        if self.cost != "bytes":
-            self._check_other_cost()
-        if self.share_groups is not None and (
-            self.objective not in (None, "mean") or self.weights or self.bits
-        ):
-            raise InputError(
-                "layers that share entries are decided by their mean retention at the model's own "
-                "precision; leave out the objective, weights and bits, or the groups"
-            )
+        self._check_objective()
+        self._check_limits()
 
-    def _check_numbers(self) -> None:
-        if self.batch < 1 or self.page < 1:
-            raise InputError("batch and page must be at least 1")
-        if self.min_tokens is not None and self.min_tokens < 0:
-            raise InputError(f"the least budget is {self.min_tokens} tokens, expected >= 0")
-        least = max(1, self.min_tokens or 0)
+    def _check_limits(self) -> None:
+        least, tolerance = max(1, self.min_tokens or 0), self.rank_tolerance
         if self.max_tokens is not None and self.max_tokens < least:
             raise InputError(
                 f"a largest budget of {self.max_tokens} tokens is below the least of {least}; "
                 f"raise {option('max_tokens')} or lower {option('min_tokens')}"
             )
-        if self.max_distinct is not None and self.max_distinct < 1:
-            raise InputError(
-                f"at most {self.max_distinct} different budgets is not possible; give "
-                f"{option('max_distinct', 1)} or more"
-            )
-        if self.ranks is not None and self.ranks < 1:
-            raise InputError(f"{self.ranks} ranks hold nothing; give {option('ranks', 1)} or more")
-        tolerance = self.rank_tolerance
         if tolerance is not None and self.ranks is None:
             raise InputError(
                 f"{option('rank_tolerance')} says nothing without {option('ranks')}; give both or "
@@ -717,18 +677,30 @@ class Request:
                 f"a rank tolerance of {tolerance:g} is no share above the mean; give a number >= "
                 f"0, such as {option('rank_tolerance', 0.02)}"
             )
-        if (self.tail is not None) != (self.workloads == "cvar"):
+        if self.level == "layer" and self.ranks is not None:
             raise InputError(
-                "the worst share of the samples needs both: workloads cvar and a tail, such as 0.25"
+                f"{option('ranks')} places single KV heads, and at layer level all heads of a "
+                f"layer are one unit; use {option('level', 'head')} (with "
+                f"{option('equal_heads', True)} for one budget a layer)"
             )
-        if self.tail is not None and not 0 < self.tail <= 1:
+        if self.level == "layer" and self.equal_heads:
             raise InputError(
-                f"a tail of {self.tail:g} is not a share of the samples; give a number above 0 and "
-                "up to 1, such as 0.25"
+                f"{option('equal_heads')} is what {option('level', 'layer')} does in any case; "
+                f"leave it out, or use {option('level', 'head')}"
+            )
+        if self.cost != "bytes" and isinstance(self.target, _Memory):
+            raise InputError(
+                f"{option('memory')} is a size of stored bytes and the cost is {self.cost}; give a "
+                f"share of the whole cost with {option('budget')}, or {option('cost', 'bytes')}"
+            )
+        if self.cost != "bytes" and (self.cap or self.ranks is not None):
+            raise InputError(
+                f"caps and ranks are about stored bytes and the cost is {self.cost}; leave them "
+                f"out, or take {option('cost', 'bytes')}"
             )
 
     def _check_objective(self) -> None:
-        by_retention = isinstance(self.target, _Retention)
+        by_retention, by_loss = (isinstance(self.target, kind) for kind in (_Retention, _Loss))
         if self.loss_policies is not None and (
             by_retention or self.objective not in (None, "loss")
         ):
@@ -738,7 +710,6 @@ class Request:
                 f"{option('target_loss')} or {option('objective', 'loss')}, or leave the policies "
                 "out"
             )
-        by_loss = isinstance(self.target, _Loss)
         if by_loss and self.objective == "worst":
             raise InputError(
                 "a target loss is about the loss summed over all units, not the worst one; leave "
@@ -761,23 +732,27 @@ class Request:
                 "a target retention does not go with the objective 'loss'; give "
                 f"{option('target_loss')}, or leave the objective out"
             )
-        if self.workloads != "mean" and self.objective not in (None, "mean"):
+        if (self.tail is not None) != (self.workloads == "cvar"):
+            raise InputError(
+                "the worst share of the samples needs both: workloads cvar and a tail, such as 0.25"
+            )
+        if self.tail is not None and not 0 < self.tail <= 1:
+            raise InputError(
+                f"a tail of {self.tail:g} is not a share of the samples; give a number above 0 and "
+                "up to 1, such as 0.25"
+            )
+        if self.objective not in (None, "mean") and self.workloads != "mean":
             raise InputError(
                 "the worst samples are told by their mean retention over layers; leave the "
                 "objective out, or ask for the mean of the workloads"
             )
-
-    def _refuse_at_layer_level(self) -> None:
-        if self.ranks is not None:
+        if self.share_groups is not None and (
+            self.objective not in (None, "mean") or self.weights or self.bits
+        ):
             raise InputError(
-                f"{option('ranks')} places single KV heads, and at layer level all heads of a "
-                f"layer are one unit; use {option('level', 'head')} (with "
-                f"{option('equal_heads', True)} for one budget a layer)"
+                "layers that share entries are decided by their mean retention at the model's own "
+                "precision; leave out the objective, weights and bits, or the groups"
             )
-        raise InputError(
-            f"{option('equal_heads')} is what {option('level', 'layer')} does in any case; "
-            f"leave it out, or use {option('level', 'head')}"
-        )
 
     def _check_bits(self, bits: tuple[int, ...]) -> None:
         widths = tuple(sorted(set(bits), reverse=True))
@@ -786,11 +761,10 @@ class Request:
                 f"the bits are {list(bits)}, expected some of "
                 f"{', '.join(map(str, BIT_WIDTHS))}, such as {option('bits', (16, 8, 4))}"
             )
-        if widths == (16,):
-            object.__setattr__(self, "bits", None)
+        object.__setattr__(self, "bits", None if widths == (16,) else widths)
+        if self.bits is None:
             return
-        object.__setattr__(self, "bits", widths)
-        if self.objective == "loss":
+        if self.objective == "loss" or isinstance(self.target, _Loss) or self.loss_policies:
             raise InputError(
                 "loss curves are measured at full precision and know no bits; leave out "
                 f"{option('bits')}, or ask for retention"
@@ -801,32 +775,20 @@ class Request:
                 f"{option('max_distinct')} and {option('equal_heads')} count tokens alone; leave "
                 f"them out ({option('level', 'layer')} gives all heads of a layer the same)"
             )
-
-    def _check_other_cost(self) -> None:
-        if isinstance(self.target, _Memory):
-            raise InputError(
-                f"{option('memory')} is a size of stored bytes and the cost is {self.cost}; give a "
-                f"share of the whole cost with {option('budget')}, or {option('cost', 'bytes')}"
-            )
-        if self.cap or self.ranks is not None:
-            raise InputError(
-                f"caps and ranks are about stored bytes and the cost is {self.cost}; leave them "
-                f"out, or take {option('cost', 'bytes')}"
-            )
-        if self.cost == "communication" and self.bits is not None:
+        if self.cost == "communication":
             raise InputError(
                 f"secret shares have one width, so {option('bits')} does not go with "
                 f"{option('cost', 'communication')}"
             )
 
 
-def checked_weights(weights: Weights) -> tuple[Any, ...]:
+def read_weights(given: str | Path | Weights) -> tuple[Any, ...]:
     """Weights as plain tuples, as far as they can be checked without a model.
 
     Parameters
     ----------
-    weights : sequence or ndarray of float, (n_layers,) or (n_layers, n_kv_heads)
-        Each at least 0, not all 0.
+    given : sequence or ndarray of float, (n_layers,) or (n_layers, n_kv_heads), str or Path
+        Each at least 0, not all 0; or a JSON file of a list of them, or of lists.
 
     Returns
     -------
@@ -835,78 +797,59 @@ def checked_weights(weights: Weights) -> tuple[Any, ...]:
     Raises
     ------
     InputError
-        If they are no such numbers.
+        If there is no such file, or they are no such numbers.
 
     Examples
     --------
-    >>> checked_weights([1, 0.5])
+    >>> read_weights([1, 0.5])
     (1.0, 0.5)
     """
+    where, weights = "", given
+    if isinstance(given, str | Path):
+        where = f"{given}: "
+        try:
+            weights = json.loads(Path(given).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"cannot read the weights in {given} ({error.strerror})") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                f"{given} is no JSON ({error}); write weights as {WEIGHT_SHAPES}"
+            ) from error
     try:
         array = np.asarray(weights, dtype=np.float64)
     except (TypeError, ValueError):
         raise InputError(
-            f"weights are {str(weights)[:60]!r}, which are no table of numbers; give "
+            f"{where}weights are {str(weights)[:60]!r}, which are no table of numbers; give "
             f"{WEIGHT_SHAPES}"
         ) from None
     if array.ndim not in (1, 2) or array.size == 0:
-        raise InputError(f"weights are shaped {array.shape}; give {WEIGHT_SHAPES}")
-    wrong = ~np.isfinite(array) | (array < 0)
-    if np.any(wrong):
-        place = np.argwhere(wrong)[0].tolist()
+        raise InputError(f"{where}weights are shaped {array.shape}; give {WEIGHT_SHAPES}")
+    wrong = np.argwhere(~np.isfinite(array) | (array < 0))
+    if wrong.size:
+        place = ", ".join(f"{of} {n}" for of, n in zip(("layer", "head"), wrong[0], strict=False))
         raise InputError(
-            f"the weight of {_place(place)} is {array[tuple(place)]:g}, expected a finite number "
+            f"{where}the weight of {place} is {array[tuple(wrong[0])]:g}, expected a finite number "
             "from 0 up"
         )
     if not np.any(array > 0):
-        raise InputError("all weights are 0, so nothing would count; give at least one above 0")
-    listed = array.tolist()
-    return tuple(tuple(row) if isinstance(row, list) else row for row in listed)
-
-
-def read_weights(path: str | Path) -> tuple[Any, ...]:
-    """Weights from a JSON file: a list of numbers, or of lists of numbers.
-
-    Raises
-    ------
-    InputError
-        If there is no such file, or it holds no such list.
-    """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read the weights in {path} ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{path} is no JSON ({error}); write weights as {WEIGHT_SHAPES}"
-        ) from error
-    if not isinstance(data, list):
-        raise InputError(f"{path} holds no list; write weights as {WEIGHT_SHAPES}")
-    try:
-        return checked_weights(data)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-
-
-def _place(indices: list[int]) -> str:
-    layer = f"layer {indices[0]}"
-    return layer if len(indices) == 1 else f"{layer}, head {indices[1]}"
-
-
-def _split(given: Any) -> list[Any]:
-    """The parts of a text with commas, or of a sequence."""
-    return [one.strip() for one in given.split(",")] if isinstance(given, str) else list(given)
+            f"{where}all weights are 0, so nothing would count; give at least one above 0"
+        )
+    return tuple(tuple(row) if isinstance(row, list) else row for row in array.tolist())
 
 
 def _read_caps(given: str | Sequence[str]) -> tuple[LayerCap, ...]:
     return tuple(LayerCap.parse(one) for one in ([given] if isinstance(given, str) else given))
 
 
-def _read_weights(given: str | Path | Weights) -> tuple[Any, ...]:
-    return read_weights(given) if isinstance(given, str | Path) else checked_weights(given)
+def _read_names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(map(str.strip, given.split(",")) if isinstance(given, str) else given)
 
 
 def _plain(value: Any) -> Any:
+    """A value of a field as JSON has it."""
+    if isinstance(value, LayerCap):
+        return value.text
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
@@ -916,15 +859,13 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "cost": get_args(Cost),
     "workloads": get_args(Workloads),
 }
+_LEAST = {"batch": 1, "page": 1, "min_tokens": 0, "max_tokens": 1, "max_distinct": 1, "ranks": 1}
 _READ: dict[str, Callable[[Any], Any]] = {
     "bits": parse_bits,
     "cap": _read_caps,
-    "weights": _read_weights,
-    "loss_policies": lambda given: tuple(_split(given)),
+    "weights": read_weights,
+    "loss_policies": _read_names,
     "share_groups": parse_groups,
 }
-_RECORDED = (
-    *("bits", "max_distinct", "equal_heads", "ranks", "weights", "loss_policies", "cost"),
-    *("workloads", "share_groups"),
-)
-"""Fields that a record holds where they are not the default."""
+_OF_THE_PROFILE = ("target", "level", "context", "batch", "page")
+"""What a record leaves out, because it is a field of a budget profile."""

@@ -6,15 +6,14 @@ together, its cost what they cost together (`grouped`).
 Which layers share is a longest path at every price of a byte (`choose_groups`). With a price on
 bytes each run of layers, alone or sharing, is worth what its best budgets net, on its own. Cutting
 the layers into at most N runs that net most together is then a longest path with at most N edges
-over the cut points (a directed acyclic graph), which is exact; and what the best cut nets bounds
-every cut, whatever its budgets (Lagrangian relaxation of the bytes alone).
+over the cut points (a directed acyclic graph), which dynamic programming finds exactly; and what
+the best cut nets bounds every cut, whatever its budgets (Lagrangian relaxation of the bytes alone).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -181,12 +180,24 @@ class _Search:
                 "the score profile has no curves of layers that share entries; measure again with "
                 f"{command('profile', share_length=2)}"
             )
-        self.problem = problem
-        self.layers = scores.shape.full_layers
-        self.segments: list[tuple[int, ...]] = [(layer,) for layer in self.layers]
-        self.segments += [
-            tuple(range(first, first + length)) for first, length in scores.shared_runs.tolist()
+        self.problem, self.layers = problem, scores.shape.full_layers
+        self.most = min(most, len(self.layers))
+        runs = [(first, 1) for first in self.layers] + scores.shared_runs.tolist()
+        every = (tuple(range(first, first + length)) for first, length in runs)
+        self.segments: list[tuple[int, ...]] = sorted(every, key=lambda segment: segment[-1])
+        places = [self.layers.index(segment[0]) for segment in self.segments]
+        self.spans = [
+            (place, place + len(segment))
+            for place, segment in zip(places, self.segments, strict=True)
         ]
+        fewest = len(self._best_path(np.full(len(self.spans), -1.0), len(self.layers)))
+        if fewest > most:
+            raise InfeasibleError(
+                f"{most} groups cannot hold the {len(self.layers)} layers: the first two stand "
+                f"alone and the longest measured runs leave at least {fewest}; ask for at least "
+                f"{option('share_groups', fewest)}",
+                nearest=fewest,
+            )
         by_head = bool(problem.heads[0] >= 0)
         tokens, context = problem.tokens[0], problem.context_tokens
         alone = problem.weights[:, None] * problem.values
@@ -202,7 +213,6 @@ class _Search:
         lengths = np.array([len(segment) for segment in self.segments])
         self.costs: IntArray = lengths[:, None] * (problem.costs[0] - problem.costs[0, 0])
         self.groupings: list[Groups] = []
-        self.graph = _cut_graph(self.layers, self.segments, most)
 
     def run(self) -> float:
         """The bound over all groupings; those that are best near its price are collected."""
@@ -250,60 +260,20 @@ class _Search:
         grains = max(0, math.ceil(short / grain - 1e-6))
         return float(problem.min_cost_bytes + grains * grain), enough
 
-    def _best_path(self, worth: FloatArray) -> list[int]:
+    def _best_path(self, worth: FloatArray, most: int | None = None) -> list[int]:
         """Segments of the cut that nets most, by a longest path."""
-        import networkx as nx
-
-        # Every path covers all layers, so a constant for each layer changes no comparison; with it
-        # all edges are positive and the longest path runs from the first cut point to the last.
-        offset = 1.0 + 2.0 * float(np.abs(worth).max())
-        for _, _, edge in self.graph.edges(data=True):
-            number = edge["segment"]
-            edge["weight"] = float(worth[number]) + offset * len(self.segments[number])
-        nodes = nx.dag_longest_path(self.graph, weight="weight")
-        pairs = zip(nodes[:-1], nodes[1:], strict=True)
-        return [self.graph.edges[pair]["segment"] for pair in pairs]
-
-
-def _cut_graph(layers: tuple[int, ...], segments: list[tuple[int, ...]], most: int) -> Any:
-    """Cut points by how many groups lie before them; edges are segments.
-
-    Only what lies on a way from the first cut point to the last with at most so many edges stays.
-
-    Raises
-    ------
-    InfeasibleError
-        If there is no such way.
-    """
-    import networkx as nx
-
-    place = {layer: n for n, layer in enumerate(layers)}
-    graph = nx.DiGraph()
-    for number, segment in enumerate(segments):
-        first = place[segment[0]]
-        for before in range(min(first, most - 1) + 1):
-            graph.add_edge(
-                (first, before), (first + len(segment), before + 1), segment=number, weight=0.0
-            )
-    start = (0, 0)
-    ends = [node for node in graph.nodes if node[0] == len(layers)]
-    inside = nx.descendants(graph, start) | {start} if start in graph else set()
-    if not inside.intersection(ends):
-        least = _fewest(layers, segments)
-        raise InfeasibleError(
-            f"{most} groups cannot hold the {len(layers)} layers: the first two stand alone and "
-            f"the longest measured runs leave at least {least}; ask for at least "
-            f"{option('share_groups', least)}",
-            nearest=least,
-        )
-    before_end = {node for last in ends for node in nx.ancestors(graph, last) | {last}}
-    return nx.DiGraph(graph.subgraph(inside & before_end))
-
-
-def _fewest(layers: tuple[int, ...], segments: list[tuple[int, ...]]) -> int:
-    """The smallest number of groups that hold all layers."""
-    import networkx as nx
-
-    place = {layer: n for n, layer in enumerate(layers)}
-    cuts = nx.DiGraph((place[segment[0]], place[segment[0]] + len(segment)) for segment in segments)
-    return int(nx.shortest_path_length(cuts, 0, len(layers)))
+        n_layers, most = len(self.layers), self.most if most is None else most
+        # The most that so many segments net that hold so many first layers, and the last of them.
+        net = np.full((n_layers + 1, most + 1), -np.inf)
+        net[0, 0] = 0.0
+        last = np.zeros(net.shape, dtype=np.int64)
+        for number, (first, end) in enumerate(self.spans):  # by rising end
+            found = net[first, :-1] + worth[number]
+            better = found > net[end, 1:]
+            net[end, 1:][better] = found[better]
+            last[end, 1:][better] = number
+        place, count, path = n_layers, int(net[-1].argmax()), []
+        while place > 0:
+            path.append(int(last[place, count]))
+            place, count = self.spans[path[-1]][0], count - 1
+        return path[::-1]

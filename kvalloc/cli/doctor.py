@@ -21,7 +21,7 @@ EXAMPLES = """\
   kvalloc doctor --json
 """
 
-CORE = ("numpy", "scipy", "ortools", "networkx", "pydantic", "safetensors", "typer", "rich")
+CORE = ("numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich")
 RUN = ("torch", "transformers", "gguf")
 OPTIONAL = {"matplotlib": "the picture of 'kvalloc demo'"}
 

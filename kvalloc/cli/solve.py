@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvalloc.allocation.request import Request, RequestOptions, Target
+from kvalloc.allocation.request import RANK_TOLERANCE, Request, RequestOptions, Target
 from kvalloc.cli import refining, targets
 from kvalloc.cli.options import Device, Dtype, Json, Quiet, Solver, SolverOption
 from kvalloc.cli.output import duration, gap_text, note, print_fields, print_json, size
@@ -67,7 +67,7 @@ def solve(
     What was decided comes with a bound that shows how much better it could be at most.
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
     """
-    from kvalloc.allocation.decision import solve_request
+    from kvalloc.allocation.decision import solve as decide
     from kvalloc.cli.progress import slow
 
     given = {name: asked.pop(name) for name in refining.RefineFlags.__annotations__}
@@ -85,9 +85,9 @@ def solve(
         decided = refining.refined(profile, request, given, output, how, quiet=quiet)
     else:
         with slow(f"solving with {solver}", quiet=quiet):
-            decided = solve_request(
+            decided = decide(
                 profile,
-                request,
+                request=request,
                 average=average,  # type: ignore[arg-type]  # solving checks it
                 notify=lambda line: note(line, quiet=quiet),
                 **how,
@@ -234,7 +234,8 @@ def limit_texts(decided: BudgetProfile) -> list[str]:
     if asked.get("max_distinct") is not None:
         texts.append(f"at most {asked['max_distinct']} different budgets")
     if asked.get("ranks") is not None:
-        texts.append(f"{asked['ranks']} ranks balanced within {asked['rank_tolerance']:.3g}")
+        tolerance = asked.get("rank_tolerance", RANK_TOLERANCE)
+        texts.append(f"{asked['ranks']} ranks balanced within {tolerance:.3g}")
     return texts
 
 

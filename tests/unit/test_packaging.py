@@ -24,7 +24,6 @@ SOLVERS_MAY_IMPORT = {
     "kvalloc.accounting",
     "kvalloc.problem",
     "kvalloc.solvers",
-    "networkx",
     "numpy",
     "ortools",
     "scipy",

@@ -91,9 +91,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         for fields, words in (
             ({"level": "row"}, "expected 'layer' or 'head'"),
             ({"objective": "median"}, "expected 'mean', 'worst' or 'loss'"),
-            ({"batch": 0}, "batch and page must be at least 1"),
-            ({"page": 0}, "batch and page must be at least 1"),
-            ({"min_tokens": -1}, "least budget is -1"),
+            ({"batch": 0}, "batch=0 is not possible; give batch=1 or more"),
+            ({"page": 0}, "page=1 or more"),
+            ({"min_tokens": -1}, "min_tokens=-1 is not possible; give min_tokens=0"),
             ({"cap": ("0-15",)}, "not LAYERS=SIZE"),
             ({"cap": ("=1MiB",)}, "not LAYERS=SIZE"),
             ({"cap": ("0=",)}, "not LAYERS=SIZE"),

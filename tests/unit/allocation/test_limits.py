@@ -12,7 +12,7 @@ from factories import make_problem, make_scores, make_shape
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.request import RANK_TOLERANCE, LayerCap, Request
+from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem import GroupCap, MaxDistinct, RankBalance, SameBudget
@@ -74,15 +74,11 @@ def test_everything_becomes_its_constraint() -> None:
 
 def test_what_was_asked_can_be_written_down_and_read_again() -> None:
     plain = solve(make_scores(), budget=0.5, level="head", solver="greedy")
-    assert set(plain.requested) == {
-        *("target", "value", "objective", "min_tokens", "max_tokens", "bytes"),
-    }
+    assert set(plain.requested) == {"target", "value", "objective", "bytes"}
     limits = {"cap": "0-1=1KiB", "equal_heads": True, "max_distinct": 3, "ranks": 2}
     request = Request.parse(budget=0.5, level="head", objective="mean", **limits)
     stored = plain.replace(requested=request.record())
-    assert Request.read(stored) == dataclasses.replace(
-        request, context=40, rank_tolerance=RANK_TOLERANCE
-    )
+    assert Request.read(stored) == dataclasses.replace(request, context=40)
     for wrong in ({"cap": 3}, {"max_distinct": "many"}):
         with pytest.raises(InputError, match="not what 'kvalloc solve' writes"):
             Request.read(plain.replace(requested=request.record() | wrong))

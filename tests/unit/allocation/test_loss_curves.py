@@ -12,13 +12,12 @@ from factories import make_losses, make_scores, make_shape
 
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.curves import (
-    EVEN_OPTIONS,
     mean_retention,
     predicted_loss,
     predicted_loss_interval,
 )
 from kvalloc.allocation.decision import solve
-from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.formulation import EVEN_OPTIONS, formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.formats.budget_profile import BudgetProfile, relative_gap

@@ -13,7 +13,7 @@ from kvalloc.allocation.audit import verify
 from kvalloc.allocation.curves import head_weights, mean_retention
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
-from kvalloc.allocation.request import Request, checked_weights, read_weights
+from kvalloc.allocation.request import Request, read_weights
 from kvalloc.errors import InputError
 
 
@@ -94,9 +94,10 @@ def test_files_of_weights(tmp_path: Path) -> None:
     path = tmp_path / "w.json"
     path.write_text("[1, 2.5, 0]")
     assert read_weights(path) == (1.0, 2.5, 0.0)
-    assert checked_weights(np.ones((2, 2))) == ((1.0, 1.0), (1.0, 1.0))
+    assert read_weights(np.ones((2, 2))) == ((1.0, 1.0), (1.0, 1.0))
     for text, message in (
-        ("{}", "holds no list"),
+        ("{}", "no table"),
+        ("3", r"shaped \(\)"),
         ("[1, NaN]", "layer 1 is nan"),
         ("[1,", "no JSON"),
         ('["a"]', "no table"),
