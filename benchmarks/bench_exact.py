@@ -6,7 +6,8 @@ Non-concave curves, 80 layers x 8 heads x 64 pages of 16 tokens (40,960 options)
 30% of the bytes. What is compared runs in turns; a figure is the ratio of the medians, with the
 quartiles of the ratio of each round.
 
-- lagrangian: its gap, and its seconds against ilp as everybody gets it, which proves the optimum.
+- lagrangian: its gap, and its seconds against ilp as everybody gets it, which proves the optimum;
+  the ratio is stated as it is, without a verdict.
   ilp starts from the same dual bound and leaves out nearly all options by it, so most of the speed
   is in both.
 - dp: exact, against the same.
@@ -48,7 +49,6 @@ PAGE_TOKENS = 16
 BYTES_PER_TOKEN = 256
 GAP = 1e-6
 LAGRANGIAN_GAP = 1e-5
-WANTED_SPEED = 1.0
 LIBRARY_RATIO = 1.5
 LEVELS, RANKS, TOLERANCE = 4, 4, 0.02
 
@@ -158,16 +158,16 @@ def against_ilp(problem: AllocationProblem, repeats: int) -> list[dict[str, Any]
     rows = []
     for name in ("lagrangian", "dp"):
         found, answer = ratios(seconds, "ilp", name), answers[name]
-        good = (answer.gap or 0.0) <= LAGRANGIAN_GAP
+        good, wanted = (answer.gap or 0.0) <= LAGRANGIAN_GAP, f"<= {LAGRANGIAN_GAP:g}"
         if name == "dp":
-            good = abs(answer.objective - exact) <= 1e-10 and answer.gap == 0
+            good, wanted = abs(answer.objective - exact) <= 1e-10 and answer.gap == 0, "0"
         rows.append(
             {
                 "name": f"ilp / {name}",
                 **found,
-                "target": f">= {WANTED_SPEED:g}",
-                "met": good and found["ratio"] >= WANTED_SPEED,
-                "note": f"gap {answer.gap:.2g}, {answer.termination.value}",
+                "met": good,
+                "note": f"gap {answer.gap:.2g} (wanted {wanted}) {verdict_of(good)}, "
+                f"{answer.termination.value}",
                 name: summary(seconds[name]),
                 "ilp": summary(seconds["ilp"]),
             }
@@ -380,12 +380,16 @@ def _repaired(
     return choice if fits else None
 
 
+def verdict_of(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
 def describe(row: dict[str, Any]) -> str:
-    verdict = "met" if row["met"] else "MISSED"
+    verdict = verdict_of(row["met"])
     if "error" in row:
         return f"{row['name']}: FAILED: {row['error']}"
     if "ratio" in row:
-        wanted = f" (wanted {row['target']}) {verdict}"
+        wanted = f" (wanted {row['target']}) {verdict}" if "target" in row else ""
         times = ", ".join(
             f"{name} {part['median_seconds']:.3f} s"
             for name, part in row.items()

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from typing import Any
 
 import numpy as np
 
@@ -58,8 +59,8 @@ class Choices:
         Bytes and budget of each option, rising along a row.
     row_of : ndarray of int64, (n_units,)
         Row of each unit.
-    option_of : ndarray of int64, (n_units, n_columns), or None
-        Option of the unit that a column of its row stands for; None where they are the same.
+    option_of : ndarray of int64, (n_units, n_columns)
+        Option of the unit that a column of its row stands for.
     caps : tuple of Cap
         Side capacities.
     minimise : bool
@@ -77,7 +78,7 @@ class Choices:
     costs: IntArray
     tokens: IntArray
     row_of: IntArray
-    option_of: IntArray | None
+    option_of: IntArray
     caps: tuple[Cap, ...]
     minimise: bool
     capacity_bytes: int | None
@@ -95,10 +96,17 @@ class Choices:
             beyond the capacity, a cap, or the target beyond their best.
         """
         members = _members(problem)
-        if len(members) == problem.n_units:
-            choices = _unmerged(problem)
-        else:
-            choices = _merged(problem, members)
+        merged = len(members) < problem.n_units
+        table = _merged(problem, members) if merged else _unmerged(problem)
+        caps = [cap for cap in problem.constraints if isinstance(cap, GroupCap)]
+        choices = cls(
+            problem=problem,
+            **table,
+            caps=tuple(_cap(problem, cap, table) for cap in caps),
+            minimise=problem.sense is Sense.MIN_COST,
+            capacity_bytes=problem.capacity_bytes,
+            target=None if problem.target is None else problem.lowest_accepted_value,
+        )
         choices.check_feasible()
         return choices
 
@@ -134,13 +142,17 @@ class Choices:
         """Cost of the cheapest pick."""
         return self.cost(self.floors)
 
+    @cached_property
+    def max_bytes(self) -> int:
+        """Cost of the most expensive pick."""
+        return int(np.where(self.exists, self.costs, 0).max(axis=1).sum())
+
     @property
     def budget_bytes(self) -> int:
         """The capacity, rounded down to what a pick can really cost."""
         if self.capacity_bytes is None:
             raise ValueError("these choices have a target, not a capacity")
-        most = int(np.where(self.exists, self.costs, 0).max(axis=1).sum())
-        room = min(self.capacity_bytes, most) - self.floor_bytes
+        room = min(self.capacity_bytes, self.max_bytes) - self.floor_bytes
         return self.floor_bytes + room // self.grain * self.grain
 
     @property
@@ -180,7 +192,7 @@ class Choices:
 
     def _meets_target(self, picked: IntArray) -> bool:
         value = self.value(picked)
-        if self.option_of is None or abs(value - self.target_value) > 1e-9:
+        if self.n_rows == self.problem.n_units or abs(value - self.target_value) > 1e-9:
             return value >= self.target_value
         # Sums over rows of several units may differ from the problem's own in the last digit.
         return self.problem.meets_target(self.problem.objective_value(self.expand(picked)))
@@ -206,20 +218,13 @@ class Choices:
         """Different budgets in a pick."""
         return int(np.unique(self.tokens[self.index, picked]).size)
 
-    def options_of(self, unit: int, columns: IntArray) -> IntArray:
-        """The unit's options that columns of its row stand for."""
-        return columns if self.option_of is None else self.option_of[unit, columns]
-
     def with_capacity(self, capacity_bytes: int) -> Choices:
         """The same rows with the most worth within a capacity as the goal."""
         return dataclasses.replace(self, minimise=False, capacity_bytes=capacity_bytes, target=None)
 
     def expand(self, picked: IntArray) -> IntArray:
         """The option of every unit for a pick of one column per row, ``(n_units,)``."""
-        chosen = picked[self.row_of]
-        if self.option_of is None:
-            return chosen.astype(np.int64)
-        return self.option_of[np.arange(chosen.size), chosen]
+        return self.option_of[self.problem.units, picked[self.row_of]]
 
     def restricted(self, allowed: BoolArray) -> Choices:
         """The same rows with only the allowed options.
@@ -290,38 +295,25 @@ def _members(problem: AllocationProblem) -> list[IntArray]:
     return sorted(rows, key=lambda units: int(units[0]))
 
 
-def _unmerged(problem: AllocationProblem) -> Choices:
+def _unmerged(problem: AllocationProblem) -> dict[str, Any]:
+    """Fields of `Choices` where every unit is a row."""
     exists = problem.exists
     worth, costs = problem.weights[:, None] * problem.values, problem.costs
     if not np.all(exists):
         worth = np.where(exists, worth, -np.inf)
         costs = np.where(exists, costs, CAP_DIGITS // problem.n_units)
-    caps = tuple(
-        Cap(
-            name=c.name,
-            rows=np.asarray(c.units, dtype=np.int64),
-            costs=costs[np.asarray(c.units, dtype=np.int64)],
-            capacity_bytes=c.capacity_bytes,
-        )
-        for c in problem.constraints
-        if isinstance(c, GroupCap)
-    )
-    return Choices(
-        problem=problem,
-        worth=worth,
-        costs=costs,
-        tokens=problem.tokens,
-        row_of=np.arange(problem.n_units),
-        option_of=None,
-        caps=caps,
-        minimise=problem.sense is Sense.MIN_COST,
-        capacity_bytes=problem.capacity_bytes,
-        target=None if problem.target is None else problem.lowest_accepted_value,
-        grain=problem.lattice_bytes,
-    )
+    return {
+        "worth": worth,
+        "costs": costs,
+        "tokens": problem.tokens,
+        "row_of": problem.units,
+        "option_of": np.broadcast_to(np.arange(problem.n_options), worth.shape),
+        "grain": problem.lattice_bytes,
+    }
 
 
-def _merged(problem: AllocationProblem, members: list[IntArray]) -> Choices:
+def _merged(problem: AllocationProblem, members: list[IntArray]) -> dict[str, Any]:
+    """Fields of `Choices` where the units of each row share one budget."""
     common = [_common_levels(problem, units) for units in members]
     n_rows, width = len(members), max(1, max(levels.size for levels in common))
     worst = problem.aggregate is Aggregate.WORST
@@ -341,25 +333,15 @@ def _merged(problem: AllocationProblem, members: list[IntArray]) -> Choices:
         tokens[row, here] = levels
         option_of[which, here] = options
         row_of[which] = row
-    caps = tuple(
-        _merged_cap(problem, c, row_of, option_of, costs)
-        for c in problem.constraints
-        if isinstance(c, GroupCap)
-    )
     rises = (costs - costs[:, :1])[np.isfinite(worth)]
-    return Choices(
-        problem=problem,
-        worth=worth,
-        costs=costs,
-        tokens=tokens,
-        row_of=row_of,
-        option_of=option_of,
-        caps=caps,
-        minimise=problem.sense is Sense.MIN_COST,
-        capacity_bytes=problem.capacity_bytes,
-        target=None if problem.target is None else problem.lowest_accepted_value,
-        grain=max(1, int(np.gcd.reduce(rises))) if rises.size else 1,
-    )
+    return {
+        "worth": worth,
+        "costs": costs,
+        "tokens": tokens,
+        "row_of": row_of,
+        "option_of": option_of,
+        "grain": max(1, int(np.gcd.reduce(rises))) if rises.size else 1,
+    }
 
 
 def _common_levels(problem: AllocationProblem, units: IntArray) -> IntArray:
@@ -371,18 +353,12 @@ def _common_levels(problem: AllocationProblem, units: IntArray) -> IntArray:
     return common
 
 
-def _merged_cap(
-    problem: AllocationProblem,
-    cap: GroupCap,
-    row_of: IntArray,
-    option_of: IntArray,
-    row_costs: IntArray,
-) -> Cap:
+def _cap(problem: AllocationProblem, cap: GroupCap, table: dict[str, Any]) -> Cap:
     """A cap on units as one on rows: a row may lie in it with some of its units only."""
+    row_of, option_of, worth = table["row_of"], table["option_of"], table["worth"]
     units = np.asarray(cap.units, dtype=np.int64)
-    rows, position = np.unique(row_of[units], return_inverse=True)
-    costs = np.zeros((rows.size, option_of.shape[1]), dtype=np.int64)
-    np.add.at(costs, position, problem.costs[units[:, None], option_of[units]])
-    missing = row_costs[rows] >= CAP_DIGITS // problem.n_units
-    costs[missing] = CAP_DIGITS // problem.n_units
+    units = units[np.argsort(row_of[units], kind="stable")]
+    rows, starts = np.unique(row_of[units], return_index=True)
+    costs = np.add.reduceat(problem.costs[units[:, None], option_of[units]], starts, axis=0)
+    costs[~np.isfinite(worth[rows])] = CAP_DIGITS // problem.n_units
     return Cap(name=cap.name, rows=rows, costs=costs, capacity_bytes=cap.capacity_bytes)

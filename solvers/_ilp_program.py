@@ -340,7 +340,7 @@ def _worth_in_scenarios(choices: Choices, rows: IntArray, columns: IntArray) -> 
     worth = np.zeros((problem.scenarios.shape[0], rows.size))
     for unit in range(problem.n_units):
         own = np.flatnonzero(rows == choices.row_of[unit])
-        options = choices.options_of(unit, columns[own])
+        options = choices.option_of[unit, columns[own]]
         worth[:, own] += problem.weights[unit] * problem.scenarios[:, unit, options]
     return worth
 
@@ -372,7 +372,7 @@ def _add_ranks(
     """Loads of the ranks; with the units to be placed, one variable per unit, option and rank."""
     problem, n_ranks = choices.problem, placement.balance.n_ranks
     picks = [np.flatnonzero(rows == choices.row_of[u]) for u in range(problem.n_units)]
-    costs = [problem.costs[u, choices.options_of(u, columns[p])] for u, p in enumerate(picks)]
+    costs = [problem.costs[u, choices.option_of[u, columns[p]]] for u, p in enumerate(picks)]
     unit_of = np.repeat(np.arange(problem.n_units), [own.size for own in picks])
     pick_of, cost_of = np.concatenate(picks), np.concatenate(costs)
     if placement.ranks is not None:

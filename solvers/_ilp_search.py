@@ -158,7 +158,7 @@ class Search:
             return found
         # Of the picks that cost the least, the one with the most value.
         within = self.choices.with_capacity(self.choices.cost(found.picked))
-        richest = self._free(within, None, found.picked).picked
+        richest = self._free(within, known=found).picked
         if richest is None or not self.choices.satisfies(richest):
             return found
         return dataclasses.replace(found, picked=richest)
@@ -206,32 +206,27 @@ class Search:
     def _placed(self, choices: Choices) -> Found:
         """The best pick, with a placement where ranks are to be balanced."""
         if self.balance is None:
-            return self._free(choices, None, None)
+            return self._free(choices)
         if choices.capacity_bytes is not None:
             total = even_total(choices, self.balance, choices.budget_bytes, up=False)
             if total is None:
                 return dataclasses.replace(NOTHING, bound=0.0)
             choices = dataclasses.replace(choices, capacity_bytes=total)
-        free = self._free(choices, None, None)
+        free = self._free(choices)
         if free.picked is None:
             return free
         start = spread(self.problem, choices.expand(free.picked), self.balance)
         free = self._with_ranks(choices, free, self.balance)
         if free.ranks is not None:
             return free
-        kept = self._free(choices, Placement(balance=self.balance, ranks=start), None)
-        if kept.picked is not None:
-            objective = choices.objective(kept.picked)
-            kept = dataclasses.replace(kept, ranks=start)
-            if is_closed(objective, free.bound):
-                return dataclasses.replace(kept, bound=free.bound)
+        kept = self._free(choices, Placement(balance=self.balance, ranks=start))
+        kept = dataclasses.replace(kept, ranks=start)
+        if self._is_closed(choices, dataclasses.replace(kept, bound=free.bound)):
+            return dataclasses.replace(kept, bound=free.bound)
         if math.isinf(self.deadline):
             self.deadline = time.monotonic() + JOINT_SECONDS
-        both = self._free(choices, Placement(balance=self.balance), kept.picked)
-        bound = choices.tighter(both.bound, free.bound)
-        if both.ranks is None and kept.picked is not None:  # nothing better than what was known
-            both = dataclasses.replace(both, picked=kept.picked, ranks=start)
-        return dataclasses.replace(both, bound=bound)
+        both = self._free(choices, Placement(balance=self.balance), kept)
+        return dataclasses.replace(both, bound=choices.tighter(both.bound, free.bound))
 
     def _with_ranks(self, choices: Choices, free: Found, balance: RankBalance) -> Found:
         """A pick with its ranks; for a target, also one of the next total that ranks can share."""
@@ -244,7 +239,7 @@ class Search:
         free = dataclasses.replace(free, bound=float(total))
         if choices.target is None:
             return free
-        richest = self._free(choices.with_capacity(total), None, None).picked
+        richest = self._free(choices.with_capacity(total)).picked
         if richest is None or not choices.satisfies(richest) or choices.cost(richest) != total:
             return free
         ranks = self._place(choices, richest, balance)
@@ -272,37 +267,36 @@ class Search:
 
     # Few levels: one set of them after the other, as far as their bounds allow.
 
-    def _free(self, choices: Choices, placement: Placement | None, known: IntArray | None) -> Found:
+    def _free(
+        self, choices: Choices, placement: Placement | None = None, known: Found = NOTHING
+    ) -> Found:
         """The best pick for a placement that is given, free or of no concern."""
         prices = best_prices(choices)
-        if known is None and placement is None:
-            known = best_known(choices, prices, self.repair_until)
+        if known.picked is None and placement is None:
+            known = Found(picked=best_known(choices, prices, self.repair_until), bound=0.0)
         if self.most is None:
             return self._core(choices, prices, placement, known, None)
-        if known is not None and choices.n_levels(known) > self.most:
-            known = None
+        if known.picked is not None and choices.n_levels(known.picked) > self.most:
+            known = NOTHING
         sets = level_sets(choices, prices, self.most)
-        first = None
-        if known is None:
-            first = self._first_levels(choices, sets, placement)
-            known = None if first is None else first.picked
-        if sets is None or known is None:
+        if known.picked is None:
+            known = self._first_levels(choices, sets, placement)
+        if sets is None or known.picked is None:
             return self._core(choices, prices, placement, known, self.most)
-        start = Found(picked=known, bound=0.0, ranks=None if first is None else first.ranks)
-        return self._best_levels(choices, sets, placement, start)
+        return self._best_levels(choices, sets, placement, known)
 
     def _first_levels(
         self, choices: Choices, sets: LevelSets | None, placement: Placement | None
-    ) -> Found | None:
+    ) -> Found:
         """A pick with few levels: of the set that loses least, or where there are many, of some."""
         if sets is not None:
             return self._with_levels(choices, sets, tuple(sets.best()), placement)
         levels = np.unique(choices.tokens[choices.exists])
         some = levels[:: -(-levels.size // FEWER_LEVELS)]
         try:
-            return self._free(choices.restricted(np.isin(choices.tokens, some)), placement, None)
+            return self._free(choices.restricted(np.isin(choices.tokens, some)), placement)
         except InfeasibleError:
-            return None
+            return NOTHING
 
     def _best_levels(
         self, choices: Choices, sets: LevelSets, placement: Placement | None, best: Found
@@ -310,27 +304,27 @@ class Search:
         """The best pick over all sets of levels that could beat the known one."""
         assert best.picked is not None  # checked by the caller
         prices, known = sets.prices, best.picked
-        listed = sets.within(self._room(choices, prices, known)) if placement is None else None
+        listed = sets.within(self._room(choices, prices, best)) if placement is None else None
         # Too many sets, or each a hard problem of its own: one program, with fewer levels.
         if listed is None:
             usable = sets.levels[sets.usable(prices.room(choices, choices.objective(known)))]
             usable = np.union1d(usable, choices.tokens[choices.index, known])
             fewer = choices.restricted(np.isin(choices.tokens, usable))
-            return self._core(fewer, best_prices(fewer), placement, known, self.most)
+            return self._core(fewer, best_prices(fewer), placement, best, self.most)
         loose: list[float] = []  # bounds of what was not decided
         for lost, places in listed:
-            if lost > self._room(choices, prices, best.picked):
+            if lost > self._room(choices, prices, best):
                 break
             if self.seconds_left <= 0:
                 loose.append(prices.beyond(choices, lost))
                 break
             found = self._with_levels(choices, sets, places, placement, best.picked)
-            if found is not None:
+            if not found.infeasible:
                 loose.append(found.bound)
                 best = self._better(choices, best, found)
         assert best.picked is not None  # it starts with one
         if self.options.gap > 0:
-            room = max(0.0, self._room(choices, prices, best.picked))
+            room = max(0.0, self._room(choices, prices, best))
             loose.append(prices.beyond(choices, room))
         bound = choices.looser(choices.objective(best.picked), *loose)
         return dataclasses.replace(best, bound=bound, status=f"{best.status}, few budgets")
@@ -342,18 +336,17 @@ class Search:
         places: tuple[int, ...],
         placement: Placement | None,
         known: IntArray | None = None,
-    ) -> Found | None:
-        """The best pick with the levels of one set; None when it has none that could matter."""
+    ) -> Found:
+        """The best pick with the levels of one set; nothing where none of it could matter."""
         try:
             few = choices.restricted(np.isin(choices.tokens, sets.levels[list(places)]))
             prices = best_prices(few)
         except InfeasibleError:
-            return None
+            return NOTHING
         if known is not None and not choices.better(prices.bound, choices.objective(known)):
-            return None
+            return NOTHING
         start = best_known(few, prices, self.repair_until) if placement is None else None
-        found = self._core(few, prices, placement, start, None)
-        return None if found.infeasible else found
+        return self._core(few, prices, placement, Found(picked=start, bound=0.0), None)
 
     # Cores: the options that lose little first.
 
@@ -362,7 +355,7 @@ class Search:
         choices: Choices,
         prices: Prices,
         placement: Placement | None,
-        known: IntArray | None,
+        known: Found,
         most: int | None,
     ) -> Found:
         """The best pick over a growing core of options.
@@ -371,35 +364,40 @@ class Search:
         U - l. So a core of all options that lose at most t is enough as soon as its optimum is at
         least U - t.
         """
-        best = Found(picked=known, bound=prices.bound)
+        best = Found(picked=known.picked, bound=prices.bound, ranks=known.ranks)
         threshold = math.inf
-        if known is not None or placement is not None:  # a few options of each row
+        tail = self.problem.aggregate is Aggregate.TAIL
+        if not tail and (known.picked is not None or placement is not None):
+            # A few options of each row.
             losses = prices.loss[choices.exists]
             wanted = min(losses.size - 1, CORE_OPTIONS * choices.n_rows)
             threshold = float(np.partition(losses, wanted)[wanted])
         while True:
-            room = self._room(choices, prices, best.picked)
+            room = self._room(choices, prices, best)
             if room < 0 or self.seconds_left <= 0 or self._is_closed(choices, best):
                 break
             threshold = min(threshold, room)
             kept = self._kept(choices, prices, threshold, best.picked)
             whole = bool(np.array_equal(kept, choices.exists))
             asked = self._ask(choices, kept, placement, best.picked, most)
-            if asked.infeasible and best.picked is None and whole:
-                return dataclasses.replace(asked, bound=prices.bound)
+            if asked.infeasible and best.picked is None:
+                if whole:
+                    return dataclasses.replace(asked, bound=prices.bound)
+                threshold = math.inf
+                continue
             best = self._better(choices, best, dataclasses.replace(asked, bound=best.bound))
-            room = self._room(choices, prices, best.picked)
-            if not asked.infeasible or whole:
-                bounds = [asked.bound]
-                if not whole:  # what no pick with an option outside the core can beat
-                    bounds.append(prices.beyond(choices, threshold))
-                    if best.picked is not None and room <= threshold:
-                        bounds[1] = choices.objective(best.picked)
-                bound = choices.tighter(best.bound, choices.looser(*bounds))
-                best = dataclasses.replace(best, bound=bound)
+            room = self._room(choices, prices, best)
+            # What no pick of the core can beat, and none with an option outside of it.
+            bounds = [asked.bound] if whole else [asked.bound, prices.beyond(choices, threshold)]
+            if best.picked is not None and asked.infeasible:
+                bounds[0] = choices.objective(best.picked)
+            if best.picked is not None and room <= threshold:
+                bounds[1:] = [choices.objective(best.picked)]
+            bound = choices.tighter(best.bound, choices.looser(*bounds))
+            best = dataclasses.replace(best, bound=bound)
             if whole or room <= threshold or self._is_closed(choices, best):
                 break
-            threshold = room if best.picked is not None else math.inf
+            threshold = room
         if best.picked is None:
             return best
         objective = choices.objective(best.picked)  # where nothing can beat it, its own bound
@@ -420,10 +418,10 @@ class Search:
         picked = best.picked
         return picked is not None and is_closed(choices.objective(picked), best.bound)
 
-    def _room(self, choices: Choices, prices: Prices, best: IntArray | None) -> float:
-        if best is None:
+    def _room(self, choices: Choices, prices: Prices, best: Found) -> float:
+        if best.picked is None:
             return math.inf
-        return prices.room(choices, choices.objective(best), self.options.gap)
+        return prices.room(choices, choices.objective(best.picked), self.options.gap)
 
     def _kept(
         self, choices: Choices, prices: Prices, threshold: float, best: IntArray | None
@@ -487,25 +485,9 @@ class Search:
         """
         bound = tail_bound(self.problem)
         mean = Choices.of(self.problem.reweighted(bound.weights))
-        prices = best_prices(mean)
-        best = dataclasses.replace(self._known_tail(bound, mean), bound=prices.bound)
-        known, room = best.picked, math.inf
-        if known is not None:
-            objective = self.choices.objective(known)
-            room = prices.room(mean, objective, self.options.gap)
-            if room < 0:
-                return dataclasses.replace(best, bound=objective)
-        kept = self._kept(self.choices, prices, room, known)
         placement = None if self.balance is None else Placement(balance=self.balance)
-        asked = self._ask(self.choices, kept, placement, known, self.most)
-        if asked.infeasible and known is None:
-            return dataclasses.replace(asked, bound=prices.bound)
-        best = self._better(self.choices, best, dataclasses.replace(asked, bound=best.bound))
-        inside = asked.bound
-        if best.picked is not None:  # nothing outside the program is better than what was known
-            objective = self.choices.objective(best.picked)
-            inside = objective if asked.infeasible else self.choices.looser(inside, objective)
-        return dataclasses.replace(best, bound=self.choices.tighter(best.bound, inside))
+        known = self._known_tail(bound, mean)
+        return self._core(self.choices, best_prices(mean), placement, known, self.most)
 
     def _known_tail(self, bound: TailBound, mean: Choices) -> Found:
         """A pick that keeps everything, and its ranks, where one is found easily."""

@@ -12,13 +12,6 @@ from kvalloc.problem import AllocationProblem, Sense, Solution
 Rule = Callable[[int], IntArray]
 
 
-def needs_one_step(problem: AllocationProblem, name: str) -> bool | str:
-    """True where all units have one cost step; else the refusal of a rule that shares out steps."""
-    if problem.n_options > 1 and problem.step_bytes is None:
-        return f"{name} shares out entries of one size, and these units differ; use ilp"
-    return True
-
-
 def share_out(problem: AllocationProblem, rule: Rule, *, detail: str) -> Solution:
     """The rule's choice for all steps the capacity holds, or the fewest that meet the target.
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import apportion
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError
 from kvalloc.problem import AllocationProblem, Solution, Solver
-from kvalloc.solvers._rules import needs_one_step, share_out
+from kvalloc.solvers._rules import share_out
 
 SAFEGUARDS = ("reference", "floor")
 
@@ -44,6 +44,9 @@ class AdaptiveHead(Solver):
     name: ClassVar[str] = "adaptive_head"
     summary: ClassVar[str] = "equal layers; inside a layer the best scores over all heads"
     reference: ClassVar[str] = "Ada-KV, Algorithm 1"
+    needs_heads: ClassVar[bool] = True
+    needs_one_step: ClassVar[bool] = True
+    needs_concave: ClassVar[bool] = True
 
     def __init__(self, alpha: float = 0.2, safeguard: str = "reference") -> None:
         if not 0 <= alpha <= 1:
@@ -55,18 +58,6 @@ class AdaptiveHead(Solver):
             )
         self.alpha = alpha
         self.safeguard = safeguard
-
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """True for concave problems whose units are single KV heads."""
-        refusal = super().can_solve(problem)
-        if refusal is not True:
-            return refusal
-        if np.any(problem.heads < 0):
-            level = option("level", "head")
-            return f"adaptive_head shares a layer's budget between its heads; use {level}"
-        if not problem.is_concave:
-            return "adaptive_head needs curves of best entries first (concave); use ilp"
-        return needs_one_step(problem, self.name)
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None

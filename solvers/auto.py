@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
@@ -21,6 +21,7 @@ from kvalloc.problem import (
     SideConstraint,
     Solution,
     Solver,
+    deadline_after,
 )
 
 EXACT_TAIL_OPTIONS = 1500
@@ -35,6 +36,8 @@ class Candidate:
     ----------
     solver : str
         Its name, which is also its module's.
+    kind : str
+        Its class in that module.
     fits : callable
         Whether the problem is of the kind that it is meant for.
     why : str
@@ -42,16 +45,15 @@ class Candidate:
     """
 
     solver: str
+    kind: str
     fits: Callable[[AllocationProblem], bool]
     why: str
 
 
-def _is_worst(problem: AllocationProblem) -> bool:
-    return problem.aggregate is Aggregate.WORST
-
-
-def _is_sum(problem: AllocationProblem) -> bool:
-    return problem.aggregate is Aggregate.SUM
+def _is_sum(problem: AllocationProblem, *sides: type[SideConstraint]) -> bool:
+    """Whether the sum counts, with no side constraints but those."""
+    plain = problem.aggregate is Aggregate.SUM
+    return plain and all(isinstance(c, sides) for c in problem.constraints)
 
 
 def _is_large_tail(problem: AllocationProblem) -> bool:
@@ -59,54 +61,45 @@ def _is_large_tail(problem: AllocationProblem) -> bool:
     return tail and int(problem.option_counts.sum()) > EXACT_TAIL_OPTIONS
 
 
-def _is_plain_concave(problem: AllocationProblem) -> bool:
-    return _is_sum(problem) and not problem.constraints and problem.is_concave
-
-
-def _has_nested_caps(problem: AllocationProblem) -> bool:
-    # Whether the curves are concave takes longer than whether the caps nest: flow asks that first.
-    only_caps = all(isinstance(c, GroupCap) for c in problem.constraints)
-    return _is_sum(problem) and only_caps and (bool(problem.constraints) or problem.is_concave)
-
-
-def _is_one_knapsack(problem: AllocationProblem) -> bool:
-    shared = all(isinstance(c, SameBudget) for c in problem.constraints)
-    return _is_sum(problem) and shared
-
-
-def _always(problem: AllocationProblem) -> bool:
-    return True
-
-
 CANDIDATES = (
     Candidate(
         solver="greedy",
-        fits=_is_plain_concave,
+        kind="Greedy",
+        fits=_is_sum,
         why="concave curves and one cost per entry: the largest gains first are the optimum",
     ),
     Candidate(
-        solver="max_min", fits=_is_worst, why="the worst unit counts: one level is the optimum"
+        solver="max_min",
+        kind="MaxMin",
+        fits=lambda problem: problem.aggregate is Aggregate.WORST,
+        why="the worst unit counts: one level is the optimum",
     ),
     Candidate(
         solver="cvar",
+        kind="CVaR",
         fits=_is_large_tail,
         why="the worst of several workloads, too many options to search: a bound and repair",
     ),
     Candidate(
         solver="flow",
-        fits=_has_nested_caps,
+        kind="Flow",
+        fits=lambda problem: bool(problem.constraints) and _is_sum(problem, GroupCap),
         why="concave curves under nested caps: a minimum-cost flow is the optimum",
     ),
     Candidate(
         solver="dp",
-        fits=_is_one_knapsack,
+        kind="DP",
+        fits=lambda problem: _is_sum(problem, SameBudget),
         why="one capacity and few enough totals: a dynamic program over them is the optimum",
     ),
     Candidate(
-        solver="ilp", fits=_always, why="nothing cheaper is exact here: an integer program is"
+        solver="ilp",
+        kind="ILP",
+        fits=lambda problem: True,
+        why="nothing cheaper is exact here: an integer program is",
     ),
 )
-"""From cheap to dear."""
+"""From cheap to expensive."""
 
 
 class Auto(Solver):
@@ -148,14 +141,14 @@ class Auto(Solver):
         SolverError
             If the last one gives up too.
         """
-        deadline = None if time_limit_seconds is None else time.monotonic() + time_limit_seconds
+        deadline = deadline_after(time_limit_seconds)
         gave_up: list[str] = []
         for candidate, solver in self._able(problem):
-            remaining = None
-            if deadline is not None:
-                remaining = max(deadline - time.monotonic(), 1e-3)
+            left = max(deadline - time.monotonic(), 1e-3)
             try:
-                solution = solver.solve(problem, time_limit_seconds=remaining)
+                solution = solver.solve(
+                    problem, time_limit_seconds=None if math.isinf(left) else left
+                )
             except SolverError as error:
                 gave_up.append(str(error))
                 continue
@@ -168,28 +161,10 @@ class Auto(Solver):
         raise SolverError("; ".join(gave_up) or "auto found no solver for this problem")
 
     def _able(self, problem: AllocationProblem) -> Iterator[tuple[Candidate, Solver]]:
-        """The candidates that can solve the problem, from cheap to dear."""
+        """The candidates that can solve the problem, from cheap to expensive."""
         for candidate in CANDIDATES:
             if candidate.fits(problem):
-                solver = _built_in(candidate.solver)
-                if solver is not None and solver.can_solve(problem) is True:
+                module = importlib.import_module(f"kvalloc.solvers.{candidate.solver}")
+                solver: Solver = getattr(module, candidate.kind)()
+                if solver.can_solve(problem) is True:
                     yield candidate, solver
-
-
-def _built_in(name: str) -> Solver | None:
-    """A solver of this package, imported only now; None where it is not there."""
-    found = _class_of(name)
-    return None if found is None else found()
-
-
-@cache
-def _class_of(name: str) -> type[Solver] | None:
-    path = f"kvalloc.solvers.{name}"
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name != path:
-            raise
-        return None
-    classes = (c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Solver))
-    return next((c for c in classes if getattr(c, "name", None) == name), None)

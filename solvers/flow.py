@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.errors import InfeasibleError
 from kvalloc.problem import (
@@ -21,9 +20,7 @@ from kvalloc.problem import (
     Solver,
     steps_above,
 )
-
-THRESHOLD_RESOLUTION = 1e-20
-"""Gains closer than this are equal: a billion of them do not add up to a rounding error."""
+from kvalloc.solvers._thresholds import fewest_gains, largest_gains
 
 
 class Flow(Solver):
@@ -50,24 +47,19 @@ class Flow(Solver):
     summary: ClassVar[str] = "minimum-cost flow: nested caps (model, rank, layer); exact on concave"
     reference: ClassVar[str] = "Federgruen and Groenevelt 1986; Ahuja et al. 1993, ch. 14"
     takes_bits: ClassVar[bool] = True
+    needs_one_step: ClassVar[bool] = True
+    needs_concave: ClassVar[bool] = True
     handles: ClassVar[frozenset[type[SideConstraint]]] = frozenset({GroupCap})
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """True for concave curves of one cost step under nested caps."""
-        refusal = super().can_solve(problem)
-        if refusal is not True:
-            return refusal
         crossing = _crossing([c for c in problem.constraints if isinstance(c, GroupCap)])
         if crossing is not None:
             return (
                 f"flow needs caps that nest, and {crossing[0].name} and {crossing[1].name} "
                 "overlap; use lagrangian or ilp"
             )
-        if problem.n_options > 1 and problem.step_bytes is None:
-            return "flow sends steps of one size and these units differ; use lagrangian or ilp"
-        if not problem.is_concave:
-            return "flow is only exact on concave curves and these are not; use lagrangian or ilp"
-        return True
+        return super().can_solve(problem)
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None
@@ -133,7 +125,6 @@ class _Tree:
 
     def __init__(self, problem: AllocationProblem) -> None:
         self.problem = problem
-        self.everyone = np.arange(problem.n_units)
         self.limits = problem.last_options.copy()
         self.groups: list[_Group] = []
         caps = [c for c in problem.constraints if isinstance(c, GroupCap) and c.units]
@@ -142,23 +133,16 @@ class _Tree:
             room = cap.capacity_bytes - int(problem.costs[units, 0].sum())
             steps = max(0, room // (problem.step_bytes or 1))
             inner = self.limits[units]
-            alone = _largest_gains(problem, units, inner, steps)
+            alone = largest_gains(problem, steps, units, inner)
             self.limits[units] = alone
             self.groups.append(_Group(units=units, steps=steps, inner=inner, alone=alone))
 
     def greedy(self) -> IntArray:
         """The largest gains within the limits, as many as fit or as the target needs."""
-        problem = self.problem
-
-        def take(steps: int) -> IntArray:
-            return _largest_gains(problem, self.everyone, self.limits, steps)
-
-        def meets(steps: int) -> bool:
-            return problem.meets_target(problem.objective_value(take(steps)))
-
+        problem, limits = self.problem, self.limits
         if problem.sense is Sense.MAX_VALUE:
-            return take(problem.spendable_steps)
-        return take(bisect_left(range(int(self.limits.sum())), True, key=meets))
+            return largest_gains(problem, problem.spendable_steps, problem.units, limits)
+        return fewest_gains(problem, limits)
 
     def bound(self, choice: IntArray) -> float:
         """A dual bound from one price for all steps and one for each full cap.
@@ -169,7 +153,7 @@ class _Tree:
         """
         problem = self.problem
         scarce = problem.sense is Sense.MIN_COST or not np.array_equal(choice, self.limits)
-        base = _price(problem, self.everyone, choice, self.limits) if scarce else 0.0
+        base = _price(problem, problem.units, choice, self.limits) if scarce else 0.0
         asked, paid = np.full(problem.n_units, base), []
         for group in reversed(self.groups):  # outermost first
             price = outer = float(asked[group.units[0]])
@@ -187,54 +171,13 @@ class _Tree:
         )
 
 
-def _gains(
-    problem: AllocationProblem, units: IntArray, low: IntArray, high: IntArray
-) -> FloatArray:
-    """Weighted value from one option of each unit to another, ``(n,)``."""
-    gains: FloatArray = problem.values[units, high] - problem.values[units, low]
-    return problem.weights[units] * gains
-
-
 def _price(
     problem: AllocationProblem, units: IntArray, choice: IntArray, limits: IntArray
 ) -> float:
     """Price of a step at a greedy choice: the least gain taken, else the largest one left."""
     taken = choice > 0
     if taken.any():
-        return max(0.0, float(_gains(problem, units, choice - taken, choice)[taken].min()))
-    return _largest_next(problem, units, choice, limits)
-
-
-def _largest_next(
-    problem: AllocationProblem, units: IntArray, choice: IntArray, limits: IntArray
-) -> float:
-    """The largest gain of a unit's next step within its limit, at least 0."""
-    gains = _gains(problem, units, choice, np.minimum(choice + 1, limits))
-    return float(gains.max(initial=0.0))
-
-
-def _largest_gains(
-    problem: AllocationProblem, units: IntArray, limits: IntArray, steps: int
-) -> IntArray:
-    """The given number of largest gains of some units; ties go to the lower unit."""
-    if int(limits.sum()) <= steps:
-        return limits.copy()
-    low, inside, outside = -1.0, np.zeros_like(limits), limits
-    high = 1.0 + _largest_next(problem, units, inside, limits)
-    # Gains that are exactly zero are common (entries without any score): look there first.
-    middle = 0.0
-    while low < middle < high:
-        choice = steps_above(problem, middle, units=units, low=inside, high=outside)
-        taken = int(choice.sum())
-        if taken <= steps:
-            high, inside = middle, choice
-        else:
-            low, outside = middle, choice
-        if taken == steps or high - low <= THRESHOLD_RESOLUTION or np.array_equal(inside, outside):
-            break
-        middle = 0.5 * (low + high)
-    missing = steps - int(inside.sum())
-    room = outside - inside
-    before = np.cumsum(room) - room
-    filled: IntArray = inside + np.clip(missing - before, 0, room)
-    return filled
+        last = problem.gains(choice - taken, choice, units)[taken]
+        return max(0.0, float(last.min()))
+    onward = problem.gains(choice, np.minimum(choice + 1, limits), units)
+    return float(onward.max(initial=0.0))

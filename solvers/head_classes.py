@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.errors import InfeasibleError, InputError, option
+from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 from kvalloc.solvers._options import numbers
 
@@ -51,6 +51,7 @@ class HeadClasses(Solver):
     name: ClassVar[str] = "head_classes"
     summary: ClassVar[str] = "retrieval heads keep everything, streaming heads sinks and recent"
     reference: ClassVar[str] = "DuoAttention, RazorAttention"
+    needs_heads: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -74,9 +75,6 @@ class HeadClasses(Solver):
         refusal = super().can_solve(problem)
         if refusal is not True:
             return refusal
-        if np.any(problem.heads < 0):
-            level = option("level", "head")
-            return f"head_classes sorts single heads into two classes; use {level}, or greedy"
         if self.importance is not None and self.importance.size != problem.n_units:
             return (
                 f"head_classes got {self.importance.size} numbers as importance, expected "

@@ -13,7 +13,7 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.problem import AllocationProblem, Solution, Solver
 from kvalloc.solvers._options import numbers
-from kvalloc.solvers._rules import mean_budget_tokens, needs_one_step, share_out, tokens_per_step
+from kvalloc.solvers._rules import mean_budget_tokens, share_out, tokens_per_step
 
 RULES = ("entropy", "normalized_entropy", "threshold", "given", "two_groups")
 
@@ -91,6 +91,7 @@ class Proportional(Solver):
     reference: ClassVar[str] = (
         "CAKE, LAVa, ZigZagKV, CompressKV, HeadKV, SqueezeAttention: budget allocation"
     )
+    needs_one_step: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -134,9 +135,6 @@ class Proportional(Solver):
 
     def can_solve(self, problem: AllocationProblem) -> bool | str:
         """True where all entries cost the same and there is a weight for every unit."""
-        refusal = super().can_solve(problem)
-        if refusal is not True:
-            return refusal
         n_layers = np.unique(problem.layers).size
         if self.weights is not None and self.weights.size not in (problem.n_units, n_layers):
             expected = " or ".join(
@@ -146,7 +144,7 @@ class Proportional(Solver):
                 f"proportional got {self.weights.size} weights, expected {expected}; give as many, "
                 "or use greedy, which needs none"
             )
-        return needs_one_step(problem, self.name)
+        return super().can_solve(problem)
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None

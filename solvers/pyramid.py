@@ -13,7 +13,6 @@ from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 from kvalloc.solvers._rules import (
     fewest_for_target,
     mean_budget_tokens,
-    needs_one_step,
     share_out,
     tokens_per_step,
 )
@@ -48,6 +47,7 @@ class Pyramid(Solver):
     name: ClassVar[str] = "pyramid"
     summary: ClassVar[str] = "budgets fall linearly from the first layer to the last"
     reference: ClassVar[str] = "PyramidKV, Sec. 3"
+    needs_one_step: ClassVar[bool] = True
 
     def __init__(self, beta: float = 20.0, exact: bool = True) -> None:
         if not beta > 1:
@@ -55,11 +55,6 @@ class Pyramid(Solver):
         self.beta = beta
         self.exact = exact
         self.may_exceed_capacity = not exact
-
-    def can_solve(self, problem: AllocationProblem) -> bool | str:
-        """True where all entries cost the same."""
-        refusal = super().can_solve(problem)
-        return needs_one_step(problem, self.name) if refusal is True else refusal
 
     def solve(
         self, problem: AllocationProblem, *, time_limit_seconds: float | None = None

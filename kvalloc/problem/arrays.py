@@ -42,7 +42,7 @@ _PER_UNIT = ("option_counts", "weights", "layers", "heads")
 _ARRAYS = ("tokens", "values", "costs", *_PER_UNIT, "bits", "policies", "scenarios")
 
 _OF_VALUES = frozenset((*_ARRAYS, "aggregate", "tail_share"))
-_CACHED = ("max_value", "is_concave", "is_rising", "largest_gain")
+_CACHED = ("max_value", "is_concave", "best_so_far", "largest_gain")
 """What is computed from them, once it is asked for: `replace` keeps it if none of them changes."""
 
 
@@ -151,6 +151,8 @@ class AllocationProblem:
         ``1 / n_scenarios`` the worst one (Rockafellar and Uryasev, 2000).
     n_units, n_options : int
         Shape of ``values``; this and what follows is computed from the fields above.
+    units : ndarray of int64, (n_units,)
+        ``arange(n_units)``.
     last_options : ndarray of int64, (n_units,)
         Index of each unit's most expensive option.
     is_ragged : bool
@@ -194,6 +196,7 @@ class AllocationProblem:
 
     n_units: int = field(init=False, repr=False)
     n_options: int = field(init=False, repr=False)
+    units: IntArray = field(init=False, repr=False)
     last_options: IntArray = field(init=False, repr=False)
     is_ragged: bool = field(init=False, repr=False)
     min_cost_bytes: int = field(init=False, repr=False)
@@ -319,9 +322,14 @@ class AllocationProblem:
         """Refuse tokens and costs that do not rise; what they say of every choice is kept."""
         n_units, n_options = self.values.shape
         last, is_ragged = self.option_counts - 1, int(self.option_counts.min()) < n_options
-        last.flags.writeable = False
+        units = np.arange(n_units)
+        last.flags.writeable = units.flags.writeable = False
         self.__dict__.update(
-            n_units=n_units, n_options=n_options, last_options=last, is_ragged=is_ragged
+            n_units=n_units,
+            n_options=n_options,
+            units=units,
+            last_options=last,
+            is_ragged=is_ragged,
         )
         for name, array in (("tokens", self.tokens), ("costs", self.costs)):
             rows = _distinct_rows(array)
@@ -331,7 +339,7 @@ class AllocationProblem:
             may_fall = name == "tokens" and self.bits is not None
             if not (may_fall or bool(np.all(steps > 0))) or int(rows[:, 0].min()) < 0:
                 raise InputError(f"problem: {name} must be >= 0 and rise from option to option")
-        largest = sum(self.costs[np.arange(n_units), last].tolist())  # these cannot overflow
+        largest = sum(self.costs[units, last].tolist())  # these cannot overflow
         if largest > MOST_BYTES:
             raise InputError(
                 f"problem: costs add up to more than the {MOST_BYTES:,} bytes that can be counted "
@@ -416,17 +424,16 @@ class AllocationProblem:
         return True
 
     @cached_property
-    def is_rising(self) -> bool:
-        """Whether no option of any unit is worth less than a cheaper one."""
-        rows = zip(self.values, self.option_counts.tolist(), strict=True)
-        return all(bool(np.all(row[1:count] >= row[: count - 1])) for row, count in rows)
+    def best_so_far(self) -> FloatArray:
+        """The most value up to each option, ``(n_units, n_options)``."""
+        rises = all(bool(np.all(row[1:] >= row[:-1])) for row in self.values)
+        return self.values if rises else np.maximum.accumulate(self.values, axis=1)
 
     @cached_property
     def largest_gain(self) -> float:
         """No change of one unit's option adds more weighted value than this."""
         if self.is_concave:  # rising rows: from the first option to the last
-            rise = self.values[np.arange(self.n_units), self.last_options] - self.values[:, 0]
-            return max(0.0, float((self.weights * rise).max()))
+            return max(0.0, float(self.gains(0, self.last_options).max()))
         return float(self.values.max() - self.values.min()) * float(self.weights.max())
 
     @property
@@ -436,7 +443,17 @@ class AllocationProblem:
 
     def cost(self, choice: IntArray) -> int:
         """Bytes of a choice, ``choice`` being one option index per unit, ``(n_units,)``."""
-        return int(self.costs[np.arange(self.n_units), choice].sum())
+        return int(self.costs[self.units, choice].sum())
+
+    def gains(
+        self, before: IntArray | int, after: IntArray, units: IntArray | None = None
+    ) -> FloatArray:
+        """Weighted value from one option to another, of each unit or of those given, ``(n,)``."""
+        rows, weights = self.units, self.weights
+        if units is not None:
+            rows, weights = units, weights[units]
+        gains: FloatArray = weights * (self.values[rows, after] - self.values[rows, before])
+        return gains
 
     def objective_value(self, choice: IntArray) -> float:
         """Value of a choice: its units' weighted values, summed without loss, or the worst.
@@ -445,7 +462,7 @@ class AllocationProblem:
         """
         if self.aggregate is Aggregate.TAIL:
             return tail_value(self.scenario_values(choice), self.tail_share)
-        worth = self.weights * self.values[np.arange(self.n_units), choice]
+        worth = self.weights * self.values[self.units, choice]
         return float(worth.min()) if self.aggregate is Aggregate.WORST else math.fsum(worth)
 
     def objective(self, choice: IntArray) -> float:
@@ -461,12 +478,12 @@ class AllocationProblem:
 
     def scenario_values(self, choice: IntArray) -> FloatArray:
         """Value of a choice in each scenario, ``(n_scenarios,)``, each summed without loss."""
-        chosen = self._required_scenarios[:, np.arange(self.n_units), choice]
+        chosen = self._required_scenarios[:, self.units, choice]
         return np.array([math.fsum(row) for row in self.weights * chosen])
 
     def chosen_tokens(self, choice: IntArray) -> IntArray:
         """Budget of each unit in tokens per KV head, ``(n_units,)``."""
-        return self.tokens[np.arange(self.n_units), choice]
+        return self.tokens[self.units, choice]
 
     def meets_target(self, value: float) -> bool:
         """Whether a value reaches the target, within `VALUE_TOLERANCE`."""

@@ -122,7 +122,10 @@ def bound_at(problem: AllocationProblem, price: float) -> float:
     float
         An upper bound on the value, or a lower bound on the cost, rounded up to its grain.
     """
-    response = best_response(problem, price)
+    return _bound_with(problem, price, best_response(problem, price))
+
+
+def _bound_with(problem: AllocationProblem, price: float, response: IntArray) -> float:
     value, cost = problem.objective_value(response), problem.cost(response)
     if problem.target is None:
         return value + price * (problem.spendable_bytes - cost)
@@ -133,13 +136,20 @@ def bound_at(problem: AllocationProblem, price: float) -> float:
     return float(floors + round_up_to_grain(relaxed - floors, problem.lattice_bytes))
 
 
-def best_response(problem: AllocationProblem, price: float) -> IntArray:
+def best_response(
+    problem: AllocationProblem,
+    price: float,
+    *,
+    low: IntArray | None = None,
+    high: IntArray | None = None,
+) -> IntArray:
     """Each unit's best option when a byte costs ``price`` of value, ``(n_units,)``.
 
-    The smallest option among equals.
+    The smallest option among equals. ``low`` and ``high`` are the best ones at a higher and at a
+    lower price, where those are known: what is looked for lies between them.
     """
     if problem.is_concave and problem.step_bytes is not None:
-        return steps_above(problem, price * problem.step_bytes)
+        return steps_above(problem, price * problem.step_bytes, low=low, high=high)
     net = problem.weights[:, None] * problem.values - price * problem.costs
     if problem.is_ragged:
         net[~problem.exists] = -np.inf
@@ -176,15 +186,10 @@ def steps_above(
     ndarray of int64, (n,)
         Option indices.
     """
-    last, weights, values = problem.last_options, problem.weights, problem.values
-    if units is None:
-        units = np.arange(problem.n_units)
-    else:
-        last, weights = last[units], weights[units]
+    last = problem.last_options if units is None else problem.last_options[units]
 
     def too_little(steps: IntArray) -> BoolArray:
-        gains = weights * (values[units, np.minimum(steps + 1, last)] - values[units, steps])
-        return gains <= price
+        return problem.gains(steps, np.minimum(steps + 1, last), units) <= price
 
     return first_where(
         too_little, np.zeros_like(last) if low is None else low, last if high is None else high
@@ -198,24 +203,26 @@ def _sum_bound(problem: AllocationProblem) -> DualBound:
     high = 2.0 * (problem.largest_gain + 1e-300) / problem.lattice_bytes
     free = best_response(problem, 0.0)
     if problem.target is None and problem.cost(free) <= problem.spendable_bytes:
-        return DualBound(bound=bound_at(problem, 0.0), multiplier=0.0, choice=free)
+        return DualBound(bound=_bound_with(problem, 0.0, free), multiplier=0.0, choice=free)
+    under = np.zeros(problem.n_units, dtype=np.int64)  # the responses at both ends
+    over = free
     for _ in range(PRICE_ROUNDS):
         middle = 0.5 * (low + high)
         if middle in (low, high):
             break
-        response = best_response(problem, middle)
+        response = best_response(problem, middle, low=under, high=over)
         if problem.target is None:
             enough = problem.cost(response) > problem.spendable_bytes
         else:
             enough = problem.meets_target(problem.objective_value(response))
         if enough:
-            low = middle
+            low, over = middle, response
         else:
-            high = middle
-    at_low, at_high = bound_at(problem, low), bound_at(problem, high)
+            high, under = middle, response
+    at_low, at_high = _bound_with(problem, low, over), _bound_with(problem, high, under)
     is_low_tighter = at_low <= at_high if problem.target is None else at_low >= at_high
     bound, price = (at_low, low) if is_low_tighter else (at_high, high)
-    choice = best_response(problem, high if problem.target is None else low)
+    choice = under if problem.target is None else over
     return DualBound(bound=bound, multiplier=price, choice=choice)
 
 
@@ -233,23 +240,12 @@ def cheapest_reaching(problem: AllocationProblem, level: float) -> IntArray | No
     ndarray of int64, (n_units,), or None
         None when some unit reaches it with no option.
     """
-    units, last = np.arange(problem.n_units), problem.last_options
-    if problem.is_rising:
-        if np.any(problem.weights * problem.values[units, last] < level):
-            return None
-        return first_where(
-            lambda options: problem.weights * problem.values[units, options] >= level,
-            np.zeros_like(last),
-            last,
-        )
-    first = np.zeros(problem.n_units, dtype=np.int64)
-    # One unit at a time: problems can have a hundred million options.
-    for unit, count in enumerate(problem.option_counts.tolist()):
-        reaches = problem.weights[unit] * problem.values[unit, :count] >= level
-        first[unit] = np.argmax(reaches)
-        if not reaches[first[unit]]:
-            return None
-    return first
+    last = problem.last_options
+
+    def reaches(options: IntArray) -> BoolArray:
+        return problem.weights * problem.best_so_far[problem.units, options] >= level
+
+    return first_where(reaches, np.zeros_like(last), last) if reaches(last).all() else None
 
 
 def _worst_bound(problem: AllocationProblem) -> DualBound:

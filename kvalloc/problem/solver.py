@@ -149,6 +149,15 @@ class Solver(ABC):
     takes_bits: ClassVar[bool] = False
     """Whether it takes options that differ in bits too, so that tokens need not rise with cost."""
 
+    needs_heads: ClassVar[bool] = False
+    """Whether its units have to be single KV heads."""
+
+    needs_one_step: ClassVar[bool] = False
+    """Whether neighbouring options of all units have to be one cost apart."""
+
+    needs_concave: ClassVar[bool] = False
+    """Whether every entry may gain no more than the one before it."""
+
     may_exceed_capacity: bool = False
     """Set by a reproduction of a published rule that overspends; refused otherwise."""
 
@@ -183,6 +192,19 @@ class Solver(ABC):
             if problem.aggregate is Aggregate.WORST:
                 return f"{self.name} maximises a sum, not the worst unit; use max_min"
             return f"{self.name} does not maximise a plain sum over units; use greedy or ilp"
+        if self.needs_heads and np.any(problem.heads < 0):
+            level = option("level", "head")
+            return f"{self.name} decides single KV heads, not whole layers; use {level}, or greedy"
+        if self.needs_one_step and problem.n_options > 1 and problem.step_bytes is None:
+            return (
+                f"{self.name} needs one cost step for all units and these differ; use ilp, which "
+                "takes unequal costs"
+            )
+        if self.needs_concave and not problem.is_concave:
+            return (
+                f"{self.name} needs concave curves, of which every entry gains no more than the "
+                "one before it, and these are not; use ilp"
+            )
         return True
 
     @abstractmethod

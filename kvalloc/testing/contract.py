@@ -13,10 +13,10 @@ import pytest
 from kvalloc.allocation.request import RequestOptions
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError, SolverError
-from kvalloc.problem import AllocationProblem, Sense, Solution, Solver, Termination
+from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
 from kvalloc.problem.registry import solver_names
 from kvalloc.testing.oracle import Optimum, brute_force
-from kvalloc.testing.problems import KINDS, larger_problem, tiny_problem
+from kvalloc.testing.problems import KINDS, larger_problem, tiny_problem, tiny_problems
 
 TOLERANCE = 1e-9
 """Objectives this close, relative to the larger of 1 and the objective, are equal."""
@@ -166,14 +166,12 @@ class SolverContract:
 
     def test_it_answers_the_same_twice(self, solver: Solver) -> None:
         """Deterministic, and without a memory of the problems before."""
-        first = {}
-        for name, problem in self._problems(solver):
+        first: dict[str, list[int] | None] = {}
+        problems = list(self._problems(solver))
+        for name, problem in [*problems, *reversed(problems)]:
             answer = self._solved(name, problem, solver)
-            first[name] = None if answer is None else answer.choice.tolist()
-        for name, problem in reversed(list(self._problems(solver))):
-            answer = self._solved(name, problem, solver)
-            again = None if answer is None else answer.choice.tolist()
-            assert again == first[name], name
+            choice = None if answer is None else answer.choice.tolist()
+            assert first.setdefault(name, choice) == choice, name
 
     def test_it_ends_in_time(self, solver: Solver) -> None:
         """A time limit is honoured, within twice the limit and two seconds, on larger problems."""
@@ -216,18 +214,12 @@ class SolverContract:
                     self._solved(f"{kind}, {goal}", problem, solver)
 
     def _all_problems(self) -> Iterator[tuple[str, AllocationProblem]]:
-        for kind in self.kinds:
-            for number in range(self.problems_per_kind):
-                sense = (Sense.MAX_VALUE, Sense.MIN_COST)[number % 2]
-                level = ("head", "layer")[number // 2 % 2]
-                seed = self.seed + number
-                name = f"tiny_problem({kind!r}, seed={seed}, sense={sense}, level={level!r})"
-                yield name, tiny_problem(kind, seed=seed, sense=sense, level=level)
+        return tiny_problems(
+            len(self.kinds) * self.problems_per_kind, seed=self.seed, kinds=self.kinds
+        )
 
     def _problems(self, solver: Solver) -> Iterator[tuple[str, AllocationProblem]]:
-        for name, problem in self._all_problems():
-            if solver.can_solve(problem) is True:
-                yield name, problem
+        return (one for one in self._all_problems() if solver.can_solve(one[1]) is True)
 
     def _solved(
         self,

@@ -76,7 +76,8 @@ def test_the_worst_unit_bound_knows_ties_weights_and_falling_values() -> None:
         weights = rng.choice([0.0, 0.25, 1.0], 3)
         problem = make_problem(values, capacity=int(rng.integers(0, 10)), weights=weights)
         problem = dataclasses.replace(problem, aggregate=Aggregate.WORST)
-        assert problem.is_rising == bool(np.all(np.diff(values, axis=1) >= 0))
+        rises = bool(np.all(np.diff(values, axis=1) >= 0))
+        assert (problem.best_so_far is problem.values) == rises
         dual = dual_bound(problem)
         assert dual.bound == brute_force(problem).objective
         assert problem.objective(dual.choice) == dual.bound

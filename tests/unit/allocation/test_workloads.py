@@ -267,10 +267,10 @@ def test_a_variant_computes_again_what_its_changes_touch() -> None:
     problem = make_problem(
         scenarios.mean(axis=0), capacity=2, scenarios=scenarios, aggregate=Aggregate.TAIL
     )
-    assert problem.is_rising
-    assert problem.with_capacity(1).__dict__["is_rising"]
+    assert problem.best_so_far is problem.values
+    assert problem.with_capacity(1).__dict__["best_so_far"] is problem.values
     one = problem.reweighted(np.array([0.0, 1.0]))
-    assert not one.is_rising
+    assert one.best_so_far.tolist() == [[0.0, 1.0, 1.0]]
     with pytest.raises(InputError, match="not all finite"):
         problem.replace(values=np.full((1, 3), np.nan))
     with pytest.raises(TypeError, match="no field capacity"):

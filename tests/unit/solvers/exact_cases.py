@@ -12,7 +12,7 @@ import pytest
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, Solver, Termination
-from kvalloc.solvers._ilp_search import Search
+from kvalloc.solvers._ilp_search import NOTHING, Search
 from kvalloc.testing import brute_force, tiny_problem
 from kvalloc.testing.problems import CURVES, SIDES
 
@@ -194,4 +194,4 @@ def put_every_option_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Search, "_kept", all_options)
     monkeypatch.setattr("kvalloc.solvers._ilp_search.level_sets", lambda *problem: None)
-    monkeypatch.setattr(Search, "_first_levels", lambda *search: None)
+    monkeypatch.setattr(Search, "_first_levels", lambda *search: NOTHING)

@@ -207,8 +207,12 @@ UNKNOWN = make_problem([[0.0, 0.5, 0.75]] * 2, capacity=2, constraints=(OnlyEven
         *((name, WORST_UNIT, "use max_min") for name in ("dp", "hull", "lagrangian")),
         ("lagrangian", hand_problem(constraints=(FEW,)), "use ilp"),
         ("lagrangian", hand_problem(constraints=(SPREAD,)), "use ilp"),
-        ("flow", medium_problem(0), "only exact on concave curves"),
-        ("flow", hand_problem(), "steps of one size"),
+        ("flow", medium_problem(0), "flow needs concave curves, .* and these are not; use ilp"),
+        (
+            "flow",
+            hand_problem(),
+            "flow needs one cost step for all units and these differ; use ilp",
+        ),
         ("flow", medium_problem(0, concave=True, constraints=(FEW,)), "use ilp"),
         (
             "flow",
@@ -226,7 +230,7 @@ UNKNOWN = make_problem([[0.0, 0.5, 0.75]] * 2, capacity=2, constraints=(OnlyEven
             (name, SEVERAL, "use cvar or ilp")
             for name in ("greedy", "dp", "lagrangian", "hull", "flow", "uniform", "max_min")
         ),
-        ("greedy", DENTED, "only exact on concave curves and these are not; use il"),
+        ("greedy", DENTED, "greedy needs concave curves, .* and these are not; use ilp"),
         *((name, UNEVEN, "use ilp") for name in ("greedy", "pyramid", "proportional")),
         ("ilp", hand_problem(constraints=(SPREAD, RankBalance(n_ranks=3))), "give one balance"),
         *((name, UNKNOWN, "does not handle OnlyEven; write a solver") for name in ("auto", "ilp")),

@@ -1,0 +1,138 @@
+"""The largest gains of concave units: found by one threshold on the gain, never formed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+
+from kvalloc.accounting import IntArray
+from kvalloc.problem import AllocationProblem, steps_above
+
+SORTED_CANDIDATES = 4096
+"""Once so few steps are left between two thresholds, they are sorted."""
+
+THRESHOLD_RESOLUTION = 1e-20
+"""Gains closer than this are equal: a billion of them do not add up to a rounding error."""
+
+
+def largest_gains(
+    problem: AllocationProblem, steps: int, units: IntArray, limits: IntArray
+) -> IntArray:
+    """The given number of largest gains of some units; ties go to the lower unit.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+        Concave, with one cost step.
+    steps : int
+    units : ndarray of int64, (n,)
+        Units among which they are taken.
+    limits : ndarray of int64, (n,)
+        Most steps of each.
+
+    Returns
+    -------
+    ndarray of int64, (n,)
+        Steps of each unit.
+    """
+    if int(limits.sum()) <= steps:
+        return limits.copy()
+
+    def fits(choice: IntArray) -> bool:
+        return int(choice.sum()) <= steps
+
+    inside, order = _bracket(problem, fits, units, limits)
+    return _add(inside, order[: steps - int(inside.sum())])
+
+
+def fewest_gains(problem: AllocationProblem, limits: IntArray) -> IntArray:
+    """The largest gains of all units until their sum reaches the target, ``(n_units,)``.
+
+    ``limits`` are the most steps of each unit, which reach it.
+    """
+
+    def falls_short(choice: IntArray) -> bool:
+        return not problem.meets_target(problem.objective_value(choice))
+
+    floors = np.zeros_like(limits)
+    if not falls_short(floors):
+        return floors
+    inside, order = _bracket(problem, falls_short, problem.units, limits)
+    fewer = range(1, order.size)
+    enough = bisect_left(fewer, True, key=lambda n: not falls_short(_add(inside, order[:n])))
+    return _add(inside, order[: 1 + enough])
+
+
+def _bracket(
+    problem: AllocationProblem,
+    accepted: Callable[[IntArray], bool],
+    units: IntArray,
+    limits: IntArray,
+) -> tuple[IntArray, IntArray]:
+    """Steps that are surely taken, and the few around the threshold in the order of their gain.
+
+    Parameters
+    ----------
+    problem : AllocationProblem
+    accepted : callable
+        Whether a choice is still on the near side of the target; fewer steps are, more are not.
+    units, limits : ndarray of int64, (n,)
+        As in `largest_gains`.
+
+    Returns
+    -------
+    inside : ndarray of int64, (n,)
+        Steps of each unit whose gains are above the threshold.
+    order : ndarray of int64, (n_candidates,)
+        Place in ``units`` of each step that is left to decide, largest gain first, ties by lower
+        place.
+    """
+    high = 1.0 + problem.largest_gain
+    low = -1.0
+    inside, outside = np.zeros_like(limits), limits
+    # Gains that are exactly zero are common (entries without any score): look there first.
+    middle = 0.0
+    while low < middle < high:
+        choice = steps_above(problem, middle, units=units, low=inside, high=outside)
+        if accepted(choice):
+            high, inside = middle, choice
+        else:
+            low, outside = middle, choice
+        counts = outside - inside
+        if int(counts.sum()) <= SORTED_CANDIDATES:
+            places = np.repeat(np.arange(units.size), counts)
+            steps = np.arange(places.size) + np.repeat(
+                inside - (np.cumsum(counts) - counts), counts
+            )
+            gains = problem.gains(steps, steps + 1, units[places])
+            return inside, places[np.argsort(-gains, kind="stable")]
+        if high - low <= THRESHOLD_RESOLUTION:
+            break
+        # Gains span many orders of magnitude: halve the steps that are left, not the interval.
+        middle = _median_gain(problem, units, inside, counts)
+        if not low < middle < high:  # many equal gains, or rounding
+            middle = 0.5 * (low + high)
+    return inside, np.repeat(np.arange(units.size), outside - inside)
+
+
+def _median_gain(
+    problem: AllocationProblem, units: IntArray, inside: IntArray, counts: IntArray
+) -> float:
+    """A gain with at least a quarter of the steps left on either side, equal ones on both.
+
+    The median of the units' middle gains, each counted as often as the unit has steps left
+    (Frederickson and Johnson, 1982: selection in sorted rows).
+    """
+    places = np.flatnonzero(counts)
+    left = counts[places]
+    steps = inside[places] + (left >> 1)
+    gains = problem.gains(steps, steps + 1, units[places])
+    order = np.argsort(gains)
+    upto = np.cumsum(left[order])
+    return float(gains[order[np.searchsorted(upto, upto[-1] / 2)]])
+
+
+def _add(inside: IntArray, places: IntArray) -> IntArray:
+    return inside + np.bincount(places, minlength=inside.size)
