@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo check test coverage test-matrix test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
+.PHONY: help demo check test coverage test-matrix fuzz-saved test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -101,6 +101,10 @@ test-matrix: $(READY) ## every policy x arrival x model of the runtime against t
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/unit/runtime/test_matrix.py \
 		$(if $(WHOLE),--whole-matrix,$(if $(CELLS),--matrix-cells $(CELLS) --matrix-seed $(or $(SEED),0),--matrix-product)) \
 		$(if $(SHARD),--matrix-shard $(SHARD))
+
+fuzz-saved: $(READY) ## 10,000 crafted files of saved caches: refused or answered, never a crash
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s --hostile-files $(or $(FILES),10000) \
+		tests/unit/runtime/test_hostile_caches.py
 
 test-gpu: $(READY) ## the runtime's tests on a CUDA device; skipped where there is none
 	$(BIN)/python -m pytest -q -m gpu tests/gpu

@@ -153,7 +153,8 @@ class ModelShape:
             If sizes, vocabulary or rotary settings differ; or if weights or names do and
             ``allow_other_model`` is False.
         """
-        sizes = ("n_layers", "n_query_heads", "n_kv_heads", "head_dim", "layer_types")
+        heads = ("n_query_heads", "n_kv_heads", "head_dim")
+        sizes = ("n_layers", *heads, "layer_types", "sliding_window")
         for name in (*sizes, "vocab_size", "rotary"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs and (name in sizes or None not in (mine, theirs)):

@@ -31,6 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--matrix-shard", help="of these cells one part, such as 2/8")
     parser.addoption(
+        "--hostile-files",
+        type=int,
+        default=100,
+        help="so many crafted files of saved caches are tried",
+    )
+    parser.addoption(
         "--gpu-device",
         default="cuda",
         help="where the tests of gpu/ put their models; cpu tries the tests themselves",

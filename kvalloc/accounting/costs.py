@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ COSTS: dict[Cost, str] = {
     "decode-bytes": "bytes of K and V read for one generated token of every row",
     "communication": "bytes communicated for one generated token in private inference (MPCache)",
 }
+
+_Whole = TypeVar("_Whole", int, IntArray)
 
 BIT_WIDTHS = (16, 8, 4)
 """Bits of a stored number: 16 stands for the model's own dtype, whatever its size."""
@@ -91,12 +93,17 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     count, width = np.broadcast_arrays(
         np.asarray(tokens, dtype=np.int64), np.asarray(bits, dtype=np.int64)
     )
-    vector = -(-shape.head_dim * width // 8)
+    keys, values = packed_row_bytes(width, shape.head_dim)
     key_scales = -(-count // KEY_BLOCK_TOKENS) * shape.head_dim * 2 * SCALE_BYTES
-    value_scales = count * (-(-shape.head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES)
-    packed = count * 2 * vector + key_scales + value_scales
+    packed = count * (keys + values) + key_scales
     found: IntArray = np.where(width == 16, count * shape.bytes_per_entry, packed).astype(np.int64)
     return found
+
+
+def packed_row_bytes(bits: _Whole, head_dim: int) -> tuple[_Whole, _Whole]:
+    """Bytes of one token's packed key, and of its packed value with that value's scales."""
+    vector = -(-head_dim * bits // 8)
+    return vector, vector + -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
 
 
 def head_cost(

@@ -251,13 +251,12 @@ def _loaded(asked: Asked, path: Path) -> Reading:
             "of one"
         )
     _check_room(loaded, int(cache.get_seq_length()), _room(form, loaded, asked))
-    noted = notes.get("read_seconds")
     return Reading(
         loaded=loaded,
         cache=cache,
         form=form,
         name=str(notes.get("document") or path),
-        read_seconds=float(noted) if isinstance(noted, int | float) else None,
+        read_seconds=header.read_seconds,
         load_seconds=seconds,
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from kvalloc.cli.options import Json, Quiet
@@ -23,7 +25,7 @@ from kvalloc.report.terminal import bar, number_text, terminal_width
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
-    from kvalloc.formats.saved_cache import SavedCacheHeader
+    from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
     from kvalloc.formats.score_profile import ScoreProfile
 
 EXAMPLES = """\
@@ -63,7 +65,7 @@ def inspect(
     elif kind == "saved cache":
         from kvalloc.formats.saved_cache import SavedCacheHeader
 
-        _show_saved(file, SavedCacheHeader.load(file), json=json)
+        _show_saved(file, *SavedCacheHeader.read(file), json=json)
     else:
         from kvalloc.formats.score_profile import ScoreProfile
 
@@ -388,13 +390,17 @@ def _parameters(parameters: dict[str, Any]) -> str:
     return f" ({listed})" if listed else ""
 
 
-def _show_saved(file: str, header: SavedCacheHeader, *, json: bool) -> None:
-    """What a saved cache holds, by its header alone: no model and no tensors are read."""
+def _show_saved(
+    file: str, header: SavedCacheHeader, tensors: Mapping[str, StoredTensor], *, json: bool
+) -> None:
+    """What a saved cache holds, without a model."""
     profile, notes = header.profile, header.notes
     alone = header.batch == 1  # rows of a batch may be padded, which their number does not tell
     if alone:
         prompt = header.prompt_tokens
-        kept = _handed_out(file, profile) if profile.by_prompt else profile.budgets_for(prompt)
+        kept = profile.budgets_for(prompt)
+        if profile.by_prompt:
+            kept = _handed_out(tensors, profile, prompt)
         profile = profile.replace(context_tokens=prompt, budgets=kept)
     facts: dict[str, Any] = {
         "document": notes.get("document"),
@@ -402,7 +408,7 @@ def _show_saved(file: str, header: SavedCacheHeader, *, json: bool) -> None:
         **{name: getattr(header, name) for name in ("seen_tokens", "prompt_tokens", "dtype")},
         "file_bytes": Path(file).stat().st_size,
         "full_bytes": profile.full_bytes_at(header.seen_tokens) if alone else None,
-        "read_seconds": notes.get("read_seconds"),
+        "read_seconds": header.read_seconds,
         "bits": None if profile.bits is None else profile.bits.tolist(),
         "share_groups": [list(group) for group in profile.share_groups],
     }
@@ -429,7 +435,7 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
         "model": model_text(profile.shape),
         "document": str(facts["document"] or ""),
         "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
-        "reading took": duration(took) if isinstance(took, int | float) else "",
+        "reading took": "" if took is None else duration(took),
         "bytes": f"{size(facts['file_bytes'])} on disk{beside}",
         "bits": bits_text(profile),
         "sharing": shared_text(profile.share_groups) if profile.share_groups else "",
@@ -440,22 +446,21 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
     return {name: text for name, text in fields.items() if text}
 
 
-def _handed_out(file: str, profile: BudgetProfile) -> IntArray:
+def _handed_out(
+    tensors: Mapping[str, StoredTensor], profile: BudgetProfile, prompt_tokens: int
+) -> IntArray:
     """What each KV head really keeps of one prompt that handed its entries out itself.
 
     The budgets of such a profile are what heads had in the mean over other prompts.
     """
-    from kvalloc.formats.saved_cache import SavedCacheHeader
-
     kept = profile.budgets.copy()
-    with SavedCacheHeader.opened(file, "numpy") as tensors:
-        known = set(tensors.keys())
-        for layer in profile.shape.full_layers:
-            if f"{layer}.lengths" in known:
-                kept[layer] = tensors.get_tensor(f"{layer}.lengths")[0]
-            elif f"{layer}.keys" in known:  # all heads of the layer happen to keep the same
-                kept[layer] = tensors.get_slice(f"{layer}.keys").get_shape()[2]
-    return kept
+    for layer in profile.shape.full_layers:
+        if f"{layer}.lengths" in tensors:
+            kept[layer] = tensors[f"{layer}.lengths"].numbers()[0]
+        else:  # all heads of the layer happen to keep the same
+            even = tensors.get(f"{layer}.kept_indices", tensors[f"{layer}.keys"])
+            kept[layer] = even.shape[2]
+    return np.minimum(kept, prompt_tokens)
 
 
 def bar_scale(largest: float) -> float:

@@ -1,17 +1,31 @@
-"""What the file of a saved cache says of itself: a JSON header, read without torch and checked."""
+"""The file of a saved cache, read without torch: a JSON header, and tensors checked against it.
+
+Digests have no key, so whoever edits a file can sign it again. Nothing of a file is believed
+before it was compared with everything else in it: what reads the tensors later, a kernel that
+follows spans, checks nothing.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
+from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes
 from kvalloc.errors import ProfileFileError, by_interface, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.record import FileRecord, Record, digest_of, require
 
-__all__ = ["LayerKind", "SavedCacheHeader", "SavedLayer"]
+__all__ = ["LayerKind", "SavedCacheHeader", "SavedLayer", "StoredTensor", "tensor_digest"]
 
 
 def _checked(stated: object) -> BudgetProfile:
@@ -33,20 +47,61 @@ _Profile = Annotated[
 
 LayerKind = Literal["sliding", "whole", "even", "ragged", "packed"]
 
+#: What safetensors calls a type, what torch does, and its bytes: no others are in a saved cache.
+_TYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "U8": ("uint8", 1),
+}
+
+
+MOST_SECONDS = 1e9
+"""Notes of more than that are none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor as its bytes.
+
+    Attributes
+    ----------
+    dtype : str
+        As torch calls it.
+    shape : tuple of int
+    data : ndarray of uint8, (n_bytes,)
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+
+    def numbers(self) -> npt.NDArray[Any]:
+        """Its elements; those of bfloat16, which NumPy does not have, as int16."""
+        dtype = "int16" if self.dtype == "bfloat16" else self.dtype
+        return self.data.view(dtype).reshape(self.shape)
+
+
+def tensor_digest(tensors: Mapping[str, StoredTensor]) -> str:
+    """A digest of names, shapes, types and all bytes."""
+    hasher = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        hasher.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
+        raw: Any = tensor.data
+        hasher.update(raw)
+    return hasher.hexdigest()
+
 
 class SavedLayer(Record):
-    """What the file holds of one layer."""
+    """How the file holds one layer."""
 
     kind: LayerKind
     """How the layer stores its entries."""
 
-    tensors: tuple[str, ...]
-    """Names of its tensors; in the file the layer's index and a dot stand before each."""
-
-    bits: tuple[int, ...] | None = None
-    """Bit width of each KV head, where entries are packed."""
-
-    packed_following: int | None = None
+    packed_following: int | None = Field(default=None, ge=0)
     """How many of the tokens after the prompt are packed as well."""
 
 
@@ -74,16 +129,16 @@ class SavedCacheHeader(FileRecord):
     row_profiles: tuple[_Profile, ...] | None = None
     """Those of each row, where each prompt decided its own."""
 
-    dtype: str
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]
     """Type of the entries, as torch calls it."""
 
     batch: int = Field(ge=1)
     """Rows."""
 
-    seen_tokens: int = Field(ge=0)
-    """Tokens the cache has seen, prompt included."""
+    seen_tokens: int = Field(ge=1, lt=2**31)
+    """Tokens the cache has seen, prompt included; positions are int32."""
 
-    prompt_tokens: int = Field(ge=0)
+    prompt_tokens: int = Field(ge=1)
     """Tokens of the prompt."""
 
     layers: tuple[SavedLayer, ...]
@@ -98,8 +153,16 @@ class SavedCacheHeader(FileRecord):
     notes: dict[str, Any]
     """Plain values of the caller's, such as where the text came from."""
 
+    @property
+    def read_seconds(self) -> float | None:
+        """How long reading the prompt took, if a note says so."""
+        noted = self.notes.get("read_seconds")
+        if isinstance(noted, int | float) and 0 <= noted < MOST_SECONDS:
+            return float(noted)
+        return None
+
     @classmethod
-    def load(cls, path: str | Path) -> SavedCacheHeader:
+    def load(cls, path: str | Path) -> Self:
         """The header of a saved cache; none of its tensors is read.
 
         Parameters
@@ -110,19 +173,42 @@ class SavedCacheHeader(FileRecord):
         Raises
         ------
         ProfileFileError
-            If the file is missing, truncated, no saved cache or of another schema version, its
-            header was edited, or a tensor that it names is not there.
+            If the file is missing, truncated, no saved cache or of another schema version, or its
+            header was edited.
         """
         with cls.opened(path, "numpy") as file:
-            stated, there = cls.stated(path, file), set(file.keys())
+            stated = cls.stated(path, file)
         header = cls.parsed(path, stated)
-        for index, layer in enumerate(header.layers):
-            for name in layer.tensors:
-                if f"{index}.{name}" not in there:
-                    found = f"without {name}"
-                    raise cls.file_error(path, f"layers.{index}", found, "all its tensors")
         cls.check_digest(path, stated, digest_of)
         return header
+
+    @classmethod
+    def read(cls, path: str | Path) -> tuple[Self, dict[str, StoredTensor]]:
+        """All of a saved cache, checked so far that whatever reads it stays inside its tensors.
+
+        Parameters
+        ----------
+        path : str or Path
+            Written by `BudgetCache.save`.
+
+        Returns
+        -------
+        header : SavedCacheHeader
+        tensors : dict of StoredTensor
+            Each in memory of its own; see `kvalloc.runtime.saving` for their names.
+
+        Raises
+        ------
+        ProfileFileError
+            If the file is refused by `load`; or a tensor is missing or one too many, or its type,
+            its shape or a number in it does not fit the header and the other tensors.
+        """
+        header = cls.load(path)
+        tensors = _stored_tensors(path)
+        if (found := header.tensor_digest) != tensor_digest(tensors):
+            raise cls.file_error(path, "tensor_digest", found, "that of its tensors")
+        _Contents(path, header, tensors).check()
+        return header, tensors
 
     @classmethod
     def expected(cls) -> str:
@@ -137,20 +223,158 @@ class SavedCacheHeader(FileRecord):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        rows = self.row_profiles
+        rows, shape = self.row_profiles, self.profile.shape
         sound = rows is None or len(rows) == self.batch
         expected = f"one for each of {self.batch} rows"
         require(sound, "row_profiles", len(rows or ()), expected)
-        n_layers, widths = self.profile.shape.n_layers, self.profile.bits
+        sizes = all(row.budgets.shape == self.profile.budgets.shape for row in rows or ())
+        require(sizes, "row_profiles", "of other sizes", "of the sizes of the profile")
+        n_layers, most = shape.n_layers, self.seen_tokens - self.prompt_tokens
         require(len(self.layers) == n_layers, "layers", len(self.layers), f"{n_layers} layers")
-        most = self.seen_tokens - self.prompt_tokens
-        for index, layer in enumerate(self.layers):
-            packed, following = layer.kind == "packed", layer.packed_following
-            bits = tuple(widths[index].tolist()) if packed and widths is not None else None
-            sound = layer.bits == bits and packed == (bits is not None)
-            expected = "those of its profile, where it is packed"
-            require(sound, f"layers.{index}.bits", layer.bits, expected)
-            inside = following is not None and 0 <= following <= most
+        expected = f"at most the {self.seen_tokens} tokens seen"
+        require(most >= 0, "prompt_tokens", self.prompt_tokens, expected)
+        for index, (layer, found) in enumerate(zip(shape.layer_types, self.layers, strict=True)):
+            packed, following = found.kind == "packed", found.packed_following
+            sound = (found.kind == "sliding") == (layer == "sliding")
+            sound = sound and (not packed or self.profile.bits is not None)
+            require(sound, f"layers.{index}.kind", found.kind, "one that its profile has")
+            inside = following is not None and following <= most
             right, field = inside == packed, f"layers.{index}.packed_following"
             require(right, field, following, f"a number from 0 to {most}, where it is packed")
         return self
+
+
+def _stored_tensors(path: str | Path) -> dict[str, StoredTensor]:
+    """The tensors of a file that safetensors has found sound."""
+    found = {}
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        table = json.loads(file.read(size))
+        table.pop("__metadata__", None)
+        for name, about in table.items():
+            start, end = about["data_offsets"]
+            dtype, n_bytes = _TYPES.get(about["dtype"], (about["dtype"], 0))
+            file.seek(8 + size + start)
+            data = np.fromfile(file, np.uint8, end - start)
+            if n_bytes and data.size != prod(about["shape"]) * n_bytes:  # it was changed just now
+                raise SavedCacheHeader.file_error(path, name, "cut off", "all of its bytes")
+            found[name] = StoredTensor(dtype=dtype, shape=tuple(about["shape"]), data=data)
+    return found
+
+
+class _Contents:
+    """Compares the tensors of a file with its header and with each other.
+
+    Parameters
+    ----------
+    path : str or Path
+        Named in errors.
+    header : SavedCacheHeader
+    tensors : mapping of StoredTensor
+    """
+
+    def __init__(
+        self, path: str | Path, header: SavedCacheHeader, tensors: Mapping[str, StoredTensor]
+    ) -> None:
+        self._path, self._header, self._left = path, header, dict(tensors)
+        self._shown: npt.NDArray[np.bool_] | None = None
+
+    def check(self) -> None:
+        """Raise a `ProfileFileError` where something does not fit."""
+        header = self._header
+        n_bytes = sum(tensor.data.size for tensor in self._left.values())
+        most = n_bytes // header.profile.shape.n_kv_heads
+        self._require(header.batch <= most, "batch", header.batch, "an entry for each row and head")
+        if "visible" in self._left:
+            self._shown = self._take("visible", "uint8", (header.batch, header.seen_tokens)) != 0
+        for index, layer in enumerate(header.layers):
+            self._check_layer(index, layer.kind)
+        self._require(not self._left, min(self._left, default=""), "there", "no such tensor")
+
+    def _check_layer(self, index: int, kind: LayerKind) -> None:
+        header, profile = self._header, self._header.profile
+        seen, heads, dim = header.seen_tokens, profile.shape.n_kv_heads, profile.shape.head_dim
+        name = f"{index}.keys"
+        n_dense = self._take(name, header.dtype, (header.batch, heads, None, dim)).shape[2]
+        self._take(f"{index}.values", header.dtype, (header.batch, heads, n_dense, dim))
+        found, n_kept, indices = f"of {n_dense} tokens", 0, f"{index}.kept_indices"
+        if kind in ("sliding", "whole"):
+            there = profile.shape.sliding_entries(seen) if kind == "sliding" else seen
+            self._require(n_dense == there, name, found, f"all {there}")
+            return
+        if kind == "even":
+            kept = self._take(indices, "int32", (header.batch, heads, None))
+            n_kept = kept.shape[2]
+            self._maybe(f"{index}.logit_bias", "float32", kept.shape)
+        end = seen - (n_dense - n_kept)
+        expected = f"the {n_kept} kept ones, and no more after them than the {seen} seen"
+        self._require(n_kept <= n_dense and end >= 0, name, found, expected)
+        if kind == "even":
+            counts = np.full(header.batch * heads, n_kept)
+            self._check_columns(indices, kept.reshape(-1), counts, heads, end)
+            return
+        widths = np.full(heads, 16)
+        if kind == "packed" and profile.bits is not None:
+            widths = profile.bits[index]
+        for bits in np.unique(widths).tolist():
+            part = f"bits_{bits}." if kind == "packed" else ""
+            self._check_segments(f"{index}.{part}", bits, int((widths == bits).sum()), end)
+
+    def _check_segments(self, prefix: str, bits: int, heads: int, end: int) -> None:
+        """Segments of rows and heads, back to back, of columns below ``end``."""
+        header, dim = self._header, self._header.profile.shape.head_dim
+        name = f"{prefix}lengths"
+        counts = self._take(name, "int64", (header.batch, heads)).reshape(-1)
+        low, high = int(counts.min()), int(counts.max())
+        sound = low >= 0 and high <= end
+        self._require(sound, name, f"from {low} to {high}", f"from 0 to {end}")
+        total, widths = int(counts.sum()), (dim, dim)
+        dtype = header.dtype if bits == 16 else "uint8"
+        if bits != 16:
+            widths = packed_row_bytes(bits, dim)
+            blocks = int((-(-counts // KEY_BLOCK_TOKENS)).sum())
+            self._take(f"{prefix}key_scales", "float16", (blocks, 2, dim))
+        self._take(f"{prefix}kept_keys", dtype, (total, widths[0]))
+        self._take(f"{prefix}kept_values", dtype, (total, widths[1]))
+        self._maybe(f"{prefix}kept_bias", "float32", (total,))
+        name = f"{prefix}kept_positions"
+        self._check_columns(name, self._take(name, "int32", (total,)), counts, heads, end)
+
+    def _check_columns(
+        self, name: str, columns: IntArray, counts: IntArray, heads: int, end: int
+    ) -> None:
+        """Columns rise in each segment, are below ``end``, and hold no padding."""
+        segments = np.arange(counts.size).repeat(counts)
+        rising = (columns[1:] > columns[:-1]) | (segments[1:] != segments[:-1])
+        sound = bool(rising.all() and (columns >= 0).all() and (columns < end).all())
+        expected = f"columns that rise in each head, from 0 and below {end}"
+        self._require(sound, name, "others", expected)
+        sound = self._shown is None or bool(self._shown[segments // heads, columns].all())
+        self._require(sound, name, "those of padding", "columns that are visible")
+
+    def _take(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
+        """A tensor of this type and shape, where None is any length; as numbers if NumPy has them.
+
+        Each is taken once, so that what is left belongs to nothing.
+        """
+        found = self._left.pop(name, None)
+        expected = f"{dtype} of {_sizes(shape)}"
+        if found is None:
+            raise self._header.file_error(self._path, name, "missing", expected)
+        pairs = zip(shape, found.shape, strict=False)
+        fits = len(shape) == len(found.shape) and all(size in (None, own) for size, own in pairs)
+        stated = f"{found.dtype} of {_sizes(found.shape)}"
+        self._require(fits and found.dtype == dtype, name, stated, expected)
+        return found.numbers()
+
+    def _maybe(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> None:
+        if name in self._left:
+            self._take(name, dtype, shape)
+
+    def _require(self, holds: bool, field: str, found: object, expected: str) -> None:
+        if not holds:
+            raise self._header.file_error(self._path, field, found, expected)
+
+
+def _sizes(shape: tuple[int | None, ...]) -> str:
+    return " x ".join("n" if size is None else str(size) for size in shape)

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.saved_cache import SavedCacheHeader, SavedLayer
+from kvalloc.formats.saved_cache import SavedCacheHeader, SavedLayer, StoredTensor
 from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
-from kvalloc.runtime.kept import RaggedEntries
+from kvalloc.runtime.kept import Piece, RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.making import make_cache
-from kvalloc.runtime.packed import PackedEntries, PackedHeads
-from kvalloc.runtime.saving import tensor_digest
+from kvalloc.runtime.packed import PackedEntries, Segment
 
 __all__ = ["load_cache"]
 
@@ -44,29 +44,43 @@ def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = 
     Raises
     ------
     ProfileFileError
-        If the file is missing, truncated, edited or of another schema version.
+        If the file is missing, truncated, of another schema version, or not such a file as
+        `BudgetCache.save` writes: nothing of it is believed before it is checked
+        (`SavedCacheHeader.read`).
     ModelMismatchError
         If another model filled the cache.
     """
-    header, tensors = _read(Path(path))
+    header, tensors = SavedCacheHeader.read(path)
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decide = None if header.row_profiles is None else _decided_before
     cache = make_cache(header.profile, model, allow_other_model=allow_other_model, decide=decide)
-    devices = _devices(model, len(cache.layers))
+    devices, bits = _devices(model, len(cache.layers)), header.profile.bits
     for index, (layer, saved) in enumerate(zip(cache.layers, header.layers, strict=True)):
         own = {
-            name.split(".", 1)[1]: tensor.to(devices[index])
+            name.removeprefix(f"{index}."): _tensor(tensor).to(devices[index])
             for name, tensor in tensors.items()
-            if name.split(".", 1)[0] == str(index)
+            if name.startswith(f"{index}.")
         }
-        _fill(layer, saved, own, header)
+        _fill(layer, saved, own, None if bits is None else bits[index])
+        if isinstance(layer, BudgetLayer):
+            layer.seen_tokens = header.seen_tokens
+        else:
+            layer.cumulative_length = header.seen_tokens
     arrival = cache.arrival
     arrival.prompt_tokens, arrival.complete = header.prompt_tokens, True
     if header.row_profiles is not None:
         arrival.decide(list(header.row_profiles))
     visible = tensors.get("visible")
-    arrival.visible = None if visible is None else visible.bool().to(devices[0])
+    arrival.visible = None if visible is None else _tensor(visible).bool().to(devices[0])
     return cache
+
+
+def _tensor(stored: StoredTensor) -> Tensor:
+    """The same for torch, in the same memory."""
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    if not stored.data.size:
+        return torch.empty(stored.shape, dtype=dtype)
+    return torch.frombuffer(stored.data, dtype=dtype).reshape(stored.shape)
 
 
 def _decided_before(decoder: nn.Module, rows: Sequence[Any]) -> list[BudgetProfile]:
@@ -77,55 +91,53 @@ def _decided_before(decoder: nn.Module, rows: Sequence[Any]) -> list[BudgetProfi
     )
 
 
-def _packed_entries(
-    own: dict[str, Tensor], bits: Sequence[int], like: tuple[Tensor, Tensor]
-) -> PackedEntries:
-    parts = []
-    for width in sorted(set(bits), reverse=True):
-        mine = {
-            name.removeprefix(f"bits_{width}."): tensor
-            for name, tensor in own.items()
-            if name.startswith(f"bits_{width}.")
-        }
-        part = PackedHeads(
-            bits=width,
-            heads=tuple(head for head, each in enumerate(bits) if each == width),
-            codes=_ragged_entries(mine),
-            key_scales=mine.get("key_scales"),
-            like=like,
-        )
-        parts.append(part)
-    return PackedEntries(parts=tuple(parts))
-
-
-def _ragged_entries(own: dict[str, Tensor]) -> RaggedEntries:
-    return RaggedEntries(
-        keys=own["kept_keys"],
-        values=own["kept_values"],
-        positions=own["kept_positions"],
-        bias=own.get("kept_bias"),
-        lengths=own["lengths"].cpu().numpy().astype(np.int64),
-    )
-
-
-def _fill(layer: Any, saved: SavedLayer, own: dict[str, Tensor], header: SavedCacheHeader) -> None:
+def _fill(layer: Any, saved: SavedLayer, own: dict[str, Tensor], bits: IntArray | None) -> None:
     """Put a layer into the state that was saved."""
-    keys, values = own["keys"], own["values"]
-    layer.lazy_initialization(keys, values)
-    layer.keys, layer.values = keys, values
-    if not isinstance(layer, BudgetLayer):
-        layer.cumulative_length = header.seen_tokens
-        return
-    layer.seen_tokens = header.seen_tokens
+    layer.lazy_initialization(own["keys"], own["values"])
+    layer.keys, layer.values = own["keys"], own["values"]
     if saved.kind == "even":
-        layer.kept_indices = own["kept_indices"]
-        layer.logit_bias = own.get("logit_bias")
-    if saved.kind == "ragged":
-        layer.entries = _ragged_entries(own)
-    if saved.bits is not None and saved.packed_following is not None:
-        like = keys[0, 0, :0].clone(), values[0, 0, :0].clone()
-        layer.entries = _packed_entries(own, saved.bits, like)
+        layer.kept_indices, layer.logit_bias = own["kept_indices"], own.get("logit_bias")
+    elif saved.kind == "ragged":
+        segments = _segments(own, "")
+
+        def piece(row: int, head: int) -> Piece:
+            one = segments[row][head]
+            every = torch.arange(len(one.positions), device=one.positions.device)
+            return one.keys, one.values, one.positions, one.bias, every
+
+        counts = own["lengths"].cpu().numpy()
+        layer.entries = RaggedEntries.collect(counts, piece, biased="kept_bias" in own)
+    elif saved.packed_following is not None and bits is not None:
+        parts = {
+            width: iter(zip(*_segments(own, f"bits_{width}."), strict=True))
+            for width in set(bits.tolist())
+        }
+        by_head = [next(parts[width]) for width in bits.tolist()]
+        like = own["keys"][0, 0, :0].clone(), own["values"][0, 0, :0].clone()
+        layer.entries = PackedEntries.of(
+            [list(row) for row in zip(*by_head, strict=True)], bits, like
+        )
         layer.packed_following = saved.packed_following
+
+
+def _segments(own: dict[str, Tensor], prefix: str) -> list[list[Segment]]:
+    """The segments of each row that are stored back to back."""
+    counts = own[f"{prefix}lengths"]
+    lengths, blocks = counts.flatten().tolist(), (-(-counts.flatten() // KEY_BLOCK_TOKENS)).tolist()
+    none = [None] * len(lengths)
+    cut = {
+        name: none
+        if found is None
+        else torch.split(found, blocks if name == "key_scales" else lengths)
+        for name in ("kept_keys", "kept_values", "key_scales", "kept_positions", "kept_bias")
+        for found in (own.get(prefix + name),)
+    }
+    flat = [
+        Segment(keys=k, values=v, key_scales=s, positions=p, bias=b)
+        for k, v, s, p, b in zip(*cut.values(), strict=True)
+    ]
+    n_heads = counts.shape[1]
+    return [flat[first : first + n_heads] for first in range(0, len(flat), n_heads)]
 
 
 def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:
@@ -134,16 +146,6 @@ def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:
     if modules is None or len(modules) < n_layers:
         return [next(model.parameters()).device] * n_layers
     return [next(module.parameters()).device for module in modules][:n_layers]
-
-
-def _read(path: Path) -> tuple[SavedCacheHeader, dict[str, Tensor]]:
-    header = SavedCacheHeader.load(path)
-    with header.opened(path, "pt") as file:
-        # What the library gives is a window on the whole file; the cache owns its storage.
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    if (found := header.tensor_digest) != tensor_digest(tensors):
-        raise header.file_error(path, "tensor_digest", found, "that of its tensors")
-    return header, tensors
 
 
 def _check_model(

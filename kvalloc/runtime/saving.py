@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.files import atomic_write
-from kvalloc.formats.saved_cache import LayerKind, SavedCacheHeader, SavedLayer
+from kvalloc.formats.saved_cache import (
+    LayerKind,
+    SavedCacheHeader,
+    SavedLayer,
+    StoredTensor,
+    tensor_digest,
+)
 from kvalloc.models.structure import weights_digest
 from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import PackedEntries
 
-__all__ = ["save_cache", "tensor_digest"]
+__all__ = ["save_cache", "stored"]
 
 
 def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
@@ -51,17 +57,18 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
             "save the cache while its model is loaded"
         )
     (tensors, layers), rows = _tensors_of(cache), cache.arrival.row_profiles
+    raw = {name: stored(tensor) for name, tensor in tensors.items()}
     header = SavedCacheHeader(
         model=type(model).__name__,
         model_digest=weights_digest(model),
         profile=cache.profile,
         row_profiles=None if rows is None else tuple(rows),
-        dtype=str(cache.layers[0].keys.dtype).removeprefix("torch."),
+        dtype=raw["0.keys"].dtype,  # type: ignore[arg-type]  # the record checks it
         batch=cache.batch,
         seen_tokens=cache.get_seq_length(),
         prompt_tokens=cache.arrival.prompt_tokens,
         layers=tuple(layers),
-        tensor_digest=tensor_digest(tensors),
+        tensor_digest=tensor_digest(raw),
         versions={"torch": str(torch.__version__)},
         notes=dict(notes or {}),
     )
@@ -80,7 +87,7 @@ def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[SavedLayer]]:
     for index, layer in enumerate(cache.layers):
         own = {"keys": layer.keys, "values": layer.values}
         kind: LayerKind = "sliding"
-        more: dict[str, Any] = {}
+        following = None
         if isinstance(layer, BudgetLayer):
             kind = "whole"
             if layer.kept_indices is not None:
@@ -89,15 +96,16 @@ def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[SavedLayer]]:
                 own["logit_bias"] = layer.logit_bias
             if isinstance(layer.entries, RaggedEntries):
                 kind = "ragged"
-                own |= _entries_tensors(layer.entries)
+                own |= _entries_tensors(layer.entries, "")
             if isinstance(layer.entries, PackedEntries):
-                kind = "packed"
-                own |= _packed_tensors(layer.entries)
-                more = {
-                    "bits": tuple(layer.entries.bits.tolist()),
-                    "packed_following": layer.packed_following,
-                }
-        layers.append(SavedLayer(kind=kind, tensors=tuple(sorted(own)), **more))
+                kind, following = "packed", layer.packed_following
+                for part in layer.entries.parts:
+                    own |= _entries_tensors(part.codes, f"bits_{part.bits}.")
+                    if part.key_scales is not None:
+                        pairs = np.ndindex(*part.codes.lengths.shape)
+                        scales: Any = [part.segment(row, place).key_scales for row, place in pairs]
+                        own[f"bits_{part.bits}.key_scales"] = torch.cat(scales)
+        layers.append(SavedLayer(kind=kind, packed_following=following))
         for name, tensor in own.items():
             tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
     visible = cache.arrival.visible
@@ -106,33 +114,24 @@ def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[SavedLayer]]:
     return tensors, layers
 
 
-def _entries_tensors(entries: RaggedEntries) -> dict[str, Tensor]:
-    found = {
-        "kept_keys": entries.keys,
-        "kept_values": entries.values,
-        "kept_positions": entries.positions,
-        "lengths": torch.from_numpy(entries.lengths.copy()),
-    }
-    if entries.bias is not None:
-        found["kept_bias"] = entries.bias
-    return found
+def _entries_tensors(entries: RaggedEntries, prefix: str) -> dict[str, Tensor]:
+    """Entries of all segments, back to back."""
+    pieces = [entries.piece(row, head)[:4] for row, head in np.ndindex(*entries.lengths.shape)]
+    names = ("kept_keys", "kept_values", "kept_positions", "kept_bias")
+    found = dict(zip(names, map(_joined, zip(*pieces, strict=True)), strict=True))
+    found["lengths"] = torch.from_numpy(entries.lengths.copy())
+    return {prefix + name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _packed_tensors(entries: PackedEntries) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for part in entries.parts:
-        own = _entries_tensors(part.codes)
-        if part.key_scales is not None:
-            own["key_scales"] = part.key_scales
-        found |= {f"bits_{part.bits}.{name}": tensor for name, tensor in own.items()}
-    return found
+def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    there = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(there) if there else None
 
 
-def tensor_digest(tensors: dict[str, Tensor]) -> str:
-    """A digest of names, shapes, types and all bytes."""
-    hasher = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        hasher.update(raw)
-    return hasher.hexdigest()
+def stored(tensor: Tensor) -> StoredTensor:
+    """The same bytes without torch."""
+    return StoredTensor(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        data=tensor.reshape(-1).view(torch.uint8).numpy(),
+    )

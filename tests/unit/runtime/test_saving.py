@@ -138,7 +138,7 @@ def test_a_header_that_cannot_be_is_refused_by_its_field(tiny: ModuleType, tmp_p
         ("notes", [], "notes"),
         ("profile", 5, "profile.file is int"),
         ("layers", [], "layers is 0, expected"),
-        ("layers", [{"kind": "whole"}], "layers.0.tensors is missing"),
+        ("layers", [{}], "layers.0.kind is missing"),
         ("versions", ..., "versions is missing"),
         ("kind", "kvalloc.budget_profile", "kind"),
         ("digest", "0" * 64, "digest of the content"),
