@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvalloc.allocation.decision import solve
+    from kvalloc.allocation.decision import compare, solve
     from kvalloc.errors import KVAllocError
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
     from kvalloc.formats.score_profile import ScoreProfile
@@ -35,6 +35,7 @@ _WHERE = {
     "Solver": "kvalloc.problem",
     "Termination": "kvalloc.problem",
     "apply": "kvalloc.online.application",
+    "compare": "kvalloc.allocation.decision",
     "load_cache": "kvalloc.runtime",
     "load_profile": "kvalloc.formats.shipped_profiles",
     "profile": "kvalloc.measure",
@@ -55,6 +56,7 @@ __all__ = [
     "Solver",
     "Termination",
     "apply",
+    "compare",
     "load_cache",
     "load_profile",
     "profile",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvalloc.errors import InputError, option
@@ -18,22 +18,26 @@ for _power, _letter in enumerate("kmgt", start=1):
 class Option:
     """How the command line shows a keyword.
 
-    Its flag is the keyword's name, its help stands in the docstring of the ``TypedDict``, where
-    other keywords in backticks stand for their flags.
+    Its flag is the keyword's name, its help stands in a docstring, where other keywords in
+    backticks stand for their flags.
 
     Attributes
     ----------
     metavar : str
-        What its value looks like; by default the choices of a ``Literal``; empty for a switch.
+        What its value looks like; by default the choices of a ``Literal``. Empty for a switch, or
+        its two flags where it can be switched off as well.
     group : str
         Heading in the help under which it stands.
     least : int or None
         Smallest number that the command line takes.
+    parser : callable or None
+        Reads the value; by default what its type does.
     """
 
-    metavar: str
-    group: str
+    metavar: str = ""
+    group: str = ""
     least: int | None = None
+    parser: Callable[[str], object] | None = None
 
 
 def parse_share(value: str | float) -> float:

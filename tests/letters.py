@@ -9,7 +9,7 @@ class Letters:
     def __init__(self, *, chat: bool = True) -> None:
         self.chat_template = "yes" if chat else None
 
-    def __call__(self, text, add_special_tokens=True):
+    def __call__(self, text, add_special_tokens=True, verbose=True):
         start = [0x2BB] if add_special_tokens else []
         return {"input_ids": start + [ord(letter) for letter in text]}
 

@@ -29,7 +29,7 @@ import kvalloc
 from kvalloc.evaluate.kl import divergence
 from kvalloc.evaluate.methods import CacheMethod, answer_greedily
 from kvalloc.evaluate.scoring import read_turns
-from kvalloc.interop.kvpress import KvpressMethod, PeerName, PromptReader, read_peer_name
+from kvalloc.interop.kvpress import KvpressMethod, PeerName, read_peer_name
 from kvalloc.models.loading import load_model
 from kvalloc.prompts.tasks import TASKS
 
@@ -153,8 +153,7 @@ def prompts(tokenizer: Any, asked: argparse.Namespace) -> Iterator[Prompt]:
 def methods_for(
     loaded: Any, profiles: list[tuple[str, Any]], prompt: Prompt, asked: argparse.Namespace
 ) -> Iterator[tuple[tuple[str, float], Any]]:
-    """Methods by name and share; one reader, so that presses share the prompt's prefill."""
-    reader = PromptReader()
+    """Methods by name and share."""
     for share in asked.after_shares if prompt.after else asked.shares:
         for peer in asked.after_peers if prompt.after else asked.peers:
             name = read_peer_name(f"kvpress:{peer}")
@@ -162,7 +161,6 @@ def methods_for(
                 (peer, share),
                 KvpressMethod(
                     name=PeerName(press=name.press, inner=name.inner, share=share),
-                    reader=reader,
                     tokenizer_path=loaded.tokenizer.name_or_path,
                 ),
             )

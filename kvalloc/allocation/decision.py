@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack
@@ -35,7 +35,7 @@ from kvalloc.files import utc_date, versions
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import AllocationProblem, Solver, Termination, dual_bound
-from kvalloc.problem.registry import get_solver, options_of
+from kvalloc.problem.registry import get_solver, options_of, solver_names
 
 Average = Literal["curves", "allocations"]
 
@@ -197,43 +197,71 @@ class Attempt:
     reason: str
     seconds: float
 
+    @property
+    def over_bytes(self) -> int:
+        """Bytes beyond the request: some published rules overspend."""
+        if self.profile is None or self.profile.requested.get("bytes") is None:
+            return 0
+        return max(0, self.profile.retained_bytes - int(self.profile.requested["bytes"]))
 
-def compare_solvers(
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Sorts the best objective within the request first, then what is proven and quick."""
+        if self.profile is None:
+            return (2,)
+        better = -1.0 if self.profile.sense == "max_value" else 1.0
+        proven = self.profile.termination == Termination.OPTIMAL.value
+        return self.over_bytes > 0, better * self.profile.objective, not proven, self.seconds
+
+
+def compare(
     scores: ScoreProfile,
-    request: Request,
-    solvers: Mapping[str, Solver],
     *,
+    solvers: Mapping[str, Solver] | Sequence[str] | None = None,
     time_limit: float | None = None,
     average: Average = "curves",
+    request: Request | None = None,
     notify: Callable[[str], None] = lambda line: None,
     watch: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
+    **asked: Unpack[RequestOptions],
 ) -> list[Attempt]:
-    """Let several solvers solve the same problem.
+    """Let several solvers decide the same budgets.
 
     Parameters
     ----------
     scores : ScoreProfile
-    request : Request
-    solvers : mapping of str to Solver
-    time_limit, average
-        As in `solve`, for each.
-    notify : callable
-        Called with one line on what decides, where the request does not say it.
+    solvers : sequence of str or mapping of str to Solver, optional
+        Registered names, or solvers by name; all that are registered by default.
+    time_limit, average, request, notify, **asked
+        As in `solve`; the time limit for each.
     watch : callable
         Gives what is open while the solver of this name is at work, such as a progress bar.
 
     Returns
     -------
     list of Attempt
-        In the order of the solvers; at least one decided.
+        The best first, those that cannot solve this problem last; at least one decided.
 
     Raises
     ------
+    InputError
+        As `solve`.
     InfeasibleError
         If no solver can meet the target; says which one can be met.
     SolverError
-        If none of them can, though another one might.
+        If there is none, or none of them can, though another one might.
+
+    Examples
+    --------
+    >>> [best, *others] = compare(scores, budget="20%")  # doctest: +SKIP
+    >>> best.profile.save("mine.json")  # doctest: +SKIP
     """
+    request = Request.parse(**asked) if request is None else request
+    if not isinstance(solvers, Mapping):
+        chosen = solver_names() if solvers is None else solvers
+        solvers = {name: get_solver(name) for name in chosen}
+    if not solvers:
+        raise SolverError("no solver is registered: kvalloc is on the path but not installed")
     request, problem, note = choose_objective(scores, request, get_solver("auto"))
     try:
         posed = pose(scores, request, problem)
@@ -259,7 +287,7 @@ def compare_solvers(
         raise SolverError(reasons) if str(advice) == reasons else advice
     if note:
         notify(note)
-    return attempts
+    return sorted(attempts, key=lambda one: one.rank)
 
 
 def to_budget_profile(

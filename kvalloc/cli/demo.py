@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import duration, json_text, size
 from kvalloc.cli.progress import ProgressBar, load, slow
-from kvalloc.cli.targets import check_time_limit
+from kvalloc.cli.values import check_time_limit
 from kvalloc.errors import InputError, SolverError
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
-    from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder, Questions, Rule
+    from kvalloc.allocation.decision import Attempt
+    from kvalloc.evaluate.showcase import Asked, Experiment, Ladder, Questions, Rule
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.models.loading import LoadedModel
 
@@ -40,28 +40,33 @@ _LOSSES_UNTIL = 2.0
 """The same for the losses: they are what the demo is to show, so they may take as long again."""
 
 
+@takes()
 def demo(
-    output_dir: Annotated[
-        Path, typer.Option(help="Folder for profiles, picture and results; made if missing.")
-    ] = Path("demo-output"),
-    questions: Annotated[
-        int | None, typer.Option(min=1, help="Needle questions; 3 by default, 1 with --quick.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Draws the questions; none is picked by hand.")] = 0,
-    time_limit: Annotated[
-        float,
-        typer.Option(help="Seconds for everything; what does not fit is skipped, and said."),
-    ] = 320.0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One short sample and question, to try it out.")
-    ] = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    output_dir: Path = Path("demo-output"),
+    questions: Annotated[int | None, Option("N", least=1)] = None,
+    seed: Annotated[int, Option("N")] = 0,
+    time_limit: float = 320.0,
+    quick: bool = False,
+    json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Profile a real model, solve with every solver, and ask through the smaller caches.
 
     The model is SmolLM2-135M-Instruct. The questions are drawn by rule, and what is printed is
     what was measured, whether it flatters kvalloc or not.
+
+    Parameters
+    ----------
+    output_dir : Path
+        Folder for profiles, picture and results; made if missing.
+    questions : int
+        Needle questions; 3 by default, 1 with --quick.
+    seed : int
+        Draws the questions; none is picked by hand.
+    time_limit : float
+        Seconds for everything; what does not fit is skipped, and said.
+    quick : bool
+        One short sample and question, to try it out.
     """
     begun = time.monotonic()
     check_time_limit(time_limit)
@@ -135,7 +140,7 @@ class _Demo:
         """One after the other; returns the document of results."""
         from kvalloc.evaluate.showcase import Experiment
 
-        loaded = load("demo", quiet=self.quiet)
+        loaded = load("demo", {}, quiet=self.quiet)
         scores = self.measure(loaded)
         decisions = self.decide(scores)
         capacity = _greedy_bytes(decisions)
@@ -170,7 +175,7 @@ class _Demo:
         self.text(f"{settings}; {duration(seconds)}.")
         return scores
 
-    def decide(self, scores: ScoreProfile) -> list[Decision]:
+    def decide(self, scores: ScoreProfile) -> list[Attempt]:
         from kvalloc.evaluate.showcase import decide
         from kvalloc.report.showcase import decision_table
         from kvalloc.report.terminal import budget_columns, merged_names
@@ -193,7 +198,7 @@ class _Demo:
 
     def ask(
         self, loaded: LoadedModel, scores: ScoreProfile, capacity: int
-    ) -> tuple[Questions, list[Decision], list[Asked]]:
+    ) -> tuple[Questions, list[Attempt], list[Asked]]:
         from kvalloc.evaluate.showcase import Questions, ask_each, decide
         from kvalloc.prompts.needle import make_needle_cases
         from kvalloc.report.showcase import question_tables, summary_table
@@ -261,14 +266,14 @@ class _Demo:
         from kvalloc.report.showcase import ladder_table
 
         self.lines("", "5. Search: needles found and mean KL at other shares of the entries")
-        rules = rules | rules_of(scores, [entry.solver for entry in asked])
+        rules = rules | rules_of(scores, {one.solver: one.profile.level for one in asked})
         shares, until = self.much.shares, self.until(1.0)
         with ProgressBar("searching", unit="seconds at most", quiet=self.quiet) as bar:
             ladder = climb(rules, questions, shares=shares, deadline=until, progress=bar)
         self.lines(*ladder_table(ladder, list(rules)))
         return ladder
 
-    def save(self, scores: ScoreProfile, decisions: list[Decision], experiment: Experiment) -> str:
+    def save(self, scores: ScoreProfile, decisions: list[Attempt], experiment: Experiment) -> str:
         from kvalloc.files import atomic_write
         from kvalloc.report.showcase import lessons, save_picture
 
@@ -305,12 +310,10 @@ def _width() -> int:
     return min(terminal_width(), 100)
 
 
-def _greedy_bytes(decisions: list[Decision]) -> int:
+def _greedy_bytes(decisions: list[Attempt]) -> int:
     """What the optimum at layer level needs: every solver gets as much."""
-    reason = "it is not registered"
-    for decision in decisions:
-        if decision.solver == "greedy":
-            if decision.profile is not None:
-                return decision.profile.retained_bytes
-            reason = decision.reason
-    raise SolverError(f"the demo needs the solver greedy: {reason}")
+    found = {one.solver: one for one in decisions}.get("greedy")
+    if found is None or found.profile is None:
+        reason = "it is not registered" if found is None else found.reason
+        raise SolverError(f"the demo needs the solver greedy: {reason}")
+    return found.profile.retained_bytes

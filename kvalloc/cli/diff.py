@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_fields, print_json, size
 from kvalloc.report.terminal import number_text
 
@@ -18,27 +16,24 @@ EXAMPLES = """\
   kvalloc diff uniform.json greedy.json --json
 """
 
-Profile = Annotated[
-    str, typer.Argument(metavar="PROFILE", help="A budget profile, or a shipped one's name.")
-]
 
+@takes()
+def diff(first: str, second: str, json: bool = False, quiet: bool = False) -> None:
+    """Show which layers keep more and which keep less in the second of two budget profiles.
 
-def diff(first: Profile, second: Profile, json: Json = False, quiet: Quiet = False) -> None:
-    """Show which layers keep more and which keep less in the second of two budget profiles."""
+    Parameters
+    ----------
+    first : str
+        A budget profile, or a shipped one's name.
+    second : str
+        Another one of the same model.
+    """
     from kvalloc.allocation.comparison import compare_profiles
     from kvalloc.formats.shipped_profiles import load_profile
 
     found = compare_profiles(load_profile(first), load_profile(second))
     if json:
-        plain: dict[str, Any] = {
-            "same": found.same,
-            "moved_entries": found.moved_entries,
-            "retained_bytes": list(found.retained_bytes),
-            "retention": list(found.retention),
-            "fields": {name: list(pair) for name, pair in found.fields.items()},
-            "difference": found.difference.tolist(),
-        }
-        print_json(plain)
+        print_json({"same": found.same, **vars(found)})
         return
     if quiet:
         return

@@ -8,18 +8,13 @@ import importlib.util
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import typer
 
-from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_json
-from kvalloc.errors import one_line
-
-EXAMPLES = """\
-  kvalloc doctor
-  kvalloc doctor --json
-"""
+from kvalloc.errors import KVAllocError, one_line
 
 CORE = ("numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich")
 RUN = ("torch", "transformers", "gguf")
@@ -50,16 +45,17 @@ class Finding:
     core: bool = False
 
 
-def doctor(json: Json = False, quiet: Quiet = False) -> None:
+@takes()
+def doctor(json: bool = False, quiet: bool = False) -> None:
     """Show what is installed, what is missing, and how to get it.
 
     The exit code is 0 unless something is broken that every command needs. With --quiet only what
     needs attention is shown.
     """
     findings = examine()
-    broken = [finding for finding in findings if finding.core and finding.advice]
+    broken = any(finding.core and finding.advice for finding in findings)
     if json:
-        print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
+        print_json({"ok": not broken, "findings": findings})
     else:
         _show([f for f in findings if f.advice] if quiet else findings)
     if broken:
@@ -68,9 +64,10 @@ def doctor(json: Json = False, quiet: Quiet = False) -> None:
 
 def examine() -> list[Finding]:
     """Look at everything that kvalloc uses, without failing at what is missing."""
+    run = "running models needs it: pip install 'kvalloc[run]'"
     findings = [_python(), _kvalloc()]
     findings += [_package(name, advice="pip install --upgrade kvalloc", core=True) for name in CORE]
-    findings += [_package(name, advice="pip install 'kvalloc[run]'", wanted=True) for name in RUN]
+    findings += [_package(name, advice=run) for name in RUN]
     findings += [
         _package(name, advice=f"pip install {name}, for {use}") for name, use in OPTIONAL.items()
     ]
@@ -98,10 +95,9 @@ def _kvalloc() -> Finding:
     return Finding("kvalloc", kvalloc.__version__, core=True)
 
 
-def _package(name: str, *, advice: str, core: bool = False, wanted: bool = False) -> Finding:
+def _package(name: str, *, advice: str, core: bool = False) -> Finding:
     if importlib.util.find_spec(name) is None:
-        need = "running models needs it: " if wanted else ""
-        return Finding(name, advice=f"{need}{advice}", core=core)
+        return Finding(name, advice=advice, core=core)
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -143,13 +139,10 @@ def _cpu_kernel() -> Finding:
 
 
 def _plugins(kind: str) -> Finding:
-    from kvalloc.errors import KVAllocError
     from kvalloc.problem.registry import load, names
 
-    group = f"kvalloc.{kind}"
-    found = names(group)
-    broken = []
-    for name in found:
+    group, broken = f"kvalloc.{kind}", []
+    for name in (found := names(group)):
         try:
             load(group, name)
         except KVAllocError:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvalloc.allocation.request import Request
-from kvalloc.cli import targets
-from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
+from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, size
 from kvalloc.cli.progress import load
 from kvalloc.errors import InputError
-from kvalloc.units import Option
+from kvalloc.units import Option, parse_fraction
 
 if TYPE_CHECKING:
     from kvalloc.evaluate.caches import MakeCache
@@ -55,6 +52,9 @@ class EvalOptions(TypedDict, total=False):
         Also budgets that are decided for each prompt, to retain this share of its attention mass.
     allow_other_model : bool
         Accept profiles of a model of the same sizes.
+    tasks : str, default needle,kl
+        Several with commas: needle, needle-keys, pairs, tracking, common-words, frequent-words,
+        labels, qa, quote, code, kl, perplexity.
     prompts : Path
         Your own prompts as a task of its own: LongBench's fields, or 'prompt' with 'answer' or
         'answers'.
@@ -75,13 +75,16 @@ class EvalOptions(TypedDict, total=False):
         Of the prompts.
     into_profile : bool
         Also write each budget profile's rows into its own file.
+    output : Path
+        Also write rows and every answer to a file.
     """
 
     profile: Annotated[Sequence[str] | None, Option("P.json", CACHES)]
     peer: Annotated[Sequence[str] | None, Option("kvpress:NAME", CACHES)]
-    adapt: Annotated[float | None, Option("SHARE", CACHES)]
-    target_retention: Annotated[float | None, Option("R", CACHES)]
+    adapt: Annotated[float | None, Option("SHARE", CACHES, parser=parse_fraction)]
+    target_retention: Annotated[float | None, Option("SHARE", CACHES, parser=parse_fraction)]
     allow_other_model: Annotated[bool | None, Option("", CACHES)]
+    tasks: Annotated[str | None, Option("NAMES", PROMPTS)]
     prompts: Annotated[Path | None, Option("FILE.jsonl", PROMPTS)]
     metric: Annotated[str | None, Option("NAME", PROMPTS)]
     question: Annotated[Literal["inside", "after"] | None, Option("", PROMPTS)]
@@ -91,47 +94,18 @@ class EvalOptions(TypedDict, total=False):
     context: Annotated[int | None, Option("N", PROMPTS, least=1)]
     seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
     into_profile: Annotated[bool | None, Option("", RESULTS)]
+    output: Annotated[Path | None, Option("OUT.json", RESULTS)]
 
 
-TaskNames = Annotated[
-    str | None,
-    typer.Option(
-        "--tasks",
-        "--task",
-        metavar="NAMES",
-        help="Several with commas; needle,kl by default: needle, needle-keys, pairs, tracking, "
-        "common-words, frequent-words, labels, qa, quote, code, kl, perplexity.",
-        rich_help_panel=PROMPTS,
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="OUT.json",
-        help="Also write rows and every answer to a file.",
-        rich_help_panel=RESULTS,
-    ),
-]
 STANDING: EvalOptions = {"question": "inside", "turns": 1, "split": "development"}
-DEFAULTS: EvalOptions = {**STANDING, "profile": (), "peer": (), "samples": 6, "seed": 0}
+DEFAULTS = {**STANDING, "profile": (), "peer": (), "samples": 6, "seed": 0, "dtype": "float32"}
 DEFAULT_CONTEXT = 1024
-SETTINGS = (*STANDING, "samples", "seed", "metric", "adapt", "target_retention")
+SETTINGS = ("dtype", *STANDING, "samples", "seed", "metric", "adapt", "target_retention")
 """Options that the evaluation's record holds, where they were given."""
 
 
-@targets.takes(EvalOptions)
-def eval(
-    model: ModelName,
-    tasks: TaskNames = None,
-    output: Output = None,
-    dtype: Dtype = "float32",
-    device: Device = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    **options: Unpack[EvalOptions],
-) -> None:
+@takes(EvalOptions, ModelFlags)
+def eval(model: str, json: bool = False, quiet: bool = False, **given: Any) -> None:
     """Measure what budget profiles do to a model's answers, the full cache beside them.
 
     All caches get the same prompts, made by rule from texts that no shipped profile was measured
@@ -145,16 +119,16 @@ def eval(
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
-    if output is not None:
-        check_writable(output)
-    asked: dict[str, Any] = {**DEFAULTS, **{k: v for k, v in options.items() if v is not None}}
+    asked: dict[str, Any] = {**DEFAULTS, **given}
+    if "output" in asked:
+        check_writable(asked["output"])
     profiles = _profiles(asked)
     files = _files(asked["profile"]) if "into_profile" in asked else {}
     peers = read_peers(asked["peer"], profiles.values())
-    wanted = _wanted(tasks, asked)
-    loaded = load(model, dtype=dtype, device=device, quiet=quiet)
+    wanted = _wanted(asked)
+    loaded = load(model, given, quiet=quiet)
     methods = _cache_methods(loaded, profiles, asked) | peer_methods(peers, loaded.tokenizer)
-    cases = _cases(loaded, wanted, asked, by_rule=tasks is not None or "prompts" not in asked)
+    cases = _cases(loaded, wanted, asked)
     context = asked.get("context", DEFAULT_CONTEXT)
     for name, budgets in profiles.items():
         share = budgets.retained_bytes / budgets.full_bytes
@@ -162,7 +136,7 @@ def eval(
         note(f"{name}: {what}", quiet=quiet or json)
     scores = _scores(loaded, methods, cases, context, quiet=quiet)
     rows = paired_rows(scores)
-    settings = {"tasks": [task.name for task in wanted], "context": context, "dtype": dtype}
+    settings = {"tasks": [task.name for task in wanted], "context": context}
     record = evaluation_record(
         model_id=loaded.model_id,
         settings={**settings, **{name: asked[name] for name in SETTINGS if name in asked}},
@@ -171,8 +145,8 @@ def eval(
         scores=scores,
         cases={task.name: some for task, some in cases},
     )
-    if output is not None:
-        save_evaluation(record, output)
+    if "output" in asked:
+        save_evaluation(record, asked["output"])
     for name, file in files.items():
         profiles[name].replace(evaluation=evaluation_of(record, name)).save(file)
     _note_slid_out(rows[0], quiet=quiet)
@@ -217,7 +191,7 @@ def _files(names: Sequence[str]) -> dict[str, Path]:
     return {Path(name).stem: Path(name) for name in names}
 
 
-def _wanted(names: str | None, asked: Mapping[str, Any]) -> list[Task]:
+def _wanted(asked: Mapping[str, Any]) -> list[Task]:
     from kvalloc.prompts.tasks import find_tasks
     from kvalloc.prompts.tasks.longbench import file_task, read_records
 
@@ -228,8 +202,7 @@ def _wanted(names: str | None, asked: Mapping[str, Any]) -> list[Task]:
                 f"--{name} {asked[name]} is neither {' nor '.join(some)}; choose one of them"
             )
     prompts, metric = asked.get("prompts"), asked.get("metric")
-    if names is None:
-        names = "" if prompts is not None else "needle,kl"
+    names = asked.get("tasks", "needle,kl" if prompts is None else "")
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     if not chosen and prompts is None:
         raise InputError("--tasks names no task; give some such as needle,kl")
@@ -271,13 +244,14 @@ def _cache_methods(
 
 
 def _cases(
-    loaded: LoadedModel, wanted: Sequence[Task], asked: Mapping[str, Any], *, by_rule: bool
+    loaded: LoadedModel, wanted: Sequence[Task], asked: Mapping[str, Any]
 ) -> list[tuple[Task, list[Case]]]:
     """The prompts; refuses one that leaves no room for its answer, before anything runs."""
-    from kvalloc.models.loading import shape_of
+    from kvalloc.models.structure import context_limit
 
     context = asked.get("context", DEFAULT_CONTEXT)
-    limit = shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens or float("inf")
+    limit = context_limit(loaded.model) or float("inf")
+    by_rule = "tasks" in asked or "prompts" not in asked
     if ("context" in asked or by_rule) and context > limit:
         raise InputError(
             f"--context {context} is beyond the {limit} tokens of {loaded.model_id}; ask for less"

@@ -6,15 +6,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
-import typer
-
-from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.cli import targets
-from kvalloc.cli.options import Json, Quiet, Solver, SolverOption
+from kvalloc.allocation.request import TARGETS, Request, RequestOptions
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import duration, note, print_json, print_table, size
-from kvalloc.cli.solve import LOSS_NOTE
+from kvalloc.cli.solve import LOSS_NOTE, value_heading
+from kvalloc.cli.values import check_time_limit, load_scores, solver_options
 from kvalloc.errors import InputError
 from kvalloc.report.terminal import number_text
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import FrontierPoint
@@ -26,26 +25,35 @@ EXAMPLES = """\
   kvalloc frontier s.safetensors --page 16 --max-distinct 4 --time-limit 10 --json
 """
 
+BESIDE_TARGET = [
+    name
+    for name in RequestOptions.__annotations__
+    if name not in {kind.keyword for kind in TARGETS}
+]
 
-@targets.takes(RequestOptions, only=targets.BESIDE_TARGET)
+
+@takes(RequestOptions, only={RequestOptions: BESIDE_TARGET})
 def frontier(
-    scores: targets.Scores,
-    points: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Sizes between the floors and everything.")
-    ] = 16,
-    solver: Solver = "auto",
-    solver_option: SolverOption = None,
-    time_limit: targets.TimeLimit = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Draw the frontier as a picture too.")
-    ] = None,
-    json: Json = False,
-    quiet: Quiet = False,
+    scores: Path,
+    points: Annotated[int, Option("N", least=2)] = 16,
+    solver: str = "auto",
+    solver_option: list[str] | None = None,
+    time_limit: float | None = None,
+    png: Annotated[Path | None, Option("OUT.png")] = None,
+    json: bool = False,
+    quiet: bool = False,
     **asked: Unpack[RequestOptions],
 ) -> None:
     """Trace the best retention, or the least loss, at every size.
 
     Each point comes with its bound, and with what one more MiB would buy there.
+
+    Parameters
+    ----------
+    points : int
+        Sizes between the floors and everything.
+    png : Path
+        Draw the frontier as a picture too.
     """
     from kvalloc.allocation.formulation import choose_objective
     from kvalloc.allocation.frontier import trace_request
@@ -54,10 +62,10 @@ def frontier(
 
     asked["budget"] = 1.0
     request = Request.parse(**asked)  # refuses before the scores are read
-    targets.check_time_limit(time_limit)
+    check_time_limit(time_limit)
     _check_picture(png)
-    chosen = get_solver(solver, **targets.solver_options(solver, solver_option or []))
-    profile = targets.load_scores(scores)
+    chosen = get_solver(solver, **solver_options(solver, solver_option or []))
+    profile = load_scores(scores)
     start = time.perf_counter()
     request, problem, said = choose_objective(profile, request, chosen)
     with ProgressBar(f"tracing with {solver}", unit="sizes", quiet=quiet) as progress:
@@ -104,15 +112,10 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
 
 
 def _print_table(traced: list[FrontierPoint], request: Request) -> None:
-    """One line a size, with a bar of what is kept of the score mass.
-
-    What was maximised has a column where it is neither the plain mean nor the loss.
-    """
+    """One line a size, with a bar of what is kept of the score mass."""
     from kvalloc.report.terminal import bar, can_print_bars
 
-    own = "weighted" if request.weights is not None else ""
-    own = "worst samples" if request.workloads != "mean" else own
-    own = "worst unit" if request.objective == "worst" else own
+    own = value_heading(request.record())
     by_loss, unicode = request.objective == "loss", can_print_bars()
     lossy = any(point.predicted_loss is not None for point in traced)
     rows = [
@@ -120,7 +123,7 @@ def _print_table(traced: list[FrontierPoint], request: Request) -> None:
             "kept": f"{point.share:.2%}",
             "bytes": size(point.cost_bytes),
             "retention": number_text(point.retention, ".4f"),
-            **({own: f"{point.value:.4f}"} if own else {}),
+            **({own: f"{abs(point.value):.4f}"} if own else {}),
             **({"loss": number_text(point.predicted_loss, ".4f")} if lossy else {}),
             "gap": f"{point.bound - point.value:.1e}",
             f"+1 MiB {'saves' if by_loss else 'buys'}": number_text(

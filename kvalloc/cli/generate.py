@@ -1,39 +1,28 @@
-"""``kvalloc generate``: answer a prompt with a reduced cache."""
+"""``kvalloc generate``: answer a prompt, or questions about a document, with a reduced cache."""
 
 from __future__ import annotations
 
+import sys
 import time
-from contextlib import ExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvalloc.allocation.request import TARGETS, RequestOptions
-from kvalloc.cli import targets
-from kvalloc.cli.generate_document import ask_document
-from kvalloc.cli.generate_facts import (
-    bytes_of,
-    context_limit,
-    device_of,
-    granted_fields,
-    kept_text,
-    note_short,
-    policies_of,
-    wants_chat,
-)
-from kvalloc.cli.generate_request import (
-    OF_A_PROMPT,
-    Asked,
-    check_text,
-    given_prompt,
-    load_with_cache,
-)
-from kvalloc.cli.options import from_fields
-from kvalloc.cli.output import duration, note, print_json, size
-from kvalloc.cli.progress import slow
-from kvalloc.errors import InputError, option
+from kvalloc.allocation.request import TARGETS, Request, RequestOptions, Target
+from kvalloc.cli.options import takes
+from kvalloc.cli.output import SLID_OUT, duration, note, print_json, size
+from kvalloc.cli.progress import load, slow
+from kvalloc.cli.values import plugin_options, typed_options
+from kvalloc.errors import InputError, nearest, option, plain
+from kvalloc.prompts.chat import DocumentForm, chat_text, wants_chat
+from kvalloc.units import Option, parse_fraction
 
 if TYPE_CHECKING:
+    from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.models.loading import LoadedModel
+    from kvalloc.shape import ModelShape
 
 EXAMPLES = """\
   kvalloc generate demo --profile p.json --prompt-file prompt.txt
@@ -49,6 +38,9 @@ EXAMPLES = """\
   kvalloc generate demo --cache doc.kv --ask --keep-turns
 """
 
+OF_A_PROMPT = (*(kind.keyword for kind in TARGETS if kind.keyword != "target_loss"), "level")
+"""What of a request can be asked of one prompt: it has no loss curves."""
+
 _REDUCING = (
     *OF_A_PROMPT,
     *("profile", "full", "solver", "adapt", "measured_tokens", "hold"),
@@ -57,9 +49,101 @@ _REDUCING = (
 """Options that say how a prompt is reduced: a saved cache was reduced when it was saved."""
 
 
-@targets.takes(RequestOptions, only=OF_A_PROMPT)
-@from_fields(Asked)
-def generate(asked: Asked, **target: Unpack[RequestOptions]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of ``kvalloc generate``, as typed.
+
+    Attributes
+    ----------
+    profile : str
+        A budget profile, or the name of a shipped one.
+    solver : str
+        Who decides a target for the prompt.
+    adapt : float
+        Let the prompt move the profile's budgets by at most this share, such as 0.25, at the same
+        total.
+    measured_tokens : int
+        With `adapt` or a target: measure only N tokens of a longer prompt, from both of its ends.
+    hold : bool
+        With `adapt` or a target: hold the prompt's full cache and decide from it, instead of
+        reading the prompt twice.
+    prompt : str
+        The prompt.
+    prompt_file : Path
+        A file with the prompt; stdin without either.
+    question : sequence of str
+        A question about the prompt, which is then a document. Each one follows the document alone.
+    ask : bool
+        Ask for questions; without a terminal, a line each.
+    keep_turns : bool
+        A conversation: each question follows the answers.
+    save_cache : Path
+        Save the cache with the document, for `cache`.
+    cache : Path
+        Take the document from a cache that was saved.
+    max_new_tokens : int, default 128
+        Length of an answer at most, tokens.
+    chat : bool
+        Put the prompt into the model's chat form, or not. Where the model has one by default.
+    full : bool
+        Use the full cache, to compare with.
+    policy : str
+        Pick the entries in another way within the same budgets: a policy, or a scorer whose best
+        stay; see 'kvalloc policies'.
+    policy_option : sequence of str
+        A parameter of `policy`.
+    decode_every : int
+        Keep the budget while answering, too: go back to it every N tokens. By default the answer
+        is never evicted.
+    allow_other_model : bool
+        Accept a profile of a model of the same sizes.
+    dtype : str
+        Of weights and cache: float32, bfloat16 or float16. float32 by default, and with `cache`
+        what it was saved in.
+    device : str
+        Such as cuda:0; the CPU by default.
+    """
+
+    model: str
+    json: bool
+    quiet: bool
+    typed: Mapping[str, Any]
+    """What was typed, options of a target too."""
+
+    profile: Annotated[str | None, Option("P.json")] = None
+    solver: Annotated[str | None, Option("NAME")] = None
+    adapt: Annotated[float | None, Option("SHARE", parser=parse_fraction)] = None
+    measured_tokens: Annotated[int | None, Option("N")] = None
+    hold: Annotated[bool, Option()] = False
+    prompt: Annotated[str | None, Option("TEXT")] = None
+    prompt_file: Annotated[Path | None, Option("FILE")] = None
+    question: Annotated[Sequence[str], Option("TEXT")] = ()
+    ask: Annotated[bool, Option()] = False
+    keep_turns: Annotated[bool, Option()] = False
+    save_cache: Annotated[Path | None, Option("FILE")] = None
+    cache: Annotated[Path | None, Option("FILE")] = None
+    max_new_tokens: Annotated[int, Option("N", least=1)] = 128
+    chat: Annotated[bool | None, Option("--chat/--no-chat")] = None
+    full: Annotated[bool, Option()] = False
+    policy: Annotated[str | None, Option("NAME")] = None
+    policy_option: Annotated[Sequence[str], Option("KEY=VALUE")] = ()
+    decode_every: Annotated[int | None, Option("N", least=1)] = None
+    allow_other_model: Annotated[bool, Option()] = False
+    dtype: Annotated[str | None, Option("NAME")] = None
+    device: Annotated[str | None, Option("NAME")] = None
+
+    @property
+    def target(self) -> RequestOptions:
+        """What was typed of a request."""
+        return {name: self.typed[name] for name in OF_A_PROMPT if name in self.typed}  # type: ignore[return-value]
+
+    def given(self, *names: str) -> list[str]:
+        """Those of some options that were typed, as flags."""
+        return [option(name) for name in names if name in self.typed]
+
+
+@takes(RequestOptions, Asked, only={RequestOptions: OF_A_PROMPT})
+def generate(model: str, json: bool = False, quiet: bool = False, **typed: Any) -> None:
     """Answer a prompt, or questions about a long one, with a reduced cache.
 
     The cache keeps of the prompt only what the budget profile grants, or what is decided for the
@@ -69,28 +153,29 @@ def generate(asked: Asked, **target: Unpack[RequestOptions]) -> None:
     between two answers, and --json keeps them apart whatever is in them. Always the most likely
     token is taken, so that answers can be compared.
     """
-    asked = replace(asked, target=target)
+    own = {name: value for name, value in typed.items() if name not in OF_A_PROMPT}
+    asked = Asked(model=model, json=json, quiet=quiet, typed=typed, **own)
     if asked.cache is None:
         _check_reduction(asked)
     elif given := asked.given(*_REDUCING):
         raise InputError(
-            f"{option(given[0])} says how a document is reduced, and the one in --cache was "
-            "reduced when it was saved; leave it out"
+            f"{given[0]} says how a document is reduced, and the one in --cache was reduced when "
+            "it was saved; leave it out"
         )
     _check_documents(asked)
-    if asked.questions or asked.ask or asked.save_cache or asked.cache:
-        ask_document(asked)
+    if asked.question or asked.ask or asked.save_cache or asked.cache:
+        _ask_document(asked)
     else:
         _answer_prompt(asked)
 
 
 def _check_reduction(asked: Asked) -> None:
     """Refuse ways of reducing a prompt that contradict each other."""
-    reached = [option(name) for name in asked.given(*(kind.keyword for kind in TARGETS))]
+    reached = asked.given(*(kind.keyword for kind in TARGETS))
     decided = asked.given("level", "solver")
     if not reached and decided:
         raise InputError(
-            f"{option(decided[0])} says how a target for each prompt is decided; give one, such as "
+            f"{decided[0]} says how a target for each prompt is decided; give one, such as "
             "--target-retention 0.9"
         )
     if reached and asked.profile is not None:
@@ -112,30 +197,28 @@ def _check_reduction(asked: Asked) -> None:
         raise InputError(f"{reached[0]} reduces the cache and --full does not; give one of them")
     if asked.policy_option and asked.policy is None:
         raise InputError("--policy-option belongs to a policy; name it with --policy")
-    if asked.full and (asked.policy is not None or asked.decode_every is not None):
+    if asked.full and asked.given("policy", "decode_every"):
         raise InputError("--policy and --decode-every keep to budgets; they do not go with --full")
     if asked.adapt is not None and (asked.profile is None or asked.full):
         raise InputError("--adapt moves the budgets of a --profile; give one")
     of_prompt = asked.given("hold", "measured_tokens")
     if of_prompt and asked.adapt is None and not reached:
         raise InputError(
-            f"{option(of_prompt[0])} is about budgets for each prompt; give it with --adapt or a "
-            "target"
+            f"{of_prompt[0]} is about budgets for each prompt; give it with --adapt or a target"
         )
 
 
 def _check_documents(asked: Asked) -> None:
     """Refuse what contradicts itself about documents and questions, before anything is read."""
-    for place, question in enumerate(asked.questions, start=1):
-        which = f"question {place}" if len(asked.questions) > 1 else "the question"
-        if not check_text(question, which).strip():
+    for place, question in enumerate(asked.question, start=1):
+        which = f"question {place}" if len(asked.question) > 1 else "the question"
+        if not _check_text(question, which).strip():
             raise InputError(f"{which} is empty; ask something")
-    documents = bool(asked.questions or asked.ask or asked.save_cache or asked.cache)
-    if asked.keep_turns and not documents:
+    prompted = asked.given("prompt", "prompt_file")
+    if asked.keep_turns and not asked.given("question", "ask", "save_cache", "cache"):
         raise InputError("--keep-turns is about questions; give --question or --ask, too")
-    if asked.questions and asked.ask:
+    if asked.question and asked.ask:
         raise InputError("--question and --ask both give the questions; choose one of them")
-    prompted = asked.prompt is not None or asked.prompt_file is not None
     if asked.cache is not None and prompted:
         raise InputError(
             "--cache holds the document already; ask about it with --question or --ask instead "
@@ -149,7 +232,7 @@ def _check_documents(asked: Asked) -> None:
         if changing := asked.given("full", "decode_every"):
             raise InputError(
                 f"--save-cache saves a reduced cache as it is after the document, which does "
-                f"not go with {option(changing[0])}; leave one of them out"
+                f"not go with {changing[0]}; leave one of them out"
             )
         check_writable(asked.save_cache)
     if asked.ask and asked.cache is None and not prompted:
@@ -159,15 +242,241 @@ def _check_documents(asked: Asked) -> None:
         )
 
 
+def _check_text(text: str, where: str) -> str:
+    """A text of the command line, which holds what was typed even where that is no text.
+
+    Raises
+    ------
+    InputError
+        If it was not typed in UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where} is not UTF-8 text (character {error.start} cannot be read); convert it to "
+            "UTF-8"
+        ) from error
+    return text
+
+
+def _given_prompt(asked: Asked) -> tuple[str, str]:
+    """The prompt, and where it came from: the command line, a file or stdin."""
+    prompt, file = asked.prompt, asked.prompt_file
+    if prompt is not None and file is not None:
+        raise InputError("--prompt and --prompt-file are two prompts at once; give one of them")
+    if prompt is not None:
+        text, where = _check_text(prompt, "--prompt"), "--prompt"
+    elif file is not None:
+        try:
+            text, where = _decoded(file.read_bytes(), str(file)), file.name
+        except FileNotFoundError:
+            raise InputError(f"there is no file {file}; check the path") from None
+        except OSError as error:
+            raise InputError(f"cannot read {file} ({error.strerror})") from error
+    else:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise InputError("there is no prompt; give --prompt TEXT, --prompt-file FILE or stdin")
+        text, where = _decoded(sys.stdin.buffer.read(), "stdin"), "stdin"
+    if not text.strip():
+        raise InputError(f"the prompt from {where} is empty; give some text")
+    return text, where
+
+
+def _decoded(data: bytes, where: str) -> str:
+    if b"\0" in data:
+        raise InputError(f"{where} is not text (it holds zero bytes); give UTF-8 text")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{where} is not UTF-8 text (byte {error.start} cannot be read); convert it to UTF-8"
+        ) from error
+
+
+def _load_with_cache(asked: Asked) -> tuple[LoadedModel, Any]:
+    """The model and an empty cache for it, after all checks that need no model.
+
+    Raises
+    ------
+    KVAllocError
+        If model and budgets do not fit, or the policy cannot be made.
+    """
+    from kvalloc.models.loading import require_run_packages
+
+    budgets, target = _budgets(asked), asked.target
+    if target:
+        Request.parse(**target)
+    require_run_packages()
+    options = _policy_options(asked, budgets)
+    loaded = load(asked.model, asked.typed, quiet=asked.quiet)
+    if asked.full:
+        from transformers import DynamicCache
+
+        return loaded, DynamicCache(config=loaded.model.config)
+    by_prompt: dict[str, Any] = {"measured_tokens": asked.measured_tokens, "hold": asked.hold}
+    picked: dict[str, Any] = {
+        "policy": asked.policy,
+        "policy_options": options,
+        "decode_every": asked.decode_every,
+    }
+    if budgets is not None:
+        other = asked.allow_other_model
+        return loaded, budgets.cache(
+            loaded.model, allow_other_model=other, adapt=asked.adapt, **by_prompt, **picked
+        )
+    from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
+
+    wanted = PromptTarget.parse(**target, solver=asked.solver, **by_prompt)
+    return loaded, make_prompt_cache(loaded.model, wanted, **picked)
+
+
+def _budgets(asked: Asked) -> BudgetProfile | None:
+    """The stored budgets, if they are to be used."""
+    if asked.profile is None:
+        return None
+    from kvalloc.formats.shipped_profiles import load_profile
+
+    found = load_profile(asked.profile)
+    if asked.adapt is not None:
+        from kvalloc.online.adaptation import check_adapt
+
+        check_adapt(found, asked.adapt)
+    return None if asked.full else found
+
+
+def _policy_options(asked: Asked, budgets: BudgetProfile | None) -> dict[str, Any]:
+    """The policy's parameters, each of its type; refused where it cannot be made of them."""
+    if asked.policy is None:
+        return {}
+    from kvalloc.formats.budget_profile import Policy
+    from kvalloc.problem.registry import SCORERS, names
+    from kvalloc.runtime.policies import changed_policy, policy_class, policy_names, policy_of
+    from kvalloc.scorers import scorer_class
+
+    name, policies, options = asked.policy, policy_names(), {}
+    if name in (*policies, *names(SCORERS)):
+        known = plugin_options(policy_class(name) if name in policies else scorer_class(name))
+        known.pop("scorer", None)
+        options = typed_options("policy", name, known, [*asked.policy_option], example="seed=1")
+    elif near := nearest(name, [*policies, *names(SCORERS)]):
+        raise InputError(
+            f"there is no policy or scorer {name!r}; {near}'kvalloc policies' and 'kvalloc "
+            "scorers' list them"
+        )
+    own = Policy(scorer="xkv", scorer_parameters={}, sinks=4, window=8)
+    policy_of(changed_policy(own if budgets is None else budgets.policy, name, options))
+    return options
+
+
+def _bytes_of(loaded: LoadedModel, cache: Any) -> dict[str, int]:
+    """What a cache stores now, and what a full one would."""
+    from kvalloc.evaluate.caches import full_bytes, stored_bytes
+
+    return {"retained_bytes": stored_bytes(cache), "full_bytes": full_bytes(cache, _shape(loaded))}
+
+
+def _shape(loaded: LoadedModel) -> ModelShape:
+    from kvalloc.models.loading import shape_of
+
+    return shape_of(loaded.model, model_id=loaded.model_id)
+
+
+def _policies_of(cache: Any) -> dict[str, Any]:
+    """Who picks the entries of a reduced cache."""
+    profile = getattr(cache, "profile", None)
+    if profile is None:
+        return {"policy": None, "scorer": None, "other_policies": []}
+    others = [policy.title for policy in profile.other_policies]
+    own = profile.policy
+    return {"policy": own.name, "scorer": own.scorer, "other_policies": others}
+
+
+def _note_short(cache: Any, n_tokens: int, *, quiet: bool) -> None:
+    """Say so where a prompt was too short to be reduced."""
+    if not getattr(cache, "reduced", True):
+        note(
+            f"note: of a prompt of {n_tokens:,} token{'s' if n_tokens > 1 else ''} these budgets "
+            "leave nothing out: everything is kept",
+            quiet=quiet,
+        )
+
+
+def _decided_here(cache: Any) -> BudgetProfile | None:
+    """Budgets that were decided for this prompt; None of stored ones and of a full cache."""
+    decided = getattr(cache, "decision_seconds", None) is not None
+    return getattr(cache, "profile", None) if decided else None
+
+
+def _granted_fields(cache: Any, prompt_tokens: int) -> dict[str, Any]:
+    """What was asked for as plain values, for ``--json``; all None of a full cache.
+
+    Parameters
+    ----------
+    cache : transformers.Cache
+        After the prompt.
+    prompt_tokens : int
+
+    Returns
+    -------
+    dict
+        ``requested``: the target of budgets that were decided for this prompt; ``retention``:
+        what they reach of it, where that is known; ``granted_bytes``: what the budgets allow a
+        prompt of this length.
+    """
+    profile: BudgetProfile | None = getattr(cache, "profile", None)
+    decided = _decided_here(cache)
+    requested = {} if decided is None else decided.requested
+    known = {name: requested[name] for name in ("target", "value", "adapt") if name in requested}
+    return {
+        "requested": None if decided is None else known,
+        "retention": None if decided is None else decided.retention,
+        "granted_bytes": None if profile is None else profile.retained_bytes_at(prompt_tokens),
+    }
+
+
+def _kept_text(cache: Any, retained_bytes: int, full_bytes: int) -> str:
+    """How much of a prompt is kept, and how much was asked for, in a few words.
+
+    Parameters
+    ----------
+    cache : transformers.Cache
+        After the prompt.
+    retained_bytes, full_bytes : int
+        Of the prompt alone, stored and by a full cache.
+    """
+    share = f"{retained_bytes / full_bytes:.1%}"
+    granted = _granted_text(cache, share)
+    beside = f"{share}; {granted}" if granted else share
+    since = f", since {SLID_OUT}" if retained_bytes > full_bytes else ""  # a full cache
+    return f"{size(retained_bytes)} of {size(full_bytes)} ({beside}){since}"
+
+
+def _granted_text(cache: Any, share: str) -> str:
+    profile: BudgetProfile | None = getattr(cache, "profile", None)
+    if profile is None:
+        return ""
+    if _decided_here(cache) is None or "adapt" in profile.requested:
+        # Budgets that were decided at one length have another share at others: sinks and window
+        # weigh more in a short prompt.
+        elsewhere = f"{profile.retained_bytes / profile.full_bytes:.1%}"
+        same = elsewhere == share
+        return "" if same else f"the profile: {elsewhere} of {profile.context_tokens:,} tokens"
+    wanted = Target.read(profile.requested)
+    known = wanted.needed_value is not None and profile.retention is not None
+    reached = f"retention {profile.retention:.4f}, " if known else ""
+    return f"{reached}asked for {wanted.describe('retention')}"
+
+
 def _answer_prompt(asked: Asked) -> None:
     """One prompt, one answer, as the model's own ``generate()`` gives it."""
-    text, _ = given_prompt(asked)
-    loaded, cache = load_with_cache(asked)
+    text, _ = _given_prompt(asked)
+    loaded, cache = _load_with_cache(asked)
     inputs = _tokenized(loaded, text, asked.chat)
     n_tokens = int(inputs["input_ids"].shape[1])
     if n_tokens < 1:
         raise InputError("the prompt has no tokens; give some text")
-    limit = context_limit(loaded)
+    limit = _shape(loaded).max_context_tokens
     if limit is not None and n_tokens + asked.max_new_tokens > limit:
         raise InputError(
             f"a prompt of {n_tokens:,} tokens and an answer of up to {asked.max_new_tokens:,} are "
@@ -175,16 +484,16 @@ def _answer_prompt(asked: Asked) -> None:
             "--max-new-tokens"
         )
     answer = _answered(loaded, inputs, cache, asked)
-    note_short(cache, n_tokens, quiet=asked.quiet)
+    _note_short(cache, n_tokens, quiet=asked.quiet)
     if asked.json:
         profile = None if asked.full else asked.profile
-        print_json({"model": loaded.model_id, "profile": profile, **policies_of(cache), **answer})
+        print_json({"model": loaded.model_id, "profile": profile, **_policies_of(cache), **answer})
         return
     deciding, speed = answer["decision_seconds"], answer["decode_tokens_per_second"]
     times = f"prefill {duration(answer['prefill_seconds'])}"
     times += "" if deciding is None else f", {duration(deciding)} of it to decide the budgets"
     times += "" if speed is None else f", then {speed:.1f} tokens/s"
-    kept = kept_text(cache, answer["prompt_retained_bytes"], answer["prompt_full_bytes"])
+    kept = _kept_text(cache, answer["prompt_retained_bytes"], answer["prompt_full_bytes"])
     with_answer = size(answer["retained_bytes"])
     many = f"{n_tokens:,} prompt and {answer['new_tokens']:,} new tokens"
     note(f"[{many}; {times}]", quiet=asked.quiet)
@@ -192,20 +501,17 @@ def _answer_prompt(asked: Asked) -> None:
 
 
 def _tokenized(loaded: LoadedModel, text: str, chat: bool | None) -> dict[str, Any]:
-    tokenizer, in_chat = loaded.tokenizer, wants_chat(loaded, chat)
+    tokenizer, in_chat = loaded.tokenizer, wants_chat(loaded.tokenizer, chat)
     if in_chat:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
+        text = chat_text(tokenizer, [{"role": "user", "content": text}])
     # a chat template writes the special tokens itself
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not in_chat)
-    device = device_of(loaded)
+    device = loaded.model.get_input_embeddings().weight.device
     return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
 def _answered(loaded: LoadedModel, inputs: Any, cache: Any, asked: Asked) -> dict[str, Any]:
     """Generate, the most likely token each time, and measure it; unknown is None."""
-    from kvalloc.models.loading import shape_of
     from kvalloc.models.quiet import quiet_transformers
 
     n_tokens = int(inputs["input_ids"].shape[1])
@@ -226,15 +532,14 @@ def _answered(loaded: LoadedModel, inputs: Any, cache: Any, asked: Asked) -> dic
     new = ids[0, n_tokens:]
     begun, first, last = clock.seconds[0], clock.seconds[1], clock.seconds[-1]
     steps = len(clock.seconds) - 2
-    shape = shape_of(loaded.model, model_id=loaded.model_id)
     return {
         "answer": loaded.tokenizer.decode(new, skip_special_tokens=True),
         "prompt_tokens": n_tokens,
         "new_tokens": int(new.shape[0]),
-        **granted_fields(cache, n_tokens),
+        **_granted_fields(cache, n_tokens),
         "prompt_retained_bytes": clock.prompt_retained_bytes,
-        "prompt_full_bytes": shape.full_bytes(n_tokens),
-        **bytes_of(loaded, cache),
+        "prompt_full_bytes": _shape(loaded).full_bytes(n_tokens),
+        **_bytes_of(loaded, cache),
         "prefill_seconds": first - begun,
         "decision_seconds": getattr(cache, "decision_seconds", None),
         "decode_tokens_per_second": steps / (last - first) if steps > 0 else None,
@@ -269,3 +574,347 @@ def _clock(tokenizer: Any, cache: Any, *, stream: bool, waiting: ExitStack) -> A
     clock = Clock(tokenizer, skip_prompt=True, skip_special_tokens=True)
     clock.seconds = []
     return clock
+
+
+def _ask_document(asked: Asked) -> None:
+    """A document, read or loaded, saved or not, and any number of questions about it."""
+    reading = _read(asked) if asked.cache is None else _loaded(asked, asked.cache)
+    facts: dict[str, Any] = {
+        "model": reading.loaded.model_id,
+        "cache": asked.cache,
+        "saved": asked.save_cache,
+        "profile": asked.profile,
+        **_policies_of(reading.cache),
+        **reading.as_dict(),
+    }
+    quiet = asked.quiet or asked.json
+    note(reading.summary(), quiet=quiet)
+    if asked.save_cache is not None:
+        stored = _save(reading, asked.save_cache)
+        note(f"saved as {asked.save_cache}, {size(stored)}", quiet=quiet)
+    asker = _Asker(reading, asked)
+    for question in asked.question:
+        asker.check_room(question)  # all of them before the first answer
+    rows = [asker.ask(question) for question in asked.question]
+    if asked.ask or (asked.cache is not None and not asked.question):
+        rows = _ask_typed(asker, quiet=quiet, keep_turns=asked.keep_turns)
+    if asked.json:
+        print_json({**facts, "answers": rows})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """A document that questions can be asked about.
+
+    Attributes
+    ----------
+    loaded : LoadedModel
+    cache : transformers.Cache
+        Holds the document.
+    form : DocumentForm
+        What stands around questions and answers.
+    name : str
+        Of the document, for people.
+    read_seconds : float or None
+        What reading took, now or when it was saved; None where that was not noted.
+    load_seconds : float or None
+        What loading took; None where it was read.
+    """
+
+    loaded: LoadedModel
+    cache: Any
+    form: DocumentForm
+    name: str
+    read_seconds: float | None
+    load_seconds: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was read and what it takes, before any question, as plain values."""
+        tokens = int(self.cache.get_seq_length())
+        return {
+            "document": self.name,
+            "document_tokens": tokens,
+            **_granted_fields(self.cache, tokens),
+            **_bytes_of(self.loaded, self.cache),
+            "read_seconds": self.read_seconds,
+            "load_seconds": self.load_seconds,
+            "decision_seconds": self._decision_seconds,
+        }
+
+    def summary(self) -> str:
+        """The same on one line."""
+        if self.load_seconds is None:
+            assert self.read_seconds is not None  # it was read just now
+            how = f"read in {duration(self.read_seconds)}"
+            if self._decision_seconds is not None:
+                how += f", {duration(self._decision_seconds)} of it to decide the budgets"
+        else:
+            how = f"loaded in {duration(self.load_seconds)}"
+            if self.read_seconds is not None:
+                times = self.read_seconds / self.load_seconds
+                how += f" (reading it took {duration(self.read_seconds)}, {times:,.0f}x as long)"
+        kept = _kept_text(self.cache, **_bytes_of(self.loaded, self.cache))
+        return f"{self.name}: {self.cache.get_seq_length():,} tokens {how}; cache {kept}"
+
+    @property
+    def _decision_seconds(self) -> float | None:
+        """How much of reading was deciding the budgets; None where they were stored."""
+        return getattr(self.cache, "decision_seconds", None) if self.load_seconds is None else None
+
+
+def _read(asked: Asked) -> _Reading:
+    """Let the model read the document into a new cache."""
+    import torch
+
+    from kvalloc.models.quiet import quiet_transformers
+
+    text, name = _given_prompt(asked)
+    loaded, cache = _load_with_cache(asked)
+    form = DocumentForm.of(loaded.tokenizer, asked.chat)
+    ids = form.document_ids(loaded.tokenizer, text)
+    with slow(f"reading {name}", quiet=asked.quiet):
+        _check_room(loaded, len(ids), _room(form, loaded, asked))
+        device = loaded.model.get_input_embeddings().weight.device
+        prompt = torch.tensor([ids], device=device)
+        start = time.perf_counter()
+        with torch.no_grad(), quiet_transformers():
+            loaded.model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+        seconds = time.perf_counter() - start
+    _note_short(cache, len(ids), quiet=asked.quiet)
+    return _Reading(loaded=loaded, cache=cache, form=form, name=name, read_seconds=seconds)
+
+
+def _loaded(asked: Asked, path: Path) -> _Reading:
+    """Take the document from a file that `_save` wrote, in the type that it was read in."""
+    from kvalloc.formats.saved_cache import SavedCacheHeader
+    from kvalloc.models.loading import require_run_packages
+
+    require_run_packages()
+    header = SavedCacheHeader.load(path)  # before the model is loaded
+    dtype, notes = header.dtype, header.notes
+    if asked.dtype not in (None, dtype):
+        raise InputError(
+            f"{path} holds {dtype} entries, and --dtype is {asked.dtype}; leave out --dtype, or "
+            "read the document again"
+        )
+    loaded = load(asked.model, {**asked.typed, "dtype": dtype}, quiet=asked.quiet)
+    from kvalloc.runtime.loading import load_cache
+
+    form = DocumentForm.of(
+        loaded.tokenizer, bool(notes.get("chat")) if asked.chat is None else asked.chat
+    )
+    start = time.perf_counter()
+    cache = load_cache(path, loaded.model, allow_other_model=asked.allow_other_model)
+    seconds = time.perf_counter() - start
+    if cache.batch != 1:
+        raise InputError(
+            f"{path} holds {cache.batch} texts at once, and questions are about one; save a cache "
+            "of one"
+        )
+    _check_room(loaded, int(cache.get_seq_length()), _room(form, loaded, asked))
+    return _Reading(
+        loaded=loaded,
+        cache=cache,
+        form=form,
+        name=str(notes.get("document") or path),
+        read_seconds=header.read_seconds,
+        load_seconds=seconds,
+    )
+
+
+def _save(reading: _Reading, path: Path) -> int:
+    """Save a document that was read; returns the bytes of the file."""
+    from kvalloc.runtime.saving import save_cache
+
+    chat = not reading.form.special
+    notes = {"document": reading.name, "read_seconds": reading.read_seconds, "chat": chat}
+    save_cache(reading.cache, path, notes=notes)
+    return path.stat().st_size
+
+
+def _room(form: DocumentForm, loaded: LoadedModel, asked: Asked) -> int:
+    """Tokens that the longest question and its answer need; the shortest where none is known."""
+    questions = asked.question or [""]
+    longest = max(len(form.question_ids(loaded.tokenizer, one)) for one in questions)
+    return longest + asked.max_new_tokens
+
+
+def _check_room(loaded: LoadedModel, document_tokens: int, room_tokens: int) -> None:
+    """Refuse a document after which questions have no room."""
+    limit = _shape(loaded).max_context_tokens
+    if limit is not None and document_tokens + room_tokens > limit:
+        raise InputError(
+            f"a document of {document_tokens:,} tokens leaves no room for a question and its "
+            f"answer, {room_tokens:,} tokens, within the {limit:,} of {loaded.model_id}; shorten "
+            "the document, the question or --max-new-tokens"
+        )
+
+
+class _Asker:
+    """Asks questions about one document.
+
+    Answers are written to stdout as they come, an empty line between two of them wherever nothing
+    else is shown there; with ``--json`` nothing is.
+    """
+
+    def __init__(self, reading: _Reading, asked: Asked) -> None:
+        from kvalloc.evaluate.caches import end_tokens
+
+        self._reading, self._asked = reading, asked
+        self._stream = not asked.json
+        self._quiet = asked.quiet or asked.json
+        self._ends = end_tokens(reading.loaded.model, reading.loaded.tokenizer)
+        # Of the answer before: its last token was never fed, as nothing followed it.
+        self._unfed: list[int] = []
+        self._n_answers = 0
+        self._answering = False  # whether there is an answer or the beginning of one
+
+    def check_room(self, question: str) -> None:
+        """Refuse a question for which the model's context has no room."""
+        held = int(self._reading.cache.get_seq_length())
+        needed = len(self._ids(question)) + self._asked.max_new_tokens
+        _check_room(self._reading.loaded, held, needed)
+
+    def ask(self, question: str, *, show: bool = True) -> dict[str, Any]:
+        """Answer one question, and show it, too, where it was not typed in a terminal.
+
+        Returns
+        -------
+        dict
+            Of plain values, for ``--json``.
+
+        Raises
+        ------
+        InputError
+            If there is no room for it.
+        """
+        self.check_room(question)
+        # in a terminal the question, on stderr, stands between the answers on stdout
+        shown_together = sys.stdout.isatty() and sys.stderr.isatty()
+        if self._answering and self._stream and (self._quiet or not shown_together):
+            print()
+        self._answering = True
+        if show and not self._quiet:
+            _say("")
+            _say(f"> {question.strip()}", "bold")
+        ids = self._ids(question)
+        start = time.perf_counter()
+        found, seconds = self._answered(ids)
+        self._n_answers += 1
+        if self._asked.keep_turns:
+            self._unfed = [token for token in found[-1:] if token not in self._ends]
+        first, steps = seconds[0] - start, len(found) - 1
+        speed = steps / (seconds[-1] - seconds[0]) if steps else None
+        if not self._quiet:
+            then = "" if speed is None else f", then {speed:.1f} tokens/s"
+            many = "s" if len(found) > 1 else ""
+            _say(f"{len(found):,} token{many}; the first after {duration(first)}{then}", "dim")
+        return {
+            "question": question.strip(),
+            "answer": self._reading.loaded.tokenizer.decode(found, skip_special_tokens=True),
+            "question_tokens": len(ids),
+            "new_tokens": len(found),
+            "first_token_seconds": first,
+            "decode_tokens_per_second": speed,
+        }
+
+    def _ids(self, question: str) -> list[int]:
+        turn = self._asked.keep_turns and self._n_answers > 0
+        form, tokenizer = self._reading.form, self._reading.loaded.tokenizer
+        return [*self._unfed, *form.question_ids(tokenizer, question, turn=turn)]
+
+    def _answered(self, ids: list[int]) -> tuple[list[int], list[float]]:
+        """The answer's tokens, and when each of them came."""
+        import torch
+        from transformers import TextStreamer
+
+        from kvalloc.models.quiet import quiet_transformers
+        from kvalloc.runtime.answering import answer
+
+        loaded = self._reading.loaded
+        streamer: Any = TextStreamer(loaded.tokenizer, skip_special_tokens=True)
+        found: list[int] = []
+        seconds: list[float] = []
+        with quiet_transformers():
+            tokens = answer(
+                loaded.model,
+                self._reading.cache,
+                ids,
+                max_new_tokens=self._asked.max_new_tokens,
+                ends=self._ends,
+                keep=self._asked.keep_turns,
+            )
+            try:
+                for token in tokens:
+                    seconds.append(time.perf_counter())
+                    found.append(token)
+                    if self._stream:
+                        streamer.put(torch.tensor([token]))
+            finally:
+                if self._stream:  # what is said next gets a line of its own
+                    streamer.end()
+        return found, seconds
+
+
+def _ask_typed(asker: _Asker, *, quiet: bool, keep_turns: bool) -> list[dict[str, Any]]:
+    """Answer questions as they are typed; in a terminal a mistake or Ctrl-C ends no more than one.
+
+    Raises
+    ------
+    InputError
+        If there was no question in a stdin that is no terminal, or one cannot be asked.
+    """
+    rows = []
+    interactive = sys.stdin is not None and sys.stdin.isatty()
+    for question in _typed_questions(quiet=quiet):
+        try:
+            rows.append(asker.ask(_check_text(question, "the question"), show=not interactive))
+        except InputError as error:
+            if not interactive:
+                raise
+            _say(str(error), "red")
+        except KeyboardInterrupt:
+            if not interactive or keep_turns:  # the conversation would go on from half an answer
+                raise
+            _say("broken off", "dim")
+    if not rows and not interactive:
+        raise InputError(
+            "there is no question; give --question TEXT, or questions on stdin, a line each"
+        )
+    return rows
+
+
+def _typed_questions(*, quiet: bool) -> Iterator[str]:
+    """Questions from stdin, a line each: prompted for in a terminal, where an empty line ends."""
+    if sys.stdin is None:
+        return
+    if not sys.stdin.isatty():
+        try:
+            yield from (line.strip() for line in sys.stdin if line.strip())
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"stdin is not UTF-8 text (byte {error.start} cannot be read); give questions as "
+                "text, a line each"
+            ) from error
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  (line editing and a history for input())
+    if not quiet:
+        _say("Ask; an empty line or Ctrl-D ends.", "dim")
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            _say("")
+            return
+        if not line:
+            return
+        yield line
+
+
+def _say(text: str, style: str | None = None) -> None:
+    """A line on stderr, as it stands: nothing in it is read as rich's marks or as emoji."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True).print(Text(plain(text)), style=style)

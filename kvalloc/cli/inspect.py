@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import typer
 
-from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import (
     duration,
     model_text,
@@ -40,22 +39,17 @@ LEVELS = (0.5, 0.9, 0.99)
 _SCALES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
-def inspect(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="A score profile, a budget profile or the name of a shipped one, or a saved "
-            "cache.",
-        ),
-    ],
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+@takes()
+def inspect(file: str, json: bool = False, quiet: bool = False) -> None:
     """Show what a score profile, a budget profile or a saved cache holds.
 
     A budget profile is drawn as one bar a layer; of a score profile the tokens are shown that each
     layer needs to keep 50%, 90% and 99% of its score mass.
+
+    Parameters
+    ----------
+    file : str
+        A score profile, a budget profile or the name of a shipped one, or a saved cache.
     """
     kind = _kind(file)
     if kind == "budget profile":
@@ -90,21 +84,15 @@ def _kind(file: str) -> str:
             f"there is no file {file} and no shipped profile of that name; check the path, or "
             f"choose from: {', '.join(shipped) or 'none is shipped'}"
         )
+    empty = False
     if path.is_file():
         try:
             with open(path, "rb") as handle:
                 start = handle.read(64)
         except OSError as error:
             raise InputError(f"cannot read {file} ({error.strerror})") from error
-        if not start:
-            raise ProfileFileError(
-                file,
-                field="file",
-                found="empty",
-                expected="a score profile or a budget profile",
-                way_out="make it again with 'kvalloc profile' or 'kvalloc solve'",
-            )
-        if start.lstrip()[:1] == b"{" or path.suffix.lower() == ".json":
+        empty = not start
+        if start.lstrip()[:1] == b"{" or (start and path.suffix.lower() == ".json"):
             return "budget profile"
     from kvalloc.formats.saved_cache import SavedCacheHeader  # budget profiles do without it
 
@@ -116,7 +104,7 @@ def _kind(file: str) -> str:
         raise ProfileFileError(  # it may have been any of them
             file,
             field="file",
-            found=error.found,
+            found="empty" if empty else error.found,
             expected="a score profile, a budget profile or a saved cache",
             way_out="make it again with 'kvalloc profile', 'kvalloc solve' or 'kvalloc generate "
             "--save-cache'; a truncated file cannot be repaired",
@@ -141,41 +129,27 @@ def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
 
 def _budget_fields(profile: BudgetProfile, budgets: str) -> dict[str, str]:
     """What a budget profile holds, for people; what does not apply is left out."""
-    from kvalloc.cli import refining
     from kvalloc.cli import solve as texts
 
-    kept, whole = profile.retained_bytes, profile.full_bytes
-    options = ", ".join(f"{key}={value}" for key, value in profile.solver_options.items())
-    chosen, policy = texts.policies_text(profile), profile.policy
+    options = _parameters(profile.solver_options)
     others = "; ".join(_policy_text(other) for other in profile.other_policies)
-    loss = profile.predicted_loss
-    fixed = profile.length_rule == "fixed"
-    fields = {
+    fixed, policy = profile.length_rule == "fixed", profile.policy
+    stated = texts.decision_fields(profile)
+    stated["solver"] += f"{options}, {profile.level} level, {profile.created}"
+    if profile.predicted_loss is None:
+        stated["predicted loss"] = "unknown, no loss curves"
+    elif profile.refinement is None:
+        stated["predicted loss"] += f"; {_loss_source(profile, texts.LOSS_NOTE)}"
+    stated["bits"] = stated["bits"] or "16 (the model's dtype)"
+    return {
         "model": model_text(profile.shape),
-        "asked": _asked(profile),
-        "solver": f"{texts.solver_text(profile)}{f' with {options}' if options else ''}, "
-        f"{profile.termination}, {profile.level} level, {profile.created}",
-        "why": profile.detail and texts.why_text(profile),
-        "retention": texts.retention_text(profile),
-        "predicted loss": "unknown, no loss curves"
-        if loss is None
-        else f"{loss:.6f} nats per token; {_loss_source(profile, texts.LOSS_NOTE)}",
-        **({} if profile.refinement is None else refining.refinement_fields(profile)),
-        "objective": texts.objective_text(profile.objective, profile),
-        "bound": texts.bound_text(profile),
-        "bytes": f"{size(kept)} of {size(whole)} ({kept / whole:.1%})",
-        "bits": texts.bits_text(profile) or "16 (the model's dtype)",
-        "cost": texts.cost_text(profile),
-        "ranks": texts.ranks_text(profile),
+        **stated,
         "sharing": _sharing_text(profile) if profile.share_groups else "",
-        "price": texts.price_text(profile),
         "budgets": budgets,
         "other lengths": f"the same {'number of' if fixed else 'share of the evictable'} entries",
         "policy": f"{_policy_text(policy)}, {policy.sinks} sinks, window {policy.window}",
-        "other policies": others if chosen else "",
-        "chosen": chosen,
+        "other policies": others if stated["chosen"] else "",
     }
-    return {name: text for name, text in fields.items() if text}
 
 
 def _print_evaluation(evaluation: dict[str, Any]) -> None:
@@ -207,16 +181,6 @@ def _evaluation_cells(row: dict[str, Any], settings: dict[str, Any]) -> list[str
         *(number_text(row.get(name), ".0%", "-") for name in _SHARES),
         number_text(row.get("n"), ",", "-"),
     ]
-
-
-def _asked(profile: BudgetProfile) -> str:
-    """What was asked for, of a descent on which text, too; older profiles do not say."""
-    from kvalloc.cli.solve import request_text
-
-    share, text = profile.requested.get("budget"), profile.requested.get("text")
-    if profile.solver == "descent" and share is not None and text is not None:
-        return f"least loss of the whole reduced cache in {share:.1%} of all entries, on {text}"
-    return request_text(profile) if "target" in profile.requested else "not recorded"
 
 
 def _loss_source(profile: BudgetProfile, usual: str) -> str:
@@ -313,23 +277,18 @@ def _needed_table(profile: ScoreProfile, needed: dict[float, list[int | None]]) 
 
 
 def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
-    plain_fields = (
-        "scorer scorer_parameters context_tokens sinks window evictable_tokens n_samples "
-        "interpolation_error text_description text_digest versions created"
+    stated = (
+        "shape scorer scorer_parameters context_tokens sinks window evictable_tokens n_samples "
+        "interpolation_error text_description text_digest versions created sample_tokens "
+        "loss_tokens bit_widths digest"
     )
-    levels, widths = profile.loss_tokens, profile.bit_widths
     policies = [policy.title for policy in profile.policies]
     return {
-        "shape": profile.shape.to_dict(),
-        **{name: getattr(profile, name) for name in plain_fields.split()},
-        "sample_tokens": profile.sample_tokens.tolist(),
-        "n_ranks": int(profile.ranks.size),
-        "loss_tokens": None if levels is None else levels.tolist(),
+        **{name: getattr(profile, name) for name in stated.split()},
+        "n_ranks": profile.ranks.size,
         "losses_per": _losses_per(profile),
         "loss_method": profile.loss_method or None,
-        "loss_policies": None if profile.losses is None else policies,
-        "bit_widths": None if widths is None else widths.tolist(),
-        "digest": profile.digest,
+        "loss_policies": policies if profile.has_losses else None,
     }
 
 
@@ -409,11 +368,11 @@ def _show_saved(
         "file_bytes": Path(file).stat().st_size,
         "full_bytes": profile.full_bytes_at(header.seen_tokens) if alone else None,
         "read_seconds": header.read_seconds,
-        "bits": None if profile.bits is None else profile.bits.tolist(),
-        "share_groups": [list(group) for group in profile.share_groups],
+        "bits": profile.bits,
+        "share_groups": profile.share_groups,
     }
     if json:
-        budgets = {"context_tokens": profile.context_tokens, "budgets": profile.budgets.tolist()}
+        budgets = {"context_tokens": profile.context_tokens, "budgets": profile.budgets}
         print_json({"file": file, "kind": "kvalloc.cache", **facts, **budgets})
         return
     print_fields({"saved cache": file, **_saved_fields(file, facts, profile)})
@@ -431,7 +390,7 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
     rows = f" in each of {facts['rows']} rows" if facts["rows"] != 1 else ""
     full, took, policy = facts["full_bytes"], facts["read_seconds"], profile.policy
     beside = "" if full is None else f"; a full cache takes {size(full)}"
-    fields = {
+    return {
         "model": model_text(profile.shape),
         "document": str(facts["document"] or ""),
         "tokens": f"{facts['seen_tokens']:,}{rows}{after}, {facts['dtype']}",
@@ -443,7 +402,6 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
         "chosen": policies_text(profile),
         "ask": f"kvalloc generate MODEL --cache {file} --question TEXT",
     }
-    return {name: text for name, text in fields.items() if text}
 
 
 def _handed_out(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -36,6 +37,9 @@ COMMANDS = (
 )
 """Each is a function of that name in ``kvalloc.cli.<name>``, with its examples in ``EXAMPLES``."""
 
+_ELSEWHERE = {"scorers": "solvers", "policies": "solvers"}
+"""Commands that stand in the module of another one."""
+
 USER_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -53,6 +57,8 @@ _USER_OS_ERRORS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG}
 )
 
+
+_SETTINGS = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
 
 LOSS_VALUES = (["measured"], ["fast"])
 """What ``kvalloc profile --loss`` may be followed by; the first one is meant without any."""
@@ -134,7 +140,7 @@ def _run(arguments: list[str]) -> int:
     application.callback(
         help=_HELP,
         invoke_without_command=True,
-        context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
+        context_settings=_SETTINGS,
     )(_top)
     command: Any = typer.main.get_command(application)
     try:
@@ -169,15 +175,16 @@ def _top(
 
 
 def _build(name: str) -> Any:
-    module: ModuleType = importlib.import_module(f"kvalloc.cli.{name}")
+    module: ModuleType = importlib.import_module(f"kvalloc.cli.{_ELSEWHERE.get(name, name)}")
     function: Callable[..., None] = getattr(module, name)
+    examples = getattr(module, "EXAMPLES", f"  kvalloc {name}\n  kvalloc {name} --json\n")
     application = typer.Typer(add_completion=False, rich_markup_mode=None)
     application.command(
         name,
         cls=GroupedCommand,
-        help=function.__doc__,
-        epilog=f"\b\nExamples:\n{module.EXAMPLES}",
-        context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
+        help=(inspect.getdoc(function) or "").partition("\n\nParameters\n")[0],
+        epilog=f"\b\nExamples:\n{examples}",
+        context_settings=_SETTINGS,
     )(function)
     return typer.main.get_command(application)
 

@@ -1,80 +1,194 @@
-"""The options that several commands have."""
+"""Flags of commands, derived from what a command takes; and what several commands take alike."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any, get_origin, get_type_hints
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
-ModelName = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A hub id, a local folder, a .gguf file, or 'demo'."),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Of weights and cache: float32, bfloat16 or float16."),
-]
-Device = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Such as cuda:0; the CPU by default.")
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON on stdout; progress stays on stderr.")
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print only what was asked for, and errors.")
-]
-Solver = Annotated[str, typer.Option(metavar="NAME", help="Who decides; see 'kvalloc solvers'.")]
-SolverOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="An option of the solver; can be repeated."),
-]
+from kvalloc.units import Option
 
 
-def from_fields(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an argument or option for each annotated field of a dataclass.
-
-    The command gets an instance, and by name what other decorators add.
+class Common(TypedDict):
+    """What several commands take.
 
     Parameters
     ----------
-    options : type
-        Its fields are annotated as typer wants them, and have the defaults of the options; the
-        command line does not set a field without ``Annotated``.
+    model : str
+        A hub id, a local folder, a .gguf file, or 'demo'.
+    scores : Path
+        A score profile that 'kvalloc profile' wrote.
+    profile : str
+        A budget profile, or a shipped one's name.
+    solver : str
+        Who decides; see 'kvalloc solvers'.
+    solver_option : list of str
+        An option of the solver.
+    average : str
+        Solve once on the mean curves, or solve every sample and average the budgets.
+    time_limit : float
+        Stop a solver after so long with the best it has.
+    resume : bool
+        Go on where a killed command stood.
+    json : bool
+        Print JSON on stdout; progress stays on stderr.
+    quiet : bool
+        Print only what was asked for, and errors.
+    """
+
+    model: Annotated[str, Option()]
+    scores: Annotated[Path, Option()]
+    profile: Annotated[str, Option()]
+    solver: Annotated[str, Option("NAME")]
+    solver_option: Annotated[list[str], Option("KEY=VALUE")]
+    average: Annotated[str, Option("curves|allocations")]
+    time_limit: Annotated[float, Option("SECONDS")]
+    resume: Annotated[bool, Option()]
+    json: Annotated[bool, Option()]
+    quiet: Annotated[bool, Option()]
+
+
+class ModelFlags(TypedDict, total=False):
+    """How a model is loaded; see `kvalloc.cli.progress.load`.
+
+    Parameters
+    ----------
+    dtype : str, default float32
+        Of weights and cache: float32, bfloat16 or float16.
+    device : str
+        Such as cuda:0; the CPU by default.
+    """
+
+    dtype: Annotated[str, Option("NAME")]
+    device: Annotated[str, Option("NAME")]
+
+
+_COMMON: dict[str, Option] = {
+    name: get_args(hint)[1] for name, hint in get_type_hints(Common, include_extras=True).items()
+}
+_ALSO = {"output": ("-o",), "quiet": ("-q",), "tasks": ("--task",)}
+"""Other names of flags."""
+
+
+def takes(
+    *options: type, only: Mapping[type, Collection[str]] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function: an argument or a flag for everything that it takes.
+
+    A flag is named, typed and grouped as its parameter or field is; its help and its default are
+    those of a numpydoc docstring: the function's own, or `Common`'s, or that of ``options``. A
+    parameter without a default is an argument, or a required flag where it is keyword-only.
+
+    Parameters
+    ----------
+    *options : type
+        A ``TypedDict`` or a dataclass each. Its fields that are ``Annotated`` with
+        `kvalloc.units.Option` get flags too, and those that were typed reach the function by name.
+    only : mapping of type to collection of str
+        Of which of them only some fields are taken.
 
     Returns
     -------
     callable
-        Decorates a function of one such instance and those.
+        Decorates the function.
     """
-    hints = {
-        name: hint
-        for name, hint in get_type_hints(options, include_extras=True).items()
-        if get_origin(hint) is Annotated
-    }
+    fields: dict[str, Any] = {}
+    for kind in options:
+        helps, hints = _helps(kind), get_type_hints(kind, include_extras=True)
+        every = [name for name, hint in hints.items() if get_origin(hint) is Annotated]
+        shown = (only or {}).get(kind, every)
+        fields |= {name: _flag(name, hints[name], helps) for name in shown}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        helps = _helps(Common) | _helps(command)
+        hints = get_type_hints(command, include_extras=True)
+        parameters = inspect.signature(command).parameters.values()
+        own = {one.name: one for one in parameters if one.kind is not one.VAR_KEYWORD}
+        flags = {
+            name: _flag(
+                name,
+                hints[name],
+                helps,
+                argument=one.default is one.empty and one.kind is not one.KEYWORD_ONLY,
+            )
+            for name, one in own.items()
+        }
+        first = {name: flags[name] for name, one in own.items() if one.default is one.empty}
+        hidden = inspect.Parameter("_", inspect.Parameter.KEYWORD_ONLY, default=None)
+
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            own = {name: values.pop(name) for name in hints}
-            command(options(**own), **values)
+            command(**{n: value for n, value in values.items() if n in own or value is not None})
 
         described: Any = run
-        fields = inspect.signature(options).parameters.values()
+        described.__annotations__ = {**first, **fields, **flags}
         described.__signature__ = inspect.Signature(
             [
-                one.replace(annotation=hints[one.name], kind=one.POSITIONAL_OR_KEYWORD)
-                for one in fields
-                if one.name in hints
+                own.get(name, hidden).replace(name=name, kind=hidden.kind, annotation=flag)
+                for name, flag in described.__annotations__.items()
             ]
         )
-        described.__annotations__ = hints
         return run
 
     return decorate
+
+
+def _helps(described: Any) -> dict[str, tuple[str, str]]:
+    """Help and default of each parameter or field that a numpydoc docstring describes."""
+    text = inspect.getdoc(described) or ""
+    section = re.split(r"^(?:Parameters|Attributes)\n-+\n", text, flags=re.MULTILINE)[-1]
+    found = re.findall(r"^(\w+) : (.*)\n((?: +.*(?:\n|$))+)", section, re.MULTILINE)
+    return {
+        name: (
+            re.sub(r"`(\w+)`", lambda other: _flag_name(other[1]), " ".join(text.split())),
+            kind.partition(", default ")[2].strip('"'),
+        )
+        for name, kind, text in found
+    }
+
+
+def _flag_name(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _flag(
+    name: str, hint: Any, helps: Mapping[str, tuple[str, str]], *, argument: bool = False
+) -> Any:
+    """The annotation that makes typer show a parameter or field."""
+    shown, (text, default) = _COMMON.get(name, Option()), helps[name]
+    if get_origin(hint) is Annotated:
+        hint, shown = get_args(hint)
+    first, *others = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    metavar, typed = shown.metavar, first
+    if get_origin(first) is Literal:
+        metavar, typed = metavar or "|".join(get_args(first)), str
+    elif get_origin(first) in (list, Sequence):
+        text, typed = f"{text} Can be repeated.", list[str]
+    elif str in others:
+        typed = str
+    if argument:
+        return Annotated[typed, typer.Argument(metavar=name.upper(), help=text)]
+    if default:
+        text = f"{text.rstrip('.')}; {default} by default."
+    names = [metavar if typed is bool and metavar else _flag_name(name), *_ALSO.get(name, ())]
+    return Annotated[
+        typed | None,
+        typer.Option(
+            *names,
+            metavar=None if typed is bool else metavar or None,
+            help=text,
+            min=shown.least,
+            parser=shown.parser,
+            rich_help_panel=shown.group,
+        ),
+    ]
 
 
 class GroupedCommand(TyperCommand):

@@ -6,6 +6,8 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import plain
@@ -19,13 +21,19 @@ SLID_OUT = "layers with a sliding window keep the whole prompt until the next to
 
 
 def print_json(data: Any) -> None:
-    """One JSON document on stdout; ``data`` holds plain values, without NaN."""
+    """One JSON document on stdout; see `json_text`."""
     print(json_text(data))
 
 
 def json_text(data: Any) -> str:
-    """Plain values, without NaN, as one JSON document."""
-    return json.dumps(data, indent=2, allow_nan=False)
+    """One JSON document of plain values, dataclasses, arrays and paths; none is NaN."""
+    return json.dumps(data, indent=2, allow_nan=False, default=_as_plain)
+
+
+def _as_plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value) if isinstance(value, Path) else value.tolist()
 
 
 def note(message: str, *, quiet: bool = False) -> None:
@@ -35,7 +43,11 @@ def note(message: str, *, quiet: bool = False) -> None:
 
 
 def print_fields(fields: dict[str, str]) -> None:
-    """Names and texts, one a line, texts aligned; wrapped in a terminal, never in a pipe."""
+    """Names and texts, one a line, texts aligned; wrapped in a terminal, never in a pipe.
+
+    What has no text is left out.
+    """
+    fields = {name: text for name, text in fields.items() if text}
     indent = max(map(len, fields)) + 2
     for name, text in fields.items():
         print(f"{plain(name):<{indent}}{hanging(text, indent)}")

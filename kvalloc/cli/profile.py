@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from kvalloc.cli import targets
 from kvalloc.cli.calibrating import PromptOptions, Recipe, read_given, read_recipe
-from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
+from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import duration, print_fields, print_json, size
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
 from kvalloc.measure.profiling import ProfileOptions, read_options
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile
@@ -35,26 +33,15 @@ EACH_TASK = 2
 """Prompts of each kind that are made."""
 
 
-Output = Annotated[
-    Path,
-    typer.Option("--output", "-o", metavar="OUT.safetensors", help="The score profile to write."),
-]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with what a killed command had finished.")
-]
-
-
-@targets.takes(ProfileOptions)
-@targets.takes(PromptOptions)
+@takes(ProfileOptions, PromptOptions, ModelFlags)
 def profile(
-    model: ModelName,
-    output: Output,
-    dtype: Dtype = "float32",
-    device: Device = None,
-    resume: Resume = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    **asked: Any,
+    model: str,
+    *,
+    output: Annotated[Path, Option("OUT.safetensors")],
+    resume: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+    **given: Any,
 ) -> None:
     """Measure on text what each layer and KV head can do without.
 
@@ -62,17 +49,21 @@ def profile(
     samples are kept in OUT.safetensors.partial until the profile is complete. Without any text,
     public-domain texts that ship with kvalloc are taken; with --loss, and no text or prompts given,
     prompts are made as by --tasks needle,pairs,kl,code.
+
+    Parameters
+    ----------
+    output : Path
+        The score profile to write.
     """
     from kvalloc.measure import default_texts
     from kvalloc.measure import profile as measured_profile
 
-    given = {name: value for name, value in asked.items() if value is not None}
     # Everything that can be refused without the model is refused before it is loaded.
     wanted = _wanted(given, output, resume=resume)
     recipe = _recipe(given)
     texts = [] if recipe else read_given(given) or [*default_texts()]
     start = time.perf_counter()
-    loaded = load(model, dtype=dtype, device=device, quiet=quiet)
+    loaded = load(model, given, quiet=quiet)
     if recipe:
         texts = [*recipe.make(loaded.tokenizer, given, each=EACH_TASK)]
         wanted["samples"] = len(texts)
@@ -124,27 +115,25 @@ def _report(
     measured: ScoreProfile, output: Path, seconds: float, *, json: bool, quiet: bool
 ) -> None:
     file_bytes = output.stat().st_size
-    facts: dict[str, Any] = {
-        "output": str(output),
-        "model": measured.shape.model_id,
-        "scorer": measured.scorer,
-        "scorer_parameters": measured.scorer_parameters,
-        "samples": measured.n_samples,
-        "context_tokens": measured.context_tokens,
-        "sinks": measured.sinks,
-        "window": measured.window,
-        "interpolation_error": measured.interpolation_error,
-        "text_description": measured.text_description,
-        "loss_policies": [policy.title for policy in measured.policies]
-        if measured.has_losses
-        else None,
-        "loss_tokens": None if measured.loss_tokens is None else measured.loss_tokens.tolist(),
-        "loss_probes": None if measured.loss_probed is None else int(measured.loss_probed.sum()),
-        "seconds": seconds,
-        "file_bytes": file_bytes,
-    }
     if json:
-        print_json(facts)
+        stated = (
+            "scorer scorer_parameters context_tokens sinks window interpolation_error "
+            "text_description loss_tokens"
+        )
+        policies = [policy.title for policy in measured.policies]
+        probed = measured.loss_probed
+        print_json(
+            {
+                "output": output,
+                "model": measured.shape.model_id,
+                "samples": measured.n_samples,
+                **{name: getattr(measured, name) for name in stated.split()},
+                "loss_policies": policies if measured.has_losses else None,
+                "loss_probes": None if probed is None else int(probed.sum()),
+                "seconds": seconds,
+                "file_bytes": file_bytes,
+            }
+        )
         return
     if quiet:
         return
@@ -155,7 +144,7 @@ def _report(
             "model": measured.shape.model_id,
             "measured": f"{_counted(measured.n_samples)} of up to {measured.context_tokens:,} "
             f"tokens with {measured.scorer}, {measured.sinks} sinks, window {measured.window}",
-            **({"losses": losses_text(measured)} if measured.has_losses else {}),
+            "losses": losses_text(measured) if measured.has_losses else "",
             "text": measured.text_description,
             "time": f"{duration(seconds)}, loading included",
             "written": f"{output} ({size(file_bytes)})",

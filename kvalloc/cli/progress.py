@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.cli.output import duration, note
@@ -72,8 +71,6 @@ class ProgressBar:
         What is counted.
     quiet : bool
         Show nothing.
-    clock : callable
-        Seconds, for the lines of a log.
 
     Examples
     --------
@@ -81,15 +78,8 @@ class ProgressBar:
     ...     progress(1, 2)
     """
 
-    def __init__(
-        self,
-        text: str,
-        *,
-        unit: str,
-        quiet: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._text, self._unit, self._quiet, self._clock = text, unit, quiet, clock
+    def __init__(self, text: str, *, unit: str, quiet: bool = False) -> None:
+        self._text, self._unit, self._quiet = text, unit, quiet
         self._bar: Any = None
         self._task: Any = None
         self._begun: float | None = None
@@ -125,12 +115,7 @@ class ProgressBar:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -142,7 +127,7 @@ class ProgressBar:
             self._maybe_line(done, total)
 
     def _maybe_line(self, done: int, total: int) -> None:
-        now = self._clock()
+        now = monotonic()
         if self._begun is None:
             self._begun, self._first_done, self._last_line = now, done, now
             return
@@ -157,10 +142,15 @@ class ProgressBar:
         note(f"{self._text}: {done} of {total} {self._unit}{left}")
 
 
-def load(
-    model: str, *, dtype: str = "float32", device: str | None = None, quiet: bool = False
-) -> LoadedModel:
+def load(model: str, given: Mapping[str, Any], *, quiet: bool = False) -> LoadedModel:
     """The model that the user named, with a note where loading takes long.
+
+    Parameters
+    ----------
+    model : str
+    given : mapping
+        Among others what was typed of `kvalloc.cli.options.ModelFlags`.
+    quiet : bool
 
     Raises
     ------
@@ -171,5 +161,8 @@ def load(
 
     with slow(f"loading {model}", quiet=quiet):
         return load_model(
-            model, dtype=dtype, device=device, notify=lambda line: note(line, quiet=quiet)
+            model,
+            dtype=given.get("dtype", "float32"),
+            device=given.get("device"),
+            notify=lambda line: note(line, quiet=quiet),
         )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from kvalloc.allocation.request import RANK_TOLERANCE, Request, RequestOptions, Target
-from kvalloc.cli import refining, targets
-from kvalloc.cli.options import Device, Dtype, Json, Quiet, Solver, SolverOption
+from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import duration, gap_text, note, print_fields, print_json, size
-from kvalloc.errors import InputError
+from kvalloc.cli.progress import ProgressBar, load, slow
+from kvalloc.cli.values import check_time_limit, load_scores, solver_options
+from kvalloc.errors import InputError, option
+from kvalloc.units import Option
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -39,50 +40,72 @@ _STATED = (
 RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
 
 
-@targets.takes(RequestOptions)
-@targets.takes(refining.RefineFlags)
+REFINING = "Refining"
+
+
+class RefineFlags(TypedDict, total=False):
+    """How ``kvalloc solve`` refines; see `kvalloc.tuning.refinement.RefineOptions`.
+
+    Parameters
+    ----------
+    refine : str
+        Measure the solution's loss on this model, correct the loss curves around it and solve
+        again; with `target_loss`, the loss on prompts that only choose the round counts.
+    refine_prompts : sequence of str
+        Prompts to refine on, of each 'task' a quarter to choose the round by and a quarter to
+        report the loss on. By default four of each kind that 'kvalloc profile --loss' makes.
+    rounds : int
+        With `refine`: rounds at most; 3 by default.
+    refine_probes : int
+        With `refine`: single changes measured a round and prompt, the least decided ones; all
+        neighbours by default.
+    resume : bool
+        With `refine`: go on with what a killed command had measured.
+    """
+
+    refine: Annotated[str | None, Option("MODEL", REFINING)]
+    refine_prompts: Annotated[Sequence[str] | None, Option("FILE.jsonl", REFINING)]
+    rounds: Annotated[int | None, Option("N", REFINING, least=1)]
+    refine_probes: Annotated[int | None, Option("N", REFINING, least=1)]
+    resume: Annotated[bool | None, Option("", REFINING)]
+
+
+@takes(RequestOptions, RefineFlags, ModelFlags)
 def solve(
-    scores: targets.Scores,
-    solver: Solver = "auto",
-    solver_option: SolverOption = None,
-    average: targets.Average = "curves",
-    time_limit: targets.TimeLimit = None,
-    dtype: Dtype = "float32",
-    device: Device = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="OUT.json",
-            help="The budget profile to write; may be left out with --json.",
-        ),
-    ] = None,
-    json: Json = False,
-    quiet: Quiet = False,
+    scores: Path,
+    solver: str = "auto",
+    solver_option: list[str] | None = None,
+    average: str = "curves",
+    time_limit: float | None = None,
+    output: Annotated[Path | None, Option("OUT.json")] = None,
+    json: bool = False,
+    quiet: bool = False,
     **asked: Any,
 ) -> None:
     """Decide how many entries each layer and KV head keeps.
 
     What was decided comes with a bound that shows how much better it could be at most.
     Exactly one target: --target-retention, --target-loss, --budget, --budget-tokens or --memory.
+
+    Parameters
+    ----------
+    output : Path
+        The budget profile to write; may be left out with --json.
     """
     from kvalloc.allocation.decision import solve as decide
-    from kvalloc.cli.progress import slow
 
-    given = {name: asked.pop(name) for name in refining.RefineFlags.__annotations__}
-    given |= {"average": average, "dtype": dtype, "device": device}
+    others = [name for name in asked if name not in RequestOptions.__annotations__]
+    given = {name: asked.pop(name) for name in others}
     request = Request.parse(**asked)  # refuses before the scores are read
-    refining.check_refinement(given, output)
-    refinement = given["refine"] is not None
-    targets.check_time_limit(time_limit)
+    _check_refinement(given, output, average=average)
+    check_time_limit(time_limit)
     _check_output(output, scores, json=json)
-    chosen = targets.solver_options(solver, solver_option or [])
-    profile = targets.load_scores(scores)
+    chosen = solver_options(solver, solver_option or [])
+    profile = load_scores(scores)
     start = time.perf_counter()
     how: dict[str, Any] = {"solver": solver, "solver_options": chosen, "time_limit": time_limit}
-    if refinement and output is not None:
-        decided = refining.refined(profile, request, given, output, how, quiet=quiet)
+    if "refine" in given and output is not None:
+        decided = _refined(profile, request, given, output, how, quiet=quiet)
     else:
         with slow(f"solving with {solver}", quiet=quiet):
             decided = decide(
@@ -93,16 +116,138 @@ def solve(
                 **how,
             )
     seconds = time.perf_counter() - start
-    if output is not None and not refinement:
+    if output is not None and "refine" not in given:
         decided.save(output)
     if json:
         interval = {"predicted_loss_interval": loss_interval(decided, profile)}
-        print_json({**row(decided, seconds), **interval, **_decision(decided, output)})
+        print_json({**decision_row(decided, seconds), **interval, **_decision(decided, output)})
     elif not quiet:
         print_fields(_summary(decided, profile, seconds, output))
 
 
-def row(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
+def _check_refinement(given: Mapping[str, Any], output: Path | None, *, average: str) -> None:
+    """Refuse flags of a refinement without one, and one that cannot be.
+
+    Parameters
+    ----------
+    given : mapping
+        What was typed of `RefineFlags` and `kvalloc.cli.options.ModelFlags`.
+    output : Path or None
+    average : str
+
+    Raises
+    ------
+    InputError
+        If flags of a refinement stand without one, or it has nowhere to keep what it measured.
+    """
+    if given and "refine" not in given:
+        flag = option(next(iter(given)))
+        raise InputError(f"{flag} belongs to a refinement; name the model with --refine")
+    if "refine" in given and average != "curves":
+        raise InputError("a refinement corrects the mean curves; leave out --average")
+    if "refine" in given and output is None:
+        raise InputError("--refine keeps what it measured beside the profile: say -o OUT.json")
+
+
+def _refined(
+    scores: ScoreProfile,
+    request: Request,
+    given: Mapping[str, Any],
+    output: Path,
+    how: dict[str, Any],
+    *,
+    quiet: bool,
+) -> BudgetProfile:
+    """Refine and save, with a bar; what was measured is in ``OUT.json.partial`` until then.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    request : Request
+    given : mapping
+        As for `check_refinement`.
+    output : Path
+    how : dict
+        Solver, its options and the time limit.
+    quiet : bool
+
+    Raises
+    ------
+    KVAllocError
+        As `kvalloc.refine`.
+    """
+    from kvalloc.measure.checkpoint import check_unfinished, checkpoint_folder
+    from kvalloc.models.loading import require_run_packages
+
+    require_run_packages()
+    from kvalloc.tuning import refine, refinement_prompts
+
+    # what cannot be read or resumed is refused before the model is loaded
+    files, resume = given.get("refine_prompts"), given.get("resume", False)
+    how = {**how, **({"rounds": given["rounds"]} if "rounds" in given else {})}
+    prompts = refinement_prompts(files)[0] if files else None
+    check_unfinished(checkpoint_folder(output), resume=resume)
+    loaded = load(given["refine"], given, quiet=quiet)
+    with ProgressBar("refining", unit="prompts", quiet=quiet) as progress:
+        decided = refine(
+            scores,
+            loaded.model,
+            loaded.tokenizer,
+            prompts,
+            probes=given.get("refine_probes"),
+            output=output,
+            resume=resume,
+            progress=progress,
+            model_id=loaded.model_id,
+            request=request,
+            **how,
+        )
+    if decided.refinement is not None and decided.refinement["note"]:
+        note(decided.refinement["note"], quiet=quiet)
+    return decided
+
+
+def _refinement_fields(decided: BudgetProfile) -> dict[str, str]:
+    """What is told of a refinement, for people; nothing where there was none."""
+    told = decided.refinement
+    if told is None:
+        return {}
+
+    def text(kind: str, prompts: str) -> str:
+        low, high = told[f"{kind}_interval"]
+        count = len(told[f"{prompts}_prompts"])
+        return (
+            f"{told[f'{kind}_loss']:.6f} nats per token ({told['confidence']:.0%} interval "
+            f"{low:.4g} to {high:.4g}, {count} prompts)"
+        )
+
+    rounds = "; ".join(
+        f"{one['round']}: {one['predicted']:.4g} predicted, {one['training']:.4g} where "
+        f"learnt, {one['choosing']:.4g} where chosen{'' if one['kept'] else ', not kept'}"
+        for one in told["rounds"]
+    )
+    fields = {
+        "predicted loss": text("predicted", "training"),
+        "held-out loss": text("measured", "held_out"),
+        "agreement": "within 25% or their intervals"
+        if told["agrees"]
+        else "NO: predicted and held-out loss are further apart than 25% and their intervals",
+        "measured on": told["text_description"],
+        **({"note": told["note"]} if told["note"] else {}),
+        "rounds": rounds,
+    }
+    if decided.requested["target"] == "loss":
+        target = decided.requested["value"]
+        fields["target"] = f"met by {told['choosing_loss']:.6f} on the prompts that chose the round"
+        if told["measured_loss"] > target:
+            fields["target"] += "; the held-out loss is above it"
+    beyond = told.get("largest_size_beyond_target")
+    if beyond is not None:
+        fields["least bytes"] = f"{size(beyond)} of decided layers was too little"
+    return fields
+
+
+def decision_row(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
     """What is told of every decision, as plain values.
 
     Parameters
@@ -206,16 +351,30 @@ def objective_text(value: float | None, decided: BudgetProfile) -> str:
 
 
 def request_text(decided: BudgetProfile) -> str:
-    """What was asked for, for people."""
-    worst = " of the worst unit" if decided.requested.get("objective") == "worst" else ""
-    weighted = "weighted " if decided.requested.get("weights") else ""
-    by_loss = decided.requested.get("objective") == "loss"
-    what = f"{weighted}predicted loss" if by_loss else f"{weighted}retention{worst}"
-    cost = decided.requested.get("cost", "bytes")
+    """What was asked for, for people; of a descent on which text, too."""
+    asked = decided.requested
+    share, text = asked.get("budget"), asked.get("text")
+    if decided.solver == "descent" and share is not None and text is not None:
+        return f"least loss of the whole reduced cache in {share:.1%} of all entries, on {text}"
+    if "target" not in asked:
+        return "not recorded"
+    worst = " of the worst unit" if asked.get("objective") == "worst" else ""
+    what = "predicted loss" if asked.get("objective") == "loss" else f"retention{worst}"
+    what = f"weighted {what}" if asked.get("weights") else what
+    cost = asked.get("cost", "bytes")
     entries = {"bytes": "entries", "decode-bytes": "bytes read per token"}.get(cost, cost)
-    text = Target.read(decided.requested).describe(what, entries)
+    text = Target.read(asked).describe(what, entries)
     prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
     return "; ".join([f"{text}, {prompts}{decided.context_tokens:,} tokens", *limit_texts(decided)])
+
+
+def value_heading(asked: Mapping[str, Any]) -> str:
+    """What to call the optimised value beside retention and loss; empty where it is one of them."""
+    if asked.get("objective") == "worst":
+        return "worst unit"
+    if asked.get("workloads", "mean") != "mean":
+        return "worst samples"
+    return "weighted" if asked.get("weights") else ""
 
 
 def limit_texts(decided: BudgetProfile) -> list[str]:
@@ -326,20 +485,39 @@ def _check_output(output: Path | None, scores: Path, *, json: bool) -> None:
 
 
 def _decision(decided: BudgetProfile, output: Path | None) -> dict[str, Any]:
+    names = (
+        "requested context_tokens batch level page_tokens budgets bits ranks unit_policies "
+        "refinement"
+    )
     return {
-        "requested": decided.requested,
-        "context_tokens": decided.context_tokens,
-        "batch": decided.batch,
-        "level": decided.level,
-        "page_tokens": decided.page_tokens,
-        "budgets": decided.budgets.tolist(),
-        **{
-            name: None if (table := getattr(decided, name)) is None else table.tolist()
-            for name in ("bits", "ranks", "unit_policies")
-        },
+        **{name: getattr(decided, name) for name in names.split()},
         "policies": [policy.title for policy in decided.policies],
-        "refinement": decided.refinement,
-        "output": None if output is None else str(output),
+        "output": output,
+    }
+
+
+def decision_fields(decided: BudgetProfile) -> dict[str, str]:
+    """What a budget profile states of its decision, for people; empty where it does not apply."""
+    kept, whole, loss = decided.retained_bytes, decided.full_bytes, decided.predicted_loss
+    granted = requested_bytes(decided)
+    of_granted = ""
+    if granted is not None:
+        of_granted = f" ({'MORE than the' if kept > granted else 'of'} {size(granted)} granted)"
+    return {
+        "asked": request_text(decided),
+        "solver": f"{solver_text(decided)}, {ended_text(decided)}",
+        "why": why_text(decided),
+        "retention": retention_text(decided),
+        "predicted loss": "" if loss is None else f"{loss:.6f} nats per token",
+        **_refinement_fields(decided),
+        "objective": objective_text(decided.objective, decided),
+        "bound": bound_text(decided),
+        "price": price_text(decided),
+        "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
+        "bits": bits_text(decided),
+        "cost": cost_text(decided),
+        "ranks": ranks_text(decided),
+        "chosen": policies_text(decided),
     }
 
 
@@ -347,38 +525,17 @@ def _summary(
     decided: BudgetProfile, scores: ScoreProfile, seconds: float, output: Path | None
 ) -> dict[str, str]:
     heads = decided.budgets.size
-    kept, whole = decided.retained_bytes, decided.full_bytes
-    granted = requested_bytes(decided)
-    of_granted = ""
-    if granted is not None:
-        over = kept > granted
-        of_granted = f" ({'MORE than the' if over else 'of'} {size(granted)} granted)"
-    fields = {
-        "asked": request_text(decided),
-        "solver": f"{solver_text(decided)}, {ended_text(decided)}, {duration(seconds)}",
-        "why": why_text(decided),
-        "retention": retention_text(decided),
-        "policies": policies_text(decided),
-        "tokens": f"{decided.retained_tokens / heads:,.1f} of {decided.full_tokens / heads:,.1f} "
-        f"per KV head on average ({decided.retained_tokens:,} entries)",
-        "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
-        "objective": objective_text(decided.objective, decided),
-        "bound": bound_text(decided),
-        "price": price_text(decided),
-        "note": "" if decided.retention is None else RETENTION_NOTE,
-        "ranks": ranks_text(decided),
-        "bits": bits_text(decided),
-        "cost": cost_text(decided),
-    }
-    if decided.refinement is not None:
-        fields |= refining.refinement_fields(decided)
-    elif decided.predicted_loss is not None:
-        sure = loss_interval(decided, scores)
-        fields["predicted loss"] = f"{decided.predicted_loss:.6f} nats per token"
-        if sure is not None:
+    fields = decision_fields(decided)
+    fields["solver"] += f", {duration(seconds)}"
+    fields["tokens"] = (
+        f"{decided.retained_tokens / heads:,.1f} of {decided.full_tokens / heads:,.1f} per KV head "
+        f"on average ({decided.retained_tokens:,} entries)"
+    )
+    fields["note"] = "" if decided.retention is None else RETENTION_NOTE
+    if decided.predicted_loss is not None and decided.refinement is None:
+        if (sure := loss_interval(decided, scores)) is not None:
             interval = f"95% interval over samples {sure[0]:.4g} to {sure[1]:.4g}"
             fields["predicted loss"] += f" ({interval})"
         fields["loss note"] = LOSS_NOTE
-    if output is not None:
-        fields["written"] = str(output)
-    return {name: text for name, text in fields.items() if text}
+    fields["written"] = "" if output is None else str(output)
+    return fields

@@ -1,4 +1,4 @@
-"""``kvalloc solvers``: who can decide budgets; ``scorers`` and ``policies`` list theirs alike."""
+"""``kvalloc solvers``, ``scorers`` and ``policies``: the plug-ins of each kind."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import math
 import textwrap
 from typing import Any
 
-from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import print_json
-from kvalloc.cli.targets import plugin_options
+from kvalloc.cli.values import plugin_options
 from kvalloc.errors import KVAllocError, plain
-from kvalloc.problem.registry import SOLVERS, load, names
+from kvalloc.problem.registry import POLICIES, SCORERS, SOLVERS, load, names
 from kvalloc.report.terminal import terminal_width
 
-EXAMPLES = """\
-  kvalloc solvers
-  kvalloc solvers --json
-"""
 
-
-def solvers(json: Json = False, quiet: Quiet = False) -> None:
+@takes()
+def solvers(json: bool = False, quiet: bool = False) -> None:
     """List the solvers that are installed, with their options.
 
     Those of other packages are found too, through the entry-point group kvalloc.solvers.
@@ -28,23 +24,42 @@ def solvers(json: Json = False, quiet: Quiet = False) -> None:
     from kvalloc.problem.solver import Solver
 
     hint = "use one: kvalloc solve ... --solver NAME --solver-option KEY=VALUE"
-    list_plugins(SOLVERS, Solver, json=json, hint="" if quiet else hint)
+    _list(SOLVERS, Solver, json=json, hint="" if quiet else hint)
 
 
-def list_plugins(group: str, base: type[Any], *, json: bool, hint: str) -> None:
-    """Print every plug-in of a group: what it is, or why it cannot be used.
+@takes()
+def scorers(json: bool = False, quiet: bool = False) -> None:
+    """List the scorers that are installed, with their parameters.
 
-    Parameters
-    ----------
-    group : str
-        `kvalloc.problem.registry.SOLVERS`, `SCORERS` or `POLICIES`.
-    base : type
-        What a plug-in must be a subclass of.
-    json : bool
-        As JSON instead of a block each; one of ``options`` and ``error`` is None.
-    hint : str
-        One line at the end; none if empty.
+    Those of other packages are found too, through the entry-point group kvalloc.scorers.
     """
+    from kvalloc.scorers import Scorer
+
+    hint = "use one: kvalloc profile ... --scorer NAME --window N --pool N"
+    _list(SCORERS, Scorer, json=json, hint="" if quiet else hint)
+
+
+@takes()
+def policies(json: bool = False, quiet: bool = False) -> None:
+    """List the policies that are installed, with their parameters.
+
+    Each goes with any budget profile. Those of other packages are found too, through the
+    entry-point group kvalloc.policies.
+    """
+    from kvalloc.models.loading import require_run_packages
+
+    require_run_packages()
+    from kvalloc.runtime.policies import EvictionPolicy
+
+    hint = (
+        "use one: kvalloc generate ... --policy NAME --policy-option KEY=VALUE; a scorer's name "
+        "stands for score with that scorer"
+    )
+    _list(POLICIES, EvictionPolicy, json=json, hint="" if quiet else hint)
+
+
+def _list(group: str, base: type[Any], *, json: bool, hint: str) -> None:
+    """Print every plug-in of a group: what it is, or why it cannot be used; then the hint."""
     rows = [_describe(group, name, base) for name in names(group)]
     if json:
         print_json(rows)

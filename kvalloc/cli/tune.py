@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-import typer
-
-from kvalloc.cli import targets
 from kvalloc.cli.calibrating import PromptOptions, read_given, read_recipe
-from kvalloc.cli.options import Device, Dtype, Json, ModelName, Quiet
+from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import print_json, print_table, size
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
@@ -64,56 +61,43 @@ class TuneFlags(TypedDict, total=False):
     steps: Annotated[int | None, Option("N", DECIDED, least=1)]
 
 
-Output = Annotated[
-    Path,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="OUT.json",
-        help="Where the budget profile goes; of several budgets each gets its own, such as "
-        "OUT-20.json.",
-    ),
-]
-Budget = Annotated[
-    list[str], typer.Option(metavar="20%", help="Share of the entries; can be repeated.")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where a killed command stood.")]
-
-
-@targets.takes(TuneFlags)
-@targets.takes(PromptOptions)
+@takes(TuneFlags, PromptOptions, ModelFlags)
 def tune(
-    model: ModelName,
-    output: Output,
-    budget: Budget,
-    dtype: Dtype = "float32",
-    device: Device = None,
-    resume: Resume = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    **asked: Any,
+    model: str,
+    *,
+    output: Annotated[Path, Option("OUT.json")],
+    budget: Annotated[list[str], Option("20%")],
+    resume: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+    **given: Any,
 ) -> None:
     """Decide budgets and policies of all heads together, on what the reduced cache really does.
 
     Needs no score profile: the gradient of the whole cache's loss, on the model's own
     continuations of the prompts, moves entries from heads that can spare them to heads that
     need them. A fifth of the prompts is held out and chooses among the stages of the descent.
+
+    Parameters
+    ----------
+    output : Path
+        Where the budget profile goes; of several budgets each gets its own, such as OUT-20.json.
+    budget : list of str
+        Share of the entries.
     """
     from kvalloc.models.loading import require_run_packages
     from kvalloc.tuning import tune_each
     from kvalloc.units import parse_share
 
     require_run_packages()
-    given = {name: value for name, value in asked.items() if value is not None}
     shares = list(dict.fromkeys(parse_share(one) for one in budget))
-    files = _files(output, shares)
-    _check_outputs(files, resume=resume)
+    files = _files(output, shares, resume=resume)
     recipe = read_recipe(given)
     texts = [] if recipe else read_given(given)
     if not recipe and not texts:
         raise InputError("there is nothing to tune on; give --tasks, --prompts or --text")
     wanted = _wanted(given)
-    loaded = load(model, dtype=dtype, device=device, quiet=quiet)
+    loaded = load(model, given, quiet=quiet)
     if recipe:
         begun = 2 if "by_prompt" in given else 0  # a draft begins in another place then
         texts = [*recipe.make(loaded.tokenizer, given, each=EACH_TASK, begun_every=begun)]
@@ -137,20 +121,17 @@ def tune(
         _print(rows)
 
 
-def _files(output: Path, shares: list[float]) -> list[Path]:
-    if len(shares) == 1:
-        return [output]
-    return [output.with_name(f"{output.stem}-{share * 100:g}{output.suffix}") for share in shares]
-
-
-def _check_outputs(files: list[Path], *, resume: bool) -> None:
-    """Refused before anything is loaded."""
+def _files(output: Path, shares: list[float], *, resume: bool) -> list[Path]:
+    """One for each share; refuses what cannot be written before anything is loaded."""
     from kvalloc.files import check_writable
     from kvalloc.measure.checkpoint import check_unfinished, checkpoint_folder
 
+    names = [f"{output.stem}-{share * 100:g}{output.suffix}" for share in shares]
+    files = [output.with_name(name) for name in names] if len(shares) > 1 else [output]
     for file in files:
         check_writable(file)
         check_unfinished(checkpoint_folder(file), resume=resume)
+    return files
 
 
 def _wanted(given: Mapping[str, Any]) -> dict[str, Any]:

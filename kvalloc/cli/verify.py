@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
 
 import typer
 
-from kvalloc.cli import targets
-from kvalloc.cli.options import Json, Quiet
+from kvalloc.cli.options import takes
 from kvalloc.cli.output import hanging, print_json
+from kvalloc.cli.values import load_scores
 
 EXAMPLES = """\
   kvalloc verify p.json s.safetensors
@@ -19,14 +18,8 @@ EXAMPLES = """\
 NOT_TRUE = 1
 
 
-def verify(
-    profile: Annotated[
-        str, typer.Argument(metavar="PROFILE", help="A budget profile, or a shipped one's name.")
-    ],
-    scores: targets.Scores,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+@takes()
+def verify(profile: str, scores: Path, json: bool = False, quiet: bool = False) -> None:
     """Recompute what a budget profile states.
 
     Objective, bytes, target, constraints and bound, from the two files alone: nothing that the
@@ -35,9 +28,10 @@ def verify(
     from kvalloc.allocation.audit import verify as recompute
     from kvalloc.formats.shipped_profiles import load_profile
 
-    checks = recompute(load_profile(profile), targets.load_scores(scores))
+    checks = recompute(load_profile(profile), load_scores(scores))
+    passed = all(check.passed for check in checks)
     if json:
-        print_json({"passed": all(c.passed for c in checks), "checks": [asdict(c) for c in checks]})
+        print_json({"passed": passed, "checks": checks})
     elif not quiet:
         width = max(len(check.name) for check in checks)
         for check in checks:
@@ -45,5 +39,5 @@ def verify(
             both = f"stated {check.stated}, found {check.found}"
             said = check.stated if check.stated == check.found else both
             print(f"{mark}  {check.name:<{width}}  {hanging(said, width + 9)}")
-    if not all(check.passed for check in checks):
+    if not passed:
         raise typer.Exit(NOT_TRUE)

@@ -17,15 +17,8 @@ MakeCache = Callable[[], "Cache"]
 def stored_bytes(cache: Cache) -> int:
     """Bytes of K and V that a cache really holds, read from its tensors' storage.
 
-    Parameters
-    ----------
-    cache : transformers.Cache
-
-    Returns
-    -------
-    int
-        Every storage counted once and in full, so a view that keeps a larger tensor alive costs
-        what it keeps alive.
+    Every storage counts once and in full, so a view that keeps a larger tensor alive costs what it
+    keeps alive.
     """
     return sum(storage.nbytes() for storage, _ in _storages(cache))
 
@@ -34,16 +27,8 @@ def needed_bytes(cache: Cache) -> int:
     """Bytes of K and V that later tokens attend to: of each storage what its tensors show.
 
     After a prompt, a sliding layer of transformers shows the last tokens of its window and keeps
-    the whole prompt's storage alive until the next token; what a model needs is what it shows.
-
-    Parameters
-    ----------
-    cache : transformers.Cache
-
-    Returns
-    -------
-    int
-        At most `stored_bytes`.
+    the whole prompt's storage alive until the next token; what a model needs is what it shows, at
+    most `stored_bytes`.
     """
     return sum(min(storage.nbytes(), shown) for storage, shown in _storages(cache))
 

@@ -21,13 +21,10 @@ class Divergence:
         Mean of KL(full cache ‖ reduced cache) over the predictions, nats per token.
     top1_agreement : float
         Share of predictions whose most likely token is the same, 0..1.
-    n_predictions : int
-        Predictions compared.
     """
 
     kl: float
     top1_agreement: float
-    n_predictions: int
 
 
 def divergence(full_logits: Tensor, reduced_logits: Tensor) -> Divergence:
@@ -74,5 +71,4 @@ def divergence(full_logits: Tensor, reduced_logits: Tensor) -> Divergence:
     return Divergence(
         kl=float(terms.double().sum(dim=-1).mean()),
         top1_agreement=float(agree.double().mean()),
-        n_predictions=int(full_logits.shape[0]),
     )

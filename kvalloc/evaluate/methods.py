@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,9 +41,6 @@ class Compressed:
         has left its window.
     prefill_seconds : float
         Wall time of reading and compressing.
-    during : callable
-        Gives a context manager that is entered around every forward on this cache, for methods
-        that keep something on the model.
     """
 
     model: PreTrainedModel
@@ -53,7 +49,6 @@ class Compressed:
     stored_bytes: int
     kept_bytes: int
     prefill_seconds: float
-    during: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def fork(self) -> Compressed:
         """A copy that can be asked without changing this one."""
@@ -74,8 +69,7 @@ class Compressed:
         -------
         Tensor of float32, (last, vocabulary)
         """
-        with self.during():
-            return next_logits(self.model, self.cache, ids, last=last)
+        return next_logits(self.model, self.cache, ids, last=last)
 
 
 class Method(Protocol):

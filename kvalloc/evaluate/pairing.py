@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,36 +13,7 @@ from kvalloc.evaluate.scoring import FULL, Score, row
 from kvalloc.prompts.intervals import interval
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One method beside another on the same prompts.
-
-    Attributes
-    ----------
-    against : str
-        The other method.
-    kl_difference : float or None
-        Mean KL less that of the other, nats per token; None where nothing was compared.
-    kl_difference_ci95 : list of float or None
-        Its bootstrap interval over the prompts; None for fewer than two prompts in a task.
-    kl_ratio : float or None
-        Mean KL by that of the other; None where that is 0.
-    kl_ratio_ci95 : list of float or None
-    score_difference : float or None
-        Mean score less that of the other; None where nothing is asked.
-    score_difference_ci95 : list of float or None
-    """
-
-    against: str
-    kl_difference: float | None
-    kl_difference_ci95: list[float] | None
-    kl_ratio: float | None
-    kl_ratio_ci95: list[float] | None
-    score_difference: float | None
-    score_difference_ci95: list[float] | None
-
-
-def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> Comparison:
+def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> dict[str, Any]:
     """Compare two methods prompt by prompt, tasks with equal weight.
 
     Prompts are drawn with replacement, the same ones for both methods, within each task. What is
@@ -58,7 +28,11 @@ def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> 
 
     Returns
     -------
-    Comparison
+    dict
+        ``against``, the other method; ``kl_difference`` and ``score_difference``, the mean less
+        that of the other, None where nothing was compared or asked; ``kl_ratio``, the mean KL by
+        that of the other, None where that is 0; each with its bootstrap interval over the prompts
+        under its name and ``_ci95``, None for fewer than two prompts in a task.
 
     Raises
     ------
@@ -71,17 +45,16 @@ def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> 
     kls, scores = _pairs(mine, other, "kl"), _pairs(mine, other, "score")
     kl, score = (_means(pairs) for pairs in (kls, scores))
     ratio = kl[0] / kl[1] if kl is not None and kl[1] > 0 else None
-    return Comparison(
-        against=other[0].name,
-        kl_difference=None if kl is None else kl[0] - kl[1],
-        kl_difference_ci95=interval(kls, _difference, seed=seed),
-        kl_ratio=ratio,
-        kl_ratio_ci95=None
-        if ratio is None
-        else interval(kls, lambda means: means[:, 0] / means[:, 1], seed=seed),
-        score_difference=None if score is None else score[0] - score[1],
-        score_difference_ci95=interval(scores, _difference, seed=seed),
-    )
+    by = None if ratio is None else interval(kls, lambda m: m[:, 0] / m[:, 1], seed=seed)
+    return {
+        "against": other[0].name,
+        "kl_difference": None if kl is None else kl[0] - kl[1],
+        "kl_difference_ci95": interval(kls, _difference, seed=seed),
+        "kl_ratio": ratio,
+        "kl_ratio_ci95": by,
+        "score_difference": None if score is None else score[0] - score[1],
+        "score_difference_ci95": interval(scores, _difference, seed=seed),
+    }
 
 
 def rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
@@ -116,7 +89,7 @@ def _paired(by_name: Mapping[str, list[Score]], name: str) -> list[dict[str, Any
     """A method beside the full cache, and beside the first of the others."""
     others = [other for other in by_name if other != FULL]
     against = [] if name == FULL else [FULL, *(other for other in others[:1] if other != name)]
-    return [asdict(compare(by_name[name], by_name[other])) for other in against]
+    return [compare(by_name[name], by_name[other]) for other in against]
 
 
 def _pairs(mine: Sequence[Score], other: Sequence[Score], name: str) -> list[FloatArray]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvalloc.allocation.decision import solve
-from kvalloc.errors import KVAllocError, SolverError
+from kvalloc.allocation.decision import Attempt, compare, solve
+from kvalloc.errors import KVAllocError
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.evaluate.scoring import Outcome, known, measure, measure_full
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem.registry import solver_names
 from kvalloc.prompts.cases import Case, Turn
 from kvalloc.prompts.needle import NeedleCase
 
@@ -42,41 +42,6 @@ UNIFORM = "uniform, tova"
 Progress = Callable[[int, int], None]
 Rule = Callable[[float], BudgetProfile]
 """Gives the budgets at a share of all entries, 0..1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What one solver made of one target.
-
-    Attributes
-    ----------
-    solver : str
-        Registered name.
-    profile : BudgetProfile or None
-        None where the solver refused or failed.
-    reason : str
-        Why there is no profile; empty otherwise.
-    seconds : float
-        Wall time of `kvalloc.solve`, the solver's own imports included.
-    """
-
-    solver: str
-    profile: BudgetProfile | None
-    reason: str = ""
-    seconds: float
-
-    def row(self) -> dict[str, Any]:
-        """The decision as plain values."""
-        decided = (
-            "level retention retained_tokens retained_bytes full_bytes objective bound gap "
-            "termination"
-        )
-        return {
-            "solver": self.solver,
-            "reason": self.reason or None,
-            "seconds": self.seconds,
-            **{name: getattr(self.profile, name, None) for name in decided.split()},
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +121,7 @@ class Experiment:
         The full cache's answers.
     capacity_bytes : int
         What every solver was granted.
-    decisions : tuple of Decision
+    decisions : tuple of Attempt
         What every solver made of that.
     asked : tuple of Asked
         The answers of those that can be applied.
@@ -169,24 +134,24 @@ class Experiment:
     cases: tuple[NeedleCase, ...]
     full: tuple[Outcome, ...]
     capacity_bytes: int
-    decisions: tuple[Decision, ...]
+    decisions: tuple[Attempt, ...]
     asked: tuple[Asked, ...]
     by_loss: tuple[Asked, ...]
     ladder: Ladder
 
-    def record(self, decisions: Sequence[Decision]) -> dict[str, Any]:
+    def record(self, decisions: Sequence[Attempt]) -> dict[str, Any]:
         """Everything as one document of plain values; unknown is None.
 
         Parameters
         ----------
-        decisions : sequence of Decision
+        decisions : sequence of Attempt
             At the target retention.
         """
         skipped = [{"solver": name, "share": share} for name, share in self.ladder.skipped]
         return {
-            "decisions": [decision.row() for decision in decisions],
+            "decisions": [_decision(one) for one in decisions],
             "capacity_bytes": self.capacity_bytes,
-            "at_capacity": [decision.row() for decision in self.decisions],
+            "at_capacity": [_decision(one) for one in self.decisions],
             "full_cache": self._answers(self.full),
             "asked": [self._row(asked) for asked in self.asked],
             "by_loss": [self._row(asked) for asked in self.by_loss],
@@ -217,6 +182,18 @@ class Experiment:
             }
             for case, outcome in zip(self.cases, outcomes, strict=True)
         ]
+
+
+def _decision(attempt: Attempt) -> dict[str, Any]:
+    decided = (
+        "level retention retained_tokens retained_bytes full_bytes objective bound gap termination"
+    )
+    return {
+        "solver": attempt.solver,
+        "reason": attempt.reason or None,
+        "seconds": attempt.seconds,
+        **{name: getattr(attempt.profile, name, None) for name in decided.split()},
+    }
 
 
 class Questions:
@@ -301,7 +278,7 @@ def _case(needle: NeedleCase) -> Case:
     )
 
 
-def decide(scores: ScoreProfile, **target: Any) -> list[Decision]:
+def decide(scores: ScoreProfile, **target: Any) -> list[Attempt]:
     """Let every registered solver decide, at layer level where it can, else at head level.
 
     Parameters
@@ -313,39 +290,26 @@ def decide(scores: ScoreProfile, **target: Any) -> list[Decision]:
 
     Returns
     -------
-    list of Decision
-        One a solver, in `ORDER`.
+    list of Attempt
+        One a solver, in `ORDER`. The reason of one that can do neither is that at layer level.
 
     Raises
     ------
     SolverError
-        If no solver is registered.
+        If no solver is registered, or none can decide.
     """
+    target["time_limit"] = TIME_LIMIT_SECONDS
+    found = {one.solver: one for one in compare(scores, **target)}
+    refused = [name for name, one in found.items() if one.profile is None]
+    with suppress(KVAllocError):  # there is none, or heads do not help
+        heads = compare(scores, solvers=refused, level="head", **target)
+        found |= {one.solver: one for one in heads if one.profile is not None}
     ranks = {name: rank for rank, name in enumerate(ORDER)}
-    names = sorted(solver_names(), key=lambda name: (ranks.get(name, len(ORDER)), name))
-    if not names:
-        raise SolverError("no solver is registered: kvalloc is on the path but not installed")
-    return [_decide_one(scores, name, target) for name in names]
-
-
-def _decide_one(scores: ScoreProfile, name: str, target: dict[str, Any]) -> Decision:
-    reason, start = "", time.perf_counter()
-    for level in ("layer", "head"):
-        start = time.perf_counter()
-        try:
-            profile = solve(
-                scores, solver=name, level=level, time_limit=TIME_LIMIT_SECONDS, **target
-            )
-        except KVAllocError as error:
-            # The first reason counts: the second try only finds out whether heads would do.
-            reason = reason or str(error)
-            continue
-        return Decision(solver=name, profile=profile, seconds=time.perf_counter() - start)
-    return Decision(solver=name, profile=None, reason=reason, seconds=time.perf_counter() - start)
+    return sorted(found.values(), key=lambda one: (ranks.get(one.solver, len(ORDER)), one.solver))
 
 
 def ask_each(
-    decisions: Sequence[Decision],
+    decisions: Sequence[Attempt],
     share: float,
     questions: Questions,
     *,
@@ -356,7 +320,7 @@ def ask_each(
 
     Parameters
     ----------
-    decisions : sequence of Decision
+    decisions : sequence of Attempt
         All for the same target. The first two that can be applied are always asked.
     share : float
         Share of the entries that was granted.
@@ -385,27 +349,21 @@ def ask_each(
     return asked, missing
 
 
-def rules_of(scores: ScoreProfile, solvers: Sequence[str]) -> dict[str, Rule]:
-    """What these solvers decide at any share, at layer level where they can, else at head level.
+def rules_of(scores: ScoreProfile, levels: Mapping[str, Any]) -> dict[str, Rule]:
+    """What solvers decide at any share.
 
     Parameters
     ----------
     scores : ScoreProfile
         What was measured.
-    solvers : sequence of str
-        Registered names.
+    levels : mapping of str to str
+        At which level each of them decides.
     """
 
     def rule(name: str) -> Rule:
-        def budgets(share: float) -> BudgetProfile:
-            try:
-                return solve(scores, solver=name, budget=share)
-            except SolverError:  # some rules work on single heads only
-                return solve(scores, solver=name, budget=share, level="head")
+        return lambda share: solve(scores, solver=name, budget=share, level=levels[name])
 
-        return budgets
-
-    return {name: rule(name) for name in solvers}
+    return {name: rule(name) for name in levels}
 
 
 class _TooSlow(Exception):

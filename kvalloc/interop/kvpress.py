@@ -7,11 +7,11 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, MissingDependencyError, option
-from kvalloc.evaluate.caches import next_logits, stored_bytes
+from kvalloc.evaluate.caches import needed_bytes, next_logits, stored_bytes
 from kvalloc.evaluate.methods import Compressed
 
 if TYPE_CHECKING:
@@ -117,52 +117,6 @@ def make_press(name: PeerName) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """A prompt that was read once with the full cache: presses start from here.
-
-    Attributes
-    ----------
-    prompt_ids : tuple of int, (n_tokens,)
-        The prompt.
-    keys, values : list of Tensor, each (1, n_kv_heads, n_tokens, head_dim)
-        Of each layer.
-    calls : list of (module, arguments)
-        Every layer's attention module, and what it was called with.
-    logits : Tensor of float32, (vocabulary,)
-        Prediction of the token after the prompt.
-    seconds : float
-        Wall time.
-    """
-
-    prompt_ids: tuple[int, ...]
-    keys: list[Tensor]
-    values: list[Tensor]
-    calls: list[tuple[Any, dict[str, Any]]]
-    logits: Tensor
-    seconds: float
-
-
-class PromptReader:
-    """Reads a prompt once for several presses; holds the last one only."""
-
-    def __init__(self) -> None:
-        self._last: Reading | None = None
-
-    def read(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Reading:
-        """The full cache of a prompt, and what entered each layer's attention.
-
-        Parameters
-        ----------
-        model : PreTrainedModel
-        prompt_ids : sequence of int, (n_tokens,)
-        """
-        if self._last is None or self._last.prompt_ids != tuple(prompt_ids):
-            self._last = None  # frees the memory of the one before
-            self._last = _read(model, tuple(prompt_ids))
-        return self._last
-
-
-@dataclass(frozen=True, kw_only=True)
 class PeerCompressed(Compressed):
     """A prompt's cache after a press.
 
@@ -222,8 +176,6 @@ class KvpressMethod:
     ----------
     name : PeerName
         Which press, and the share of entries to keep.
-    reader : PromptReader
-        Share one between methods, and each prompt is read once for all of them.
     tokenizer_path : str or None
         Where KVzip finds the tokenizer, which it loads again; the model's own name by default.
 
@@ -236,7 +188,6 @@ class KvpressMethod:
     """
 
     name: PeerName
-    reader: PromptReader = field(default_factory=PromptReader)
     tokenizer_path: str | None = None
 
     def __post_init__(self) -> None:
@@ -260,6 +211,7 @@ class KvpressMethod:
             If the press refuses the prompt.
         """
         import torch
+        from transformers import DynamicCache
 
         press, share = make_press(self.name), self.name.share
         assert share is not None  # checked when this was made
@@ -268,16 +220,37 @@ class KvpressMethod:
         n_tokens = len(prompt_ids)
         n_kept = max(1, round(share * n_tokens))
         press.compression_ratio = max(0.0, 1 - (n_kept + 0.01) / n_tokens)
+        cache: Any = DynamicCache(config=model.config)
         start = time.perf_counter()
         try:
             with torch.inference_mode(), _as_it_was(model, self.tokenizer_path):
-                reading = self.reader.read(model, prompt_ids)
-                run = _replayed if _only_hooks(press) else _read_again
-                return _finished(model, run(press, model, reading), reading, start)
+                with press(model):
+                    logits = next_logits(model, cache, prompt_ids, last=1)[-1]
+                seconds = time.perf_counter() - start
+                hidden = [
+                    _hidden(layer, stored)
+                    for layer, stored in zip(_layers(model), cache.layers, strict=True)
+                ]
         except (AssertionError, RuntimeError) as error:
             raise InputError(f"{self.name} fails on a prompt of {n_tokens} tokens: {error}") from (
                 error
             )
+        hidden_bytes = sum(
+            2 * int(mask.sum()) * stored.keys[0, 0, 0].nbytes
+            for mask, stored in zip(hidden, cache.layers, strict=True)
+            if mask is not None
+        )
+        return PeerCompressed(
+            model=model,
+            cache=cache,
+            logits=logits,
+            stored_bytes=stored_bytes(cache),
+            kept_bytes=needed_bytes(cache) - hidden_bytes,
+            prefill_seconds=seconds,
+            hidden=tuple(hidden),
+            first_stored=int(cache.layers[0].keys.shape[2]),
+            n_prompt=n_tokens,
+        )
 
 
 def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[PeerName]:
@@ -319,12 +292,9 @@ def read_peers(texts: Sequence[str], profiles: Iterable[BudgetProfile]) -> list[
 
 
 def peer_methods(names: Sequence[PeerName], tokenizer: Any) -> dict[str, Method]:
-    """The peers, by what they are called in the table; each prompt is read once for all."""
-    reader = PromptReader()
+    """The peers, by what they are called in the table."""
     path = getattr(tokenizer, "name_or_path", None)
-    return {
-        str(name): KvpressMethod(name=name, reader=reader, tokenizer_path=path) for name in names
-    }
+    return {str(name): KvpressMethod(name=name, tokenizer_path=path) for name in names}
 
 
 def _share(profile: BudgetProfile) -> float:
@@ -332,95 +302,16 @@ def _share(profile: BudgetProfile) -> float:
     return round(profile.retained_tokens / (profile.budgets.size * profile.context_tokens), 3)
 
 
-def _read(model: PreTrainedModel, prompt_ids: tuple[int, ...]) -> Reading:
-    from transformers import DynamicCache
-
-    calls: list[tuple[Any, dict[str, Any]]] = []
-
-    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((module, {**kwargs, **({"hidden_states": args[0]} if args else {})}))
-
-    handles = [
-        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
-        for layer in _layers(model)
-    ]
-    cache: Any = DynamicCache(config=model.config)
-    start = time.perf_counter()
-    try:
-        logits = next_logits(model, cache, prompt_ids, last=1)[-1]
-    finally:
-        for handle in handles:
-            handle.remove()
-    return Reading(
-        prompt_ids=prompt_ids,
-        keys=[layer.keys for layer in cache.layers],
-        values=[layer.values for layer in cache.layers],
-        calls=calls,
-        logits=logits,
-        seconds=time.perf_counter() - start,
-    )
-
-
-def _only_hooks(press: Any) -> bool:
-    """Whether a press only looks at each layer after the prompt, as most do."""
-    from kvpress import BasePress
-
-    return type(press).__call__ is BasePress.__call__
-
-
-def _replayed(press: Any, model: Any, reading: Reading) -> Any:
-    """Call the press's hook of every layer with what the layer saw: as if it had been there."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
-    # its preparations; its hooks would fire in a forward, of which there is none
-    with press(model):
-        for index, (module, arguments) in enumerate(reading.calls):
-            # a press may write into what it gets
-            cache.update(reading.keys[index].clone(), reading.values[index].clone(), index)
-            press.forward_hook(module, (), {**arguments, "past_key_values": cache}, (None, None))
-    return cache
-
-
-def _read_again(press: Any, model: Any, reading: Reading) -> Any:
-    """Read the prompt again under the press, as its own code does (KVzip repeats the prompt)."""
-    import torch
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
-    with press(model):
-        model.model(
-            input_ids=torch.tensor([list(reading.prompt_ids)], device=model.device),
-            past_key_values=cache,
-        )
-    return cache
-
-
-def _finished(model: Any, cache: Any, reading: Reading, start: float) -> PeerCompressed:
-    """What the press left in the cache and on the modules."""
+def _hidden(layer: Any, stored: Any) -> Tensor | None:
+    """What a press has marked on a layer's module, ``(n_kv_heads, n_stored)``; None for nothing."""
     import torch
 
-    hidden: list[Tensor | None] = []
-    kept_bytes = 0
-    for layer, stored in zip(_layers(model), cache.layers, strict=True):
-        marked = getattr(layer.self_attn, "masked_key_indices", None)
-        n_kv_heads, n_stored, head_dim = stored.keys.shape[1:]
-        mask = torch.zeros(n_kv_heads, n_stored, dtype=torch.bool, device=stored.keys.device)
-        if marked is not None:
-            mask[marked[1], marked[2]] = True
-        hidden.append(None if marked is None else mask)
-        kept_bytes += 2 * int((~mask).sum()) * head_dim * stored.keys.element_size()
-    return PeerCompressed(
-        model=model,
-        cache=cache,
-        logits=reading.logits,
-        stored_bytes=stored_bytes(cache),
-        kept_bytes=kept_bytes,
-        prefill_seconds=reading.seconds + time.perf_counter() - start,
-        hidden=tuple(hidden),
-        first_stored=int(cache.layers[0].keys.shape[2]),
-        n_prompt=len(reading.prompt_ids),
-    )
+    marked = getattr(layer.self_attn, "masked_key_indices", None)
+    if marked is None:
+        return None
+    mask = torch.zeros(stored.keys.shape[1:3], dtype=torch.bool, device=stored.keys.device)
+    mask[marked[1], marked[2]] = True
+    return mask
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.evaluate.caches import end_tokens
-from kvalloc.evaluate.methods import CacheMethod, Compressed, Method, answer_greedily
+from kvalloc.evaluate.methods import CacheMethod, Compressed, answer_greedily
 from kvalloc.prompts.examples import encode
 
 try:
@@ -56,8 +56,6 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
     max_length : int, optional
         Longest prompt with its answer, tokens; the model's limit by default. A longer prompt loses
         its beginning, as in the harness's own models.
-    method : Method, optional
-        Instead of a profile.
     **ignored
         What the harness passes to every model, such as ``batch_size``: prompts run one by one.
 
@@ -77,7 +75,6 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         device: str | None = None,
         allow_other_model: bool | str = False,
         max_length: int | str | None = None,
-        method: Method | None = None,
         **ignored: Any,
     ) -> None:
         from kvalloc.formats.shipped_profiles import load_profile
@@ -86,24 +83,20 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         super().__init__()
         if int(after_tokens) < 0:
             raise InputError(f"after_tokens is {after_tokens}; give 0 or more")
-        if profile is not None and method is not None:
-            raise InputError("give a profile or a method, not both")
         loaded = load_model(pretrained, dtype=dtype, device=device)
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
         self._after_tokens = int(after_tokens)
         limit = shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
         self._max_length = int(max_length) if max_length is not None else limit
-        if method is None:
-            make: Callable[[], Cache] = self._full_cache
-            if profile is not None:
-                make = partial(
-                    load_profile(profile).cache,
-                    self._model,
-                    allow_other_model=str(allow_other_model).lower() == "true",
-                )
-                make()  # refuses the profile of another model at once
-            method = CacheMethod(make_cache=make)
-        self._method = method
+        make: Callable[[], Cache] = self._full_cache
+        if profile is not None:
+            make = partial(
+                load_profile(profile).cache,
+                self._model,
+                allow_other_model=str(allow_other_model).lower() == "true",
+            )
+            make()  # refuses the profile of another model at once
+        self._method = CacheMethod(make_cache=make)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Log likelihood of each continuation after its context, and whether it is the greedy one.

@@ -155,7 +155,7 @@ def fitted(
 
 def encode(tokenizer: Any, text: str, *, special: bool = False) -> tuple[int, ...]:
     """Tokens of a text, with the tokenizer's own first token where asked."""
-    ids = tokenizer(text, add_special_tokens=special)["input_ids"]
+    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return tuple(int(token) for token in ids)
 
 

@@ -47,8 +47,8 @@ def save_budget_figure(
     scores: ScoreProfile,
     profiles: Mapping[str, BudgetProfile],
     *,
-    harm: Mapping[str, Sequence[Asked]] | None = None,
-    title: str = "",
+    harm: Mapping[str, Sequence[Asked]],
+    title: str,
 ) -> None:
     """Draw budgets per layer, the curves they were decided from, and what was measured.
 
@@ -60,8 +60,8 @@ def save_budget_figure(
         The retention curves.
     profiles : mapping of str to BudgetProfile
         By the name to show; all decided from these curves.
-    harm : mapping of str to sequence of Asked, optional
-        Measurements by the same names; a third panel shows them.
+    harm : mapping of str to sequence of Asked
+        Measurements by the same names.
     title : str
         Stands above everything.
 
@@ -80,12 +80,10 @@ def save_budget_figure(
     groups = _near_groups(profiles)
     styles = _styles(groups)
     _draw_budgets(upper.add_subplot(), groups, profiles, styles)
-    panels = lower.subplots(1, 2 if harm else 1, squeeze=False)[0]
-    _draw_curves(panels[0], scores)
-    if harm:
-        _draw_harm(panels[1], harm, styles)
-    if title:
-        figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    left, right = lower.subplots(1, 2)
+    _draw_curves(left, scores)
+    _draw_harm(right, harm, styles)
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     _save(figure, path)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from kvalloc.allocation.decision import Attempt
 from kvalloc.errors import one_line
 from kvalloc.evaluate.scoring import Outcome, known
-from kvalloc.evaluate.showcase import NO_TIME, Asked, Decision, Experiment, Ladder, Questions
+from kvalloc.evaluate.showcase import NO_TIME, Asked, Experiment, Ladder, Questions
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.report.figure import save_budget_figure
 from kvalloc.report.terminal import number_text, table_lines
@@ -28,12 +29,12 @@ OWN_MODEL = (
 )
 
 
-def decision_table(decisions: Sequence[Decision]) -> list[str]:
+def decision_table(decisions: Sequence[Attempt]) -> list[str]:
     """Lay out what every solver made of the same target.
 
     Parameters
     ----------
-    decisions : sequence of Decision
+    decisions : sequence of Attempt
         For a target retention: objective and bound are bytes.
 
     Returns
@@ -175,7 +176,7 @@ def harm_points(experiment: Experiment) -> dict[str, list[Asked]]:
 
 
 def save_picture(
-    path: Path, scores: ScoreProfile, decisions: Sequence[Decision], experiment: Experiment
+    path: Path, scores: ScoreProfile, decisions: Sequence[Attempt], experiment: Experiment
 ) -> None:
     """Draw all budgets, the curves that they come from, and what was measured.
 
@@ -184,7 +185,7 @@ def save_picture(
     path : Path
         The PNG to write.
     scores : ScoreProfile
-    decisions : sequence of Decision
+    decisions : sequence of Attempt
         All for the same target.
     experiment : Experiment
     """

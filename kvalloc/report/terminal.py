@@ -18,6 +18,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LABEL_WIDTH = 7
 _NUMBER_WIDTH = 5
 _MIN_BAR = 4
+_MAX_ROWS = 40
 _RULE = "    \n    \n -- \n    \n    \n    \n    \n    \n"
 """A box for rich that has nothing but a line below the headings."""
 
@@ -163,13 +164,12 @@ def budget_columns(
     *,
     width: int = 80,
     unicode: bool | None = None,
-    max_rows: int = 40,
 ) -> list[str]:
     """Draw one row a layer and one column a profile: the kept share and its bar.
 
     Profiles with the same budgets share a column, so that what is equal is seen at once. A full
     bar is 100% of the context in every column. At head level a row shows the mean over the
-    layer's heads.
+    layer's heads. Models of more than 40 layers have neighbouring ones averaged into one row.
 
     Parameters
     ----------
@@ -180,8 +180,6 @@ def budget_columns(
         other in blocks.
     unicode : bool, optional
         As in `bar`.
-    max_rows : int
-        Deeper models have neighbouring layers averaged into one row.
 
     Returns
     -------
@@ -211,19 +209,17 @@ def budget_columns(
     for begin in range(0, len(names), per_block):
         block = {name: shares[name] for name in names[begin : begin + per_block]}
         lines += [""] if lines else []
-        lines += _block(block, width, unicode, max_rows)
+        lines += _block(block, width, unicode)
     return lines
 
 
-def _block(
-    columns: Mapping[str, FloatArray], width: int, unicode: bool | None, max_rows: int
-) -> list[str]:
+def _block(columns: Mapping[str, FloatArray], width: int, unicode: bool | None) -> list[str]:
     each = (width - _LABEL_WIDTH) // len(columns)
     bar_width = max(_MIN_BAR, min(30, each - 2 - _NUMBER_WIDTH - 1))
     cell_width = _NUMBER_WIDTH + 1 + bar_width
     heads = [short_name(name, cell_width) for name in columns]
     depth = len(next(iter(columns.values())))
-    step = -(-depth // max_rows)
+    step = -(-depth // _MAX_ROWS)
     rows = []
     for first in range(0, depth, step):
         last = min(depth, first + step) - 1

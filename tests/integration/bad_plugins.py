@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -84,10 +85,4 @@ class Misplacer(Honest):
         return True
 
     def answer(self, problem: Any, choice: Any) -> Any:
-        return Solution(
-            choice=choice,
-            objective=problem.objective(choice),
-            bound=None,
-            termination=Termination.HEURISTIC,
-            ranks=[0] * problem.n_units,  # type: ignore[arg-type]
-        )
+        return replace(super().answer(problem, choice), ranks=[0] * problem.n_units)  # type: ignore[arg-type]

@@ -12,35 +12,23 @@ import pytest
 pytest.importorskip("kvpress", reason="kvpress has an environment of its own: make peers")
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from tiny_models import VOCABULARY, tiny_model
+from transformers import DynamicCache
 
 from kvalloc.cli.main import main
-from kvalloc.interop.kvpress import KvpressMethod, PromptReader, make_press, read_peer_name
+from kvalloc.interop.kvpress import KvpressMethod, make_press, read_peer_name
 
 EVICTING = (
     "SnapKV", "PyramidKV", "StreamingLLM", "TOVA", "ExpectedAttention", "KeyDiff",
     "CriticalKV(SnapKV)",
 )  # fmt: skip
 HIDING = ("AdaKV(SnapKV)", "CriticalAdaKV(SnapKV)", "AdaKV(ExpectedAttention)")
-N_PROMPT, VOCABULARY = 180, 101
+N_PROMPT = 180
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=24,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        initializer_range=0.4,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +75,6 @@ def test_the_command_with_a_peer(capsys):
     assert tova["kept_bytes"] / tova["full_bytes"] == pytest.approx(0.2, abs=0.002)
     assert kvzip["kept_bytes"] / kvzip["full_bytes"] == pytest.approx(0.2, abs=0.002)
     assert kvzip["retained_bytes"] >= kvzip["full_bytes"]
-
-
-def test_one_reading_serves_every_press(model, prompt):
-    reader = PromptReader()
-    names = [f"kvpress:{name}@30%" for name in (*HIDING, *EVICTING)]
-    shared = [KvpressMethod(name=read_peer_name(one), reader=reader) for one in names]
-    for one, method in zip(names, shared, strict=True):
-        alone = KvpressMethod(name=read_peer_name(one)).compress(model, prompt)
-        together = method.compress(model, prompt)
-        assert torch.equal(alone.feed((5, 6), last=2), together.feed((5, 6), last=2)), one
 
 
 def test_the_benchmark_decodes_beside_presses():

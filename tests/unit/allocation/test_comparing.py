@@ -1,4 +1,4 @@
-"""The difference between two budget profiles."""
+"""Several solvers beside each other, and the difference between two budget profiles."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ import pytest
 
 import kvalloc
 from kvalloc.allocation.comparison import compare_profiles
-from kvalloc.errors import ModelMismatchError
+from kvalloc.errors import ModelMismatchError, SolverError
 from tests.factories import make_scores, make_shape
+
+
+def test_solvers_stand_best_first_and_what_cannot_solve_it_last() -> None:
+    names = ["adaptive_head", "uniform", "greedy"]
+    best, second, refused = kvalloc.compare(make_scores(0), solvers=names, budget="40%")
+    assert (best.solver, second.solver, refused.solver) == ("greedy", "uniform", "adaptive_head")
+    assert best.profile is not None
+    assert second.profile is not None
+    assert best.profile.objective > second.profile.objective
+    assert refused.profile is None
+    assert "level='head'" in refused.reason
+
+
+def test_a_comparison_without_any_solver_is_refused() -> None:
+    with pytest.raises(SolverError, match="no solver is registered"):
+        kvalloc.compare(make_scores(0), budget="40%", solvers=[])
 
 
 def test_equal_profiles_are_the_same() -> None:

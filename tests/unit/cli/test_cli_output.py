@@ -125,7 +125,8 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
     now = iter([0.0, 1.0, LINE_EVERY_SECONDS + 1, LINE_EVERY_SECONDS + 2, 200.0])
-    with ProgressBar("measuring", unit="layers", clock=lambda: next(now)) as progress:
+    monkeypatch.setattr("kvalloc.cli.progress.monotonic", lambda: next(now))
+    with ProgressBar("measuring", unit="layers") as progress:
         for done in (0, 1, 31, 32, 100):
             progress(done, 100)
     assert log.getvalue() == "measuring: 31 of 100 layers, about 1 min 9 s left\n"

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint
 import pytest
 from cli_tools import run
 
-from kvalloc.cli.targets import check_time_limit, solver_options
+from kvalloc.cli.values import check_time_limit, solver_options
 from kvalloc.errors import InputError
 from kvalloc.problem import registry
 

@@ -33,13 +33,13 @@ def test_means_over_prompts_then_over_tasks():
     other = [score_of("b", [2.0, 4.0], [0.0, 0.0]), score_of("b", [1.0, 1.0, 1.0], task="u")]
     found = compare(mine, other)
     # means a: (2 + 4) / 2 = 3; b: (3 + 1) / 2 = 2
-    assert found.against == "b"
-    assert found.kl_difference == pytest.approx(1.0)
-    assert found.kl_ratio == pytest.approx(1.5)
-    assert found.score_difference == pytest.approx(0.5)
+    assert found["against"] == "b"
+    assert found["kl_difference"] == pytest.approx(1.0)
+    assert found["kl_ratio"] == pytest.approx(1.5)
+    assert found["score_difference"] == pytest.approx(0.5)
     # every prompt differs by -1 in the first task and by 3 in the second: nothing is uncertain
-    assert found.kl_difference_ci95 == pytest.approx([1.0, 1.0])
-    low, high = found.kl_ratio_ci95
+    assert found["kl_difference_ci95"] == pytest.approx([1.0, 1.0])
+    low, high = found["kl_ratio_ci95"]
     # the first task's means are 1, 2 or 3 and 2, 3 or 4: ratios 5/3, 6/4 and 7/5
     assert (low, high) == pytest.approx((7 / 5, 5 / 3))
 
@@ -48,7 +48,7 @@ def test_pairing_is_surer_than_the_rows_where_prompts_differ_more_than_methods()
     hard = np.random.default_rng(0).gamma(1.0, size=40)
     noise = np.random.default_rng(1).normal(0.0, 0.01, size=40)
     a, b = score_of("a", (1.1 * hard + noise).tolist()), score_of("b", hard.tolist())
-    low, high = compare([a], [b]).kl_ratio_ci95
+    low, high = compare([a], [b])["kl_ratio_ci95"]
     assert 1.0 < low < 1.1 < high < 1.2
     overlap = row([a])["ci95"][0] < row([b])["ci95"][1]
     assert overlap
@@ -57,14 +57,14 @@ def test_pairing_is_surer_than_the_rows_where_prompts_differ_more_than_methods()
 
 def test_what_is_unknown_stays_unknown():
     known = compare([score_of("a", [1.0, None, 2.0])], [score_of("b", [2.0, 5.0, None])])
-    assert known.kl_difference == -1.0  # of the one prompt that both know
-    assert known.kl_difference_ci95 is None
-    assert known.score_difference is None
+    assert known["kl_difference"] == -1.0  # of the one prompt that both know
+    assert known["kl_difference_ci95"] is None
+    assert known["score_difference"] is None
     full = compare(
         [score_of("a", [1.0, 2.0], [1.0, 0.0])], [score_of(FULL, [0.0, 0.0], [1.0, 1.0])]
     )
-    assert (full.kl_ratio, full.kl_ratio_ci95) == (None, None)
-    assert full.score_difference == -0.5
+    assert (full["kl_ratio"], full["kl_ratio_ci95"]) == (None, None)
+    assert full["score_difference"] == -0.5
     with pytest.raises(InputError, match="same prompts only"):
         compare([score_of("a", [1.0])], [score_of("b", [1.0, 2.0])])
 

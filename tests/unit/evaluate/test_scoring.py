@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -124,26 +122,3 @@ def test_the_question_after_compression_and_later_turns_are_teacher_forced(model
     )
     assert rows["all"]["kl"] == 0
     assert rows["few"]["kl"] > 0
-
-
-def test_what_a_method_keeps_on_the_model_is_there_while_it_is_asked(model):
-    inside = []
-
-    class Masking:
-        def compress(self, model, prompt_ids):
-            plain = CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
-            return replace(plain.compress(model, prompt_ids), kept_bytes=7, during=self.during)
-
-        @contextmanager
-        def during(self):
-            inside.append("in")
-            yield
-            inside.append("out")
-
-    case = Case(input_ids=ids(20), turns=(Turn(answers=("x",), max_new_tokens=3),))
-    score = list(evaluate(model, TOKENIZER, [(ASKING_TASK, [case])], {"m": Masking()}, context=20))
-    masked = row(score[1:])
-    assert masked["kept_bytes"] == 7 < masked["retained_bytes"]
-    assert masked["kl"] == 0
-    # two tokens decoded one by one, and the answer read once
-    assert inside == ["in", "out"] * 3

@@ -10,13 +10,12 @@ import pytest
 from demo_cases import CASE, make_outcome
 from factories import make_scores
 
-from kvalloc.allocation.decision import solve
+from kvalloc.allocation.decision import Attempt, solve
 from kvalloc.errors import InputError, SolverError
 from kvalloc.evaluate import showcase
 from kvalloc.evaluate.showcase import (
     NO_TIME,
     Asked,
-    Decision,
     Experiment,
     Questions,
     ask_each,
@@ -24,6 +23,7 @@ from kvalloc.evaluate.showcase import (
     decide,
     rules_of,
 )
+from kvalloc.solvers.greedy import Greedy
 
 SHARES = (0.2, 0.4, 0.6, 0.8)
 
@@ -54,8 +54,9 @@ def forever() -> float:
 
 def climbed(scores, questions, names=("uniform",), *, seconds=1000, **options):
     deadline = time.monotonic() + seconds
+    levels = {name: "head" if name == "adaptive_head" else "layer" for name in names}
     return climb(
-        rules_of(scores, names), questions, **{"shares": SHARES, **options}, deadline=deadline
+        rules_of(scores, levels), questions, **{"shares": SHARES, **options}, deadline=deadline
     )
 
 
@@ -82,18 +83,10 @@ def test_a_solver_that_cannot_is_listed_with_its_reason(scores, monkeypatch):
     def refuse(*args, **options):
         raise SolverError("not today")
 
-    monkeypatch.setattr(showcase, "solve", refuse)
-    decisions = decide(scores, budget=0.5)
-    assert decisions
-    for decision in decisions:
-        assert decision.profile is None
-        assert decision.reason == "not today"
-
-
-def test_no_solver_at_all_is_one_clear_error(scores, monkeypatch):
-    monkeypatch.setattr(showcase, "solver_names", list)
-    with pytest.raises(SolverError, match="not installed"):
-        decide(scores, budget=0.5)
+    monkeypatch.setattr(Greedy, "solve", refuse)
+    (greedy,) = [one for one in decide(scores, budget=0.5) if one.solver == "greedy"]
+    assert greedy.profile is None
+    assert "not today" in greedy.reason
 
 
 def test_equal_budgets_are_asked_once(scores, monkeypatch):
@@ -187,7 +180,7 @@ def test_found_and_kl_are_taken_from_the_outcomes(scores):
 
 def test_the_record_is_plain_json(scores):
     decisions = decide(scores, budget=0.5)
-    refused = Decision(solver="never", profile=None, reason="no", seconds=0.0)
+    refused = Attempt(solver="never", profile=None, reason="no", seconds=0.0)
     profile = solve(scores, budget=0.5)
     asked = Asked(solver="greedy", share=0.5, profile=profile, outcomes=(make_outcome(),))
     experiment = Experiment(

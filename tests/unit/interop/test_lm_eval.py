@@ -35,7 +35,7 @@ class Tokenizer:
     name_or_path = "tiny/words"
     eos_token_id = 1
 
-    def __call__(self, text, add_special_tokens=True):
+    def __call__(self, text, add_special_tokens=True, verbose=True):
         return {"input_ids": [int(word[1:]) for word in text.split()]}
 
     def decode(self, ids, skip_special_tokens=False):
@@ -118,7 +118,7 @@ def test_answers_are_greedy_and_end_at_the_stop_text(make):
     assert lm.generate_until([Instance(stopped)]) == [said.split(f"w{ids[-1]}")[0]]
 
 
-def test_the_last_tokens_come_after_the_compression(make):
+def test_the_last_tokens_come_after_the_compression(make, module, monkeypatch):
     seen = []
 
     class Spy(CacheMethod):
@@ -126,14 +126,12 @@ def test_the_last_tokens_come_after_the_compression(make):
             seen.append(tuple(prompt_ids))
             return super().compress(model, prompt_ids)
 
-    from transformers import DynamicCache
-
-    spy = Spy(make_cache=lambda: DynamicCache(config=make.model.config))
+    monkeypatch.setattr(module, "CacheMethod", Spy)
     request = Instance((text(*PROMPT), f" {text(33)}"))
     for after_tokens in (0, 2, 9):
-        make(method=spy, after_tokens=after_tokens).loglikelihood([request])
-    make(method=spy, max_length=4).loglikelihood([request])
-    make(method=spy).loglikelihood([Instance(("", text(33)))])
+        make(after_tokens=after_tokens).loglikelihood([request])
+    make(max_length=4).loglikelihood([request])
+    make().loglikelihood([Instance(("", text(33)))])
     assert seen == [PROMPT, PROMPT[:-2], PROMPT[:1], PROMPT[3:-1], (1,)]
 
 
@@ -148,8 +146,6 @@ def test_what_cannot_be_done_is_refused(make, module):
         make(max_length=2).loglikelihood([Instance(("w5", " w6 w7"))])
     with pytest.raises(InputError, match="after_tokens is -1"):
         make(after_tokens=-1)
-    with pytest.raises(InputError, match="not both"):
-        make(profile="p.json", method=object())
 
 
 def test_it_is_registered_under_its_name(module):

@@ -33,28 +33,28 @@ def profiles(scores):
     return {name: solve(scores, target_retention=0.9, solver=name) for name in names}
 
 
-def test_it_is_a_png_of_1000_pixels(tmp_path, scores, profiles):
-    save_budget_figure(tmp_path / "b.png", scores, profiles, title="made up")
-    assert png_size(tmp_path / "b.png")[0] == 1000
-    assert [file.name for file in tmp_path.iterdir()] == ["b.png"]
-
-
-def test_harm_gets_a_panel(tmp_path, scores, profiles):
-    points = [
+HARM = {
+    "uniform": [
         SimpleNamespace(share=0.8, kl=0.1, all_found=True),
         SimpleNamespace(share=0.2, kl=1.0, all_found=False),
-    ]
-    harm = {"uniform": points, "greedy = ilp": points[:1]}
-    save_budget_figure(tmp_path / "b.png", scores, profiles, harm=harm)
+    ],
+    "greedy = ilp": [SimpleNamespace(share=0.8, kl=0.1, all_found=True)],
+}
+MADE_UP = {"harm": HARM, "title": "made up"}
+
+
+def test_it_is_a_png_of_1000_pixels(tmp_path, scores, profiles):
+    save_budget_figure(tmp_path / "b.png", scores, profiles, **MADE_UP)
     assert png_size(tmp_path / "b.png")[0] == 1000
+    assert [file.name for file in tmp_path.iterdir()] == ["b.png"]
 
 
 def test_sliding_layers_and_one_layer_models(tmp_path):
     mixed = make_shape(n_layers=3, layer_types=("sliding", "full", "sliding"), sliding_window=16)
     for shape in (mixed, make_shape(n_layers=1)):
         scores = make_scores(shape=shape)
-        profile = solve(scores, budget=0.7)
-        save_budget_figure(tmp_path / "b.png", scores, {"greedy": profile})
+        profiles = {name: solve(scores, budget=0.7) for name in ("uniform", "greedy")}
+        save_budget_figure(tmp_path / "b.png", scores, profiles, **MADE_UP)
         assert png_size(tmp_path / "b.png")[0] == 1000
 
 
@@ -64,7 +64,7 @@ def test_nothing_to_draw_and_a_missing_folder_are_refused(tmp_path, scores, prof
         ("none/b.png", profiles, "does not exist"),
     ):
         with pytest.raises(InputError, match=said):
-            save_budget_figure(tmp_path / path, scores, given)
+            save_budget_figure(tmp_path / path, scores, given, **MADE_UP)
 
 
 def test_a_missing_matplotlib_says_how_to_get_it(tmp_path, scores, profiles, monkeypatch):
@@ -75,5 +75,5 @@ def test_a_missing_matplotlib_says_how_to_get_it(tmp_path, scores, profiles, mon
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
     with pytest.raises(MissingDependencyError, match="pip install matplotlib"):
-        save_budget_figure(tmp_path / "b.png", scores, profiles)
+        save_budget_figure(tmp_path / "b.png", scores, profiles, **MADE_UP)
     assert list(tmp_path.iterdir()) == []

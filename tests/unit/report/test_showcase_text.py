@@ -9,8 +9,8 @@ import pytest
 from demo_cases import CASE, make_outcome
 from factories import make_scores
 
-from kvalloc.allocation.decision import solve
-from kvalloc.evaluate.showcase import Asked, Decision, Experiment, Ladder, decide
+from kvalloc.allocation.decision import Attempt, solve
+from kvalloc.evaluate.showcase import Asked, Experiment, Ladder, decide
 from kvalloc.report.showcase import (
     decision_table,
     harm_points,
@@ -43,7 +43,7 @@ def ask(scores):
 
 def test_decisions_of_all_kinds(scores):
     decisions = decide(scores, target_retention=0.9)
-    refused = Decision(solver="never", profile=None, reason="no such luck", seconds=0.0)
+    refused = Attempt(solver="never", profile=None, reason="no such luck", seconds=0.0)
     lines = decision_table([*decisions, refused])
     assert max(map(len, lines)) <= 80
     assert lines[0].split()[:3] == ["solver", "level", "retention"]

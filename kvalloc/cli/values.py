@@ -1,152 +1,17 @@
-"""The options that ``solve`` and ``compare`` share: what to reach, and within which limits."""
+"""What was typed, as values: a score profile from its path, options of plug-ins, a time limit."""
 
 from __future__ import annotations
 
 import inspect
 import os
-import re
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-import typer
-
-from kvalloc.allocation.request import TARGETS, RequestOptions
 from kvalloc.errors import InputError, ProfileFileError, nearest
 
 if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile
-
-Scores = Annotated[
-    Path, typer.Argument(metavar="SCORES", help="A score profile that 'kvalloc profile' wrote.")
-]
-
-
-BESIDE_TARGET = tuple(
-    name
-    for name in RequestOptions.__annotations__
-    if name not in {kind.keyword for kind in TARGETS}
-)
-"""Options of a request but its target."""
-
-F = TypeVar("F", bound=Callable[..., None])
-
-
-def takes(options: type, *, only: Collection[str] = ()) -> Callable[[F], F]:
-    """Give a command a flag for each field of a ``TypedDict``, which reach it as ``**asked``.
-
-    A flag is named, typed and grouped as the field is, and its help and default are those of the
-    numpydoc docstring. What was not typed is None.
-
-    Parameters
-    ----------
-    options : type
-        Whose fields are ``Annotated`` with `kvalloc.units.Option`; the others get no flag.
-    only : collection of str
-        Some of the fields; all by default.
-
-    Returns
-    -------
-    callable
-        Decorates a function with ``**asked: Unpack[options]``.
-    """
-    helps = _helps(options)
-    hints = get_type_hints(options, include_extras=True)
-    shown = [name for name, hint in hints.items() if get_origin(hint) is Annotated]
-    flags = {name: _flag(name, hints[name], *helps[name]) for name in only or shown}
-
-    def decorate(command: F) -> F:
-        known = get_type_hints(command, include_extras=True)
-        own = [
-            one.replace(annotation=known[one.name])
-            for one in inspect.signature(command).parameters.values()
-            if one.kind is not one.VAR_KEYWORD
-        ]
-        first = sum(one.default is one.empty for one in own)
-        added = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=None,
-                annotation=flag,
-            )
-            for name, flag in flags.items()
-        ]
-        described: Any = command
-        described.__signature__ = inspect.Signature([*own[:first], *added, *own[first:]])
-        described.__annotations__ = {**known, **flags}
-        return command
-
-    return decorate
-
-
-def _helps(options: type) -> dict[str, tuple[str, str]]:
-    """Help and default of each parameter that a numpydoc docstring describes."""
-    _, _, section = (inspect.getdoc(options) or "").partition("Parameters\n----------\n")
-    found = re.findall(r"^(\w+) : (.*)\n((?: +.*(?:\n|$))+)", section, re.MULTILINE)
-    return {
-        name: (
-            re.sub(r"`(\w+)`", lambda other: _flag_name(other[1]), " ".join(text.split())),
-            kind.partition(", default ")[2].strip('"'),
-        )
-        for name, kind, text in found
-    }
-
-
-def _flag_name(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _flag(name: str, hint: Any, text: str, default: str) -> Any:
-    """The annotation that makes typer show a field as a flag."""
-    union, shown = get_args(hint)
-    first, *others = get_args(union) if get_origin(union) in (Union, UnionType) else (union,)
-    metavar, typed = shown.metavar, first
-    if get_origin(first) is Literal:
-        metavar, typed = metavar or "|".join(get_args(first)), str
-    elif get_origin(first) is Sequence:
-        text, typed = f"{text} Can be repeated.", list[str]
-    elif str in others:
-        typed = str
-    if default:
-        text = f"{text.rstrip('.')}; {default} by default."
-    names = [_flag_name(name)] if typed is bool else []
-    return Annotated[
-        typed | None,
-        typer.Option(
-            *names,
-            metavar=metavar or None,
-            help=text,
-            min=shown.least,
-            rich_help_panel=shown.group,
-            show_default=False,
-        ),
-    ]
-
-
-Average = Annotated[
-    str,
-    typer.Option(
-        metavar="curves|allocations",
-        help="Solve once on the mean curves, or solve every sample and average the budgets.",
-    ),
-]
-TimeLimit = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", help="Stop a solver after so long with the best it has."),
-]
 
 
 def load_scores(path: Path) -> ScoreProfile:
@@ -184,24 +49,12 @@ def check_time_limit(seconds: float | None) -> None:
 
 
 def solver_options(name: str, pairs: list[str]) -> dict[str, Any]:
-    """The options of a solver from ``KEY=VALUE`` texts, each of the type that the solver takes.
-
-    Parameters
-    ----------
-    name : str
-        A registered solver.
-    pairs : list of str
-        As typed.
-
-    Returns
-    -------
-    dict
+    """The options of a solver as `typed_options` reads them.
 
     Raises
     ------
     InputError
-        If there is no such solver or option, a text is not ``KEY=VALUE``, or its value is not of
-        the option's type.
+        If there is no such solver, or as `typed_options`.
     SolverError
         If the solver cannot be loaded.
     """

@@ -1,0 +1,108 @@
+"""A document and questions about it, one behind the other, in a model's own chat form or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvalloc.errors import InputError, one_line, option
+from kvalloc.prompts.examples import encode
+
+_DOCUMENT, _QUESTION, _ANSWER, _NEXT = (
+    f"kvalloc{name}marks" for name in ("doc", "ask", "say", "go")
+)
+
+
+def wants_chat(tokenizer: Any, chat: bool | None) -> bool:
+    """Whether the model's chat form is used; where it has one by default.
+
+    Raises
+    ------
+    InputError
+        If it is wanted and there is none.
+    """
+    has_form = bool(getattr(tokenizer, "chat_template", None))
+    if chat and not has_form:
+        raise InputError(f"the model has no chat form; leave out {option('chat', True)}")
+    return has_form if chat is None else chat
+
+
+def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Messages in the model's chat form, up to where its answer begins.
+
+    Raises
+    ------
+    InputError
+        If the form cannot be applied.
+    """
+    template = tokenizer.apply_chat_template
+    try:
+        return str(template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program of its own and fails in its own ways
+        raise InputError(
+            f"the model's chat form cannot be applied ({one_line(error)}); use "
+            f"{option('no_chat', keyword='chat=False')}"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentForm:
+    """Texts between which document, questions and answers stand.
+
+    Attributes
+    ----------
+    before : str
+        In front of the document.
+    after : str
+        Between a question and its answer.
+    turn : str
+        Between an answer and the next question.
+    special : bool
+        Whether the tokenizer still has to add its own start token to the document.
+    """
+
+    before: str = ""
+    after: str = "\n"
+    turn: str = "\n\n"
+    special: bool = True
+
+    @classmethod
+    def of(cls, tokenizer: Any, chat: bool | None = None) -> DocumentForm:
+        """The model's own chat form, or none.
+
+        Parameters
+        ----------
+        tokenizer : PreTrainedTokenizerBase
+            The model's own.
+        chat : bool or None
+            Whether it is wanted; where the model has one by default.
+
+        Raises
+        ------
+        InputError
+            If it is wanted and there is none, or it cannot be taken apart.
+        """
+        if not wants_chat(tokenizer, chat):
+            return cls()
+        first = {"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}
+        answer = {"role": "assistant", "content": _ANSWER}
+        alone = chat_text(tokenizer, [first])
+        several = chat_text(tokenizer, [first, answer, {"role": "user", "content": _NEXT}])
+        before, _, rest = alone.partition(_DOCUMENT)
+        between, _, after = rest.partition(_QUESTION)
+        turn, _, rest = several.partition(_ANSWER)[2].partition(_NEXT)
+        whole = between == "\n\n" and turn and rest == after and several.startswith(before)
+        if not whole:
+            raise InputError(
+                "the model's chat form cannot be taken apart into a document and questions about "
+                f"it; use {option('no_chat', keyword='chat=False')}"
+            )
+        return cls(before=before, after=after, turn=turn, special=False)
+
+    def document_ids(self, tokenizer: Any, text: str) -> tuple[int, ...]:
+        """Tokens of a document and all that stands in front of the first question."""
+        return encode(tokenizer, f"{self.before}{text.rstrip()}\n\n", special=self.special)
+
+    def question_ids(self, tokenizer: Any, question: str, *, turn: bool = False) -> tuple[int, ...]:
+        """Tokens of a question and what calls for its answer; after an answer in a ``turn``."""
+        return encode(tokenizer, f"{self.turn if turn else ''}{question.strip()}{self.after}")
