@@ -37,6 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="so many crafted files of saved caches are tried",
     )
     parser.addoption(
+        "--thread-rounds",
+        type=int,
+        default=8,
+        help="so often threads over one model are compared with one after the other",
+    )
+    parser.addoption(
         "--gpu-device",
         default="cuda",
         help="where the tests of gpu/ put their models; cpu tries the tests themselves",

@@ -690,7 +690,7 @@ def _loaded(asked: Asked, path: Path) -> _Reading:
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
-    header = SavedCacheHeader.load(path)  # before the model is loaded
+    header, tensors = SavedCacheHeader.read(path)  # before the model is loaded
     dtype, notes = header.dtype, header.notes
     if asked.dtype not in (None, dtype):
         raise InputError(
@@ -698,13 +698,13 @@ def _loaded(asked: Asked, path: Path) -> _Reading:
             "read the document again"
         )
     loaded = load(asked.model, {**asked.typed, "dtype": dtype}, quiet=asked.quiet)
-    from kvalloc.runtime.loading import load_cache
+    from kvalloc.runtime.loading import filled_cache
 
     form = DocumentForm.of(
         loaded.tokenizer, bool(notes.get("chat")) if asked.chat is None else asked.chat
     )
     start = time.perf_counter()
-    cache = load_cache(path, loaded.model, allow_other_model=asked.allow_other_model)
+    cache = filled_cache(path, header, tensors, loaded.model, asked.allow_other_model)
     seconds = time.perf_counter() - start
     if cache.batch != 1:
         raise InputError(

@@ -23,7 +23,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes
 from kvalloc.errors import ProfileFileError, by_interface, option
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.record import FileRecord, Record, digest_of, require
+from kvalloc.formats.record import FileRecord, Record, require
 
 __all__ = ["LayerKind", "SavedCacheHeader", "SavedLayer", "StoredTensor", "tensor_digest"]
 
@@ -162,27 +162,6 @@ class SavedCacheHeader(FileRecord):
         return None
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """The header of a saved cache; none of its tensors is read.
-
-        Parameters
-        ----------
-        path : str or Path
-            Written by `BudgetCache.save`.
-
-        Raises
-        ------
-        ProfileFileError
-            If the file is missing, truncated, no saved cache or of another schema version, or its
-            header was edited.
-        """
-        with cls.opened(path, "numpy") as file:
-            stated = cls.stated(path, file)
-        header = cls.parsed(path, stated)
-        cls.check_digest(path, stated, digest_of)
-        return header
-
-    @classmethod
     def read(cls, path: str | Path) -> tuple[Self, dict[str, StoredTensor]]:
         """All of a saved cache, checked so far that whatever reads it stays inside its tensors.
 
@@ -200,10 +179,12 @@ class SavedCacheHeader(FileRecord):
         Raises
         ------
         ProfileFileError
-            If the file is refused by `load`; or a tensor is missing or one too many, or its type,
-            its shape or a number in it does not fit the header and the other tensors.
+            If the file is missing, truncated, no saved cache or of another schema version; a digest
+            is not that of the content; or a tensor is missing or one too many, or its type, its
+            shape or a number in it does not fit the header and the other tensors.
         """
-        header = cls.load(path)
+        with cls.opened(path, "numpy") as file:
+            header = cls.from_record(path, cls.stated(path, file))
         tensors = _stored_tensors(path)
         if (found := header.tensor_digest) != tensor_digest(tensors):
             raise cls.file_error(path, "tensor_digest", found, "that of its tensors")

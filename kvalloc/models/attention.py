@@ -2,16 +2,20 @@
 
 Profiling needs a layer's queries, keys and values; the runtime needs to change a layer's mask.
 Both go through one door: the table of attention functions that transformers itself offers for
-adding implementations. No module is patched, nothing is registered at import, and a model is
-touched only while a ``with`` is open: its config then names a wrapper of the implementation that
-it had, and names the old one again afterwards. With no handler the wrapper calls the old
+adding implementations. Nothing is registered at import, and a model is touched only while an
+`AttentionSwitch` is open: its attention modules then hold a view of their config. A forward that is
+intercepted reads there the name of a wrapper of the model's own implementation; everybody else,
+another thread over the same model included, reads what the config says. The config itself, which
+models and threads share, is never written to. With no handler the wrapper calls the model's own
 implementation with the very same arguments, so the result is bit-identical.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
@@ -170,21 +174,50 @@ class _Active:
     outer: _Active | None
 
 
-@dataclass(slots=True)
-class _Switched:
-    """A config that names a wrapper at the moment, and how many interceptions want it so."""
+class _ConfigView:
+    """An attention module's config, but for the implementation that an intercepted forward reads.
 
-    config: Any
-    base: str
-    count: int
+    Copies and pickles are the config itself, and so are type, attributes and what is set.
+    """
+
+    def __init__(self, config: Any, module_id: int) -> None:
+        self.__dict__.update(_viewed=config, _module_id=module_id)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._viewed)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        name: str | None = self._viewed._attn_implementation
+        if _handler_of(self._module_id) is None:
+            return name
+        return _wrapper_name(name or "eager")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._viewed, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._viewed, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return operator.getitem, ([self._viewed], 0)
 
 
 _active: ContextVar[_Active | None] = ContextVar("kvalloc_attention", default=None)
-# A count a config, not a saved name an interception: with threads or nesting, the second one
-# to enter must not take the wrapper for the model's own implementation, nor may the first one
-# to leave switch the second one off.
-_switched: dict[int, _Switched] = {}
-_lock = threading.Lock()
+# Open switches of each decoder: with threads or nesting, the first one to close must not take away
+# the views that another one still needs.
+_open: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+# Caches may be collected, and with them switches closed, by the very thread that holds it.
+_lock = threading.RLock()
+
+
+def _handler_of(module_id: int) -> _Active | None:
+    """The innermost interception of a module in this context."""
+    active = _active.get()
+    while active is not None and module_id not in active.module_ids:
+        active = active.outer
+    return active
 
 
 @contextmanager
@@ -219,19 +252,19 @@ def intercept_attention(model: nn.Module, handler: Handler) -> Iterator[None]:
         yield
     finally:
         switch.leave(token)
+        switch.close()
 
 
 class AttentionSwitch:
     """The reusable half of `intercept_attention`: what has to be found out once for a model.
 
-    Entering costs a few dictionary look-ups, which matters where it happens for every generated
-    token. Each `enter` must be answered by one `leave`, in reverse order.
+    Entering sets one context variable and writes to nothing that is shared. Each `enter` must be
+    answered by one `leave`, in reverse order, and the switch by one `close`.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder-only model. The switch keeps its configs and its table of angles alive, not the
-        model.
+        A decoder-only model. The switch keeps its table of angles alive, not the model.
 
     Raises
     ------
@@ -243,47 +276,57 @@ class AttentionSwitch:
         decoder: nn.Module = decoder_of(model)
         _check_goes_through_interface(model, decoder)
         self._module_ids = frozenset(id(module) for module in decoder.modules())
-        configs = {
-            id(module.config): module.config
-            for module in decoder.modules()
-            if hasattr(getattr(module, "config", None), "_attn_implementation")
-        }
-        self._configs: tuple[Any, ...] = tuple(configs.values())
         self._rotary: nn.Module | None = getattr(decoder, "rotary_emb", None)
+        self._decoder = weakref.ref(decoder)
+        with _lock:
+            _open[decoder] = _open.get(decoder, 0) + 1
+            if _open[decoder] == 1:
+                for module in _attention_modules(decoder):
+                    module.config = _ConfigView(module.config, id(module))
+
+    def close(self) -> None:
+        """Give the modules their config back, if no other switch of the model is open."""
+        decoder = self._decoder()
+        with _lock:
+            if decoder is None or _open.get(decoder, 0) == 0:
+                return
+            _open[decoder] -= 1
+            if _open[decoder] == 0:
+                for module in _attention_modules(decoder):
+                    if type(module.config) is _ConfigView:
+                        module.config = module.config._viewed
 
     def enter(self, handler: Handler) -> Token[_Active | None]:
         """Switch interception on; returns what `leave` needs."""
-        token = _active.set(_Active(handler, self._module_ids, self._rotary, _active.get()))
-        try:
-            with _lock:
-                for config in self._configs:
-                    _switch_on(config)
-        except BaseException:
-            _active.reset(token)
-            raise
-        return token
+        return _active.set(_Active(handler, self._module_ids, self._rotary, _active.get()))
 
     def leave(self, token: Token[_Active | None]) -> None:
         """Switch interception off again."""
-        with _lock:
-            for config in self._configs:
-                _switch_off(config)
         with suppress(ValueError):
             # An interrupted notebook cell may be tidied up from another context; the one that
             # held the handler is gone then.
             _active.reset(token)
 
 
+def _attention_modules(decoder: nn.Module) -> list[Any]:
+    """The modules that look their attention function up, and pass themselves to it."""
+    return [
+        module
+        for module in decoder.modules()
+        if hasattr(module, "layer_idx")
+        and hasattr(getattr(module, "config", None), "_attn_implementation")
+    ]
+
+
 def base_implementation(config: Any) -> str:
-    """Name of the attention implementation behind a possible wrapper, e.g. ``"sdpa"``.
+    """Name of a model's attention implementation, e.g. ``"sdpa"``.
 
     Parameters
     ----------
     config : transformers.PreTrainedConfig
-        The config that the model's attention modules hold.
+        The model's.
     """
-    name: str | None = config._attn_implementation
-    return "eager" if name is None else name.removeprefix(_PREFIX)
+    return config._attn_implementation or "eager"
 
 
 def _check_goes_through_interface(model: nn.Module, decoder: nn.Module) -> None:
@@ -296,47 +339,13 @@ def _check_goes_through_interface(model: nn.Module, decoder: nn.Module) -> None:
         )
 
 
-def _switch_on(config: Any) -> None:
-    entry = _switched.get(id(config))
-    if entry is not None:
-        entry.count += 1
-        return
-    base = base_implementation(config)
-    _set_implementation(config, _register(base))
-    _switched[id(config)] = _Switched(config, base, 1)
+@cache
+def _wrapper_name(base: str) -> str:
+    """The name under which a wrapper of an implementation is registered, which it then is."""
+    from transformers import AttentionInterface
 
-
-def _switch_off(config: Any) -> None:
-    entry = _switched.get(id(config))
-    if entry is None:
-        return
-    entry.count -= 1
-    if entry.count > 0:
-        return
-    del _switched[id(config)]
-    # Someone who chose another implementation inside the `with` meant it: leave it alone.
-    if config._attn_implementation == _PREFIX + entry.base:
-        _set_implementation(config, entry.base)
-
-
-def _set_implementation(config: Any, name: str) -> None:
-    # The public setter would also rewrite every sub-config, which is not ours to change.
-    config._attn_implementation_internal = name
-
-
-def _register(base: str) -> str:
-    """Make sure that a wrapper of `base` exists; returns the wrapper's name."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    name = _PREFIX + base
-    if name not in AttentionInterface._global_mapping:
-        AttentionInterface.register(name, _wrapper_of(base))
-        # Registered first at its first use and under the base's own mask function, so that the
-        # layer gets the mask that it would get without the wrapper.
-        mask_function: Any = AttentionMaskInterface._global_mapping.get(base)
-        if mask_function is not None:
-            AttentionMaskInterface.register(name, mask_function)
-    return name
+    AttentionInterface.register(_PREFIX + base, _wrapper_of(base))
+    return _PREFIX + base
 
 
 def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
@@ -351,9 +360,7 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
     ) -> AttentionResult:
         kind: Any = type(module)
         function = _base_function(kind, base)
-        active = _active.get()
-        while active is not None and id(module) not in active.module_ids:
-            active = active.outer
+        active = _handler_of(id(module))
         if active is None:
             return function(module, query, key, value, attention_mask, *more, **kwargs)
 
@@ -362,7 +369,12 @@ def _wrapper_of(base: str) -> Callable[..., AttentionResult]:
         ) -> AttentionResult:
             keys = key if keys is None else keys
             values = value if values is None else values
-            return function(module, query, keys, values, mask, *more, **kwargs)
+            # Flash attention reads its own name from the config again, to pick a kernel.
+            token = _active.set(None)
+            try:
+                return function(module, query, keys, values, mask, *more, **kwargs)
+            finally:
+                _active.reset(token)
 
         scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
         states = AttentionStates(
@@ -413,26 +425,8 @@ def _base_function(kind: Any, base: str) -> Callable[..., AttentionResult]:
                 return eager  # type: ignore[no-any-return]
         table = getattr(modeling_file, "ALL_ATTENTION_FUNCTIONS", None)
         if table is not None and base in table:
-            function = table[base]
-            return function if base in ("sdpa", "eager") else _under_own_name(function, base)
+            return table[base]  # type: ignore[no-any-return]
     raise UnsupportedModelError(
         f"{kind.__name__} has no {base} attention function that kvalloc can call; load "
         'the model with attn_implementation="sdpa".'
     )
-
-
-def _under_own_name(
-    function: Callable[..., AttentionResult], base: str
-) -> Callable[..., AttentionResult]:
-    """Flash attention reads its name from the config again, to pick a kernel."""
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> AttentionResult:
-        config: Any = module.config
-        name = config._attn_implementation
-        _set_implementation(config, base)
-        try:
-            return function(module, *args, **kwargs)
-        finally:
-            _set_implementation(config, name)
-
-    return call

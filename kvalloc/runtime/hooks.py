@@ -12,7 +12,8 @@ import inspect
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from kvalloc.errors import UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute
 
 __all__ = ["HookedCache", "hooked_models", "retain"]
@@ -46,7 +48,7 @@ class HookedCache(ABC):
 @dataclass(frozen=True, slots=True)
 class _OpenForward:
     cache: HookedCache
-    token: Token[Any]
+    token: Token[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -116,6 +118,7 @@ def _release(decoder: weakref.ref[nn.Module]) -> None:
         entry.caches -= 1
         if entry.caches == 0:
             del _installed[module]
+            entry.switch.close()
             for handle in entry.handles:
                 handle.remove()
 
@@ -131,12 +134,34 @@ def _before(
     if cache is None:
         return None
     arguments = _named(module, args, kwargs)
-    changed = cache.begin_forward(module, arguments)
-    # begin_forward has checked that this is the cache's own model, so it carries the hooks.
-    entry = _installed[module]
-    token = entry.switch.enter(cache.attend)
-    entry.open_forwards[threading.get_ident()] = _OpenForward(cache, token)
+    with _claimed(entry, cache):
+        changed = cache.begin_forward(module, arguments)
+        # It has checked that this is the cache's own model, so it carries the hooks.
+        entry = _installed[module]
+        token = entry.switch.enter(cache.attend)
+        entry.open_forwards[threading.get_ident()] = _OpenForward(cache, token)
     return None if changed is None else ((), {**arguments, **changed})
+
+
+@contextmanager
+def _claimed(entry: _Installed | None, cache: HookedCache) -> Iterator[None]:
+    """Let no other thread begin a forward with a cache; if the ``with`` fails, it may again."""
+    if entry is None:
+        yield
+        return
+    running = entry.open_forwards
+    with _lock:
+        if any(one.cache is cache for one in running.values()):  # this thread's own was closed
+            raise UnsupportedRequestError(
+                "another thread runs the model with this cache; give each thread a cache of its "
+                "own: profile.cache(model), or copy.deepcopy(cache) before they start"
+            )
+        running[threading.get_ident()] = _OpenForward(cache)
+    try:
+        yield
+    except BaseException:
+        running.pop(threading.get_ident(), None)
+        raise
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -147,7 +172,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def _close(entry: _Installed, *, completed: bool, output: Any = None) -> None:
     forward = entry.open_forwards.pop(threading.get_ident(), None)
-    if forward is not None:
+    if forward is not None and forward.token is not None:
         entry.switch.leave(forward.token)
         forward.cache.end_forward(completed=completed, output=output)
 

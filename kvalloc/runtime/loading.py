@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.making import make_cache
 from kvalloc.runtime.packed import PackedEntries, Segment
 
-__all__ = ["load_cache"]
+__all__ = ["filled_cache", "load_cache"]
 
 
 def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = False) -> Any:
@@ -50,7 +50,17 @@ def load_cache(path: str | Path, model: nn.Module, *, allow_other_model: bool = 
     ModelMismatchError
         If another model filled the cache.
     """
-    header, tensors = SavedCacheHeader.read(path)
+    return filled_cache(path, *SavedCacheHeader.read(path), model, allow_other_model)
+
+
+def filled_cache(
+    path: str | Path,
+    header: SavedCacheHeader,
+    tensors: Mapping[str, StoredTensor],
+    model: nn.Module,
+    allow_other_model: bool,
+) -> Any:
+    """`load_cache` of a file that was read, and so checked, already."""
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decide = None if header.row_profiles is None else _decided_before
     cache = make_cache(header.profile, model, allow_other_model=allow_other_model, decide=decide)

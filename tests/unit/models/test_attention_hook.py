@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from typing import Any
 
@@ -66,7 +68,8 @@ def test_looking_is_bit_identical_and_sees_every_layer(attention: str, ids: Any)
     with torch.no_grad():
         plain = model(ids).logits
         with intercept_attention(model, note):
-            assert model.config._attn_implementation == f"kvalloc_{attention}"
+            own = model.model.layers[0].self_attn.config
+            assert own._attn_implementation == f"kvalloc_{attention}"
             assert base_implementation(model.config) == attention
             seen_logits = model(ids).logits
         after = model(ids).logits
@@ -123,7 +126,6 @@ def test_the_innermost_handler_answers_and_the_outer_one_comes_back(ids: Any) ->
         model(ids)
         with intercept_attention(model, named("inner")):
             model(ids)
-        assert model.config._attn_implementation == "kvalloc_sdpa"
         model(ids)
     assert calls == ["outer"] * 3 + ["inner"] * 3 + ["outer"] * 3
     assert model.config._attn_implementation == "sdpa"
@@ -144,7 +146,7 @@ def test_an_exception_leaves_nothing_behind(ids: Any) -> None:
 
 def test_another_model_inside_the_with_is_left_alone(ids: Any) -> None:
     model, other = small_llama(), small_llama(seed=1)
-    # Even one that shares the config, and so runs through the wrapper.
+    # Even one that shares the config.
     twin = transformers.LlamaForCausalLM(model.config).eval()
     layers, note = noting()
     with torch.no_grad():
@@ -175,10 +177,43 @@ def test_another_thread_is_not_intercepted_and_does_not_switch_it_off(ids: Any) 
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_the_config_in_a_module_is_a_view_of_the_model_s(ids: Any) -> None:
+    """Of its type, with its attributes, and copied and pickled as the config itself."""
+    model = small_llama()
+    config, module = model.config, model.model.layers[0].self_attn
+    with intercept_attention(model, look):
+        view = module.config
+        assert view is not config
+        assert isinstance(view, transformers.LlamaConfig)
+        assert view.hidden_size == 32
+        view.hidden_size = 33
+        assert config.hidden_size == 33
+        config.hidden_size = 32
+        twin = copy.deepcopy(model)
+        assert copy.copy(view) is config
+        pickled = pickle.loads(pickle.dumps(model))
+        for other in (twin, pickled):
+            assert other.model.layers[0].self_attn.config is other.config is other.model.config
+            assert torch.equal(other(ids).logits, model(ids).logits)
+        assert not _reads_a_wrapper(module)
+    assert module.config is config
+
+
+def _reads_a_wrapper(module: Any) -> bool:
+    """In a thread of its own, where nothing is intercepted."""
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(module.config._attn_implementation))
+    thread.start()
+    thread.join()
+    return found[0].startswith("kvalloc_")
+
+
 def test_an_implementation_chosen_inside_the_with_stays(ids: Any) -> None:
     model = small_llama()
     with intercept_attention(model, look):
         model.set_attn_implementation("eager")
+        with torch.no_grad():
+            model(ids)
     assert model.config._attn_implementation == "eager"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -218,25 +219,78 @@ def test_a_hooked_model_can_be_pickled(tiny: ModuleType, model: Any) -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_threads_can_share_a_model(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    prompts = [tiny.prompt(CONTEXT, seed=seed) for seed in range(4)]
+@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "padding_only"])
+def test_threads_over_one_model_answer_as_one_after_the_other(
+    tiny: ModuleType,
+    attention_on_cpu: Any,
+    request: pytest.FixtureRequest,
+    attention: str,
+    threads: int,
+) -> None:
+    """Each with its own cache, beside a plain forward of the same model: equal in every bit."""
+    with attention_on_cpu(attention):
+        model = tiny.tiny_model("llama", attention)
+        profile = tiny.make_profile(model, CONTEXT, 0.4)
+        profiles = (profile, tiny.by_head(profile, 9))
+        plain = tiny.prompt(CONTEXT, seed=99)
 
-    def answer(ids: torch.Tensor) -> torch.Tensor:
-        cache = profile.cache(model)
-        out: torch.Tensor = model.generate(
-            ids, past_key_values=cache, max_new_tokens=15, do_sample=False
-        )
-        assert cache.retained_bytes < cache.full_bytes
-        return out
+        def answer(number: int) -> list[torch.Tensor]:
+            cache = profiles[number % 2].cache(model)
+            prompt = tiny.prompt(CONTEXT + number, seed=number)
+            with attention_on_cpu(attention), torch.no_grad():
+                return [
+                    model(ids, past_key_values=cache).logits
+                    for ids in (prompt, tiny.prompt(3, seed=number), tiny.prompt(1, seed=number))
+                ]
 
-    expected = [answer(ids) for ids in prompts]
-    with ThreadPoolExecutor(4) as pool:
-        for found, wanted in zip(pool.map(answer, prompts), expected, strict=True):
-            assert torch.equal(found, wanted)
-    assert model.config._attn_implementation == "sdpa"
+        def beside() -> torch.Tensor:
+            with attention_on_cpu(attention), torch.no_grad():
+                logits: torch.Tensor = model(plain, use_cache=False).logits
+            return logits
+
+        expected, alone = [answer(number) for number in range(threads)], beside()
+        with ThreadPoolExecutor(threads + 1) as pool:
+            for _ in range(request.config.getoption("--thread-rounds")):
+                other = pool.submit(beside)
+                found = list(pool.map(answer, range(threads)))
+                assert torch.equal(other.result(), alone)
+                for mine, wanted in zip(found, expected, strict=True):
+                    assert all(map(torch.equal, mine, wanted))
+    assert model.config._attn_implementation == attention
+    own = model.model.layers[0].self_attn
     gc.collect()
+    assert own.config is model.config
     assert hook_counts(model) == (0, 0)
+
+
+def test_a_cache_of_two_threads_at_once_is_refused(tiny: ModuleType, model: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
+    ids, within, go_on = tiny.prompt(CONTEXT), threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        within.set()
+        assert go_on.wait(60)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(ids, past_key_values=cache).logits
+        return logits
+
+    with torch.no_grad():
+        expected = model(ids).logits
+    handle = model.model.layers[2].register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(forward)
+        assert within.wait(60)
+        with pytest.raises(UnsupportedRequestError, match=r"another thread.*copy\.deepcopy"):
+            forward()
+        go_on.set()
+        assert torch.equal(first.result(), expected)
+    handle.remove()
+    assert cache.get_seq_length() == CONTEXT
+    with torch.no_grad():
+        model(tiny.prompt(3), past_key_values=cache)
 
 
 def test_unsupported_models_get_no_hooks() -> None:
