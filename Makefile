@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo check test coverage test-matrix fuzz-saved test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
+.PHONY: help demo check test coverage test-matrix fuzz-saved test-threads test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -105,6 +105,9 @@ test-matrix: $(READY) ## every policy x arrival x model of the runtime against t
 fuzz-saved: $(READY) ## 10,000 crafted files of saved caches: refused or answered, never a crash
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s --hostile-files $(or $(FILES),10000) \
 		tests/unit/runtime/test_hostile_caches.py
+
+test-threads: $(READY) ## threads over one model, 200 rounds on each attention implementation
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thread-rounds 200 tests/unit/runtime/test_hooks.py
 
 test-gpu: $(READY) ## the runtime's tests on a CUDA device; skipped where there is none
 	$(BIN)/python -m pytest -q -m gpu tests/gpu

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.saved_cache import SavedCacheHeader, SavedLayer, StoredTensor
 from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
-from kvalloc.runtime.kept import Piece, RaggedEntries
+from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.making import make_cache
-from kvalloc.runtime.packed import PackedEntries, Segment
+from kvalloc.runtime.packed import PackedEntries, PackedHeads
 
 __all__ = ["filled_cache", "load_cache"]
 
@@ -108,46 +108,33 @@ def _fill(layer: Any, saved: SavedLayer, own: dict[str, Tensor], bits: IntArray 
     if saved.kind == "even":
         layer.kept_indices, layer.logit_bias = own["kept_indices"], own.get("logit_bias")
     elif saved.kind == "ragged":
-        segments = _segments(own, "")
-
-        def piece(row: int, head: int) -> Piece:
-            one = segments[row][head]
-            every = torch.arange(len(one.positions), device=one.positions.device)
-            return one.keys, one.values, one.positions, one.bias, every
-
-        counts = own["lengths"].cpu().numpy()
-        layer.entries = RaggedEntries.collect(counts, piece, biased="kept_bias" in own)
+        layer.entries = _entries(own, "")
     elif saved.packed_following is not None and bits is not None:
-        parts = {
-            width: iter(zip(*_segments(own, f"bits_{width}."), strict=True))
-            for width in set(bits.tolist())
-        }
-        by_head = [next(parts[width]) for width in bits.tolist()]
         like = own["keys"][0, 0, :0].clone(), own["values"][0, 0, :0].clone()
-        layer.entries = PackedEntries.of(
-            [list(row) for row in zip(*by_head, strict=True)], bits, like
+        parts = [
+            PackedHeads(
+                bits=width,
+                heads=tuple(np.flatnonzero(bits == width).tolist()),
+                codes=_entries(own, f"bits_{width}."),
+                key_scales=own.get(f"bits_{width}.key_scales"),
+                like=like,
+            )
+            for width in sorted(set(bits.tolist()), reverse=True)
+        ]
+        layer.entries, layer.packed_following = (
+            PackedEntries(parts=tuple(parts)),
+            saved.packed_following,
         )
-        layer.packed_following = saved.packed_following
 
 
-def _segments(own: dict[str, Tensor], prefix: str) -> list[list[Segment]]:
-    """The segments of each row that are stored back to back."""
-    counts = own[f"{prefix}lengths"]
-    lengths, blocks = counts.flatten().tolist(), (-(-counts.flatten() // KEY_BLOCK_TOKENS)).tolist()
-    none = [None] * len(lengths)
-    cut = {
-        name: none
-        if found is None
-        else torch.split(found, blocks if name == "key_scales" else lengths)
-        for name in ("kept_keys", "kept_values", "key_scales", "kept_positions", "kept_bias")
-        for found in (own.get(prefix + name),)
-    }
-    flat = [
-        Segment(keys=k, values=v, key_scales=s, positions=p, bias=b)
-        for k, v, s, p, b in zip(*cut.values(), strict=True)
-    ]
-    n_heads = counts.shape[1]
-    return [flat[first : first + n_heads] for first in range(0, len(flat), n_heads)]
+def _entries(own: dict[str, Tensor], prefix: str) -> RaggedEntries:
+    return RaggedEntries(
+        keys=own[f"{prefix}kept_keys"],
+        values=own[f"{prefix}kept_values"],
+        positions=own[f"{prefix}kept_positions"],
+        bias=own.get(f"{prefix}kept_bias"),
+        lengths=own[f"{prefix}lengths"].cpu().numpy(),
+    )
 
 
 def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,9 +101,7 @@ def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[SavedLayer]]:
                 for part in layer.entries.parts:
                     own |= _entries_tensors(part.codes, f"bits_{part.bits}.")
                     if part.key_scales is not None:
-                        pairs = np.ndindex(*part.codes.lengths.shape)
-                        scales: Any = [part.segment(row, place).key_scales for row, place in pairs]
-                        own[f"bits_{part.bits}.key_scales"] = torch.cat(scales)
+                        own[f"bits_{part.bits}.key_scales"] = part.key_scales
         layers.append(SavedLayer(kind=kind, packed_following=following))
         for name, tensor in own.items():
             tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
@@ -115,17 +112,15 @@ def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[SavedLayer]]:
 
 
 def _entries_tensors(entries: RaggedEntries, prefix: str) -> dict[str, Tensor]:
-    """Entries of all segments, back to back."""
-    pieces = [entries.piece(row, head)[:4] for row, head in np.ndindex(*entries.lengths.shape)]
-    names = ("kept_keys", "kept_values", "kept_positions", "kept_bias")
-    found = dict(zip(names, map(_joined, zip(*pieces, strict=True)), strict=True))
-    found["lengths"] = torch.from_numpy(entries.lengths.copy())
-    return {prefix + name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    there = [tensor for tensor in tensors if tensor is not None]
-    return torch.cat(there) if there else None
+    found = {
+        "kept_keys": entries.keys,
+        "kept_values": entries.values,
+        "kept_positions": entries.positions,
+        "lengths": torch.from_numpy(entries.lengths.copy()),
+    }
+    if entries.bias is not None:
+        found["kept_bias"] = entries.bias
+    return {prefix + name: tensor for name, tensor in found.items()}
 
 
 def stored(tensor: Tensor) -> StoredTensor:
