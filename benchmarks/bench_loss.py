@@ -181,7 +181,7 @@ def figures(arguments: argparse.Namespace, loaded: Any, shape: Any) -> tuple[flo
     scorer = get_scorer("snapkv", window=32, pool=7)
     reading, each = [], []
     layers = np.unique(np.linspace(0, len(shape.full_layers) - 1, DEPTHS).round().astype(int))
-    for ids in chosen.token_ids:
+    for ids in (sample.token_ids for sample in chosen.samples):
         held: dict[str, LossProbe] = {}
 
         def read(ids: Any = ids, held: dict[str, LossProbe] = held) -> None:

@@ -97,7 +97,7 @@ def sides(
     text = "\n\n".join(document.text for document in default_texts())[: length * 6]
     prompt = [Prompt(text=text)]
     chosen = choose_samples(prompt, loaded.tokenizer, context_tokens=length, least_tokens=length)
-    ids = torch.from_numpy(chosen.token_ids[0])[None].to(arguments.device)
+    ids = torch.from_numpy(chosen.samples[0].token_ids)[None].to(arguments.device)
     decoder = loaded.model.get_decoder()
 
     def forward() -> object:

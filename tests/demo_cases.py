@@ -17,7 +17,7 @@ def make_outcome(answer: str = "1234567.", kl: float | None = 0.5) -> Outcome:
         top1_agreement=None if kl is None else 0.75,
         nll=None,
         score=None,
-        found=float(CASE.is_found(answer)),
+        found=float(CASE.turns[0].is_found(answer)),
         retained_bytes=20_582_400,
         full_bytes=69_120_000,
         kept_bytes=20_582_400,

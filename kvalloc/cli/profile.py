@@ -85,18 +85,16 @@ def profile(
 
 def _wanted(given: Mapping[str, Any], output: Path, *, resume: bool) -> ProfileOptions:
     """What `kvalloc.profile` is asked; refuses what cannot be, and an output likewise."""
-    from kvalloc.files import check_writable
-    from kvalloc.measure.checkpoint import check_unfinished, checkpoint_folder
+    from kvalloc.measure.checkpoint import check_output
     from kvalloc.models.loading import require_run_packages
 
-    check_writable(output)
     typed: Any = {name: given[name] for name in ProfileOptions.__annotations__ if name in given}
     wanted: ProfileOptions = typed
     if "sinks" in wanted and "count_sinks" in wanted:
         raise InputError("--sinks and --count-sinks contradict each other; give one of them")
     require_run_packages()
     read_options(wanted)
-    check_unfinished(checkpoint_folder(output), resume=resume)
+    check_output(output, resume=resume)
     return wanted
 
 

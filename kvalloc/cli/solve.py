@@ -176,7 +176,7 @@ def _refined(
     KVAllocError
         As `kvalloc.refine`.
     """
-    from kvalloc.measure.checkpoint import check_unfinished, checkpoint_folder
+    from kvalloc.measure.checkpoint import check_output
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
@@ -186,7 +186,7 @@ def _refined(
     files, resume = given.get("refine_prompts"), given.get("resume", False)
     how = {**how, **({"rounds": given["rounds"]} if "rounds" in given else {})}
     prompts = refinement_prompts(files)[0] if files else None
-    check_unfinished(checkpoint_folder(output), resume=resume)
+    check_output(output, resume=resume)
     loaded = load(given["refine"], given, quiet=quiet)
     with ProgressBar("refining", unit="prompts", quiet=quiet) as progress:
         decided = refine(

@@ -123,14 +123,12 @@ def tune(
 
 def _files(output: Path, shares: list[float], *, resume: bool) -> list[Path]:
     """One for each share; refuses what cannot be written before anything is loaded."""
-    from kvalloc.files import check_writable
-    from kvalloc.measure.checkpoint import check_unfinished, checkpoint_folder
+    from kvalloc.measure.checkpoint import check_output
 
     names = [f"{output.stem}-{share * 100:g}{output.suffix}" for share in shares]
     files = [output.with_name(name) for name in names] if len(shares) > 1 else [output]
     for file in files:
-        check_writable(file)
-        check_unfinished(checkpoint_folder(file), resume=resume)
+        check_output(file, resume=resume)
     return files
 
 

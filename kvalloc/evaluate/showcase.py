@@ -16,7 +16,6 @@ from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.evaluate.scoring import Outcome, known, measure, measure_full
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.prompts.cases import Case, Turn
 from kvalloc.prompts.needle import NeedleCase
 
 if TYPE_CHECKING:
@@ -216,7 +215,7 @@ class Questions:
         self._model, self._tokenizer = model, tokenizer
         self.cases = tuple(cases)
         start = time.perf_counter()
-        self._references = [measure_full(model, tokenizer, _case(case)) for case in cases]
+        self._references = [measure_full(model, tokenizer, case) for case in cases]
         self.full = tuple(reference.outcome for reference in self._references)
         self.last_seconds = time.perf_counter() - start
         self._known: list[Asked] = []
@@ -270,12 +269,6 @@ class Questions:
             ):
                 return asked
         return None
-
-
-def _case(needle: NeedleCase) -> Case:
-    return Case(
-        input_ids=needle.input_ids, turns=(Turn(answers=(needle.number,)),), source=needle.source
-    )
 
 
 def decide(scores: ScoreProfile, **target: Any) -> list[Attempt]:

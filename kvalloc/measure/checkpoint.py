@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError, one_line, option
 from kvalloc.files import atomic_write, check_writable, versions
 from kvalloc.shape import ModelShape
 
@@ -55,12 +56,12 @@ class Checkpoint:
 
     def __init__(self, output: str | Path, job: Mapping[str, Any], *, resume: bool) -> None:
         check_writable(output)
-        self.folder = checkpoint_folder(output)
+        self.output, self.folder = Path(output), checkpoint_folder(output)
         self._job: dict[str, Any] = json.loads(json.dumps({**job, "format": _FORMAT}))
         self._resume = resume
 
     def __enter__(self) -> Self:
-        check_unfinished(self.folder, resume=self._resume)
+        _check_unfinished(self.folder, resume=self._resume)
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
@@ -155,12 +156,37 @@ class Checkpoint:
                 f"{manifest} cannot be read; delete the folder to start over"
             ) from error
         for field in sorted({*begun, *self._job}):
-            if begun.get(field) != self._job.get(field):
+            before, now = begun.get(field), self._job.get(field)
+            if before != now:
                 raise InputError(
                     f"cannot resume {self.folder}: it was begun with {field} "
-                    f"{_brief(begun.get(field))}, now it is {_brief(self._job.get(field))}; "
+                    f"{one_line(before, 60)}, now it is {one_line(now, 60)}; "
                     "repeat the first command, or delete the folder to start over"
                 )
+
+
+def kept_work(
+    output: str | Path | None, job: Callable[[], Mapping[str, Any]], *, resume: bool
+) -> AbstractContextManager[Checkpoint | None]:
+    """A `Checkpoint` beside an output; None where there is no output.
+
+    Parameters
+    ----------
+    output : str or Path or None
+    job : callable
+        Gives everything that decides the numbers.
+    resume : bool
+
+    Raises
+    ------
+    InputError
+        As `Checkpoint`, and if there is nothing to resume from.
+    """
+    if output is not None:
+        return Checkpoint(output, job(), resume=resume)
+    if resume:
+        raise InputError("there is nothing to resume from; name the output")
+    return nullcontext()
 
 
 def checkpoint_folder(output: str | Path) -> Path:
@@ -169,14 +195,20 @@ def checkpoint_folder(output: str | Path) -> Path:
     return target.with_name(f"{target.name}.partial")
 
 
-def check_unfinished(folder: Path, *, resume: bool) -> None:
-    """Refuse, before anything is loaded, to work in a folder that is another job's.
+def check_output(output: str | Path, *, resume: bool) -> None:
+    """Refuse, before anything is loaded, what cannot be written or would work in another's folder.
 
     Raises
     ------
     InputError
-        If another process works in it, or it is not empty and `resume` is False.
+        If the output cannot be written, another process works in its folder of finished pieces, or
+        that is not empty and `resume` is False.
     """
+    check_writable(output)
+    _check_unfinished(checkpoint_folder(output), resume=resume)
+
+
+def _check_unfinished(folder: Path, *, resume: bool) -> None:
     if (folder / _LOCK).exists():
         _locked(folder).release()
     if not resume and folder.is_dir() and any(folder.iterdir()):
@@ -212,8 +244,3 @@ def _locked(folder: Path) -> BaseFileLock:
             f"another process is at work in {folder}; wait for it, or write to another file"
         ) from None
     return lock
-
-
-def _brief(value: object, limit: int = 60) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.formats.policy import Policy
+from kvalloc.formats.score_profile import rank_grid
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint, job_record
-from kvalloc.measure.loss_plan import LossPlan, own_policy
+from kvalloc.measure.loss_plan import LossPlan, named_policies, own_policy
 from kvalloc.measure.sampling import SampleSet
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
@@ -25,39 +27,28 @@ MEASURED_LAYERS = 20
 """About what measuring a layer's losses takes, in layers of a mini-prefill; for the time left."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredSample:
-    """What one sample gave.
+Measured = dict[str, FloatArray]
+"""What one sample gave, by name; see `Job.sizes`."""
 
-    Attributes
+
+class Steps:
+    """How much of a job is done, told after each step.
+
+    Parameters
     ----------
-    curves : ndarray of float64, (n_layers, n_kv_heads, n_points)
-        Retention at the profile's ranks.
-    masses : ndarray of float64, (n_layers, n_kv_heads)
-        Evictable score mass.
-    interpolation_error : float
-        Largest difference between a curve and its interpolation.
-    losses, loss_stderr : ndarray of float64, (n_layers, n_kv_heads or 1, n_policies, n_levels),
-            or None
-        Loss curves and their standard errors, where those are measured; the scorer's own first.
-    fidelity : ndarray of float64, (n_layers, n_kv_heads, n_bits), or None
-        What each bit width leaves of the attention output, where that was asked for.
-    shared : ndarray of float64, (n_runs, n_kv_heads, n_points), or None
-        Joint curves of the runs of layers that share, where those are measured.
+    total : int
+    progress : callable or None
+        Called with (steps done, steps in all).
     """
 
-    curves: FloatArray
-    masses: FloatArray
-    interpolation_error: float
-    losses: FloatArray | None = None
-    loss_stderr: FloatArray | None = None
-    fidelity: FloatArray | None = None
-    shared: FloatArray | None = None
+    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
+        self.done, self.total, self._progress = 0, total, progress
 
-    def arrays(self) -> dict[str, FloatArray]:
-        """Those that were measured, by name."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: array for name, array in named.items() if isinstance(array, np.ndarray)}
+    def advance(self, steps: int = 1) -> None:
+        """Count steps, never beyond the total."""
+        self.done = min(self.done + steps, self.total)
+        if self._progress is not None:
+            self._progress(self.done, self.total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +62,6 @@ class Job:
     scorer : Scorer
     sinks, context_tokens : int
         Of the score profile.
-    ranks : ndarray of int64, (n_points,)
-        Where curves are stored.
     samples : SampleSet
     batch : int
         Samples of equal length that run together.
@@ -92,13 +81,17 @@ class Job:
     scorer: Scorer
     sinks: int
     context_tokens: int
-    ranks: IntArray
     samples: SampleSet
     batch: int = 1
     losses: LossPlan | None = None
     bits: tuple[int, ...] = ()
     share_length: int = 1
     states: Mapping[int, AttentionStates] | None = None
+
+    @cached_property
+    def ranks(self) -> IntArray:
+        """Where curves are stored, ``(n_points,)``."""
+        return rank_grid(self.context_tokens - self.protected_tokens, self.context_tokens)
 
     @property
     def shared_runs(self) -> IntArray:
@@ -131,33 +124,44 @@ class Job:
         every = self.losses.method == "measured" and self.losses.probes is None
         return (MEASURED_LAYERS if every else 1) * len(self.policies)
 
+    @property
+    def sample_steps(self) -> int:
+        """What measuring a sample takes, in layers of a mini-prefill."""
+        return len(self.shape.full_layers) * (1 + self.loss_layers)
+
     @cached_property
     def policies(self) -> tuple[Policy, ...]:
         """Whose losses are measured: the scorer's best entries first."""
         own = own_policy(self.scorer, self.sinks)
         if self.losses is None:
             return (own,)
-        return (own, *self.losses.named_policies(self.scorer, sinks=self.sinks))
+        return (own, *named_policies(self.losses.policies, self.scorer, sinks=self.sinks))
 
     def groups(self) -> Iterator[list[int]]:
         """Samples that run together: neighbours of equal length, at most `batch`."""
-        group: list[int] = []
-        for index, ids in enumerate(self.samples.token_ids):
-            if group and (
-                len(group) == self.batch or ids.size != self.samples.token_ids[group[0]].size
-            ):
-                yield group
-                group = []
-            group.append(index)
-        if group:
-            yield group
+        sizes = [one.token_ids.size for one in self.samples.samples]
+        for _, neighbours in groupby(range(len(sizes)), key=lambda index: sizes[index]):
+            same = list(neighbours)
+            for begin in range(0, len(same), self.batch):
+                yield same[begin : begin + self.batch]
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the arrays of one sample, by name, without those that are not wanted."""
+        """Shapes of the arrays of one sample, by name, without those that are not wanted.
+
+        Returns
+        -------
+        dict
+            ``curves``: retention at the ranks. ``masses``: evictable score mass.
+            ``interpolation_error``: largest difference between a curve and its interpolation.
+            ``fidelity``: what each bit width leaves of the attention output. ``shared``: joint
+            curves of the runs of layers that share. ``losses``, ``loss_stderr``: loss curves and
+            their standard errors, of the scorer's best entries first.
+        """
         layers, heads, points = self.shape.n_layers, self.shape.n_kv_heads, self.ranks.size
         sizes: dict[str, tuple[int, ...]] = {
             "curves": (layers, heads, points),
             "masses": (layers, heads),
+            "interpolation_error": (1,),
         }
         if self.bits:
             sizes["fidelity"] = (layers, heads, len(self.bits))
@@ -169,23 +173,20 @@ class Job:
             sizes |= {"losses": losses, "loss_stderr": losses}
         return sizes
 
-    def finished(self, kept: Checkpoint | None, place: int) -> MeasuredSample | None:
+    def finished(self, kept: Checkpoint | None, place: int) -> Measured | None:
         """A finished sample, or None when there is none that can be trusted."""
         found = None if kept is None else kept.load(_name(place))
         if found is None:
             return None
-        arrays, values = found
+        arrays = found[0]
         sound = {name: array.shape for name, array in arrays.items()} == self.sizes()
-        if not sound or not all(np.isfinite(array).all() for array in arrays.values()):
-            return None
-        named: dict[str, Any] = {**arrays, **values}
-        return MeasuredSample(**named)
+        finite = all(np.isfinite(array).all() for array in arrays.values())
+        return arrays if sound and finite else None
 
-    def keep(self, kept: Checkpoint | None, place: int, sample: MeasuredSample) -> None:
+    def keep(self, kept: Checkpoint | None, place: int, sample: Measured) -> None:
         """Keep a finished sample."""
         if kept is not None:
-            values = {"interpolation_error": sample.interpolation_error}
-            kept.save(_name(place), sample.arrays(), values)
+            kept.save(_name(place), sample)
 
     def record(self) -> dict[str, Any]:
         """Everything that decides the numbers, for the manifest of a checkpoint."""
@@ -198,7 +199,7 @@ class Job:
             "scorer_parameters": self.scorer.parameters(),
             "context_tokens": self.context_tokens,
             "sinks": self.sinks,
-            "samples": len(self.samples.token_ids),
+            "samples": len(self.samples.samples),
             "text_digest": self.samples.digest(),
             "answers": self.samples.answers_digest(),
             "batch": self.batch,

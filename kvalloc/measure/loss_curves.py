@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor
 
 from kvalloc.accounting import BoolArray, FloatArray
 from kvalloc.errors import InputError
-from kvalloc.measure.job import Job
+from kvalloc.measure.job import Job, Measured
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.runtime.policies import policy_of
-from kvalloc.runtime.refusals import check_kept
-from kvalloc.runtime.selection import keep_best
 
 _Place = tuple[int, int, int]
 """KV head, policy and level that a loss belongs to."""
@@ -24,27 +21,9 @@ _Variant = tuple[list[_Place], Tensor]
 """Where a loss belongs, and what is kept for it, ``(n_kv_heads, n_tokens)``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredLosses:
-    """Loss curves of one prompt.
-
-    Attributes
-    ----------
-    losses : ndarray of float64, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels)
-        Mean over the continuation's predictions of KL(full cache || reduced cache), nats per
-        token, of the scorer's best entries and then of the probe's policies; 0 in sliding layers
-        and at the last level, where nothing is hidden.
-    stderr : ndarray of float64, of the same shape
-        Standard error of that mean.
-    """
-
-    losses: FloatArray
-    stderr: FloatArray
-
-
 def sample_losses(
     job: Job, index: int, *, layer_done: Callable[[], None], only: BoolArray | None = None
-) -> MeasuredLosses:
+) -> Measured:
     """Loss curves of one sample of a job, as its plan says.
 
     Parameters
@@ -60,7 +39,8 @@ def sample_losses(
 
     Returns
     -------
-    MeasuredLosses
+    Measured
+        ``losses`` and ``loss_stderr``.
 
     Raises
     ------
@@ -73,8 +53,7 @@ def sample_losses(
     try:
         probe = LossProbe.of_sample(
             job.model,
-            job.samples,
-            index,
+            job.samples.samples[index],
             job.scorer,
             sinks=job.sinks,
             shape=job.shape,
@@ -87,7 +66,7 @@ def sample_losses(
             found = estimate_losses(probe, job, layer_done=layer_done)
     except InputError as error:
         raise InputError(f"sample {index}: {error}") from error
-    if not np.isfinite(found.losses).all():
+    if not np.isfinite(found["losses"]).all():
         raise InputError(
             f"the losses of {name} in sample {index} are not finite; load the model in float32 or "
             "bfloat16, or check its weights"
@@ -101,7 +80,7 @@ def measure_losses(
     *,
     only: BoolArray | None = None,
     layer_done: Callable[[], None] = lambda: None,
-) -> MeasuredLosses:
+) -> Measured:
     """Reduce every unit alone to every level, and measure.
 
     Parameters
@@ -118,12 +97,15 @@ def measure_losses(
 
     Returns
     -------
-    MeasuredLosses
+    Measured
+        ``losses``: mean over the continuation's predictions of KL(full cache || reduced cache),
+        nats per token; 0 in sliding layers and at the last level, where nothing is hidden.
+        ``loss_stderr``: standard error of that mean.
     """
-    losses, stderr = _nothing_lost(probe, job)
-    budgets, batch = _budgets(probe, job), job.loss_plan.batch
+    losses, stderr = np.zeros((2, *job.sizes()["losses"]))
+    batch = job.loss_plan.batch
     for layer in sorted(probe.scores):
-        variants = _variants(_kept_by_policy(probe, layer, budgets, job), job)
+        variants = _variants(_kept_by_policy(probe, layer, job), job)
         if only is not None:
             here = only[layer]
             variants = [one for one in variants if any(here[place] for place in one[0])]
@@ -135,7 +117,7 @@ def measure_losses(
                     losses[layer, *place] = values.mean()
                     stderr[layer, *place] = _stderr(values)
         layer_done()
-    return MeasuredLosses(losses=losses, stderr=stderr)
+    return {"losses": losses, "loss_stderr": stderr}
 
 
 def estimate_losses(
@@ -145,7 +127,7 @@ def estimate_losses(
     n_draws: int = 16,
     seed: int = 0,
     layer_done: Callable[[], None] = lambda: None,
-) -> MeasuredLosses:
+) -> Measured:
     """The same to second order, from one backward pass instead of a forward for each figure.
 
     Hiding entries moves the outputs of a unit's heads by a known ``d``. To second order
@@ -164,7 +146,7 @@ def estimate_losses(
 
     Returns
     -------
-    MeasuredLosses
+    Measured
         The standard errors are those of the draws.
 
     References
@@ -172,26 +154,26 @@ def estimate_losses(
     S. Amari, Natural Gradient Works Efficiently in Learning (1998): the Fisher information as
     the second-order term of the KL divergence. Its use for cache budgets is ours.
     """
-    losses, stderr = _nothing_lost(probe, job)
+    losses, stderr = np.zeros((2, *job.sizes()["losses"]))
     gradients = probe.sensitivities(n_draws, seed=seed)
-    budgets, batch = _budgets(probe, job), job.loss_plan.batch
+    batch = job.loss_plan.batch
     for layer in sorted(probe.scores):
         whole = probe.outputs(layer, None)
         heads = losses.shape[1]
         slopes = _by_unit(gradients[layer], heads)
         # Heads do not see each other: all of them are reduced at once, and told apart after.
-        kept = [keep for each in _kept_by_policy(probe, layer, budgets, job) for keep in each]
+        kept = [keep for each in _kept_by_policy(probe, layer, job) for keep in each]
         for begin in range(0, len(kept), batch):
             shifts = probe.outputs(layer, torch.stack(kept[begin : begin + batch])) - whole
             squares = (_by_unit(shifts, heads) @ slopes.transpose(1, 2)) ** 2 / (
                 2 * probe.n_measured
             )
             for place, values in enumerate(squares.transpose(0, 1).cpu().numpy(), start=begin):
-                policy, level = divmod(place, len(budgets))
+                policy, level = divmod(place, job.loss_levels.size - 1)
                 losses[layer, :, policy, level] = values.mean(axis=-1)
                 stderr[layer, :, policy, level] = [_stderr(each) for each in values]
         layer_done()
-    return MeasuredLosses(losses=losses, stderr=stderr)
+    return {"losses": losses, "loss_stderr": stderr}
 
 
 def _by_unit(numbers: Tensor, heads: int) -> Tensor:
@@ -206,67 +188,11 @@ def _by_unit(numbers: Tensor, heads: int) -> Tensor:
     return split.permute(2, 0, 1, 3, 4).reshape(heads, n, -1)
 
 
-def _nothing_lost(probe: LossProbe, job: Job) -> tuple[FloatArray, FloatArray]:
-    """Losses and standard errors to fill in, (n_layers, n_heads, 1 + n_policies, n_levels)."""
-    n_kv_heads = next(iter(probe.scores.values())).shape[0]
-    heads = n_kv_heads if job.loss_plan.level == "head" else 1
-    shape = (job.shape.n_layers, heads, 1 + len(probe.policies), job.loss_levels.size)
-    return np.zeros(shape), np.zeros(shape)
-
-
-def _budgets(probe: LossProbe, job: Job) -> list[int]:
-    """The levels below the last one at the length of the prompt."""
-    context, protected = job.context_tokens, job.protected_tokens
-    return [
-        budget_of_prompt(probe, one, context, protected) for one in job.loss_levels[:-1].tolist()
-    ]
-
-
-def budget_of_prompt(probe: LossProbe, tokens: int, context_tokens: int, protected: int) -> int:
-    """The same share of a prompt's evictable entries as `tokens` are of the reference context's."""
-    share = (tokens - protected) / (context_tokens - protected)
-    evictable = max(0, probe.n_tokens - protected)
-    return min(probe.n_tokens, protected + round(share * evictable))
-
-
-def kept_entries(
-    probe: LossProbe, layer: int, place: int, budgets: list[int], *, sinks: int, window: int
-) -> list[Tensor]:
-    """What one policy keeps of a layer at some budgets, all of them from the same prefill.
-
-    Parameters
-    ----------
-    probe : LossProbe
-    layer : int
-    place : int
-        0 for the best entries of the probe's scorer, then the probe's policies.
-    budgets : list of int
-    sinks, window : int
-        First and last tokens that every budget includes.
-
-    Returns
-    -------
-    list of Tensor of bool, (n_kv_heads, n_tokens)
-    """
-    scores = probe.scores[layer]
-    rows = [torch.full((1, scores.shape[0]), one, device=scores.device) for one in budgets]
-    if place == 0:
-        return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
-    policy = probe.policies[place - 1]
-    with torch.no_grad():
-        found = policy.keep_each(probe.prompt_states[layer], rows, sinks=sinks, window=window)
-    for one, row in zip(found, rows, strict=True):
-        check_kept(policy, one, row)
-    return [one[0] for one in found]
-
-
-def _kept_by_policy(
-    probe: LossProbe, layer: int, budgets: list[int], job: Job
-) -> list[list[Tensor]]:
-    return [
-        kept_entries(probe, layer, place, budgets, sinks=job.sinks, window=job.scorer.window)
-        for place in range(1 + len(probe.policies))
-    ]
+def _kept_by_policy(probe: LossProbe, layer: int, job: Job) -> list[list[Tensor]]:
+    """What each policy keeps of a layer at each level but the last."""
+    context, levels = job.context_tokens, job.loss_levels[:-1].tolist()
+    budgets = [probe.budget(level, context) for level in levels]
+    return [probe.kept(layer, place, budgets) for place in range(1 + len(probe.policies))]
 
 
 def _stderr(values: FloatArray) -> float:

@@ -80,10 +80,6 @@ class LossPlan:
                 f"the loss levels {self.shares} are not shares within 0..1; give some such"
             )
 
-    def named_policies(self, scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
-        """The policies beside the scorer's own, as `named_policies` reads them."""
-        return named_policies(self.policies, scorer, sinks=sinks)
-
     def levels(self, context_tokens: int, protected_tokens: int) -> IntArray:
         """Budgets at which losses are measured.
 
@@ -127,13 +123,15 @@ def own_policy(scorer: Scorer, sinks: int) -> Policy:
     )
 
 
-def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple[Policy, ...]:
+def named_policies(
+    texts: Sequence[str], scorer: Scorer, *, sinks: int, usual: Sequence[str] = USUAL
+) -> tuple[Policy, ...]:
     """The policies that some texts ask for, all with the same sinks and window.
 
     A text is the name of a policy, which ranks by the profile's scorer, or of a scorer, whose
     best entries stay; then its options as ``:KEY=VALUE``, such as ``snapkv:window=4:pool=1``. A
     policy's text can name options of the scorer, too (``critical:window=4``). Pooling and window
-    are the profile's unless they are given. The text ``usual`` stands for those of `USUAL`.
+    are the profile's unless they are given. The text ``usual`` stands for several.
 
     Parameters
     ----------
@@ -144,6 +142,8 @@ def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple
         measured in any case.
     sinks : int
         Of the score profile.
+    usual : sequence of str
+        What ``usual`` stands for.
 
     Returns
     -------
@@ -160,7 +160,7 @@ def named_policies(texts: Sequence[str], scorer: Scorer, *, sinks: int) -> tuple
     own = own_policy(scorer, sinks)
     found: list[Policy] = []
     stripped = (text.strip() for text in texts)
-    for text in [each for one in stripped for each in (USUAL if one == "usual" else (one,))]:
+    for text in [each for one in stripped for each in (usual if one == "usual" else (one,))]:
         policy = _named(text, own, scorer)
         if policy.replace(label="") == own:
             continue

@@ -7,7 +7,7 @@ many variants in one batch that share the prompt's keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from kvalloc.errors import InputError, UnsupportedModelError
-from kvalloc.measure.mini_prefill import begun_at, evaluating, layers_of
+from kvalloc.errors import InputError
+from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.structure import decoder_of
 from kvalloc.runtime.holding import end_tokens
 from kvalloc.runtime.later import HeldPrompt, run_later_passes
+from kvalloc.runtime.refusals import check_kept
+from kvalloc.runtime.selection import keep_best
 
 if TYPE_CHECKING:
-    from kvalloc.measure.sampling import SampleSet
+    from kvalloc.measure.sampling import Sample
     from kvalloc.models.attention import Compute
     from kvalloc.runtime.policies import EvictionPolicy
     from kvalloc.scorers import Scorer
@@ -130,7 +132,7 @@ class LossProbe:
         self.policies = tuple(policies)
         self.prompt_states: dict[int, AttentionStates] = {}
         with torch.no_grad(), evaluating(model):
-            first = self._prefill(prompt_ids)
+            first = self._prefill()
             self._look_later(first)
             if answer_ids is None:
                 if question.numel():
@@ -140,26 +142,21 @@ class LossProbe:
                 answer = answer_ids[:continuation_tokens].to(prompt_ids.device)
             self.continuation_ids = torch.cat([question, answer])
             self._stored = self.n_tokens = int(prompt_ids.numel())
-            self._hidden, logits = self._reference()
-            self._log_probabilities = self._measured(logits).float().log_softmax(dim=-1)
+            self._hidden, logits = self._watched(self._note)
+            self._log_probabilities = self._measured(logits[0]).float().log_softmax(dim=-1)
             self._probabilities = self._log_probabilities.exp()
-            self._some_impossible = bool((self._log_probabilities == float("-inf")).any())
+            self._impossible = self._log_probabilities == float("-inf")
+            self._some_impossible = bool(self._impossible.any())
 
     @classmethod
-    def of_sample(
-        cls, model: Any, samples: SampleSet, index: int, scorer: Scorer, **options: Any
-    ) -> Self:
-        """The probe of one of some samples, with its answer and question; options as above."""
+    def of_sample(cls, model: Any, sample: Sample, scorer: Scorer, **options: Any) -> Self:
+        """The probe of a sample, with its answer and question; options as above."""
         device = model.get_input_embeddings().weight.device
-        prompt, answer, question = (
+        answer, question = (
             None if ids is None else torch.from_numpy(ids).to(device)
-            for ids in (
-                samples.token_ids[index],
-                samples.answer_ids[index],
-                samples.question_ids[index],
-            )
+            for ids in (sample.answer_ids, sample.question_ids)
         )
-        assert prompt is not None
+        prompt = torch.from_numpy(sample.token_ids).to(device)
         return cls(model, prompt, scorer, answer_ids=answer, question_ids=question, **options)
 
     @property
@@ -173,6 +170,40 @@ class LossProbe:
         held = (*self._keys.values(), *self._values.values())
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
+    def budget(self, tokens: int, context_tokens: int) -> int:
+        """The same share of the prompt's evictable entries as `tokens` are of a context's."""
+        protected = self._sinks + self._scorer.window
+        share = (tokens - protected) / (context_tokens - protected)
+        evictable = max(0, self.n_tokens - protected)
+        return min(self.n_tokens, protected + round(share * evictable))
+
+    @torch.no_grad()
+    def kept(self, layer: int, place: int, budgets: Sequence[int]) -> list[Tensor]:
+        """What one policy keeps of a layer at some budgets, all of them from the same prefill.
+
+        Parameters
+        ----------
+        layer : int
+        place : int
+            0 for the best entries of the scorer, then the policies.
+        budgets : sequence of int
+            Sinks and window included.
+
+        Returns
+        -------
+        list of Tensor of bool, (n_kv_heads, n_tokens)
+        """
+        scores, room = self.scores[layer], {"sinks": self._sinks, "window": self._scorer.window}
+        rows = [torch.full((1, scores.shape[0]), one, device=scores.device) for one in budgets]
+        if place == 0:
+            return [keep_best(scores[None], row, **room)[0] for row in rows]
+        policy = self.policies[place - 1]
+        found = policy.keep_each(self.prompt_states[layer], rows, **room)
+        for one, row in zip(found, rows, strict=True):
+            check_kept(policy, one, row)
+        return [one[0] for one in found]
+
+    @torch.no_grad()
     def losses(self, layer: int, keep: Tensor, *, around: Settled | None = None) -> Tensor:
         """KL(full cache || reduced cache) of each prediction, for each variant.
 
@@ -190,23 +221,18 @@ class LossProbe:
         Tensor of float64, (n_variants, n_measured)
             Nats. Rounding may take a loss of nothing a little below 0.
         """
-        entering = self._hidden if around is None else around.entering
+        entering = (self._hidden if around is None else around.entering)[layer]
+        entering = entering.expand(keep.shape[0], -1, -1)
         others = {} if around is None else around.keep
 
-        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+        def attend(states: AttentionStates) -> Tensor:
             at = states.layer
-            return self._attend(states, keep if at == layer else others.get(at)), None
+            return self._attend(states, keep if at == layer else others.get(at))
 
-        with (
-            torch.no_grad(),
-            evaluating(self._model),
-            begun_at(self._layers, layer, entering[layer], int(keep.shape[0])),
-            intercept_attention(self._model, handler),
-        ):
-            embeddings = entering[layer].expand(keep.shape[0], -1, -1)
-            logits = self._forward(inputs_embeds=embeddings, n_tokens=embeddings.shape[1])
-            return self.divergence(logits)
+        with begun_at(self._layers, layer, entering):
+            return self.divergence(self._run(attend, inputs_embeds=entering))
 
+    @torch.no_grad()
     def settle(self, keep: dict[int, Tensor]) -> Settled:
         """Hide entries of several layers at once.
 
@@ -221,13 +247,10 @@ class LossProbe:
             The loss, and what `losses` needs to change one layer of it.
         """
         rows = {layer: kept[None] for layer, kept in keep.items()}
-
-        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
-            return self._attend(states, rows.get(states.layer)), None
-
-        with torch.no_grad(), evaluating(self._model):
-            entering, logits = self._watched(handler)
-            return Settled(keep=rows, entering=entering, losses=self.divergence(logits)[0])
+        entering, logits = self._watched(
+            lambda states: self._attend(states, rows.get(states.layer))
+        )
+        return Settled(keep=rows, entering=entering, losses=self.divergence(logits)[0])
 
     def soft_loss(self, keep: Mapping[int, Tensor]) -> Tensor:
         """Mean KL(full cache || reduced cache), differentiable in how much of each entry is kept.
@@ -246,24 +269,15 @@ class LossProbe:
             Nats per token.
         """
 
-        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+        def attend(states: AttentionStates) -> Tensor:
             parts = keep.get(states.layer)
-            return self._attend(states, None if parts is None else parts[None].log()), None
+            return self._attend(states, None if parts is None else parts[None].log())
 
-        ids = self.continuation_ids
-        with (
-            torch.enable_grad(),
-            evaluating(self._model),
-            intercept_attention(self._model, handler),
-        ):
-            logits = self._forward(input_ids=ids[None], n_tokens=int(ids.numel()))
-            terms = self._probabilities * (
-                self._log_probabilities - self._measured(logits)[0].float().log_softmax(dim=-1)
-            )
-            if self._some_impossible:
-                terms = terms.masked_fill(self._log_probabilities == float("-inf"), 0.0)
-            return terms.sum(dim=-1).mean()
+        with torch.enable_grad():
+            logits = self._run(attend, input_ids=self.continuation_ids[None])
+            return self.divergence(logits)[0].mean().float()
 
+    @torch.no_grad()
     def cache_loss(self, cache: Any) -> float:
         """Mean KL(full cache || this cache), whatever the cache's policy does with entries.
 
@@ -277,12 +291,13 @@ class LossProbe:
         float
             Nats per token.
         """
-        with torch.no_grad(), evaluating(self._model):
+        with evaluating(self._model):
             ids, more = self.prompt_ids[None], self.continuation_ids[None]
             self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
             logits = self._model(input_ids=more, past_key_values=cache).logits
             return float(self.divergence(logits).mean())
 
+    @torch.no_grad()
     def outputs(self, layer: int, keep: Tensor | None) -> Tensor:
         """What a layer's heads put out on the continuation when entries are hidden there.
 
@@ -304,8 +319,7 @@ class LossProbe:
                 for name in ("queries", "keys", "values")
             }
             states = replace(states, **wide)
-        with torch.no_grad():
-            return self._attend(states, keep)
+        return self._attend(states, keep)
 
     def sensitivities(self, n_draws: int, *, seed: int = 0) -> dict[int, Tensor]:
         """Gradients of drawn next tokens' log probability with respect to the heads' outputs.
@@ -328,24 +342,19 @@ class LossProbe:
         """
         offsets: dict[int, Tensor] = {}
 
-        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+        def attend(states: AttentionStates) -> Tensor:
             output = self._attend(states, None)
             if states.layer in self._shape.full_layers:
                 offsets[states.layer] = torch.zeros_like(output, requires_grad=True)
                 output = output + offsets[states.layer]
-            return output, None
+            return output
 
         probabilities = self._probabilities.double().cpu()
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.multinomial(probabilities, n_draws, replacement=True, generator=generator)
         at = drawn.T.to(self.continuation_ids.device)
-        ids = self.continuation_ids[None]
-        with (
-            torch.enable_grad(),
-            evaluating(self._model),
-            intercept_attention(self._model, handler),
-        ):
-            logits = self._forward(input_ids=ids, n_tokens=int(ids.shape[1]))
+        with torch.enable_grad():
+            logits = self._run(attend, input_ids=self.continuation_ids[None])
             likely = self._measured(logits)[0].float().log_softmax(dim=-1)
             # One forward serves all draws; each has a way back of its own.
             sums = [likely.gather(-1, tokens[:, None]).sum() for tokens in at]
@@ -354,7 +363,7 @@ class LossProbe:
         gradients = [torch.cat(of_layer) for of_layer in zip(*rows, strict=True)]
         return dict(zip(offsets, gradients, strict=True))
 
-    def _prefill(self, prompt_ids: Tensor) -> Tensor:
+    def _prefill(self) -> Tensor:
         """Run the prompt, keep every layer's keys and values; the most likely next token."""
 
         def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
@@ -365,17 +374,11 @@ class LossProbe:
                 self._hold(states)
             return compute(states.mask)
 
+        ids = self.prompt_ids
         with intercept_attention(self._model, handler):
-            logits = self._model(
-                input_ids=prompt_ids[None], use_cache=False, logits_to_keep=1
-            ).logits
-        missing = sorted(set(range(len(self._layers))) - set(self._keys))
-        if missing:
-            raise UnsupportedModelError(
-                f"the attention of layer {missing[0]} of {type(self._model).__name__} never went "
-                "through transformers' attention interface, so kvalloc cannot measure its loss"
-            )
-        self._stored = int(prompt_ids.numel())
+            logits = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=1).logits
+        check_seen(self._model, range(len(self._layers)), self._keys)
+        self._stored = int(ids.numel())
         first: Tensor = logits[0, -1].argmax()[None]
         return first
 
@@ -446,16 +449,14 @@ class LossProbe:
     def _read(self, ids: Tensor) -> Tensor:
         """Read and store tokens with the full cache; the most likely token after them."""
 
-        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
+        def attend(states: AttentionStates) -> Tensor:
             output = self._attend(states, None)
             self._store(states)
-            return output, None
+            return output
 
-        with intercept_attention(self._model, handler):
-            logits = self._forward(input_ids=ids[None], n_tokens=int(ids.numel()))
+        logits = self._run(attend, input_ids=ids[None])
         self._stored += int(ids.numel())
-        first: Tensor = logits[0, -1].argmax()[None]
-        return first
+        return logits[0, -1].argmax()[None]
 
     def _write(self, first: Tensor, n_tokens: int) -> Tensor:
         """The greedy continuation with the full cache."""
@@ -469,17 +470,14 @@ class LossProbe:
             written.append(self._read(written[-1]))
         return torch.cat(written)
 
-    def _reference(self) -> tuple[dict[int, Tensor], Tensor]:
-        """What enters each layer on the continuation, and the full cache's predictions."""
+    def _note(self, states: AttentionStates) -> Tensor:
+        """Attention with the full cache, of which the states are kept."""
+        self._states[states.layer] = states
+        return self._attend(states, None)
 
-        def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
-            self._states[states.layer] = states
-            return self._attend(states, None), None
-
-        entering, logits = self._watched(handler)
-        return entering, logits[0]
-
-    def _watched(self, handler: Any) -> tuple[dict[int, Tensor], Tensor]:
+    def _watched(
+        self, attend: Callable[[AttentionStates], Tensor]
+    ) -> tuple[dict[int, Tensor], Tensor]:
         """Run the continuation; what enters each layer, and the logits."""
         entering: dict[int, Tensor] = {}
 
@@ -489,36 +487,30 @@ class LossProbe:
 
             return hook
 
-        ids = self.continuation_ids
         with ExitStack() as stack:
             for index, layer in enumerate(self._layers):
                 handle = layer.register_forward_pre_hook(watch(index), with_kwargs=True)
                 stack.callback(handle.remove)
-            stack.enter_context(intercept_attention(self._model, handler))
-            logits = self._forward(input_ids=ids[None], n_tokens=int(ids.numel()))
-        return entering, logits
+            return entering, self._run(attend, input_ids=self.continuation_ids[None])
 
     def divergence(self, logits: Tensor) -> Tensor:
         """KL from the full cache's predictions, ``(n_variants, n_measured)``, float64."""
-        full = self._log_probabilities
-        terms = (
-            self._measured(logits)
-            .float()
-            .log_softmax(dim=-1)
-            .neg_()
-            .add_(full)
-            .mul_(self._probabilities)
-        )
+        likely = self._measured(logits).float().log_softmax(dim=-1)
+        terms = (self._log_probabilities - likely).mul_(self._probabilities)
         # a token that the full cache rules out adds nothing, where 0 * inf would be NaN
         if self._some_impossible:
-            terms.masked_fill_(full == float("-inf"), 0.0)
+            terms.masked_fill_(self._impossible, 0.0)
         return terms.sum(dim=-1, dtype=torch.float64)
 
-    def _forward(self, *, n_tokens: int, **inputs: Tensor) -> Tensor:
-        """Logits of tokens that follow what is stored."""
-        device = next(iter(inputs.values())).device
-        positions = torch.arange(self._stored, self._stored + n_tokens, device=device)[None]
-        logits: Tensor = self._model(**inputs, position_ids=positions, use_cache=False).logits
+    def _run(self, attend: Callable[[AttentionStates], Tensor], **inputs: Tensor) -> Tensor:
+        """Logits of tokens that follow what is stored; `attend` gives each layer's attention."""
+        (tokens,) = inputs.values()
+        positions = self._stored + torch.arange(tokens.shape[1], device=tokens.device)[None]
+        with (
+            evaluating(self._model),
+            intercept_attention(self._model, lambda states, compute: (attend(states), None)),
+        ):
+            logits: Tensor = self._model(**inputs, position_ids=positions, use_cache=False).logits
         return logits
 
     def _store(self, states: AttentionStates) -> None:
@@ -530,15 +522,56 @@ class LossProbe:
             held[states.layer][:, self._stored : self._stored + n_new] = new[0]
 
     def _attend(self, states: AttentionStates, keep: Tensor | None) -> Tensor:
-        """Attention of new tokens over what is stored and over each other."""
-        full = states.layer in self._shape.full_layers
-        return attend_over_stored(
-            states,
-            self._keys[states.layer][:, : self._stored],
-            self._values[states.layer][:, : self._stored],
-            keep,
-            window=None if full else self._shape.sliding_window,
+        """Attention of new tokens over what is stored and over each other.
+
+        The variants are folded into the rows of one product with the stored keys, which are
+        therefore never copied.
+
+        Parameters
+        ----------
+        states : AttentionStates
+            Of the new tokens, (n_variants, n_heads, n_new, head_dim).
+        keep : Tensor of bool, (n_variants, n_kv_heads, n_stored), or None
+            What each variant sees of what is stored; all by default. Of float: the logarithm of
+            how much of each entry is kept.
+
+        Returns
+        -------
+        Tensor, (n_variants, n_new, n_query_heads, head_dim)
+        """
+        variants, _, n_new, head_dim = states.queries.shape
+        keys, values = (
+            held[states.layer][:, : self._stored] for held in (self._keys, self._values)
         )
+        n_kv_heads, stored = keys.shape[:2]
+        full = states.layer in self._shape.full_layers
+        window = None if full else self._shape.sliding_window
+        queries = states.queries.reshape(variants, n_kv_heads, -1, n_new, head_dim)
+        rows = queries.transpose(0, 1).reshape(n_kv_heads, -1, head_dim)
+        before = (rows @ keys.transpose(1, 2)).float() * states.scaling
+        before = before.view(n_kv_heads, variants, -1, n_new, stored)
+        among = (queries @ states.keys[:, :, None].transpose(-1, -2)).float() * states.scaling
+        visible = _visible(n_new, stored, window, before.device)
+        if states.softcap is not None:
+            before = states.softcap * torch.tanh(before / states.softcap)
+            among = states.softcap * torch.tanh(among / states.softcap)
+        before.masked_fill_(~visible[:, :stored], float("-inf"))
+        among.masked_fill_(~visible[:, stored:], float("-inf"))
+        if keep is not None:
+            kept = keep.transpose(0, 1)[:, :, None, None]
+            if kept.dtype == torch.bool:
+                before.masked_fill_(~kept, float("-inf"))
+            else:  # logarithms of how much is kept of each entry
+                before = before + kept
+        logits = [before.transpose(0, 1), among]
+        if states.sink_logits is not None:
+            extra = states.sink_logits.float().view(1, n_kv_heads, -1, 1, 1)
+            logits.append(extra.expand(*among.shape[:-1], 1))
+        weights = torch.cat(logits, dim=-1).softmax(dim=-1).to(values.dtype)
+        seen = weights[..., :stored].transpose(0, 1).reshape(n_kv_heads, -1, stored) @ values
+        output = seen.view(n_kv_heads, variants, -1, n_new, head_dim).transpose(0, 1)
+        output = output + weights[..., stored : stored + n_new] @ states.values[:, :, None]
+        return output.reshape(variants, -1, n_new, head_dim).transpose(1, 2).contiguous()
 
 
 def _slid(stored: tuple[Tensor, Tensor], shape: ModelShape) -> Any:
@@ -549,65 +582,6 @@ def _slid(stored: tuple[Tensor, Tensor], shape: ModelShape) -> Any:
     layer = DynamicSlidingWindowLayer(shape.sliding_window)
     layer.update(*stored)
     return layer
-
-
-def attend_over_stored(
-    states: AttentionStates,
-    keys: Tensor,
-    values: Tensor,
-    keep: Tensor | None,
-    *,
-    window: int | None,
-) -> Tensor:
-    """Attention of new tokens over what is stored and over each other.
-
-    The variants are folded into the rows of one product with the stored keys, which are therefore
-    never copied.
-
-    Parameters
-    ----------
-    states : AttentionStates
-        Of the new tokens, (n_variants, n_heads, n_new, head_dim).
-    keys, values : Tensor, (n_kv_heads, n_stored, head_dim)
-        Shared by all variants.
-    keep : Tensor of bool, (n_variants, n_kv_heads, n_stored), or None
-        What each variant sees of them; all by default. Of float: the logarithm of how much of each
-        entry is kept.
-    window : int or None
-        Tokens that a sliding layer sees; None for full attention.
-
-    Returns
-    -------
-    Tensor, (n_variants, n_new, n_query_heads, head_dim)
-    """
-    variants, _, n_new, head_dim = states.queries.shape
-    n_kv_heads, stored = keys.shape[:2]
-    queries = states.queries.reshape(variants, n_kv_heads, -1, n_new, head_dim)
-    rows = queries.transpose(0, 1).reshape(n_kv_heads, -1, head_dim)
-    before = (rows @ keys.transpose(1, 2)).float() * states.scaling
-    before = before.view(n_kv_heads, variants, -1, n_new, stored)
-    among = (queries @ states.keys[:, :, None].transpose(-1, -2)).float() * states.scaling
-    visible = _visible(n_new, stored, window, before.device)
-    if states.softcap is not None:
-        before = states.softcap * torch.tanh(before / states.softcap)
-        among = states.softcap * torch.tanh(among / states.softcap)
-    before.masked_fill_(~visible[:, :stored], float("-inf"))
-    among.masked_fill_(~visible[:, stored:], float("-inf"))
-    if keep is not None:
-        kept = keep.transpose(0, 1)[:, :, None, None]
-        if kept.dtype == torch.bool:
-            before.masked_fill_(~kept, float("-inf"))
-        else:  # logarithms of how much is kept of each entry
-            before = before + kept
-    logits = [before.transpose(0, 1), among]
-    if states.sink_logits is not None:
-        extra = states.sink_logits.float().view(1, n_kv_heads, -1, 1, 1)
-        logits.append(extra.expand(*among.shape[:-1], 1))
-    weights = torch.cat(logits, dim=-1).softmax(dim=-1).to(values.dtype)
-    seen = weights[..., :stored].transpose(0, 1).reshape(n_kv_heads, -1, stored) @ values
-    output = seen.view(n_kv_heads, variants, -1, n_new, head_dim).transpose(0, 1)
-    output = output + weights[..., stored : stored + n_new] @ states.values[:, :, None]
-    return output.reshape(variants, -1, n_new, head_dim).transpose(1, 2).contiguous()
 
 
 def _visible(n_new: int, stored: int, window: int | None, device: torch.device) -> Tensor:

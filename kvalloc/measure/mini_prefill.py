@@ -6,7 +6,7 @@ attention would begin (XKV, Section IV-A and Figure 7).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +76,20 @@ def mini_prefill(
         suppress(_LastLayerSeen),
     ):
         decoder(input_ids=input_ids, use_cache=False)
-    missing = sorted(set(layers) - seen)
-    if missing:
+    check_seen(model, layers, seen)
+
+
+def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:
+    """Refuse a model with a layer whose attention was not seen.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
+    missing = next((layer for layer in layers if layer not in seen), None)
+    if missing is not None:
         raise UnsupportedModelError(
-            f"the attention of layer {missing[0]} of {type(model).__name__} never went through "
+            f"the attention of layer {missing} of {type(model).__name__} never went through "
             "transformers' attention interface, so kvalloc cannot see it"
         )
 
@@ -115,16 +125,15 @@ def layers_of(model: Any) -> Any:
 
 
 @contextmanager
-def begun_at(layers: Any, begin: int, hidden: Tensor, n_variants: int) -> Iterator[None]:
+def begun_at(layers: Any, begin: int, hidden: Tensor) -> Iterator[None]:
     """Let the decoder begin at one layer, with what is known to enter it."""
 
     def enter(
         module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        start = hidden.expand(n_variants, -1, -1)
         if args:
-            return (start, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": start}
+            return (hidden, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": hidden}
 
     def skip(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from math import erfc, exp, pi, sqrt
+from collections.abc import Sequence
+from math import pi, sqrt
 
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.measure.checkpoint import Checkpoint
-from kvalloc.measure.job import Job, MeasuredSample
+from kvalloc.measure.job import Job, Measured, Steps
 
 OPERATING_SHARES = (0.1, 0.2, 0.5)
 """Shares of all entries around whose solutions figures are measured."""
@@ -118,43 +117,39 @@ def _price(mean: FloatArray, tokens: IntArray, share: float) -> float:
 
 def _expected_improvement(gap: FloatArray, uncertain: FloatArray) -> FloatArray:
     """What an option that is worse by a gap is better by on average, where it is better."""
-    found = np.zeros_like(gap)
-    for place in np.argwhere(uncertain > 0):
-        at = tuple(place)
-        away = float(gap[at] / uncertain[at])
-        density = exp(-away * away / 2) / sqrt(2 * pi)
-        found[at] = uncertain[at] * max(0.0, density - away * erfc(away / sqrt(2)) / 2)
-    return found
+    from scipy.special import ndtr  # only a job with probes needs SciPy
+
+    away = np.divide(gap, uncertain, out=np.zeros_like(gap), where=uncertain > 0)
+    found = np.exp(-(away**2) / 2) / sqrt(2 * pi) - away * ndtr(-away)
+    return uncertain * np.maximum(found, 0.0)
 
 
 def probed_samples(
-    job: Job,
-    estimated: list[MeasuredSample],
-    kept: Checkpoint | None,
-    sample_done: Callable[[int], None],
-) -> tuple[list[MeasuredSample], BoolArray]:
+    job: Job, estimated: list[Measured], kept: Checkpoint | None, steps: Steps
+) -> tuple[list[Measured], BoolArray]:
     """Measure the undecided figures of every sample, and scale the estimates to them.
 
     Parameters
     ----------
     job : Job
         With `LossPlan.probes`.
-    estimated : list of MeasuredSample
+    estimated : list of Measured
         With estimated losses.
     kept : Checkpoint or None
         Holds the second pass of sample i as sample ``n_samples + i``.
-    sample_done : callable
-        Called with the number of samples done.
+    steps : Steps
+        Where what is done is counted.
 
     Returns
     -------
-    samples : list of MeasuredSample
+    samples : list of Measured
     where : ndarray of bool, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels)
         Which figures were measured.
     """
-    plan = job.losses
-    assert plan is not None  # only a job with probes comes here
-    assert plan.probes is not None
+    from kvalloc.measure.loss_curves import sample_losses  # loads torch
+
+    plan = job.loss_plan
+    assert plan.probes is not None  # only a job with probes comes here
     losses, stderr = _stacked(estimated)
     shape, full = losses.shape, list(job.shape.full_layers)
     # of each layer or head, all its policies and levels compete
@@ -164,8 +159,12 @@ def probed_samples(
     where[full] = chosen.reshape(len(full), *shape[2:])
     measured = []
     for index, sample in enumerate(estimated):
-        measured.append(_measured(job, index, sample, where, kept))
-        sample_done(index + 1)
+        done = job.finished(kept, shape[0] + index)
+        if done is None:
+            done = sample | sample_losses(job, index, layer_done=lambda: None, only=where)
+            job.keep(kept, shape[0] + index, done)
+        measured.append(done)
+        steps.advance(job.sample_steps)
     probed, errors = _stacked(measured)
     n_levels, curves = shape[-1], (shape[0], -1, shape[-1])
     scaled = scaled_to_probes(
@@ -174,26 +173,11 @@ def probed_samples(
     ratio = np.divide(scaled, losses, out=np.ones(shape), where=losses > 0)
     errors = np.where(where, errors, stderr * ratio)
     return [
-        replace(sample, losses=own, loss_stderr=error)
+        sample | {"losses": own, "loss_stderr": error}
         for sample, own, error in zip(estimated, scaled, errors, strict=True)
     ], where
 
 
-def _measured(
-    job: Job, index: int, sample: MeasuredSample, where: BoolArray, kept: Checkpoint | None
-) -> MeasuredSample:
-    """One sample's measured figures, from the checkpoint where they are there."""
-    from kvalloc.measure.loss_curves import sample_losses  # loads torch
-
-    place = len(job.samples.token_ids) + index
-    done = job.finished(kept, place)
-    if done is None:
-        found = sample_losses(job, index, layer_done=lambda: None, only=where)
-        done = replace(sample, losses=found.losses, loss_stderr=found.stderr)
-        job.keep(kept, place, done)
-    return done
-
-
-def _stacked(samples: list[MeasuredSample]) -> list[FloatArray]:
+def _stacked(samples: list[Measured]) -> list[FloatArray]:
     """Losses and errors, (n_samples, n_layers, n_kv_heads or 1, 1 + n_policies, n_levels)."""
-    return [np.stack([getattr(one, name) for one in samples]) for name in ("losses", "loss_stderr")]
+    return [np.stack([one[name] for one in samples]) for name in ("losses", "loss_stderr")]

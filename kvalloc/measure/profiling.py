@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
+from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError, option
 from kvalloc.files import utc_date, versions
-from kvalloc.formats.score_profile import ScoreProfile, rank_grid
-from kvalloc.measure.checkpoint import MEASURED_WITH, Checkpoint
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.measure.checkpoint import MEASURED_WITH, Checkpoint, kept_work
 from kvalloc.measure.curves import (
     SharedRuns,
     check_share_length,
@@ -22,8 +22,8 @@ from kvalloc.measure.curves import (
     on_grid,
     retention_curves,
 )
-from kvalloc.measure.job import Job, MeasuredSample
-from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan
+from kvalloc.measure.job import Job, Measured, Steps
+from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_policies
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.probing import probed_samples
 from kvalloc.measure.sampling import choose_samples
@@ -111,27 +111,6 @@ class ProfileOptions(TypedDict, total=False):
     share_length: Annotated[int, Option("N", MORE)]
 
 
-DEFAULTS: ProfileOptions = {
-    "samples": None,
-    "sampling_ratio": 0.1,
-    "context": 1024,
-    "scorer": "xkv",
-    "window": None,
-    "pool": None,
-    "group_reduce": None,
-    "sinks": 4,
-    "count_sinks": False,
-    "seed": 0,
-    "batch": 1,
-    "loss": None,
-    "loss_level": "layer",
-    "probes": None,
-    "loss_policies": (),
-    "share_length": 1,
-    "bits": None,
-}
-
-
 def profile(
     model: Any,
     tokenizer: Any,
@@ -193,40 +172,41 @@ def profile(
     ----------
     XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Section IV, Eq. 4.
     """
-    if resume and output is None:
-        raise InputError("there is nothing to resume from; name the output")
     require_run_packages()
     shape = shape_of(model, model_id=model_id)
     job = _job(model, tokenizer, texts, shape, options)
-    if output is None:
-        return measure_job(job, None, progress)
-    with Checkpoint(output, job.record(), resume=resume) as kept:
+    with kept_work(output, job.record, resume=resume) as kept:
         result = measure_job(job, kept, progress)
-        result.save(output)
-        kept.finish()
+        if kept is not None:
+            result.save(kept.output)
+            kept.finish()
     return result
 
 
-def read_options(
-    options: ProfileOptions,
-) -> tuple[ProfileOptions, Scorer, LossPlan | None, tuple[int, ...]]:
-    """Options with their defaults, scorer, plan of the losses and bit widths.
+def read_options(options: ProfileOptions) -> dict[str, Any]:
+    """What options ask for, as keywords of `Job`.
 
     Raises
     ------
     InputError
         If an option cannot be used, or some contradict each other, whatever the model.
     """
-    if unknown := sorted(options.keys() - DEFAULTS.keys()):
+    if unknown := sorted(options.keys() - ProfileOptions.__annotations__.keys()):
         raise TypeError(f"profile() got an unexpected keyword argument {unknown[0]!r}")
-    given: ProfileOptions = {**DEFAULTS, **options}
-    if given["count_sinks"]:
-        given["sinks"] = 0
-    scorer, losses = _scorer(given), _loss_plan(given)
+    sinks = 0 if options.get("count_sinks") else options.get("sinks", 4)
+    scorer, losses = _scorer(options), _loss_plan(options)
     scorer.check_prompt_only()
     if losses is not None:
-        losses.named_policies(scorer, sinks=given["sinks"])
-    return given, scorer, losses, checked_widths(given["bits"])
+        named_policies(losses.policies, scorer, sinks=sinks)
+    return {
+        "scorer": scorer,
+        "sinks": sinks,
+        "context_tokens": options.get("context", 1024),
+        "batch": options.get("batch", 1),
+        "losses": losses,
+        "bits": checked_widths(options.get("bits")),
+        "share_length": options.get("share_length", 1),
+    }
 
 
 def _job(
@@ -237,165 +217,114 @@ def _job(
     options: ProfileOptions,
 ) -> Job:
     """The options as a job; refuses what cannot be, before anything is measured."""
-    given, scorer, losses, bits = read_options(options)
-    context, sinks = given["context"], given["sinks"]
-    _check_sizes(shape, context, sinks, scorer.window, given["batch"])
-    check_share_length(given["share_length"], shape.full_layers)
-    protected = sinks + scorer.window
-    return Job(
-        model=model,
-        shape=shape,
-        scorer=scorer,
-        sinks=sinks,
+    asked = read_options(options)
+    context, sinks, window = asked["context_tokens"], asked["sinks"], asked["scorer"].window
+    _check_sizes(shape, context, sinks, window, asked["batch"])
+    check_share_length(asked["share_length"], shape.full_layers)
+    samples = choose_samples(
+        texts,
+        tokenizer,
         context_tokens=context,
-        ranks=rank_grid(context - protected, context),
-        samples=choose_samples(
-            texts,
-            tokenizer,
-            context_tokens=context,
-            least_tokens=protected + 1,
-            samples=given["samples"],
-            sampling_ratio=given["sampling_ratio"],
-            seed=given["seed"],
-        ),
-        batch=given["batch"],
-        losses=losses,
-        bits=bits,
-        share_length=given["share_length"],
+        least_tokens=sinks + window + 1,
+        samples=options.get("samples"),
+        sampling_ratio=options.get("sampling_ratio", 0.1),
+        seed=options.get("seed", 0),
     )
+    return Job(model=model, shape=shape, samples=samples, **asked)
 
 
 def measure_job(
     job: Job, kept: Checkpoint | None = None, progress: Progress | None = None
 ) -> ScoreProfile:
     """Measure all samples of a job and put them together."""
-    if job.losses is None or job.losses.probes is None:
-        return _assemble(job, _measure_all(job, kept, progress))
-    # Twice over the samples: estimates, then what they leave undecided, about as long again.
-    n_samples = len(job.samples.token_ids)
-    half = len(job.shape.full_layers) * (1 + job.loss_layers) * n_samples
-
-    def first(done: int, total: int) -> None:
-        if progress is not None:
-            progress(done, 2 * half)
-
-    def second(samples: int) -> None:
-        if progress is not None:
-            progress(half + samples * half // n_samples, 2 * half)
-
-    found, where = probed_samples(job, _measure_all(job, kept, first), kept, second)
+    probes = job.losses is not None and job.losses.probes is not None
+    # With probes twice over the samples: estimates, then what they leave undecided, about as long.
+    n_samples = len(job.samples.samples)
+    steps = Steps((2 if probes else 1) * n_samples * job.sample_steps, progress)
+    found = _measure_all(job, kept, steps)
+    if not probes:
+        return _assemble(job, found)
+    found, where = probed_samples(job, found, kept, steps)
     return _assemble(job, found).replace(loss_probed=where.astype(np.int64))
 
 
-def _measure_all(
-    job: Job, kept: Checkpoint | None, progress: Progress | None
-) -> list[MeasuredSample]:
+def _measure_all(job: Job, kept: Checkpoint | None, steps: Steps) -> list[Measured]:
     """All samples in order, those from the checkpoint without running them again."""
-    n_layers = len(job.shape.full_layers) * (1 + job.loss_layers)
-    total = n_layers * len(job.samples.token_ids)
-    done = 0
-    results: list[MeasuredSample] = []
+    results: list[Measured] = []
     for group in job.groups():
         finished = [job.finished(kept, index) for index in group]
         found = [sample for sample in finished if sample is not None]
         if len(found) == len(group):
-            results += found
+            steps.advance(len(group) * job.sample_steps)
         else:  # a part of a group runs again with its companions: the same sums, bit for bit
-            start = done
-
-            def layer_done(layers: int, start: int = start, size: int = len(group)) -> None:
-                if progress is not None:
-                    progress(start + layers * size, total)
-
-            measured = _measure_group(job, group, layer_done)
-            if job.losses is not None:
-                measured = _with_losses(job, group, measured, layer_done)
-            for index, sample in zip(group, measured, strict=True):
+            found = _measure_group(job, group, steps)
+            for index, sample in zip(group, found, strict=True):
                 job.keep(kept, index, sample)
-            results += measured
-        done += n_layers * len(group)
-        if progress is not None:
-            progress(done, total)
+        results += found
     return results
 
 
-def _measure_group(
-    job: Job, group: list[int], layer_done: Callable[[int], None]
-) -> list[MeasuredSample]:
-    """One mini-prefill over samples of equal length."""
+def _measure_group(job: Job, group: list[int], steps: Steps) -> list[Measured]:
+    """One mini-prefill over samples of equal length, and the losses of each."""
     import torch
 
-    ids = np.stack([job.samples.token_ids[index] for index in group])
-    sizes = {name: (len(group), *size) for name, size in job.sizes().items()}
-    curves, masses = np.ones(sizes["curves"]), np.zeros(sizes["masses"])
-    fidelity = np.ones(sizes.get("fidelity", 0))
-    shared, errors = np.zeros(sizes.get("shared", 0)), np.zeros(len(group))
-    layers = job.shape.full_layers
-    runs = SharedRuns(layers, job.share_length)
+    ids = np.stack([job.samples.samples[index].token_ids for index in group])
+    found = {name: np.zeros((len(group), *size)) for name, size in job.sizes().items()}
+    whole = [found[name] for name in ("curves", "fidelity") if name in found]
+    for array in whole:  # of sliding layers, which keep what they always keep
+        array.fill(1.0)
+    masses, errors = found["masses"], found["interpolation_error"]
+    runs = SharedRuns(job.shape.full_layers, job.share_length)
     first, end = job.sinks, ids.shape[1] - job.scorer.window
+
+    def store(name: str, row: int, place: int, curves: FloatArray) -> None:
+        found[name][row, place], error = on_grid(curves, job.ranks)
+        errors[row] = max(errors[row, 0], error)
 
     def look(states: AttentionStates) -> None:
         layer = states.layer
         scores = job.scorer.score(states, sinks=job.sinks)[..., first:end].float().cpu().numpy()
         for row, index in enumerate(group):
             _check_finite(scores[row], layer, index, job.shape.model_id)
-            exact, masses[row, layer] = retention_curves(scores[row])
-            curves[row, layer], error = on_grid(exact, job.ranks)
-            errors[row] = max(errors[row], error)
+            curves, masses[row, layer] = retention_curves(scores[row])
+            store("curves", row, layer, curves)
         if job.bits:
-            fidelity[:, layer] = layer_fidelity(
+            found["fidelity"][:, layer] = layer_fidelity(
                 states, job.bits, window=job.scorer.window, model_id=job.shape.model_id
             )
         for run, together in runs.add(layer, scores, masses[:, layer]):
-            for row in range(len(group)):
-                shared[row, run], error = on_grid(together[row], job.ranks)
-                errors[row] = max(errors[row], error)
-        layer_done(layers.index(layer) + 1)
+            for row, curves in enumerate(together):
+                store("shared", row, run, curves)
+        steps.advance(len(group))
 
     if job.states is None:
         device = job.model.get_input_embeddings().weight.device
-        mini_prefill(job.model, torch.from_numpy(ids).to(device), look, layers=layers)
+        inputs = torch.from_numpy(ids).to(device)
+        mini_prefill(job.model, inputs, look, layers=job.shape.full_layers)
     else:
-        for layer in layers:
+        for layer in job.shape.full_layers:
             look(job.states[layer])
+    samples = [{name: array[row] for name, array in found.items()} for row in range(len(group))]
+    if job.losses is None:
+        return samples
+    from kvalloc.measure.loss_curves import sample_losses  # loads torch
+
+    def layer_done() -> None:
+        steps.advance(job.loss_layers)
+
     return [
-        MeasuredSample(
-            curves=curves[row],
-            masses=masses[row],
-            interpolation_error=float(errors[row]),
-            fidelity=fidelity[row] if job.bits else None,
-            shared=shared[row] if len(runs.runs) else None,
-        )
-        for row in range(len(group))
+        sample | sample_losses(job, index, layer_done=layer_done)
+        for index, sample in zip(group, samples, strict=True)
     ]
 
 
-def _with_losses(
-    job: Job, group: list[int], measured: list[MeasuredSample], layer_done: Callable[[int], None]
-) -> list[MeasuredSample]:
-    """The same samples with their loss curves, measured one by one."""
-    from kvalloc.measure.loss_curves import sample_losses  # loads torch
-
-    done = len(job.shape.full_layers) * len(group)  # the mini-prefills
-
-    def one_more() -> None:
-        nonlocal done
-        done += job.loss_layers
-        layer_done(done // len(group))
-
-    complete = []
-    for index, sample in zip(group, measured, strict=True):
-        found = sample_losses(job, index, layer_done=one_more)
-        complete.append(replace(sample, losses=found.losses, loss_stderr=found.stderr))
-    return complete
-
-
-def _loss_plan(given: ProfileOptions) -> LossPlan | None:
-    loss, probes, policies = given["loss"], given["probes"], given["loss_policies"]
+def _loss_plan(options: ProfileOptions) -> LossPlan | None:
+    loss, probes = options.get("loss"), options.get("probes")
+    policies = options.get("loss_policies", ())
     if isinstance(policies, str):
         policies = policies.split(",")
     if loss is not None and not isinstance(loss, LossPlan):
-        level = given["loss_level"]
+        level = options.get("loss_level", "layer")
         return LossPlan(method=loss, level=level, probes=probes, policies=tuple(policies))
     name = "probes" if probes is not None else "loss_policies" if policies else ""
     if name and loss is None:
@@ -406,8 +335,9 @@ def _loss_plan(given: ProfileOptions) -> LossPlan | None:
     return loss
 
 
-def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
-    stacked = {name: np.stack([one.arrays()[name] for one in results]) for name in job.sizes()}
+def _assemble(job: Job, results: list[Measured]) -> ScoreProfile:
+    stacked = {name: np.stack([one[name] for one in results]) for name in job.sizes()}
+    n_tokens = [one.token_ids.size for one in job.samples.samples]
     losses: dict[str, Any] = {}
     if job.losses is not None:
         losses = {
@@ -430,12 +360,12 @@ def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
         ranks=job.ranks,
         curves=stacked["curves"],
         masses=stacked["masses"],
-        sample_tokens=np.array([ids.size for ids in job.samples.token_ids], dtype=np.int64),
+        sample_tokens=np.array(n_tokens, dtype=np.int64),
         bit_widths=np.array(job.bits, dtype=np.int64) if job.bits else None,
         bit_fidelity=stacked.get("fidelity"),
         shared_runs=job.shared_runs if job.share_length > 1 else None,
         shared_curves=stacked.get("shared"),
-        interpolation_error=max(result.interpolation_error for result in results),
+        interpolation_error=float(stacked["interpolation_error"].max()),
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
         versions=versions(*MEASURED_WITH),
@@ -443,11 +373,10 @@ def _assemble(job: Job, results: list[MeasuredSample]) -> ScoreProfile:
     )
 
 
-def _scorer(given: ProfileOptions) -> Scorer:
-    scorer = given["scorer"]
-    named = {"window": given["window"], "pool": given["pool"]}
-    every: dict[str, Any] = {**named, "group_reduce": given["group_reduce"]}
-    parameters = {name: value for name, value in every.items() if value is not None}
+def _scorer(options: ProfileOptions) -> Scorer:
+    scorer = options.get("scorer", "xkv")
+    named = {name: options.get(name) for name in ("window", "pool", "group_reduce")}
+    parameters = {name: value for name, value in named.items() if value is not None}
     if not isinstance(scorer, Scorer):
         return get_scorer(scorer, **parameters)
     if parameters:

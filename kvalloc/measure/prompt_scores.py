@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, option
-from kvalloc.formats.score_profile import ScoreProfile, rank_grid
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.job import Job
 from kvalloc.measure.profiling import measure_job
-from kvalloc.measure.sampling import SampleSet, cut_middle
+from kvalloc.measure.sampling import Sample, SampleSet, cut_middle
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
 
@@ -100,9 +100,9 @@ def prompt_scores(
         scorer=scorer,
         sinks=sinks,
         context_tokens=n_tokens,
-        ranks=rank_grid(n_tokens - protected, n_tokens),
         samples=SampleSet(
-            token_ids=(measured,), description=f"one prompt of {n_tokens} tokens{part}"
+            samples=(Sample(token_ids=measured),),
+            description=f"one prompt of {n_tokens} tokens{part}",
         ),
         states=states,
     )

@@ -13,8 +13,27 @@ import numpy as np
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, one_line, option
-from kvalloc.prompts.held_out import refuse_held_out
+from kvalloc.prompts.examples import encode
+from kvalloc.prompts.splits import refuse_held_out
 from kvalloc.prompts.texts import Document, Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What is measured as one, and what follows it.
+
+    Attributes
+    ----------
+    token_ids : ndarray of int64, (n_tokens,)
+    answer_ids : ndarray of int64, (n_answer,), or None
+        What follows, where the data says so.
+    question_ids : ndarray of int64, (n_question,), or None
+        What is read between the two, after the compression, where the data says so.
+    """
+
+    token_ids: IntArray
+    answer_ids: IntArray | None = None
+    question_ids: IntArray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,42 +42,32 @@ class SampleSet:
 
     Attributes
     ----------
-    token_ids : tuple of ndarray of int64, (n_tokens,)
-        One array a sample.
+    samples : tuple of Sample
     description : str
         Where they came from, for people.
-    answer_ids : tuple of (ndarray of int64, (n_answer,), or None)
-        What follows each sample, where the data says so.
-    question_ids : tuple of (ndarray of int64, (n_question,), or None)
-        What is read between the two, after the compression, where the data says so.
     """
 
-    token_ids: tuple[IntArray, ...]
+    samples: tuple[Sample, ...]
     description: str
-    answer_ids: tuple[IntArray | None, ...] = ()
-    question_ids: tuple[IntArray | None, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("answer_ids", "question_ids"):
-            if not getattr(self, name):
-                object.__setattr__(self, name, (None,) * len(self.token_ids))
 
     def digest(self) -> str:
         """SHA-256 over the samples' lengths and token ids, answers not included."""
-        hasher = hashlib.sha256()
-        for ids in self.token_ids:
-            hasher.update(np.array([ids.size], dtype="<i8").tobytes())
-            hasher.update(ids.astype("<i8").tobytes())
-        return hasher.hexdigest()
+        return _digest([one.token_ids for one in self.samples])
 
     def answers_digest(self) -> str:
         """SHA-256 over the answers, and over the questions where there are any."""
-        hasher = hashlib.sha256()
-        asks = any(ids is not None for ids in self.question_ids)
-        for ids in (*self.answer_ids, *(self.question_ids if asks else ())):
-            hasher.update(np.array([-1 if ids is None else ids.size], dtype="<i8").tobytes())
-            hasher.update(b"" if ids is None else ids.astype("<i8").tobytes())
-        return hasher.hexdigest()
+        questions = [one.question_ids for one in self.samples]
+        asks = any(ids is not None for ids in questions)
+        return _digest([one.answer_ids for one in self.samples] + (questions if asks else []))
+
+
+def _digest(arrays: Sequence[IntArray | None]) -> str:
+    """SHA-256 over lengths, -1 where there is nothing, and token ids."""
+    hasher = hashlib.sha256()
+    for ids in arrays:
+        hasher.update(np.array([-1 if ids is None else ids.size], dtype="<i8").tobytes())
+        hasher.update(b"" if ids is None else ids.astype("<i8").tobytes())
+    return hasher.hexdigest()
 
 
 def choose_samples(
@@ -109,8 +118,9 @@ def choose_samples(
     """
     documents, prompts = _sort_out(texts)
     refuse_held_out([*documents, *prompts])
-    stream = _tokenise_prose(documents, tokenizer) if documents else np.empty(0, np.int64)
-    prefix = _start_tokens(tokenizer) if documents else np.empty(0, np.int64)
+    prose = [_encode(tokenizer, f"{document.text}\n\n") for document in documents]
+    stream = np.concatenate(prose or [np.empty(0, np.int64)])
+    prefix = _start_tokens(tokenizer) if documents else stream
     own_tokens = context_tokens - prefix.size
     n_pieces = stream.size // own_tokens
     n_candidates = n_pieces + len(prompts)
@@ -119,58 +129,69 @@ def choose_samples(
             f"the text has {stream.size + prefix.size} tokens, fewer than one sample of "
             f"{context_tokens}; give more text or a shorter context"
         )
-    chosen = _spread(n_candidates, samples, sampling_ratio, seed)
-    token_ids = []
-    answer_ids: list[IntArray | None] = []
-    question_ids: list[IntArray | None] = []
-    for index in chosen:
-        if index < n_pieces:
-            piece = stream[index * own_tokens : (index + 1) * own_tokens]
-            token_ids.append(np.concatenate([prefix, piece]))
-            answer_ids.append(None)
-            question_ids.append(None)
-        else:
-            prompt = prompts[index - n_pieces]
-            token_ids.append(cut_middle(_tokenise(prompt, tokenizer), context_tokens))
-            answer_ids.append(_tokenise_answer(prompt, tokenizer))
-            question_ids.append(_tokenise_question(prompt, tokenizer))
-            _check_length(prompt, token_ids[-1].size, least_tokens)
-    description = _describe(documents, prompts, chosen, n_pieces, context_tokens)
-    return SampleSet(
-        token_ids=tuple(token_ids),
-        description=description,
-        answer_ids=tuple(answer_ids),
-        question_ids=tuple(question_ids),
-    )
+    chosen = _chosen(n_candidates, samples, sampling_ratio, seed)
+    pieces = [index for index in chosen if index < n_pieces]
+    asked = [prompts[index - n_pieces] for index in chosen[len(pieces) :]]
+    parts = [
+        f"{taken} of {count} {kind}{_names(text.name for text in given)}"
+        for taken, count, kind, given in (
+            (len(pieces), n_pieces, f"pieces of {context_tokens} tokens", documents),
+            (len(asked), len(prompts), "prompts", prompts),
+        )
+        if count
+    ]
+    found = [
+        Sample(token_ids=np.concatenate([prefix, stream[at * own_tokens : (at + 1) * own_tokens]]))
+        for at in pieces
+    ]
+    found += [_of_prompt(prompt, tokenizer, context_tokens, least_tokens) for prompt in asked]
+    return SampleSet(samples=tuple(found), description=" and ".join(parts))
 
 
 def _sort_out(
     texts: Iterable[str | Document | Prompt],
 ) -> tuple[list[Document], list[Prompt]]:
-    if isinstance(texts, str):
-        texts = [texts]
-    documents: list[Document] = []
-    prompts: list[Prompt] = []
-    for text in texts:
-        if isinstance(text, str):
-            documents.append(Document(text=text))
-        elif isinstance(text, Document):
-            documents.append(text)
-        elif isinstance(text, Prompt):
-            prompts.append(text)
-        else:
+    given = [texts] if isinstance(texts, str) else list(texts)
+    for text in given:
+        if not isinstance(text, str | Document | Prompt):
             raise InputError(
                 f"a text is a {type(text).__name__}; give strings, Documents or Prompts"
             )
-    documents = [document for document in documents if document.text.strip()]
+    running = [Document(text=text) if isinstance(text, str) else text for text in given]
+    prompts = [text for text in running if isinstance(text, Prompt)]
+    documents = [text for text in running if isinstance(text, Document) and text.text.strip()]
     if not documents and not prompts:
         raise InputError("there is no text to measure; give some that is not empty")
     return documents, prompts
 
 
-def _tokenise_prose(documents: Sequence[Document], tokenizer: Any) -> IntArray:
-    ids = [_encode(tokenizer, f"{document.text}\n\n", special=False) for document in documents]
-    return np.concatenate(ids)
+def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens: int) -> Sample:
+    """One sample; after a text that ends in a word a space comes before the answer."""
+    ids = cut_middle(_tokenise(prompt, tokenizer), context_tokens)
+    if ids.size < least_tokens:
+        raise InputError(
+            f"{prompt.where}: the prompt has {ids.size} tokens, but sinks and window leave "
+            f"something to decide only from {least_tokens} tokens on; lengthen or remove it, or "
+            f"choose a smaller {option('window')}"
+        )
+    before = prompt.question or prompt.text
+    space = " " if before and not before[-1].isspace() else ""
+    spoken = f"{space}{prompt.answer}" if prompt.answer else ""
+    answer = _given(prompt.answer_ids, spoken, tokenizer)
+    if answer is not None and answer.size == 0:
+        raise InputError(
+            f"{prompt.where}: the answer has no token, so no loss can be measured on it; write "
+            "another one, or leave it out"
+        )
+    question = _given(prompt.question_ids, prompt.question, tokenizer)
+    return Sample(token_ids=ids, answer_ids=answer, question_ids=question)
+
+
+def _given(ids: tuple[int, ...], text: str, tokenizer: Any) -> IntArray | None:
+    """Tokens as they are given, else those of the text; None where there is neither."""
+    if ids:
+        return np.asarray(ids, dtype=np.int64)
+    return _encode(tokenizer, text) if text else None
 
 
 def _tokenise(prompt: Prompt, tokenizer: Any) -> IntArray:
@@ -187,45 +208,18 @@ def _tokenise(prompt: Prompt, tokenizer: Any) -> IntArray:
             f"{prompt.where}: the tokenizer cannot apply its chat template ({one_line(error)}); "
             "give the prompt as text"
         ) from error
-    return _encode(tokenizer, text, special=False)  # the template writes the special tokens
+    return _encode(tokenizer, text)  # the template writes the special tokens
 
 
-def _tokenise_answer(prompt: Prompt, tokenizer: Any) -> IntArray | None:
-    """The answer as it would go on: after a text that ends in a word comes a space first."""
-    if prompt.answer_ids:
-        return np.asarray(prompt.answer_ids, dtype=np.int64)
-    if not prompt.answer:
-        return None
-    before = prompt.question or prompt.text
-    goes_on = bool(before) and not before[-1].isspace()
-    ids = _encode(tokenizer, f"{' ' if goes_on else ''}{prompt.answer}", special=False)
-    if ids.size == 0:
-        raise InputError(
-            f"{prompt.where}: the answer has no token, so no loss can be measured on it; write "
-            "another one, or leave it out"
-        )
-    return ids
-
-
-def _tokenise_question(prompt: Prompt, tokenizer: Any) -> IntArray | None:
-    """What is read after the prompt and before the answer, just as it stands."""
-    if prompt.question_ids:
-        return np.asarray(prompt.question_ids, dtype=np.int64)
-    return _encode(tokenizer, prompt.question, special=False) if prompt.question else None
-
-
-def _encode(tokenizer: Any, text: str, *, special: bool) -> IntArray:
-    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return np.asarray(ids, dtype=np.int64)
+def _encode(tokenizer: Any, text: str, *, special: bool = False) -> IntArray:
+    return np.asarray(encode(tokenizer, text, special=special), dtype=np.int64)
 
 
 def _start_tokens(tokenizer: Any) -> IntArray:
     """The start token, if the tokenizer puts one before a text."""
     start = getattr(tokenizer, "bos_token_id", None)
     ids = _encode(tokenizer, "a", special=True)
-    if start is not None and ids.size > 1 and ids[0] == start:
-        return ids[:1]
-    return ids[:0]
+    return ids[: int(start is not None and ids.size > 1 and ids[0] == start)]
 
 
 def cut_middle(ids: IntArray, context_tokens: int) -> IntArray:
@@ -236,16 +230,7 @@ def cut_middle(ids: IntArray, context_tokens: int) -> IntArray:
     return np.concatenate([ids[:head], ids[ids.size - (context_tokens - head) :]])
 
 
-def _check_length(prompt: Prompt, n_tokens: int, least_tokens: int) -> None:
-    if n_tokens < least_tokens:
-        raise InputError(
-            f"{prompt.where}: the prompt has {n_tokens} tokens, but sinks and window leave "
-            f"something to decide only from {least_tokens} tokens on; lengthen or remove it, or "
-            f"choose a smaller {option('window')}"
-        )
-
-
-def _spread(n_candidates: int, samples: int | None, ratio: float, seed: int) -> list[int]:
+def _chosen(n_candidates: int, samples: int | None, ratio: float, seed: int) -> list[int]:
     if samples is None:
         if not 0 < ratio <= 1:
             raise InputError(f"the sampling ratio is {ratio}, expected a share above 0, up to 1")
@@ -257,28 +242,14 @@ def _spread(n_candidates: int, samples: int | None, ratio: float, seed: int) -> 
             f"{samples} samples were asked for, but the text gives only {n_candidates} at this "
             "context; give more text, fewer samples or a shorter context"
         )
+    return spread(n_candidates, samples, seed)
+
+
+def spread(n: int, count: int, seed: int) -> list[int]:
+    """Indices below `n`, rising: one is drawn from each of `count` stretches of equal length."""
     random = np.random.default_rng(seed)
-    edges = [index * n_candidates // samples for index in range(samples + 1)]
+    edges = [index * n // count for index in range(count + 1)]
     return [int(random.integers(low, high)) for low, high in pairwise(edges)]
-
-
-def _describe(
-    documents: Sequence[Document],
-    prompts: Sequence[Prompt],
-    chosen: Sequence[int],
-    n_pieces: int,
-    context_tokens: int,
-) -> str:
-    parts = []
-    if n_pieces:
-        names = _names(document.name for document in documents)
-        taken = sum(index < n_pieces for index in chosen)
-        parts.append(f"{taken} of {n_pieces} pieces of {context_tokens} tokens{names}")
-    if prompts:
-        names = _names(prompt.name for prompt in prompts)
-        taken = sum(index >= n_pieces for index in chosen)
-        parts.append(f"{taken} of {len(prompts)} prompts{names}")
-    return " and ".join(parts)
 
 
 def _names(names: Iterable[str], limit: int = 5) -> str:

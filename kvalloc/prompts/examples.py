@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, option
@@ -26,13 +26,18 @@ class Question(Expected):
     Attributes
     ----------
     text : str
-        The question.
+        The question; where it is a template, with places such as ``{name}`` in it.
     prefix : str
         Start of the answer, given to the model.
     """
 
     text: str
     prefix: str = ""
+
+    def filled(self, *answers: str, **values: object) -> Question:
+        """The same with these answers, and values in the places of text and prefix."""
+        text, prefix = (one.format(**values) for one in (self.text, self.prefix))
+        return replace(self, text=text, prefix=prefix, answers=answers)
 
     def turn(self, question_ids: tuple[int, ...], begun_tokens: int = 0) -> Turn:
         """The question as a model is asked it."""
@@ -154,7 +159,7 @@ def fitted(
 
 
 def encode(tokenizer: Any, text: str, *, special: bool = False) -> tuple[int, ...]:
-    """Tokens of a text, with the tokenizer's own first token where asked."""
+    """Tokens of a text, of any length, with the tokenizer's own first token where asked."""
     ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return tuple(int(token) for token in ids)
 

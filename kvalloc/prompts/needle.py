@@ -4,67 +4,41 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
+from kvalloc.prompts.cases import Case, Turn
 from kvalloc.prompts.examples import Example, fitted, render
-from kvalloc.prompts.metrics import contained
-from kvalloc.prompts.splits import KEYS as KEYS_OF_SPLIT
-from kvalloc.prompts.splits import split_texts
+from kvalloc.prompts.splits import KEYS, split_texts
 from kvalloc.prompts.tasks.needles import LEAD, hidden_number
 from kvalloc.prompts.tasks.task import scatter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KEYS = KEYS_OF_SPLIT["development"]
-"""One that stands in the chosen text is passed over."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleCase:
-    """One needle question, ready to be given to a model.
+class NeedleCase(Case):
+    """One needle question, ready to be given to a model: chat template, text, question, answer.
 
     Attributes
     ----------
-    input_ids : tuple of int, (n_tokens,)
-        The whole prompt: chat template, text with the needle, question, start of the answer.
     key : str
         What the number belongs to; stands nowhere else in the text.
     number : str
         Seven digits: the right answer.
     depth : float
         Where the needle really stands: share of the text's characters before it, 0..1.
-    source : str
-        Name of the text.
     """
 
-    input_ids: tuple[int, ...]
+    turns: tuple[Turn, ...] = field(init=False)
     key: str
     number: str
     depth: float
-    source: str
 
-    @property
-    def n_tokens(self) -> int:
-        """Length of the prompt, tokens."""
-        return len(self.input_ids)
-
-    def is_found(self, answer: str) -> bool:
-        """Tell whether an answer holds the number, digit for digit.
-
-        Parameters
-        ----------
-        answer : str
-            What the model wrote after the start of the answer.
-
-        Returns
-        -------
-        bool
-            Commas and spaces inside a number do not count; a longer number is not a match.
-        """
-        return contained(answer, self.number)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turns", (Turn(answers=(self.number,)),))
 
 
 def make_needle_cases(
@@ -133,7 +107,7 @@ def _make_case(
     words = text.split()
     number = str(draw.randrange(1_000_000, 10_000_000))
     lowered = text.casefold()
-    free = [key for key in KEYS if key not in lowered]
+    free = [key for key in KEYS["development"] if key not in lowered]
     if not free or number in lowered:
         raise InputError(f"the text {source} holds every key; use another one")
     key = draw.choice(free)

@@ -24,11 +24,6 @@ class A2SF(H2O):
     forgetting : float
         Factor a row, above 0 and at most 1.
 
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
-
     References
     ----------
     A2SF: Accumulative Attention Scoring with Forgetting Factor for Token Pruning in Transformer

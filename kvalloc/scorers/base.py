@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.models.attention import AttentionStates, Observed
+from kvalloc.scorers.attention_rows import protected_columns
 from kvalloc.scorers.later_pass import Later, LaterStep
 from kvalloc.scorers.parameters import Parameterized
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 class Scorer(Parameterized, ABC):
     """Computes the importance of every entry of one layer.
 
-    A scorer is a frozen, keyword-only dataclass; its fields are its parameters.
+    A scorer is a frozen, keyword-only dataclass; its fields are its parameters. Making one raises
+    `InputError` where a value is out of range.
 
     Attributes
     ----------
@@ -62,6 +64,21 @@ class Scorer(Parameterized, ABC):
             Finite and >= 0; 0 in the columns of padding, of the sinks and of the last `window`
             tokens.
         """
+
+    def without_protected(self, scores: Tensor, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Set the columns of padding, sinks and window to 0, in place.
+
+        Parameters
+        ----------
+        scores : Tensor, (batch, n_kv_heads, n_tokens)
+            Changed.
+        states : AttentionStates
+            What they were made from.
+        sinks : int
+            First tokens that get no score.
+        """
+        scores[..., max(scores.shape[-1] - self.window, 0) :] = 0.0
+        return scores.masked_fill_(protected_columns(states, sinks=sinks), 0.0)
 
     def query_rows(self, n_tokens: int) -> int:
         """How many of a prompt's last queries `score` wants to see.

@@ -23,11 +23,6 @@ class CAKE(PooledScorer):
     gamma : float
         Weight of the variance over the window's rows.
 
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
-
     References
     ----------
     CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences (Qin et al., 2025); its

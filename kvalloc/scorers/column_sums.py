@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.attention_rows import attention_rows, protected_columns
+from kvalloc.scorers.attention_rows import attention_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,22 +102,3 @@ def last_rows(states: AttentionStates, tokens: Tensor) -> Tensor:
     if states.gaps:
         return tokens.new_ones(tokens.shape[0], n_rows).float()
     return tokens[:, -n_rows:].float()
-
-
-def without_protected(
-    scores: Tensor, states: AttentionStates, *, sinks: int, window: int
-) -> Tensor:
-    """Set the columns of padding, sinks and window to 0, in place.
-
-    Parameters
-    ----------
-    scores : Tensor, (batch, n_kv_heads, n_tokens)
-        Changed.
-    states : AttentionStates
-        What they were made from.
-    sinks, window : int
-        First and last tokens that get no score.
-    """
-    n_tokens = scores.shape[-1]
-    scores[..., max(n_tokens - window, 0) :] = 0.0
-    return scores.masked_fill_(protected_columns(states, sinks=sinks), 0.0)

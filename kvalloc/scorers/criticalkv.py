@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.parameters import NonNegative, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Pooling
 from kvalloc.scorers.projected_values import projected_value_norms
@@ -35,11 +34,6 @@ class CriticalKV(PooledScorer):
     epsilon : float
         Added to A.
 
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
-
     References
     ----------
     Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (Feng et
@@ -66,4 +60,4 @@ class CriticalKV(PooledScorer):
         """
         attention = super().score(states, sinks=sinks)
         scores = attention.add_(self.epsilon).mul_(projected_value_norms(states))
-        return without_protected(scores, states, sinks=sinks, window=self.window)
+        return self.without_protected(scores, states, sinks=sinks)

@@ -10,7 +10,6 @@ from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.models.rope import known_frequencies, rotate
 from kvalloc.scorers.attention_rows import protected_columns
 from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.parameters import NonNegative, Positive
 
 if TYPE_CHECKING:
@@ -41,11 +40,6 @@ class ExpectedAttention(Scorer):
         Multiply by the L2 norm of the value.
     epsilon : float
         Added to the softmax before that.
-
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
 
     References
     ----------
@@ -85,7 +79,7 @@ class ExpectedAttention(Scorer):
         scores = torch.softmax(logits, dim=-1).mean(dim=2)
         if self.value_norm:
             scores = (scores + self.epsilon) * states.values.float().norm(dim=-1)
-        return without_protected(scores, states, sinks=sinks, window=self.window)
+        return self.without_protected(scores, states, sinks=sinks)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed:
         """Count, sum and outer products of the queries so far, rotated back to position 0."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.column_sums import add_columns, without_protected
+from kvalloc.scorers.column_sums import add_columns
 from kvalloc.scorers.parameters import Positive
 
 if TYPE_CHECKING:
@@ -25,11 +25,6 @@ class H2O(Scorer):
     ----------
     window : int
         Last tokens that are never evicted, tokens.
-
-    Raises
-    ------
-    InputError
-        If the window is out of range.
 
     References
     ----------
@@ -49,7 +44,7 @@ class H2O(Scorer):
         """Scores of one layer's entries; see `Scorer.score`."""
         columns = add_columns(states, forgetting=self.forgetting).columns
         assert columns is not None
-        return without_protected(columns, states, sinks=sinks, window=self.window)
+        return self.without_protected(columns, states, sinks=sinks)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> Observed:
         """The sums so far; see `Scorer.observe`."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers.attention_rows import protected_columns
 from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.parameters import Positive
 
 if TYPE_CHECKING:
@@ -26,11 +25,6 @@ class KeyDiff(Scorer):
     ----------
     window : int
         Last tokens that are never evicted, tokens.
-
-    Raises
-    ------
-    InputError
-        If the window is out of range.
 
     References
     ----------
@@ -54,4 +48,4 @@ class KeyDiff(Scorer):
         anchor = directions.masked_fill(pads[..., None], 0.0).sum(dim=2, keepdim=True)
         cosines = (directions * functional.normalize(anchor, dim=-1)).sum(dim=-1)
         scores = (1.0 - cosines).clamp_(min=0.0)
-        return without_protected(scores, states, sinks=sinks, window=self.window)
+        return self.without_protected(scores, states, sinks=sinks)

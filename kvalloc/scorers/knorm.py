@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.parameters import Positive
 
 if TYPE_CHECKING:
@@ -29,11 +28,6 @@ class KNorm(Scorer):
     window : int
         Last tokens that are never evicted, tokens.
 
-    Raises
-    ------
-    InputError
-        If the window is out of range.
-
     References
     ----------
     A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (Devoto et al., 2024).
@@ -49,4 +43,4 @@ class KNorm(Scorer):
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`."""
         scores = states.keys.float().norm(dim=-1).clamp_(min=_LEAST_NORM).reciprocal_()
-        return without_protected(scores, states, sinks=sinks, window=self.window)
+        return self.without_protected(scores, states, sinks=sinks)

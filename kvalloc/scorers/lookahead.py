@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.attention_rows import (
-    attention_rows,
-    window_attention,
-)
+from kvalloc.scorers.attention_rows import attention_rows, window_attention
 from kvalloc.scorers.later_pass import Later, LaterStep
 from kvalloc.scorers.parameters import Count, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Reduction
@@ -43,11 +40,6 @@ class Lookahead(PooledScorer):
     row_reduce, group_reduce : {"mean", "max"}
         How the votes of the queries, and then of the query heads that share a KV head, are
         reduced.
-
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
 
     References
     ----------

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.attention_rows import (
-    attention_logits,
-    attention_softmax,
-)
+from kvalloc.scorers.attention_rows import attention_logits, attention_softmax
 from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep
 from kvalloc.scorers.parameters import OddWidth, Positive, Range
 from kvalloc.scorers.pooled import PooledScorer, Reduction
@@ -47,11 +44,6 @@ class Reconstruction(PooledScorer):
     instruction, continuation : str
         Token ids, such as ``"198+198+52"``, in front of the first piece and of each further one:
         what asks for the repetition. None by default, so that no tokenizer is needed.
-
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
 
     References
     ----------

@@ -25,11 +25,6 @@ class SnapKV(PooledScorer):
     group_reduce : {"mean", "max"}
         How the query heads that share a KV head are reduced.
 
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
-
     References
     ----------
     SnapKV: LLM Knows What You are Looking for Before Generation (Li et al., 2024). Class defaults

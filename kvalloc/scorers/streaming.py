@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.parameters import Positive
 
 if TYPE_CHECKING:
@@ -26,11 +25,6 @@ class Streaming(Scorer):
     ----------
     window : int
         Last tokens that are never evicted, tokens.
-
-    Raises
-    ------
-    InputError
-        If the window is out of range.
 
     References
     ----------
@@ -51,4 +45,4 @@ class Streaming(Scorer):
         n_tokens = states.keys.shape[2]
         recency = torch.arange(1, n_tokens + 1, dtype=torch.float32, device=states.keys.device)
         scores = (recency / n_tokens).expand(states.keys.shape[:3]).clone()
-        return without_protected(scores, states, sinks=sinks, window=self.window)
+        return self.without_protected(scores, states, sinks=sinks)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers.attention_rows import window_attention
 from kvalloc.scorers.base import Scorer
-from kvalloc.scorers.column_sums import without_protected
 from kvalloc.scorers.parameters import Positive
 
 if TYPE_CHECKING:
@@ -28,11 +27,6 @@ class TOVA(Scorer):
         Last tokens that are never evicted, tokens. The method protects none beyond the last one,
         whose row it is.
 
-    Raises
-    ------
-    InputError
-        If the window is out of range.
-
     References
     ----------
     Transformers are Multi-State RNNs (Oren et al., 2024): TOVA, token omission via attention, with
@@ -50,7 +44,7 @@ class TOVA(Scorer):
         batch, n_kv_heads, n_tokens, _ = states.keys.shape
         shared = window_attention(states, 1)[:, :, :, 0].mean(dim=(1, 2))
         scores = shared[:, None].expand(batch, n_kv_heads, n_tokens).clone()
-        return without_protected(scores, states, sinks=sinks, window=self.window)
+        return self.without_protected(scores, states, sinks=sinks)
 
     def query_rows(self, n_tokens: int) -> int:
         """The last one."""

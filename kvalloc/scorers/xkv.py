@@ -21,11 +21,6 @@ class XKV(PooledScorer):
     group_reduce : {"mean", "max"}
         How the query heads that share a KV head are reduced; the paper leaves it open.
 
-    Raises
-    ------
-    InputError
-        If a parameter is out of range.
-
     References
     ----------
     XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference, Eq. 3 and

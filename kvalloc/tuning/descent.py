@@ -8,7 +8,7 @@ entries to spare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -22,12 +22,14 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.formats.policy import Policy
 from kvalloc.measure.loss_probe import LossProbe
+from kvalloc.measure.sampling import spread
 from kvalloc.runtime.policies import policy_of
 from kvalloc.scorers import get_scorer
 
 if TYPE_CHECKING:
     from kvalloc.measure.checkpoint import Checkpoint
-    from kvalloc.measure.sampling import SampleSet
+    from kvalloc.measure.job import Steps
+    from kvalloc.measure.sampling import Sample
     from kvalloc.shape import ModelShape
 
 Decision = Mapping[str, npt.NDArray[Any]]
@@ -111,14 +113,35 @@ class DescentJob:
         Reference context, tokens.
     policies : tuple of Policy
         On offer, all with the same sinks and window.
+    own : Policy
+        The first of them, with what its caches do with evicted entries; the descent does not see
+        that.
     descent : Descent
+    moves : type of Moves
+    seed : int
+        Of what is held out, and of the prompts' order.
+
+    Raises
+    ------
+    InputError
+        If the share leaves no room beside sinks and window, or is all.
     """
 
     shape: ModelShape
     share: float
     context: int
     policies: tuple[Policy, ...]
+    own: Policy
     descent: Descent
+    moves: type[Moves]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.protected / self.context < self.share < 1:
+            raise InputError(
+                f"{self.share:.1%} of {self.context:,} tokens is not more than the "
+                f"{self.protected} of sinks and window and less than all; ask for another budget"
+            )
 
     @property
     def protected(self) -> int:
@@ -274,15 +297,12 @@ class Course:
         return known
 
 
-def read_prompt(
-    model: Any, found: SampleSet, index: int, job: DescentJob, moves: type[Moves]
-) -> ReadPrompt:
-    """Read one of the samples with the full cache, and let every policy score its entries."""
+def read_prompt(model: Any, sample: Sample, job: DescentJob) -> ReadPrompt:
+    """Read a sample with the full cache, and let every policy score its entries."""
     own, built = job.policies[0], [policy_of(policy) for policy in job.policies]
     probe = LossProbe.of_sample(
         model,
-        found,
-        index,
+        sample,
         get_scorer(own.scorer, **own.scorer_parameters),
         sinks=own.sinks,
         shape=job.shape,
@@ -297,7 +317,8 @@ def read_prompt(
         for _, states in sorted(probe.prompt_states.items())
     ]
     probe.prompt_states.clear()  # their queries are not needed again
-    return ReadPrompt(probe=probe, table=moves.table(torch.stack(layers, dim=1), job.protected))
+    table = job.moves.table(torch.stack(layers, dim=1), job.protected)
+    return ReadPrompt(probe=probe, table=table)
 
 
 def descend(
@@ -306,8 +327,7 @@ def descend(
     train: Sequence[ReadPrompt],
     held_out: Sequence[ReadPrompt],
     *,
-    seed: int,
-    done: Callable[[int], None],
+    steps: Steps,
     kept: Checkpoint | None = None,
 ) -> Course:
     """Adam on what moves; the best stage on the held-out prompts, the beginning among them.
@@ -317,10 +337,8 @@ def descend(
     job : DescentJob
     moves : Moves
     train, held_out : sequence of ReadPrompt
-    seed : int
-        Of the prompts' order.
-    done : callable
-        Called with the number of steps done.
+    steps : Steps
+        Where what is done is counted.
     kept : Checkpoint, optional
         Where the descent goes on from, and where each step is kept.
 
@@ -339,8 +357,8 @@ def descend(
     if course is None:
         course = _begun(job, moves, train, held_out)
     else:
-        done(course.steps_done)
-    order = np.random.default_rng(seed).permutation(len(train))
+        steps.advance(course.steps_done)
+    order = np.random.default_rng(job.seed).permutation(len(train))
     for step in range(course.steps_done, descent.steps):
         adam.zero_grad()
         for place in range(descent.batch):
@@ -358,7 +376,7 @@ def descend(
             course = course.checked(now, losses, moves.loss_floor)
         if kept is not None:
             _keep(kept, course, adam, moves.variables)
-        done(step + 1)
+        steps.advance()
     return course
 
 
@@ -378,13 +396,20 @@ def between(ends: tuple[float, float], left: float) -> float:
     return ends[1] + (ends[0] - ends[1]) * left
 
 
-def solved_for_mean(part: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """Where a rising function of one number, `part`, is 0, by bisection without a gradient."""
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = part(middle) < 0
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return low
+def threshold(places: Tensor, part: float, softness: float = 1.0) -> Tensor:
+    """Where ``sigmoid((places - lambda) / softness)`` has that mean, with lambda's derivative."""
+    with torch.no_grad():
+        low, high = places.min() - 50 * softness, places.max() + 50 * softness
+        for _ in range(60):
+            middle = (low + high) / 2
+            below = torch.sigmoid((places - middle) / softness).mean() > part
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        inner = torch.sigmoid((places - low) / softness)
+        slope = inner * (1 - inner)
+        shares = slope / slope.sum()
+    # the part stays what it is: where places rise, lambda rises with their weighted mean
+    moved = (shares * places).sum()
+    return low + moved - moved.detach()
 
 
 def ranks_of(scores: Tensor) -> Tensor:
@@ -397,10 +422,7 @@ def ranks_of(scores: Tensor) -> Tensor:
 
 def held_out(n_samples: int, share: float, seed: int) -> set[int]:
     """Which prompts no step sees: spread evenly over the file, so that each kind is among them."""
-    count = min(max(1, round(share * n_samples)), n_samples - 1)
-    edges = [number * n_samples // count for number in range(count + 1)]
-    draw = np.random.default_rng(seed)
-    return {int(draw.integers(low, high)) for low, high in zip(edges, edges[1:], strict=False)}
+    return {*spread(n_samples, min(max(1, round(share * n_samples)), n_samples - 1), seed)}
 
 
 def _begun(
@@ -427,9 +449,8 @@ def _keep(
     arrays = {f"decision.{name}": array for name, array in course.decision.items()}
     arrays |= {name: getattr(course, name) for name in ("uniform_losses", "held_out_losses")}
     for name, variable in variables.items():
-        arrays[name] = variable.detach().cpu().numpy()
-        for key, value in adam.state[variable].items():
-            arrays[f"{name}.{key}"] = value.cpu().numpy()
+        state = {"value": variable.detach(), **adam.state[variable]}
+        arrays |= {f"{name}.{key}": value.cpu().numpy() for key, value in state.items()}
     values = {name: getattr(course, name) for name in ("steps_done", "scales", "stages")}
     kept.save(_PIECE, arrays, values)
 
@@ -448,13 +469,14 @@ def _resumed(
     arrays, values = found
     with torch.no_grad():
         for name, variable in variables.items():
-            variable.copy_(torch.from_numpy(arrays[name]))
-            adam.state[variable] = {
-                key: torch.from_numpy(arrays[f"{name}.{key}"]).to(
-                    "cpu" if key == "step" else variable.device
-                )
-                for key in ("step", "exp_avg", "exp_avg_sq")
-            }
+            device = variable.device
+            value, step, *moments = (
+                torch.from_numpy(arrays[f"{name}.{key}"])
+                for key in ("value", "step", "exp_avg", "exp_avg_sq")
+            )
+            variable.copy_(value)
+            mean, square = (moment.to(device) for moment in moments)
+            adam.state[variable] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
     prefix = "decision."
     return Course(
         steps_done=int(values["steps_done"]),

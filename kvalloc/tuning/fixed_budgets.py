@@ -18,7 +18,7 @@ from kvalloc.tuning.descent import (
     ReadPrompt,
     between,
     ranks_of,
-    solved_for_mean,
+    threshold,
 )
 
 
@@ -120,14 +120,4 @@ class FixedBudgets(Moves):
 
 def shares_of(theta: Tensor, mean: float) -> Tensor:
     """``sigmoid(theta + lambda)`` with the given mean, lambda's own derivative included."""
-    with torch.no_grad():
-        shift = solved_for_mean(
-            lambda one: torch.sigmoid(theta + one).mean() - mean,
-            -40.0 - theta.max(),
-            40.0 - theta.min(),
-        )
-        slope = torch.sigmoid(theta + shift) * torch.sigmoid(-theta - shift)
-        weights = slope / slope.sum()
-    # the mean stays what it is: what one head's theta brings, lambda takes from all
-    moved = (weights * theta).sum()
-    return torch.sigmoid(theta + shift - (moved - moved.detach()))
+    return torch.sigmoid(theta - threshold(theta, mean))

@@ -15,8 +15,7 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import Checkpoint
-from kvalloc.measure.loss_curves import budget_of_prompt, kept_entries
-from kvalloc.measure.loss_probe import LossProbe, Settled
+from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.measure.sampling import SampleSet
 from kvalloc.problem import AllocationProblem
 from kvalloc.runtime.policies import policy_of
@@ -29,8 +28,8 @@ HELD_BYTES = 4 * 2**30
 BATCH = 8
 """Variants that run together."""
 
-_Masks = dict[tuple[int, int], Tensor]
-"""What the heads of a unit keep at an option, ``(n_heads, n_tokens)``."""
+_Pair = tuple[int, int]
+"""A unit, and one of its options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ class JointProbes:
     @property
     def n_prompts(self) -> int:
         """Number of prompts."""
-        return len(self._samples.token_ids)
+        return len(self._samples.samples)
 
     def measure(
         self, index: int, problem: AllocationProblem, choice: IntArray, figures: Figures
@@ -113,15 +112,26 @@ class JointProbes:
         if found is not None:
             return Measured(loss=found[1]["loss"], changes=found[0]["changes"])
         probe = self._probe(index)
-        masks = self._masks(probe, problem, choice, figures)
-        settled = probe.settle(
-            {
-                layer: self._keep(masks, problem, layer, choice)
-                for layer in sorted(set(problem.layers.tolist()))
-            }
-        )
+        masks = _masks(probe, problem, choice, figures)
+        keep = {
+            layer: torch.ones_like(probe.scores[layer], dtype=torch.bool)
+            for layer in set(problem.layers.tolist())
+        }
+        for unit, option in enumerate(choice.tolist()):
+            keep[int(problem.layers[unit])][_heads(problem, unit)] = masks[unit, option]
+        settled = probe.settle(keep)
         loss = float(settled.losses.mean())
-        changes = self._changes(probe, problem, figures, settled, masks, loss)
+        changes, layers = np.zeros(figures.size), problem.layers[figures.units]
+        for layer in sorted(set(layers.tolist())):
+            mine = np.flatnonzero(layers == layer)
+            for begin in range(0, mine.size, BATCH):
+                some = mine[begin : begin + BATCH]
+                variants = keep[layer].repeat(some.size, 1, 1)
+                for variant, figure in zip(variants, some, strict=True):
+                    unit, option = int(figures.units[figure]), int(figures.options[figure])
+                    variant[_heads(problem, unit)] = masks[unit, option]
+                found = probe.losses(layer, variants, around=settled).mean(dim=1)
+                changes[some] = found.cpu().numpy() - loss
         if not (np.isfinite(loss) and np.isfinite(changes).all()):
             raise InputError(
                 f"the losses of {self._scores.shape.model_id} on prompt {index} are not finite; "
@@ -131,64 +141,6 @@ class JointProbes:
             self._kept.save(name, {"changes": changes}, {"loss": loss})
         return Measured(loss=loss, changes=changes)
 
-    def _changes(
-        self,
-        probe: LossProbe,
-        problem: AllocationProblem,
-        figures: Figures,
-        settled: Settled,
-        masks: _Masks,
-        loss: float,
-    ) -> FloatArray:
-        changes = np.zeros(figures.size)
-        layers = problem.layers[figures.units]
-        for layer in sorted(set(layers.tolist())):
-            mine = np.flatnonzero(layers == layer)
-            for begin in range(0, mine.size, BATCH):
-                some = mine[begin : begin + BATCH]
-                variants = torch.stack(
-                    [
-                        _changed(masks, problem, settled, int(figures.units[f]), option)
-                        for f, option in zip(some, figures.options[some].tolist(), strict=True)
-                    ]
-                )
-                found = probe.losses(layer, variants, around=settled).mean(dim=1)
-                changes[some] = found.cpu().numpy() - loss
-        return changes
-
-    def _masks(
-        self, probe: LossProbe, problem: AllocationProblem, choice: IntArray, figures: Figures
-    ) -> _Masks:
-        """What is kept at every option that is measured, each policy and budget of a layer once."""
-        places = policies_at(problem)
-        wanted: dict[tuple[int, int], dict[int, list[tuple[int, int]]]] = {}
-        units = np.concatenate([np.arange(problem.n_units), figures.units])
-        options = np.concatenate([choice, figures.options])
-        for unit, option in set(zip(units.tolist(), options.tolist(), strict=True)):
-            tokens = int(problem.tokens[unit, option])
-            budget = budget_of_prompt(
-                probe, tokens, problem.context_tokens, problem.protected_tokens
-            )
-            of = wanted.setdefault((int(problem.layers[unit]), int(places[unit, option])), {})
-            of.setdefault(budget, []).append((unit, option))
-        masks: _Masks = {}
-        room = {"sinks": self._scores.sinks, "window": self._scores.window}
-        for (layer, place), by_budget in sorted(wanted.items()):
-            budgets = sorted(by_budget)
-            each = kept_entries(probe, layer, place, budgets, **room)
-            for budget, kept in zip(budgets, each, strict=True):
-                for unit, option in by_budget[budget]:
-                    masks[unit, option] = kept[_heads(problem, unit)]
-        return masks
-
-    def _keep(
-        self, masks: _Masks, problem: AllocationProblem, layer: int, choice: IntArray
-    ) -> Tensor:
-        """What a layer keeps at a choice, ``(n_kv_heads, n_tokens)``."""
-        units = np.flatnonzero(problem.layers == layer)
-        order = units[np.argsort(problem.heads[units])].tolist()
-        return torch.cat([masks[unit, int(choice[unit])] for unit in order])
-
     def _probe(self, index: int) -> LossProbe:
         if index in self._probes:
             self._probes.move_to_end(index)
@@ -196,8 +148,7 @@ class JointProbes:
         try:
             probe = LossProbe.of_sample(
                 self._model,
-                self._samples,
-                index,
+                self._samples.samples[index],
                 self._scorer,
                 sinks=self._scores.sinks,
                 shape=self._scores.shape,
@@ -215,18 +166,35 @@ class JointProbes:
         return sum(probe.stored_bytes for probe in self._probes.values())
 
 
+def _masks(
+    probe: LossProbe, problem: AllocationProblem, choice: IntArray, figures: Figures
+) -> dict[_Pair, Tensor]:
+    """What a unit's heads keep, ``(n_heads, n_tokens)``, where it is chosen or measured."""
+    places, context = policies_at(problem), problem.context_tokens
+    pairs: set[_Pair] = {*enumerate(choice.tolist())}
+    pairs |= {*zip(figures.units.tolist(), figures.options.tolist(), strict=True)}
+    wanted = {
+        (unit, option): (
+            int(problem.layers[unit]),
+            int(places[unit, option]),
+            probe.budget(int(problem.tokens[unit, option]), context),
+        )
+        for unit, option in pairs
+    }
+    budgets: dict[tuple[int, int], set[int]] = {}  # of a layer and policy, asked for at once
+    for layer, place, budget in wanted.values():
+        budgets.setdefault((layer, place), set()).add(budget)
+    kept = {
+        (layer, place, budget): keep
+        for (layer, place), some in sorted(budgets.items())
+        for budget, keep in zip(sorted(some), probe.kept(layer, place, sorted(some)), strict=True)
+    }
+    return {pair: kept[key][_heads(problem, pair[0])] for pair, key in wanted.items()}
+
+
 def _heads(problem: AllocationProblem, unit: int) -> slice:
     head = int(problem.heads[unit])
     return slice(None) if head < 0 else slice(head, head + 1)
-
-
-def _changed(
-    masks: _Masks, problem: AllocationProblem, settled: Settled, unit: int, option: int
-) -> Tensor:
-    """What a unit's layer keeps with that unit at another option."""
-    keep = settled.keep[int(problem.layers[unit])][0].clone()
-    keep[_heads(problem, unit)] = masks[unit, option]
-    return keep
 
 
 def _digest(index: int, problem: AllocationProblem, choice: IntArray, figures: Figures) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,14 +13,14 @@ from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.measure.checkpoint import Checkpoint, job_record
+from kvalloc.measure.checkpoint import job_record, kept_work
 from kvalloc.models.loading import shape_of
 from kvalloc.problem import Solver
 from kvalloc.problem.registry import get_solver, options_of
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.tuning.measurement import JointProbes
-from kvalloc.tuning.rounds import Search
-from kvalloc.tuning.tasks import HELD_OUT_SHARE, chosen_prompts, refinement_prompts
+from kvalloc.tuning.rounds import Search, Settings
+from kvalloc.tuning.tasks import chosen_prompts, refinement_prompts
 
 
 class RefineOptions(RequestOptions, total=False):
@@ -31,19 +30,9 @@ class RefineOptions(RequestOptions, total=False):
     ----------
     request : Request
         Ready, in place of the keywords of `RequestOptions`.
-    rounds : int
-        Solve and measure at most so often after the first solution; 3 by default.
-    probes : int or None
-        Measure at most so many single changes a round and prompt, those that are decided least;
-        all neighbours by default.
-    held_out_share : float
-        Share of each task's prompts that only choose the round, and of those whose loss is only
-        reported; a quarter each by default.
-    continuation_tokens : int
-        Predictions compared on each prompt, at most; 24 by default.
-    seed : int
-        Of the choice of held-out prompts.
-    solver, solver_options, time_limit
+    rounds, probes, held_out_share, continuation_tokens, seed, time_limit
+        See `kvalloc.tuning.rounds.Settings`.
+    solver, solver_options
         As in `kvalloc.solve`.
     """
 
@@ -56,6 +45,9 @@ class RefineOptions(RequestOptions, total=False):
     solver: str | Solver
     solver_options: dict[str, Any] | None
     time_limit: float | None
+
+
+SETTINGS = tuple(field.name for field in fields(Settings))
 
 
 def refine(
@@ -125,15 +117,10 @@ def refine(
         If the solver refuses the problem.
     """
     given: dict[str, Any] = dict(options)
-    rounds, probes = given.pop("rounds", 3), given.pop("probes", None)
-    share, seed = given.pop("held_out_share", HELD_OUT_SHARE), given.pop("seed", 0)
-    continuation, time_limit = given.pop("continuation_tokens", 24), given.pop("time_limit", None)
+    own = {name: given.pop(name) for name in SETTINGS if name in given}
+    settings = Settings(**own)
     solver, named = _solver(given.pop("solver", "auto"), given.pop("solver_options", None))
     request = refinement_request(given)
-    if rounds < 1 or (probes is not None and probes < 1):
-        raise InputError("a refinement needs at least 1 round and 1 probe")
-    if resume and output is None:
-        raise InputError("there is nothing to resume from; name the output")
     shape = shape_of(model, model_id=model_id)
     scores.shape.require_same_model(shape)
     problem, note = formulate(scores, request), ""
@@ -141,40 +128,36 @@ def refine(
         context = scores.context_tokens
         prompts, note = refinement_prompts(tokenizer=tokenizer, context_tokens=context)
     samples, tasks = chosen_prompts(prompts, tokenizer, scores)
-    with ExitStack() as stack:
-        kept = None
-        if output is not None:
-            record = {
-                **job_record(model, shape),
-                "refining": request.target.record(),
-                "level": request.level,
-                "scores": scores.digest,
-                "text_digest": samples.digest(),
-                "answers": samples.answers_digest(),
-                "continuation_tokens": continuation,
-                "probes": probes,  # rounds may be added later
-            }
-            kept = stack.enter_context(Checkpoint(output, record, resume=resume))
+    text = {"text_digest": samples.digest(), "answers_digest": samples.answers_digest()}
+
+    def record() -> dict[str, Any]:
+        return {
+            **job_record(model, shape),
+            **text,
+            "refining": request.target.record(),
+            "level": request.level,
+            "scores": scores.digest,
+            "continuation_tokens": settings.continuation_tokens,
+            "probes": settings.probes,  # rounds may be added later
+        }
+
+    with kept_work(output, record, resume=resume) as kept:
         run = Search(
-            probes=JointProbes(model, scores, samples, continuation_tokens=continuation, kept=kept),
-            solver=solver,
-            time_limit=time_limit,
-            target_loss=request.target.max_loss,
+            prompts=JointProbes(
+                model,
+                scores,
+                samples,
+                continuation_tokens=settings.continuation_tokens,
+                kept=kept,
+            ),
             tasks=tasks,
-            held_out_share=share,
-            seed=seed,
-            most_probes=probes,
-            rounds=rounds,
+            settings=settings,
+            solver=solver,
+            target_loss=request.target.max_loss,
             progress=progress,
         )
         best = run.search(problem)
-        refinement = {
-            "text_digest": samples.digest(),
-            "answers_digest": samples.answers_digest(),
-            "text_description": samples.description,
-            "note": note,
-            **run.summary(best),
-        }
+        told = run.summary(best)
         decided = to_budget_profile(
             scores,
             PosedRequest(request=request, problem=best.problem),
@@ -182,11 +165,16 @@ def refine(
             solver_name=solver.name,
             solver_options=named,
         ).replace(
-            predicted_loss=refinement["predicted_loss"],
-            refinement=refinement,
+            predicted_loss=told["predicted_loss"],
+            refinement={
+                **text,
+                "text_description": samples.description,
+                "note": note,
+                **told,
+            },
         )
-        if kept is not None and output is not None:
-            decided.save(output)
+        if kept is not None:
+            decided.save(kept.output)
             kept.finish()
     return decided
 

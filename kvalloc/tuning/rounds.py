@@ -10,7 +10,8 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
-from kvalloc.errors import InfeasibleError
+from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.measure.job import Steps
 from kvalloc.problem import AllocationProblem, Solver
 from kvalloc.tuning.correction import (
     Figures,
@@ -23,7 +24,7 @@ from kvalloc.tuning.correction import (
 )
 from kvalloc.tuning.measurement import JointProbes
 from kvalloc.tuning.shrinking import Shrunk, shrink_by_folds
-from kvalloc.tuning.tasks import Split, comparable_scales, interval, split_prompts
+from kvalloc.tuning.tasks import HELD_OUT_SHARE, comparable_scales, interval, split_prompts
 
 TIGHTENED, LEAST_STEP, MOST_STEP = 6, 0.1, 0.7
 """How often a target that was missed is asked for more strictly, and by which factor at once."""
@@ -96,61 +97,89 @@ class Round:
     kept: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to refine.
+
+    Attributes
+    ----------
+    rounds : int
+        Solve and measure at most so often after the first solution.
+    probes : int or None
+        Measure at most so many single changes a round and prompt, those that are decided least;
+        all neighbours by default.
+    held_out_share : float
+        Share of each task's prompts that only choose the round, and of those whose loss is only
+        reported.
+    continuation_tokens : int
+        Predictions compared on each prompt, at most.
+    seed : int
+        Of the choice of held-out prompts.
+    time_limit : float or None
+        Seconds for each solve.
+
+    Raises
+    ------
+    InputError
+        If there is no round or probe.
+    """
+
+    rounds: int = 3
+    probes: int | None = None
+    held_out_share: float = HELD_OUT_SHARE
+    continuation_tokens: int = 24
+    seed: int = 0
+    time_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or (self.probes is not None and self.probes < 1):
+            raise InputError("a refinement needs at least 1 round and 1 probe")
+
+
 @dataclass(kw_only=True)
 class Search:
     """One refinement under way.
 
     Attributes
     ----------
-    probes : JointProbes
-        The prompts.
-    solver : Solver
-    time_limit : float or None
-        Seconds for each solve.
-    target_loss : float or None
-        Most loss on the prompts that choose, nats per token; None where a size is given.
+    prompts : JointProbes
     tasks : list of str
         Task of each prompt.
-    held_out_share : float
-        See `split_prompts`.
-    seed : int
-        Of the split.
-    most_probes : int or None
-        Single changes measured a round and prompt.
-    rounds : int
-        At most.
+    settings : Settings
+    solver : Solver
+    target_loss : float or None
+        Most loss on the prompts that choose, nats per token; None where a size is given.
     progress : callable or None
         Called with (prompts measured, prompts to measure at most).
     """
 
-    probes: JointProbes
-    solver: Solver
-    time_limit: float | None
-    target_loss: float | None
+    prompts: JointProbes
     tasks: list[str]
-    held_out_share: float
-    seed: int
-    most_probes: int | None
-    rounds: int
+    settings: Settings
+    solver: Solver
+    target_loss: float | None
     progress: Callable[[int, int], None] | None
     told: list[Round] = field(default_factory=list, init=False)
-    _split: Split = field(init=False)
     _scales: dict[str, float] | None = field(default=None, init=False)
-    _done: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._split = self._parted(None)
-        every = np.arange(len(self.tasks), dtype=np.int64)
-        self._every, self._used = every, np.setdiff1d(every, self._split.report.prompts)
-        learn = int(self._split.learn.prompts.size)
-        self._steps = every.size * 2 + self.rounds * (self._used.size + learn)
+        self._part(None)
+        rounds = self.settings.rounds * (self._used.size + self._split.learn.prompts.size)
+        self._steps = Steps(len(self.tasks) * 2 + int(rounds), self.progress)
+
+    def _part(self, losses: FloatArray | None) -> None:
+        """Who learns, who chooses and who reports."""
+        share, seed = self.settings.held_out_share, self.settings.seed
+        self._split = split_prompts(self.tasks, losses, held_out_share=share, seed=seed)
+        report = self._split.report.prompts
+        self._used = np.setdiff1d(np.arange(len(self.tasks), dtype=np.int64), report)
 
     def search(self, problem: AllocationProblem) -> Point:
         """The best point, measured on every prompt; what was told of each round is in `told`."""
         best = self._start(problem)
         curves, reach = problem, 1.0
         around: tuple[Figures, Shrunk] | None = None
-        for number in range(1, self.rounds + 1):
+        for number in range(1, self.settings.rounds + 1):
             if around is None:
                 around = self._around(curves, best)
             figures, shrunk = around
@@ -172,7 +201,8 @@ class Search:
                 if reach < LEAST_REACH:
                     break
         self._check_target(best)
-        return self._reported(best)
+        report = self._split.report.prompts  # which nothing else has looked at
+        return self._measured(best, report[np.isnan(best.losses[report])])
 
     def summary(self, best: Point) -> dict[str, Any]:
         """What the budget profile states."""
@@ -209,7 +239,7 @@ class Search:
             "choosing_prompts": self._split.choose.prompts.tolist(),
             "held_out_prompts": report.prompts.tolist(),
             "tasks": self.tasks,
-            "rounds": [{**asdict(one), "spread": _finite(one.spread)} for one in self.told],
+            "rounds": [asdict(one) for one in self.told],
             "largest_size_beyond_target": max(beyond, default=None),
         }
 
@@ -221,9 +251,8 @@ class Search:
         forward a prompt, where a round of neighbours takes many.
         """
         first = self._first(problem)
-        best = self._point(problem, first, first.choice, self._every)
-        self._split = self._parted(best.losses)
-        self._used = np.setdiff1d(self._every, self._split.report.prompts)
+        best = self._point(problem, first, first.choice, np.arange(len(self.tasks)))
+        self._part(best.losses)
         if self.target_loss is None:  # the first solution says how the tasks compare
             learn = self._split.learn
             self._scales = comparable_scales(learn.tasks, best.losses[learn.prompts])
@@ -240,7 +269,7 @@ class Search:
                 solved = self._solved(tighter)
             except InfeasibleError:
                 break
-            self._steps += self._used.size
+            self._steps.total += self._used.size
             point = self._point(tighter, solved, solved.choice, self._used)
             better = self._better(point, best)
             self._tell(0, point, -solved.value, kept=better)
@@ -263,13 +292,8 @@ class Search:
                 nearest=least,
             ) from error
 
-    def _parted(self, losses: FloatArray | None) -> Split:
-        """Who learns, who chooses and who reports."""
-        share, seed = self.held_out_share, self.seed
-        return split_prompts(self.tasks, losses, held_out_share=share, seed=seed)
-
     def _solved(self, problem: AllocationProblem) -> CheckedSolution:
-        return solve_problem(problem, self.solver, time_limit_seconds=self.time_limit)
+        return solve_problem(problem, self.solver, time_limit_seconds=self.settings.time_limit)
 
     def _step(
         self, curves: AllocationProblem, best: Point, allowed: Region, shrunk: Shrunk
@@ -307,13 +331,13 @@ class Search:
     def _around(self, curves: AllocationProblem, best: Point) -> tuple[Figures, Shrunk]:
         """Measure the neighbours of a point on the training prompts."""
         figures = neighbours(curves, best.choice)
-        if self.most_probes is not None:
+        if self.settings.probes is not None:
             price = best.checked.multiplier or 0.0
-            figures = most_undecided(curves, best.choice, figures, price, self.most_probes)
+            figures = most_undecided(curves, best.choice, figures, price, self.settings.probes)
         rows = []
         for index in self._split.learn.prompts.tolist():
-            rows.append(self.probes.measure(index, curves, best.choice, figures).changes)
-            self._advance()
+            rows.append(self.prompts.measure(index, curves, best.choice, figures).changes)
+            self._steps.advance()
         weights, values = curves.weights[figures.units], curves.values
         chosen = best.choice[figures.units]
         expected = weights * (
@@ -328,23 +352,18 @@ class Search:
         choice: IntArray,
         prompts: IntArray,
     ) -> Point:
-        """Measure a choice on some prompts, all units at once."""
         losses = np.full(len(self.tasks), np.nan)
         point = Point(problem=problem, checked=checked, choice=choice, losses=losses)
         return self._measured(point, prompts)
 
     def _measured(self, point: Point, prompts: IntArray) -> Point:
+        """Measure a choice on some prompts, all units at once."""
         losses = point.losses.copy()
         for index in prompts.tolist():
-            found = self.probes.measure(index, point.problem, point.checked.choice, NONE)
+            found = self.prompts.measure(index, point.problem, point.checked.choice, NONE)
             losses[index] = found.loss
-            self._advance()
+            self._steps.advance()
         return replace(point, losses=losses)
-
-    def _reported(self, best: Point) -> Point:
-        """The best point, measured on the prompts that nothing else has looked at."""
-        prompts = self._split.report.prompts
-        return self._measured(best, prompts[np.isnan(best.losses[prompts])])
 
     def _weighted(self, changes: FloatArray) -> FloatArray:
         weighted: FloatArray = self._split.learn.weights(self._scales) @ changes
@@ -386,7 +405,7 @@ class Search:
                 training=self._split.learn.mean(point.losses),
                 choosing=self._split.choose.mean(point.losses),
                 judged=self._judged(point),
-                spread=spread,
+                spread=None if spread is None or np.isinf(spread) else spread,
                 reach=reach,
                 kept=kept,
             )
@@ -402,12 +421,3 @@ class Search:
                 "resume, which measures nothing twice",
                 nearest=found,
             )
-
-    def _advance(self) -> None:
-        self._done += 1
-        if self.progress is not None:
-            self.progress(min(self._done, self._steps), self._steps)
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or np.isinf(value) else value

@@ -24,7 +24,7 @@ from kvalloc.tuning.descent import (
     ReadPrompt,
     between,
     ranks_of,
-    solved_for_mean,
+    threshold,
 )
 
 _LEAST_SCORE = 1e-9
@@ -142,19 +142,3 @@ class MixedScores(Moves):
 def _weighted(prompt: ReadPrompt, weights: Tensor) -> Tensor:
     """Sums of scores, (n_full_layers, n_kv_heads, n_evictable); weights (..., n_scorers)."""
     return torch.einsum("klht,lhk->lht", prompt.table, weights)
-
-
-def threshold(places: Tensor, part: float, softness: float) -> Tensor:
-    """Where ``sigmoid((places - lambda) / softness)`` has that mean, with lambda's derivative."""
-    with torch.no_grad():
-        found = solved_for_mean(
-            lambda one: part - torch.sigmoid((places - one) / softness).mean(),
-            places.min() - 50 * softness,
-            places.max() + 50 * softness,
-        )
-        inner = torch.sigmoid((places - found) / softness)
-        slope = inner * (1 - inner)
-        shares = slope / slope.sum()
-    # the part stays what it is: where scores rise, lambda rises with their weighted mean
-    moved = (shares * places).sum()
-    return found + moved - moved.detach()

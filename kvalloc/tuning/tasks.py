@@ -359,7 +359,7 @@ def chosen_prompts(
         sampling_ratio=1.0,
     )
     if not prompts:
-        return samples, [TEXT_TASK] * len(samples.token_ids)
+        return samples, [TEXT_TASK] * len(samples.samples)
     return samples, [
         prompt.task or (ANSWER_TASK if prompt.answer else TEXT_TASK) for prompt in prompts
     ]

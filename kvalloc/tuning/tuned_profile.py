@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -14,8 +15,9 @@ from kvalloc.errors import InputError, UnsupportedRequestError, option
 from kvalloc.files import utc_date, versions
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import BY_SCORE, Policy
-from kvalloc.measure.checkpoint import MEASURED_WITH, Checkpoint, job_record
-from kvalloc.measure.loss_plan import named_policies, read_named, read_scorer
+from kvalloc.measure.checkpoint import MEASURED_WITH, job_record, kept_work
+from kvalloc.measure.job import Steps
+from kvalloc.measure.loss_plan import named_policies, own_policy, read_named, read_scorer
 from kvalloc.measure.sampling import SampleSet, choose_samples
 from kvalloc.models.loading import require_run_packages, shape_of
 from kvalloc.prompts.intervals import interval
@@ -23,6 +25,7 @@ from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import changed_policy, policy_of
 from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import Scorer
+from kvalloc.shape import ModelShape
 from kvalloc.tuning.descent import (
     Course,
     Descent,
@@ -206,73 +209,64 @@ def tune_each(
     if unknown := sorted(options.keys() - TuneOptions.__annotations__.keys()):
         raise TypeError(f"tune() got an unexpected keyword argument {unknown[0]!r}")
     require_run_packages()
-    if resume and outputs is None:
-        raise InputError("there is nothing to resume from; name the output")
+    if not shares:
+        raise InputError("there is no budget to decide for; ask for at least one share")
+    shape = shape_of(model, model_id=options.get("model_id"))
+    jobs = [_job(shape, share, options, by_prompt=by_prompt) for share in shares]
+    found = _prompts(texts, tokenizer, jobs[0], options.get("samples"))
+    records = [partial(_record, model, job, found) for job in jobs]
+    with ExitStack() as stack:
+        kept = [
+            stack.enter_context(kept_work(file, record, resume=resume))
+            for file, record in zip(outputs or [None] * len(jobs), records, strict=True)
+        ]
+        n_prompts, descent = len(found.samples), jobs[0].descent
+        steps = Steps(n_prompts + descent.steps * len(jobs), progress)
+        held = held_out(n_prompts, descent.held_out, jobs[0].seed)
+        train: list[ReadPrompt] = []
+        asked: list[ReadPrompt] = []
+        for index, sample in enumerate(found.samples):
+            (asked if index in held else train).append(read_prompt(model, sample, jobs[0]))
+            steps.advance()
+        for job, checkpoint in zip(jobs, kept, strict=True):
+            moves = job.moves(job, train[0].table.device)
+            course = descend(job, moves, train, asked, steps=steps, kept=checkpoint)
+            tuned = _tuned(model, job, moves, course, train, asked, found)
+            if checkpoint is not None:
+                tuned.profile.save(checkpoint.output)
+            yield tuned
+        for checkpoint in filter(None, kept):
+            checkpoint.finish()
+
+
+def _job(shape: ModelShape, share: float, options: TuneOptions, *, by_prompt: bool) -> DescentJob:
+    """What is asked, for one share.
+
+    Raises
+    ------
+    InputError
+        If a share or an option cannot be used.
+    UnsupportedRequestError
+        If a policy does not rank entries by one score.
+    """
     moves: type[Moves] = MixedScores if by_prompt else FixedBudgets
-    descent = options.get("descent") or moves.settings
-    context, seed = options.get("context", 1024), options.get("seed", 0)
-    policies = _policies(moves, options)
     if options.get("combine") is not None and not by_prompt:
         raise InputError(
             f"{option('combine')} goes with {option('by_prompt', True)}: other profiles have one "
             "policy a head"
         )
-    own = _combining(policies[0], options.get("combine", DEFAULT_COMBINE if by_prompt else None))
-    _check_shares(shares, policies[0].protected_tokens, context)
-    shape = shape_of(model, model_id=options.get("model_id"))
-    jobs = [
-        DescentJob(shape=shape, share=share, context=context, policies=policies, descent=descent)
-        for share in shares
-    ]
-    found = _prompts(texts, tokenizer, jobs[0], options.get("samples"), seed)
-    with ExitStack() as stack:
-        kept: list[Checkpoint | None] = [None] * len(jobs)
-        if outputs is not None:
-            record = _record(model, jobs[0], found, seed)
-            kept = [
-                stack.enter_context(
-                    Checkpoint(output, {**record, "budget": job.share}, resume=resume)
-                )
-                for output, job in zip(outputs, jobs, strict=True)
-            ]
-        n_prompts = len(found.token_ids)
-        total, tell = n_prompts + descent.steps * len(jobs), progress or (lambda done, total: None)
-        held = held_out(n_prompts, descent.held_out, seed)
-        train: list[ReadPrompt] = []
-        asked: list[ReadPrompt] = []
-        for index in range(n_prompts):
-            side = asked if index in held else train
-            side.append(read_prompt(model, found, index, jobs[0], moves))
-            tell(index + 1, total)
-        for number, job in enumerate(jobs):
-            before = n_prompts + number * descent.steps
-            what = moves(job, train[0].table.device)
-            course = descend(
-                job,
-                what,
-                train,
-                asked,
-                seed=seed,
-                done=lambda step, before=before: tell(before + step, total),  # type: ignore[misc]
-                kept=kept[number],
-            )
-            profile = _profile(job, what, course, own, train)
-            if own != policies[0]:
-                losses = []
-                for one in asked:
-                    n_tokens = one.probe.n_tokens  # what follows is no part of the prompt
-                    cache = make_cache(
-                        profile, model, allow_other_model=True, prompt_tokens=n_tokens
-                    )
-                    losses.append(one.probe.cache_loss(cache))
-                course = replace(course, held_out_losses=np.array(losses))
-            profile = profile.replace(**_provenance(job, what, course, found, seed))
-            if outputs is not None:
-                profile.save(outputs[number])
-            yield Tuned(profile=profile, course=course)
-        for checkpoint in kept:
-            if checkpoint is not None:
-                checkpoint.finish()
+    policies = _policies(moves, options)
+    combine = options.get("combine", DEFAULT_COMBINE if by_prompt else None)
+    return DescentJob(
+        shape=shape,
+        share=share,
+        context=options.get("context", 1024),
+        policies=policies,
+        own=_combining(policies[0], combine),
+        descent=options.get("descent") or moves.settings,
+        moves=moves,
+        seed=options.get("seed", 0),
+    )
 
 
 def _policies(moves: type[Moves], options: TuneOptions) -> tuple[Policy, ...]:
@@ -288,18 +282,8 @@ def _policies(moves: type[Moves], options: TuneOptions) -> tuple[Policy, ...]:
     scorer, sinks = options.get("scorer", moves.own_scorer), options.get("sinks", 4)
     first = scorer if isinstance(scorer, Scorer) else read_scorer(scorer)
     usual = moves.other_scorers
-    others = [
-        each
-        for one in options.get("policies", usual)
-        for each in (usual if one == "usual" else (one,))
-    ]
-    own = Policy(
-        scorer=first.name,
-        scorer_parameters=dict(first.parameters()),
-        sinks=sinks,
-        window=first.window,
-    )
-    chosen = (own, *named_policies(others, first, sinks=sinks))
+    named = named_policies(options.get("policies", usual), first, sinks=sinks, usual=usual)
+    chosen = (own_policy(first, sinks), *named)
     for policy in chosen:
         if type(policy_of(policy)) is not Score:
             raise UnsupportedRequestError(
@@ -329,23 +313,11 @@ def _combining(policy: Policy, combine: str | None) -> Policy:
     return own.replace(parameters=dict(policy_of(own).parameters()))
 
 
-def _check_shares(shares: Sequence[float], protected: int, context: int) -> None:
-    if not shares:
-        raise InputError("there is no budget to decide for; ask for at least one share")
-    for share in shares:
-        if not protected / context < share < 1:
-            raise InputError(
-                f"{share:.1%} of {context:,} tokens is not more than the {protected} of sinks and "
-                "window and less than all; ask for another budget"
-            )
-
-
 def _prompts(
     texts: Iterable[str | Document | Prompt],
     tokenizer: Any,
     job: DescentJob,
     samples: int | None,
-    seed: int,
 ) -> SampleSet:
     """All prompts of a descent, those that are held out among them."""
     found = choose_samples(
@@ -355,46 +327,59 @@ def _prompts(
         least_tokens=job.protected + 2,
         samples=samples,
         sampling_ratio=1.0,
-        seed=seed,
+        seed=job.seed,
     )
-    if len(found.token_ids) < 2:
+    if len(found.samples) < 2:
         raise InputError("a descent needs at least two prompts: one to learn from, one held out")
     return found
 
 
-def _record(model: Any, job: DescentJob, found: SampleSet, seed: int) -> dict[str, Any]:
-    """Everything that decides the numbers of a descent, but for the budget."""
+def _record(model: Any, job: DescentJob, found: SampleSet) -> dict[str, Any]:
+    """Everything that decides the numbers of a descent."""
     return {
         **job_record(model, job.shape),
+        "budget": job.share,
         "context_tokens": job.context,
         "policies": [policy.record() for policy in job.policies],
         "descent": asdict(job.descent),
-        "seed": seed,
+        "seed": job.seed,
         "text_digest": found.digest(),
         "answers": found.answers_digest(),
     }
 
 
-def _profile(
-    job: DescentJob, moves: Moves, course: Course, own: Policy, train: Sequence[ReadPrompt]
-) -> BudgetProfile:
-    """The decision alone, without what is told of it."""
+def _tuned(
+    model: Any,
+    job: DescentJob,
+    moves: Moves,
+    course: Course,
+    train: Sequence[ReadPrompt],
+    asked: Sequence[ReadPrompt],
+    found: SampleSet,
+) -> Tuned:
+    """The decision as a profile, with what its caches lose on the held-out prompts."""
     shape = job.shape
     budgets = np.full((shape.n_layers, shape.n_kv_heads), shape.sliding_entries(job.context))
     budgets[list(shape.full_layers)] = moves.budgets(course.decision, train)
-    return BudgetProfile(
+    profile = BudgetProfile(
         shape=shape,
         level="head",
         context_tokens=job.context,
         budgets=budgets,
-        policy=own,
+        policy=job.own,
         **moves.profile_fields(course.decision),
     )
+    if job.own != job.policies[0]:
+        losses = []
+        for probe in (one.probe for one in asked):
+            size = probe.n_tokens  # what follows is no part of the prompt
+            cache = make_cache(profile, model, allow_other_model=True, prompt_tokens=size)
+            losses.append(probe.cache_loss(cache))
+        course = replace(course, held_out_losses=np.array(losses))
+    return Tuned(profile=profile.replace(**_provenance(job, moves, course, found)), course=course)
 
 
-def _provenance(
-    job: DescentJob, moves: Moves, course: Course, found: SampleSet, seed: int
-) -> dict[str, Any]:
+def _provenance(job: DescentJob, moves: Moves, course: Course, found: SampleSet) -> dict[str, Any]:
     """What the profile tells of how it was decided, and of what its caches lost."""
     descent, losses = job.descent, course.held_out_losses
     reached = float(losses.mean())
@@ -403,7 +388,7 @@ def _provenance(
         "solver": "descent",
         "solver_options": {
             **{name: getattr(descent, name) for name in settings},
-            "seed": seed,
+            "seed": job.seed,
             "policies": [policy.title for policy in job.policies],
         },
         "decided_by": "descent",
@@ -419,7 +404,7 @@ def _provenance(
             "text": found.description,
             "text_digest": found.digest(),
             "predicted_on_prompts": int(losses.size),
-            "predicted_interval": interval([losses], seed=seed),
+            "predicted_interval": interval([losses], seed=job.seed),
             "predicted_with_equal_budgets": float(course.uniform_losses.mean()),
         },
         "versions": versions(*MEASURED_WITH),

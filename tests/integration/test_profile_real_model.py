@@ -62,5 +62,5 @@ def test_masses_are_what_eager_attention_says(demo, scores):
         return output, weights
 
     with torch.inference_mode(), intercept_attention(eager, handler):
-        eager(torch.from_numpy(chosen.token_ids[1])[None], use_cache=False)
+        eager(torch.from_numpy(chosen.samples[1].token_ids)[None], use_cache=False)
     np.testing.assert_allclose(scores.masses[1], masses, atol=1e-4)

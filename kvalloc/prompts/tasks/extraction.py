@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import string
+from dataclasses import replace
 
 from kvalloc.prompts.examples import Example, Question
 from kvalloc.prompts.splits import Split, belongs, split_texts
@@ -23,11 +24,18 @@ CODED_WORDS = 40
 ZETA_ALPHA = 2.0
 
 COMMON_LEAD = "Below is a numbered list of words. Some of them come again and again.\n\n"
-COMMON_QUESTION = f"What are the {ASKED} most common words of the list?"
-COMMON_PREFIX = f"The {ASKED} most common words of the list are"
+COMMON_QUESTION = Question(
+    text=f"What are the {ASKED} most common words of the list?",
+    prefix=f"The {ASKED} most common words of the list are",
+    metric="all",
+    max_new_tokens=24,
+)
 FREQUENT_LEAD = "Below is a text of coded words. Some of them come again and again.\n\n"
-FREQUENT_QUESTION = f"What are the {ASKED} most frequent coded words of the text?"
-FREQUENT_PREFIX = f"The {ASKED} most frequent coded words are"
+FREQUENT_QUESTION = replace(
+    COMMON_QUESTION,
+    text=f"What are the {ASKED} most frequent coded words of the text?",
+    prefix=f"The {ASKED} most frequent coded words are",
+)
 
 _WORD = re.compile(r"\b[a-z]{5,8}\b")
 
@@ -43,7 +51,7 @@ def _common(brief: Brief) -> Draft:
     brief.draw.shuffle(words)
     common, rare = words[:ASKED], words[ASKED:]
     most = min(brief.request.n_tokens // 3, len(rare))
-    order = list(range(most))
+    order, asked = list(range(most)), (COMMON_QUESTION.filled(*common),)
     brief.draw.shuffle(order)
 
     def listed(place: int) -> str:
@@ -53,7 +61,7 @@ def _common(brief: Brief) -> Draft:
     def make(size: int) -> Example:
         # The same order whatever the size, so that a larger list is not shorter.
         lines = " ".join(f"{place + 1}. {listed(place)}" for place in range(size))
-        return _example(f"{COMMON_LEAD}{lines}", COMMON_QUESTION, COMMON_PREFIX, common, "words")
+        return Example(context=f"{COMMON_LEAD}{lines}", questions=asked, source="words")
 
     return Draft(make=make, least=12 * COMMON_SHARE, most=most)
 
@@ -69,7 +77,7 @@ def _frequent(brief: Brief) -> Draft:
         [brief.draw.random() for _ in range(count)]
         for count in _zeta_counts(brief.request.n_tokens)
     ]
-    top = coded[:ASKED]
+    asked = (FREQUENT_QUESTION.filled(*coded[:ASKED]),)
 
     def make(size: int) -> Example:
         standing = sorted(
@@ -78,16 +86,9 @@ def _frequent(brief: Brief) -> Draft:
             for occurrence in range(count)
         )
         context = f"{FREQUENT_LEAD}{' '.join(coded[rank] for _, rank in standing)}"
-        return _example(context, FREQUENT_QUESTION, FREQUENT_PREFIX, top, "coded words")
+        return Example(context=context, questions=asked, source="coded words")
 
     return Draft(make=make, least=60, most=brief.request.n_tokens)
-
-
-def _example(context: str, question: str, prefix: str, right: list[str], source: str) -> Example:
-    asked = Question(
-        text=question, prefix=prefix, answers=tuple(right), metric="all", max_new_tokens=24
-    )
-    return Example(context=context, questions=(asked,), source=source)
 
 
 def _zeta_counts(total: int) -> list[int]:

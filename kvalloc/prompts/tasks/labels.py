@@ -20,6 +20,13 @@ LEAD = "Each question below is followed by the type of its answer.\n\n"
 FORMS: dict[str, list[str]] = words("question_forms")
 """Forms of question by the type of the answer; {0} is a thing, {1} a place."""
 LABELS = tuple(FORMS)
+QUESTION = Question(
+    text="Question: {question}\nType:",
+    metric="classification",
+    classes=LABELS,
+    first_line=True,
+    max_new_tokens=4,
+)
 
 
 def _of_split(split: Split) -> dict[str, list[str]]:
@@ -42,17 +49,7 @@ def _labels(brief: Brief) -> Draft:
     for asked in by_label.values():
         brief.draw.shuffle(asked)
     wanted = [brief.draw.choice(LABELS) for _ in range(brief.request.turns)]
-    questions = tuple(
-        Question(
-            text=f"Question: {by_label[label].pop()}\nType:",
-            answers=(label,),
-            metric="classification",
-            classes=LABELS,
-            first_line=True,
-            max_new_tokens=4,
-        )
-        for label in wanted
-    )
+    questions = tuple(QUESTION.filled(label, question=by_label[label].pop()) for label in wanted)
     shots: list[tuple[str, str]] = []
     while len(shots) < brief.request.n_tokens // 8 and all(by_label.values()):
         # Every label once in each round, so that a prompt of any length has them all.

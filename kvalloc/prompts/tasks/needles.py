@@ -11,18 +11,17 @@ from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, Draft, by_rule
 
 LEAD = "Read the text and remember what it says.\n\n"
 NEEDLE = "The secret number of the {key} is {number}."
-QUESTION = "What is the secret number of the {key}? Answer with the number only."
-ANSWER_PREFIX = "The secret number of the {key} is"
+QUESTION = Question(
+    text="What is the secret number of the {key}? Answer with the number only.",
+    prefix="The secret number of the {key} is",
+)
 MANY = 8
 """Needles of the task with many keys: all alike but for key and number."""
 
 
 def hidden_number(key: str, number: str) -> tuple[str, Question]:
     """The sentence that is hidden, and the question that it answers."""
-    question = Question(
-        text=QUESTION.format(key=key), prefix=ANSWER_PREFIX.format(key=key), answers=(number,)
-    )
-    return NEEDLE.format(key=key, number=number), question
+    return NEEDLE.format(key=key, number=number), QUESTION.filled(number, key=key)
 
 
 def _needles(least_hidden: int) -> Callable[[Brief], Draft]:

@@ -19,6 +19,7 @@ SHOWN = 3
 """Pairs that are shown again before the first question."""
 TOKENS_PER_PAIR = 2
 """Not even a vocabulary of whole words takes fewer."""
+QUESTION = Question(text="{again}", prefix="{key}:", first_line=True, max_new_tokens=7)
 VALUES = range(10_000, 100_000)
 
 
@@ -34,12 +35,10 @@ def _pairs(brief: Brief) -> Draft:
         shown = [others[(2 * n + 1) * len(others) // (2 * SHOWN)] for n in range(SHOWN)]
         again = AGAIN + "\n".join(listed[place] for place in shown)
         questions = tuple(
-            Question(
-                text="" if turn else again,
-                prefix=f"{listed[place].partition(':')[0]}:",
-                answers=(str(values[place]),),
-                first_line=True,
-                max_new_tokens=7,
+            QUESTION.filled(
+                str(values[place]),
+                again="" if turn else again,
+                key=listed[place].partition(":")[0],
             )
             for turn, place in enumerate(asked)
         )

@@ -10,21 +10,30 @@ from kvalloc.prompts.examples import Example, Question
 from kvalloc.prompts.splits import belongs
 from kvalloc.prompts.tasks.task import MOST_TURNS, Brief, Draft, by_rule
 
-FACTS = {
-    "towns": ("{name} was born in {fact}.", "In which town was {name} born?", "{name} was born in"),
-    "jobs": (
-        "{name} earned a living as a {fact}.",
-        "What was the profession of {name}?",
-        "{name} worked as a",
-    ),
-    "pets": ("{name} kept a {fact} at home.", "Which animal did {name} own?", "{name} owned a"),
+WRITTEN = {
+    "towns": "{name} was born in {fact}.",
+    "jobs": "{name} earned a living as a {fact}.",
+    "pets": "{name} kept a {fact} at home.",
 }
-"""What is known of a person, by the word list of it: how it is written, asked and answered."""
+"""What is known of a person, by the word list of it."""
+ASKED = {
+    kind: Question(text=text, prefix=prefix, first_line=True, max_new_tokens=8)
+    for kind, text, prefix in (
+        ("towns", "In which town was {name} born?", "{name} was born in"),
+        ("jobs", "What was the profession of {name}?", "{name} worked as a"),
+        ("pets", "Which animal did {name} own?", "{name} owned a"),
+    )
+}
 
 LEAD = "Read the text and remember what it says about each person.\n\n"
 PEOPLE = 4
 CLOZE_LEAD = "Read the text.\n\n"
-CLOZE_QUESTION = "How does the text go on after these words? Quote it: {begin}"
+CLOZE_QUESTION = Question(
+    text="How does the text go on after these words? Quote it: {begin}",
+    prefix="The text says: {begin}",
+    metric="f1",
+    max_new_tokens=12,
+)
 BEGIN_WORDS, ANSWER_WORDS = 9, 6
 
 _SENTENCE = re.compile(r"[A-Z][^.!?]*[.!?](?=\s|$)")
@@ -40,20 +49,14 @@ def _facts(brief: Brief) -> Draft:
             strict=True,
         )
     ]
-    known = [(kind, name) for name in people for kind in FACTS]
+    known = [(kind, name) for name in people for kind in WRITTEN]
     brief.draw.shuffle(known)
     facts = {one: brief.draw.choice(words(one[0])) for one in known}
-    sentences = [FACTS[kind][0].format(name=name, fact=facts[kind, name]) for kind, name in known]
+    sentences = [WRITTEN[kind].format(name=name, fact=facts[kind, name]) for kind, name in known]
     # The asked ones come first in the list, and so at the depth that is wanted.
     depths = [(brief.depth + place / len(known)) % 1.0 for place in range(len(known))]
     questions = tuple(
-        Question(
-            text=FACTS[kind][1].format(name=name),
-            prefix=FACTS[kind][2].format(name=name),
-            answers=(facts[kind, name],),
-            first_line=True,
-            max_new_tokens=8,
-        )
+        ASKED[kind].filled(facts[kind, name], name=name)
         for kind, name in known[: brief.request.turns]
     )
     return brief.scattered(LEAD, sentences, depths, questions)
@@ -82,12 +85,8 @@ def _cloze(brief: Brief) -> Draft:
             for turn in range(brief.request.turns)
         ]
         questions = tuple(
-            Question(
-                text=CLOZE_QUESTION.format(begin=" ".join(sentence[:BEGIN_WORDS])),
-                prefix=f"The text says: {' '.join(sentence[:BEGIN_WORDS])}",
-                answers=(" ".join(sentence[BEGIN_WORDS:needed]),),
-                metric="f1",
-                max_new_tokens=12,
+            CLOZE_QUESTION.filled(
+                " ".join(sentence[BEGIN_WORDS:needed]), begin=" ".join(sentence[:BEGIN_WORDS])
             )
             for sentence in asked
         )

@@ -13,8 +13,12 @@ from kvalloc.prompts.examples import Question
 from kvalloc.prompts.tasks.task import Brief, Draft, by_rule
 
 LEAD = "The text below assigns values to variables. Keep track of them.\n\n"
-QUESTION = "Which variables are assigned the value {value}? Name all of them."
-PREFIX = "The variables that are assigned the value {value} are"
+QUESTION = Question(
+    text="Which variables are assigned the value {value}? Name all of them.",
+    prefix="The variables that are assigned the value {value} are",
+    metric="all",
+    max_new_tokens=24,
+)
 CHAINS = 2
 HOPS = 2
 """Assignments of a variable to the next one; a small model gets nowhere with RULER's four."""
@@ -33,13 +37,7 @@ def _tracking(brief: Brief) -> Draft:
         shown = [str(value), *(f"VAR {name}" for name in chain[:-1])]
         sentences += [f"VAR {n} = {held}." for n, held in zip(chain, shown, strict=True)]
         depths += sorted(brief.draw.random() for _ in chain)
-    question = Question(
-        text=QUESTION.format(value=values[0]),
-        prefix=PREFIX.format(value=values[0]),
-        answers=tuple(chains[0]),
-        metric="all",
-        max_new_tokens=24,
-    )
+    question = QUESTION.filled(*chains[0], value=values[0])
     return brief.scattered(LEAD, sentences, depths, [question])
 
 

@@ -8,7 +8,7 @@ import pytest
 from cli_tools import files_in
 
 from kvalloc.errors import InputError
-from kvalloc.measure.checkpoint import Checkpoint, check_unfinished, checkpoint_folder
+from kvalloc.measure.checkpoint import Checkpoint, check_output, checkpoint_folder
 
 JOB = {"scorer": "xkv", "context_tokens": 100, "versions": {"torch": "2"}}
 ARRAYS = {"curves": np.random.default_rng(0).random((2, 3, 5)), "masses": np.arange(3)}
@@ -76,8 +76,8 @@ def test_unfinished_work_is_neither_overwritten_nor_mixed_up(output):
         with pytest.raises(InputError, match=said), Checkpoint(output, job, resume=resume):
             pass
     with pytest.raises(InputError, match="unfinished work"):
-        check_unfinished(folder, resume=False)
-    check_unfinished(folder, resume=True)
+        check_output(output, resume=False)
+    check_output(output, resume=True)
     assert files_in(folder) == before
     (folder / "manifest.json").write_text("{")
     with (
@@ -116,7 +116,7 @@ def test_another_process_is_refused_and_touches_nothing(output):
             ):
                 pass
             with pytest.raises(InputError, match="another process is at work"):
-                check_unfinished(checkpoint_folder(output), resume=resume)
+                check_output(output, resume=resume)
         assert files_in(output.parent) == before
         other.kill()
     with Checkpoint(output, JOB, resume=True) as kept:

@@ -93,9 +93,9 @@ def make_probe(*texts, scorer=SCORER):
     return LossProbe(model, ids, scorer, sinks=SINKS, **more)
 
 
-def job(level, batch=8):
-    rest = {"ranks": None, "samples": None, "model": None, "shape": shape_of(tiny_model())}
-    plan = LossPlan(shares=(0.0, 0.2, 0.6), level=level, batch=batch)
+def job(level, *texts, batch=8):
+    rest = {"samples": None, "model": None, "shape": shape_of(tiny_model())}
+    plan = LossPlan(shares=(0.0, 0.2, 0.6), level=level, batch=batch, policies=texts)
     return Job(scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **rest)
 
 
@@ -103,18 +103,18 @@ def job(level, batch=8):
 @pytest.mark.parametrize("run", [measure_losses, estimate_losses])
 def test_each_policy_gets_the_losses_that_it_gets_as_the_scorer(run, level):
     """H2O looks at all queries, TOVA at the last, KeyDiff at none."""
-    found = run(make_probe("tova", "keydiff", "h2o"), job(level))
+    found = run(make_probe("tova", "keydiff", "h2o"), job(level, "tova", "keydiff", "h2o"))
     for place, name in enumerate(("tova", "keydiff", "h2o"), start=1):
         alone = make_probe(scorer=get_scorer(name, window=WINDOW))
         expected = run(alone, job(level))
         close = {"rtol": 1e-3, "atol": 1e-7}
-        for array in ("losses", "stderr"):
-            mine, own = getattr(found, array)[:, :, place], getattr(expected, array)[:, :, 0]
+        for array in ("losses", "loss_stderr"):
+            mine, own = found[array][:, :, place], expected[array][:, :, 0]
             np.testing.assert_allclose(mine, own, **close)
     plain = run(make_probe(), job(level))
-    assert plain.losses.shape[2] == 1
-    np.testing.assert_allclose(found.losses[:, :, :1], plain.losses, rtol=1e-4, atol=1e-8)
-    assert (found.losses[:, :, 1:, 1] != found.losses[:, :, :1, 1]).any()
+    assert plain["losses"].shape[2] == 1
+    np.testing.assert_allclose(found["losses"][:, :, :1], plain["losses"], rtol=1e-4, atol=1e-8)
+    assert (found["losses"][:, :, 1:, 1] != found["losses"][:, :, :1, 1]).any()
 
 
 def test_policies_that_keep_the_same_are_run_once():
@@ -127,10 +127,10 @@ def test_policies_that_keep_the_same_are_run_once():
         return losses(layer, keep)
 
     probe.losses = counted
-    found = measure_losses(probe, job("head", batch=64))
+    found = measure_losses(probe, job("head", "tova", "streaming", batch=64))["losses"]
     # sinks and window alone are the same for all: one variant a head instead of three
     assert max(seen) <= 2 * (1 + 3 * 2)
-    assert (found.losses[:, :, 1:, 0] == found.losses[:, :, :1, 0]).all()
+    assert (found[:, :, 1:, 0] == found[:, :, :1, 0]).all()
 
 
 def test_critical_keeps_what_the_policy_keeps():

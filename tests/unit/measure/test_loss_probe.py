@@ -27,7 +27,7 @@ def make_probe(kind="llama", *, n_tokens=40, answer=None, question=None, **optio
 
 def job(level, *shares, batch=8):
     """Levels at some shares of a context of 40 tokens."""
-    rest = {"ranks": None, "samples": None, "model": None, "shape": shape_of(tiny_model())}
+    rest = {"samples": None, "model": None, "shape": shape_of(tiny_model())}
     plan = LossPlan(shares=shares, level=level, batch=batch)
     return Job(scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **rest)
 
@@ -159,21 +159,21 @@ def test_sliding_layers_and_last_level_have_no_loss():
     asked = job("head", 0.0, 0.5, batch=3)
     assert asked.loss_levels.tolist() == [6, 23, 40]
     measured = measure_losses(probe, asked)
-    assert measured.losses.shape == (3, 2, 1, 3)
-    assert (measured.losses[[0, 2]] == 0).all()
-    assert (measured.losses[1, ..., 2] == 0).all()
-    assert (measured.losses[1, ..., 0] > 0).all()
-    assert (measured.stderr[1, ..., :2] > 0).all()
+    assert measured["losses"].shape == (3, 2, 1, 3)
+    assert (measured["losses"][[0, 2]] == 0).all()
+    assert (measured["losses"][1, ..., 2] == 0).all()
+    assert (measured["losses"][1, ..., 0] > 0).all()
+    assert (measured["loss_stderr"][1, ..., :2] > 0).all()
 
 
 def test_layer_loss_hides_in_all_heads_at_once():
     _, _, probe = make_probe()
     whole = measure_losses(probe, job("layer", 0.1, batch=4))
     alone = measure_losses(probe, job("head", 0.1, batch=4))
-    assert whole.losses.shape == (3, 1, 1, 2)
-    assert (whole.losses[:, 0, 0, 0] > alone.losses[..., 0, 0].max(axis=1) * 0.5).all()
+    assert whole["losses"].shape == (3, 1, 1, 2)
+    assert (whole["losses"][:, 0, 0, 0] > alone["losses"][..., 0, 0].max(axis=1) * 0.5).all()
     one_by_one = measure_losses(probe, job("head", 0.1, batch=1))
-    assert abs(alone.losses - one_by_one.losses).max() < 1e-5
+    assert abs(alone["losses"] - one_by_one["losses"]).max() < 1e-5
 
 
 @pytest.mark.parametrize("asked", [{}, {"question": QUESTION, "answer": ANSWER}])
@@ -182,8 +182,8 @@ def test_second_order_estimate_agrees_where_the_harm_is_small(level, asked):
     # keep nearly everything: the change is small, where a second-order estimate must hold
     _, _, probe = make_probe(initializer_range=0.15, **asked)
     nearly = job(level, 0.8, 0.9)
-    measured = measure_losses(probe, nearly).losses[..., :-1]
-    estimated = estimate_losses(probe, nearly, n_draws=4000).losses[..., :-1]
+    measured = measure_losses(probe, nearly)["losses"][..., :-1]
+    estimated = estimate_losses(probe, nearly, n_draws=4000)["losses"][..., :-1]
     assert measured.shape == estimated.shape
     large = measured > 1e-6
     assert large.any()
@@ -196,5 +196,5 @@ def test_estimates_repeat_with_their_seed():
     _, _, probe = make_probe()
     first, again = (estimate_losses(probe, job("layer", 0.3), seed=3) for _ in range(2))
     other = estimate_losses(probe, job("layer", 0.3), seed=4)
-    assert (first.losses == again.losses).all()
-    assert (first.losses != other.losses).any()
+    assert (first["losses"] == again["losses"]).all()
+    assert (first["losses"] != other["losses"]).any()

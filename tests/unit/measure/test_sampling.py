@@ -23,9 +23,9 @@ def test_prose_is_cut_into_equal_pieces_without_overlap(start, step):
     tokenizer = WordTokenizer(start=bool(start))
     found = choose([words(57)], sampling_ratio=1.0, tokenizer=tokenizer)
     wanted = [[*start, *ids[at : at + step]] for at in range(0, 57 - step + 1, step)]
-    assert [piece.tolist() for piece in found.token_ids] == wanted
+    assert [piece.token_ids.tolist() for piece in found.samples] == wanted
     assert found.description == f"{len(wanted)} of {len(wanted)} pieces of 10 tokens"
-    assert found.token_ids[0].dtype == np.int64
+    assert found.samples[0].token_ids.dtype == np.int64
 
 
 def test_short_texts_are_joined():
@@ -35,7 +35,7 @@ def test_short_texts_are_joined():
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.1, 10), (0.101, 11), (1e-9, 1), (1, 100)])
 def test_the_sampling_ratio_rounds_up(ratio, expected):
-    assert len(choose([words(1000)], sampling_ratio=ratio).token_ids) == expected
+    assert len(choose([words(1000)], sampling_ratio=ratio).samples) == expected
 
 
 def test_samples_are_spread_evenly_and_repeatable():
@@ -46,7 +46,7 @@ def test_samples_are_spread_evenly_and_repeatable():
         assert one.digest() == again.digest()
         digests.add(one.digest())
         every = [TOKENIZER(prompt.text)["input_ids"] for prompt in prompts]
-        chosen = [every.index(ids.tolist()) for ids in one.token_ids]
+        chosen = [every.index(sample.token_ids.tolist()) for sample in one.samples]
         assert [index // 5 for index in chosen] == list(range(8))
     assert len(digests) == 3
 
@@ -59,13 +59,13 @@ def test_a_prompt_is_one_sample():
     chat = Prompt(messages=({"role": "user", "content": "one two three four"},))
     given = [Prompt(text=words(31)), Prompt(text=short), brings, chat]
     found = choose(given, samples=4, context_tokens=9, least_tokens=1)
-    assert [one.tolist() for one in found.token_ids] == [
+    assert [one.token_ids.tolist() for one in found.samples] == [
         ids[:5] + ids[-4:],
         TOKENIZER(short)["input_ids"],
         [5, 6, 7],
         TOKENIZER("user one two three four")["input_ids"],
     ]
-    assert found.answer_ids[2].tolist() == [8, 9]
+    assert found.samples[2].answer_ids.tolist() == [8, 9]
 
 
 def test_the_digest_knows_where_a_sample_ends():
@@ -109,11 +109,11 @@ def test_a_question_comes_between_prompt_and_answer():
         [asks, brings], WordTokenizer(), context_tokens=9, least_tokens=2, samples=2
     )
     asked = WordTokenizer()(" which letter?")["input_ids"]
-    assert [ids.tolist() for ids in found.question_ids] == [asked, [9, 10]]
-    assert found.token_ids[0].tolist() == WordTokenizer()(text)["input_ids"]
+    assert [one.question_ids.tolist() for one in found.samples] == [asked, [9, 10]]
+    assert found.samples[0].token_ids.tolist() == WordTokenizer()(text)["input_ids"]
     plain = [Prompt(text=text, answer="b"), Prompt(token_ids=(3, 4, 5, 6, 7, 8), answer_ids=(11,))]
     without = choose_samples(plain, WordTokenizer(), context_tokens=9, least_tokens=2, samples=2)
-    assert without.question_ids == (None, None)
+    assert [one.question_ids for one in without.samples] == [None, None]
     assert without.digest() == found.digest()
     assert without.answers_digest() != found.answers_digest()
 
@@ -125,7 +125,7 @@ def test_answers_follow_their_prompts():
         Prompt(messages=({"role": "user", "content": "a b c d"},), answer="x"),
     ]
     found = choose([words(10), *prompts], sampling_ratio=1.0)
-    answers = [None if ids is None else ids.tolist() for ids in found.answer_ids]
+    answers = [None if one.answer_ids is None else one.answer_ids.tolist() for one in found.samples]
     assert answers == [None, TOKENIZER("x y")["input_ids"], None, TOKENIZER("x")["input_ids"]]
     without = choose(
         [words(10), *(Prompt(text=p.text, messages=p.messages) for p in prompts)],

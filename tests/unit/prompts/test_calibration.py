@@ -90,8 +90,10 @@ def test_no_text_or_key_is_one_of_an_evaluation():
 def test_they_can_be_profiled():
     made = make(4, kinds=("needle", "kl"))
     found = choose_samples(made, TOKENIZER, context_tokens=300, least_tokens=37, samples=len(made))
-    assert [ids.size for ids in found.token_ids] == [len(prompt.token_ids) for prompt in made]
-    assert all(ids is not None and ids.size for ids in found.answer_ids)
+    assert [one.token_ids.size for one in found.samples] == [
+        len(prompt.token_ids) for prompt in made
+    ]
+    assert all(one.answer_ids is not None and one.answer_ids.size for one in found.samples)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from letters import Letters, read
 from kvalloc.errors import InputError
 from kvalloc.measure import Document, Prompt, default_texts
 from kvalloc.measure.sampling import choose_samples
-from kvalloc.prompts.held_out import refuse_held_out
-from kvalloc.prompts.splits import split_texts
+from kvalloc.prompts.splits import refuse_held_out, split_texts
 from kvalloc.prompts.tasks import TASKS
 
 

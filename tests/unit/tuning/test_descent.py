@@ -22,9 +22,9 @@ from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime.policies import policies_of
 from kvalloc.scorers import get_scorer
 from kvalloc.tuning import tune, tune_each
-from kvalloc.tuning.descent import DescentJob, hard_losses, held_out, read_prompt
+from kvalloc.tuning.descent import DescentJob, hard_losses, held_out, read_prompt, threshold
 from kvalloc.tuning.fixed_budgets import FixedBudgets, shares_of
-from kvalloc.tuning.score_mixing import MixedScores, threshold
+from kvalloc.tuning.score_mixing import MixedScores
 
 SCORER = get_scorer("xkv", window=4, pool=3)
 CONTEXT = 60
@@ -250,12 +250,14 @@ def test_what_is_descended_on_by_prompt_is_what_the_cache_keeps(model):
         share=0.4,
         context=CONTEXT,
         policies=(profile.policy, *profile.other_policies),
+        own=profile.policy,
         descent=quick("mixed"),
+        moves=MixedScores,
     )
-    read = read_prompt(model, samples, 0, job, MixedScores)
+    read = read_prompt(model, samples.samples[0], job)
     moves = MixedScores(job, read.table.device)
     decision = {"weights": profile.unit_weights.astype(np.float32)}
-    ids = torch.from_numpy(samples.token_ids[0])[None]
+    ids = torch.from_numpy(samples.samples[0].token_ids)[None]
     cache = profile.cache(model)
     with torch.no_grad():
         model(ids, past_key_values=cache)
