@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,12 +41,7 @@ class NeedleCase(Case):
 
 
 def make_needle_cases(
-    tokenizer: PreTrainedTokenizerBase,
-    n_cases: int,
-    n_tokens: int,
-    *,
-    seed: int = 0,
-    texts: Mapping[str, str] | None = None,
+    tokenizer: PreTrainedTokenizerBase, n_cases: int, n_tokens: int, *, seed: int = 0
 ) -> list[NeedleCase]:
     """Make needle questions by rule, none picked by hand.
 
@@ -65,8 +59,6 @@ def make_needle_cases(
         Longest prompt, tokens. A prompt is as long as whole words allow.
     seed : int
         The same seed gives the same cases.
-    texts : mapping of str to str, optional
-        Haystacks by name; the shipped ones by default.
 
     Returns
     -------
@@ -75,7 +67,7 @@ def make_needle_cases(
     Raises
     ------
     InputError
-        If there is no text, or none is long enough.
+        If no prompt of that length can be made.
 
     References
     ----------
@@ -84,13 +76,9 @@ def make_needle_cases(
     """
     if n_cases < 1:
         raise InputError(f"{n_cases} needle questions ask nothing; ask for at least 1")
-    sources = dict(split_texts("development") if texts is None else texts)
-    if not sources:
-        raise InputError("there is no text to hide a needle in; give at least one")
-    draw = random.Random(seed)
-    names = list(sources)
+    texts, draw = list(split_texts("development").items()), random.Random(seed)
     return [
-        _make_case(tokenizer, names[i % len(names)], sources, (i + 0.5) / n_cases, n_tokens, draw)
+        _make_case(tokenizer, *texts[i % len(texts)], (i + 0.5) / n_cases, n_tokens, draw)
         for i in range(n_cases)
     ]
 
@@ -98,19 +86,15 @@ def make_needle_cases(
 def _make_case(
     tokenizer: PreTrainedTokenizerBase,
     source: str,
-    sources: Mapping[str, str],
+    text: str,
     depth: float,
     n_tokens: int,
     draw: random.Random,
 ) -> NeedleCase:
-    text = sources[source]
     words = text.split()
     number = str(draw.randrange(1_000_000, 10_000_000))
     lowered = text.casefold()
-    free = [key for key in KEYS["development"] if key not in lowered]
-    if not free or number in lowered:
-        raise InputError(f"the text {source} holds every key; use another one")
-    key = draw.choice(free)
+    key = draw.choice([key for key in KEYS["development"] if key not in lowered])
     sentence, question = hidden_number(key, number)
     # Any word that leaves the whole prompt's worth of words behind it: a token is rarely longer
     # than a word, so n_tokens words are always enough.

@@ -6,9 +6,9 @@ import pytest
 from letters import Letters, read
 
 from kvalloc.errors import InputError
-from kvalloc.prompts.needle import KEYS, NeedleCase, make_needle_cases
+from kvalloc.prompts.needle import NeedleCase, make_needle_cases
 from kvalloc.prompts.splits import split_texts
-from kvalloc.prompts.tasks.needles import ANSWER_PREFIX, NEEDLE
+from kvalloc.prompts.tasks.needles import NEEDLE, QUESTION
 
 
 def test_they_are_as_long_as_asked_and_the_seed_counts():
@@ -36,7 +36,7 @@ def test_key_and_number_stand_in_needle_and_question_only(chat):
         assert prompt.count(case.number) == prompt.count(needle) == 1
         # needle, question, start of the answer
         assert prompt.casefold().count(case.key) == 3
-        assert prompt.endswith(ANSWER_PREFIX.format(key=case.key))
+        assert prompt.endswith(QUESTION.filled(key=case.key).prefix)
         assert len(case.number) == 7
         assert prompt.split(needle)[0].rstrip().endswith((".", "!", "?"))
         assert ("<user>Read the text" in prompt) is chat
@@ -45,25 +45,14 @@ def test_key_and_number_stand_in_needle_and_question_only(chat):
 @pytest.mark.parametrize("answer", ["1234567.", "it is 1,234,567, I think", "12 34 567"])
 def test_found_means_digit_for_digit(answer):
     case = NeedleCase(input_ids=(1,), key="anchor", number="1234567", depth=0.5, source="s")
-    assert case.is_found(answer)
-    assert not case.is_found(answer.replace("7", "78"))
+    assert case.turns[0].is_found(answer)
+    assert not case.turns[0].is_found(answer.replace("7", "78"))
 
 
 @pytest.mark.parametrize(
-    ("n_cases", "n_tokens", "texts", "said"),
-    [
-        (0, 400, None, "at least 1"),
-        (1, 400, {}, "no text"),
-        (1, 10, None, "needle fits into 10 tokens"),
-        (
-            1,
-            400,
-            {"short": "One two three four five."},
-            "cannot be made 400 tokens long from short",
-        ),
-        (1, 100, {"all": " ".join(KEYS) * 20}, "holds every key"),
-    ],
+    ("n_cases", "n_tokens", "said"),
+    [(0, 400, "at least 1"), (1, 10, "fits into 10"), (1, 10**6, "cannot be made 1000000 tokens")],
 )
-def test_what_cannot_be_made_is_refused(n_cases, n_tokens, texts, said):
+def test_what_cannot_be_made_is_refused(n_cases, n_tokens, said):
     with pytest.raises(InputError, match=said):
-        make_needle_cases(Letters(), n_cases, n_tokens, texts=texts)
+        make_needle_cases(Letters(), n_cases, n_tokens)
