@@ -193,12 +193,12 @@ class LossProbe:
         -------
         list of Tensor of bool, (n_kv_heads, n_tokens)
         """
-        scores, room = self.scores[layer], {"sinks": self._sinks, "window": self._scorer.window}
+        scores, sinks, window = self.scores[layer], self._sinks, self._scorer.window
         rows = [torch.full((1, scores.shape[0]), one, device=scores.device) for one in budgets]
         if place == 0:
-            return [keep_best(scores[None], row, **room)[0] for row in rows]
+            return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
         policy = self.policies[place - 1]
-        found = policy.keep_each(self.prompt_states[layer], rows, **room)
+        found = policy.keep_each(self.prompt_states[layer], rows, sinks=sinks, window=window)
         for one, row in zip(found, rows, strict=True):
             check_kept(policy, one, row)
         return [one[0] for one in found]

@@ -120,7 +120,7 @@ def _expected_improvement(gap: FloatArray, uncertain: FloatArray) -> FloatArray:
     from scipy.special import ndtr  # only a job with probes needs SciPy
 
     away = np.divide(gap, uncertain, out=np.zeros_like(gap), where=uncertain > 0)
-    found = np.exp(-(away**2) / 2) / sqrt(2 * pi) - away * ndtr(-away)
+    found: FloatArray = np.exp(-(away**2) / 2) / sqrt(2 * pi) - away * ndtr(-away)
     return uncertain * np.maximum(found, 0.0)
 
 

@@ -130,8 +130,8 @@ class JointProbes:
                 for variant, figure in zip(variants, some, strict=True):
                     unit, option = int(figures.units[figure]), int(figures.options[figure])
                     variant[_heads(problem, unit)] = masks[unit, option]
-                found = probe.losses(layer, variants, around=settled).mean(dim=1)
-                changes[some] = found.cpu().numpy() - loss
+                losses = probe.losses(layer, variants, around=settled).mean(dim=1)
+                changes[some] = losses.cpu().numpy() - loss
         if not (np.isfinite(loss) and np.isfinite(changes).all()):
             raise InputError(
                 f"the losses of {self._scores.shape.model_id} on prompt {index} are not finite; "

@@ -215,10 +215,11 @@ def tune_each(
     jobs = [_job(shape, share, options, by_prompt=by_prompt) for share in shares]
     found = _prompts(texts, tokenizer, jobs[0], options.get("samples"))
     records = [partial(_record, model, job, found) for job in jobs]
+    files: Sequence[str | Path | None] = outputs or [None] * len(jobs)
     with ExitStack() as stack:
         kept = [
             stack.enter_context(kept_work(file, record, resume=resume))
-            for file, record in zip(outputs or [None] * len(jobs), records, strict=True)
+            for file, record in zip(files, records, strict=True)
         ]
         n_prompts, descent = len(found.samples), jobs[0].descent
         steps = Steps(n_prompts + descent.steps * len(jobs), progress)
