@@ -30,7 +30,6 @@ class ModelShape:
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "extra": "forbid",
         "strict": True,
-        "use_attribute_docstrings": True,
     }
 
     model_id: str

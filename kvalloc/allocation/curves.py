@@ -71,7 +71,7 @@ def unit_values(
         # The measured curves, weighed by the heads' shares of their layers. What a head adds to its
         # layer is the product, with a long context a second copy of gigabytes.
         layers = list(scores.shape.full_layers)
-        curves, shares = scores.curves[only], scores.head_shares()[only, layers].ravel()
+        curves, shares = scores.curves[only], scores.head_shares[only, layers].ravel()
         curves = _of_full_layers(scores, curves).reshape(-1, scores.ranks.size)
         weights = np.ones_like(shares) if request.objective == "worst" else shares / n_layers
         return interpolate_curves(curves, scores.ranks, ranks), weights

@@ -418,8 +418,8 @@ def _option_tokens(scores: ScoreProfile, request: Request, context: int) -> IntA
     if last < first:
         least = option("max_tokens", min(first * page, context))
         raise InputError(
-            f"no budget of whole pages of {page} tokens is between the least of {floor} and the "
-            f"largest of {most}; give {least} or more, or smaller pages"
+            f"no budget of whole pages of {page} tokens is between the least of {floor} that can "
+            f"be offered and the largest of {most}; give {least} or more, or smaller pages"
         )
     stride = 1
     if request.objective == "loss" or request.bits is not None:

@@ -76,12 +76,22 @@ class Target(ABC):
 
     kind: ClassVar[str]
     keyword: ClassVar[str]
+    refusal: ClassVar[str] = ""
+    """What is said of a value that cannot be."""
     limit: ClassVar[str] = "the least is"
     """What messages say before the nearest target that can be met."""
     is_fixed: ClassVar[bool] = False
     """Whether budgets stay as they are at another prompt length, instead of growing with it."""
 
     value: float
+
+    def __post_init__(self) -> None:
+        if not self.is_possible():
+            raise InputError(self.refusal.format(self.value))
+
+    def is_possible(self) -> bool:
+        """Whether there can be such a target."""
+        return True
 
     @classmethod
     def parse(cls, given: Any) -> Self:
@@ -184,20 +194,19 @@ class Target(ABC):
         raise InputError(f"{both} are two targets at once; give one of {options}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Retention(Target):
     """Fewest bytes that keep a share of the score mass (XKV, Eq. 18)."""
 
     kind = "retention"
     keyword = "target_retention"
+    refusal = (
+        "a target retention of {:g} is not a share of the score mass; give a number above 0 and "
+        "up to 1, such as 0.9"
+    )
     limit = "the most is"
 
-    def __post_init__(self) -> None:
-        if not 0 < self.value <= 1:
-            raise InputError(
-                f"a target retention of {self.value:g} is not a share of the score mass; give a "
-                "number above 0 and up to 1, such as 0.9"
-            )
+    def is_possible(self) -> bool:
+        return 0 < self.value <= 1
 
     @classmethod
     def parse(cls, given: Any) -> Self:
@@ -215,19 +224,18 @@ class _Retention(Target):
         return reached, _Retention(value=rounded if rounded > 0 else reached)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Loss(Target):
     """Fewest bytes whose predicted loss is at most this, nats per token."""
 
     kind = "loss"
     keyword = "target_loss"
+    refusal = (
+        "a target loss of {:g} nats per token cannot be asked for; give a number from 0 up, such "
+        "as 0.02"
+    )
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.value < math.inf:
-            raise InputError(
-                f"a target loss of {self.value:g} nats per token cannot be asked for; give a "
-                "number from 0 up, such as 0.02"
-            )
+    def is_possible(self) -> bool:
+        return 0 <= self.value < math.inf
 
     @classmethod
     def parse(cls, given: Any) -> Self:
@@ -280,7 +288,6 @@ class _Size(Target):
         return capacity
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Share(_Size):
     """A share of what keeping everything costs."""
 
@@ -305,7 +312,6 @@ class _Share(_Size):
         return share, _Share(value=share)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _TokensPerHead(_Size):
     """Entries that a KV head keeps on average."""
 
@@ -313,11 +319,12 @@ class _TokensPerHead(_Size):
     keyword = "budget_tokens"
     is_fixed = True
 
+    refusal = "a budget of {} tokens keeps nothing; give >= 1"
+
     value: int
 
-    def __post_init__(self) -> None:
-        if self.value < 1:
-            raise InputError(f"a budget of {self.value} tokens keeps nothing; give >= 1")
+    def is_possible(self) -> bool:
+        return self.value >= 1
 
     def amount(self, entries: str = "entries") -> str:
         return f"{self.value:,} tokens per KV head on average"
@@ -330,7 +337,6 @@ class _TokensPerHead(_Size):
         return tokens, _TokensPerHead(value=tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Memory(_Size):
     """Bytes for the whole cache."""
 
@@ -700,7 +706,7 @@ class Request:
             )
 
     def _check_objective(self) -> None:
-        by_retention, by_loss = (isinstance(self.target, kind) for kind in (_Retention, _Loss))
+        by_retention, by_loss = isinstance(self.target, _Retention), isinstance(self.target, _Loss)
         if self.loss_policies is not None and (
             by_retention or self.objective not in (None, "loss")
         ):

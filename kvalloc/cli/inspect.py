@@ -97,7 +97,7 @@ def _kind(file: str) -> str:
     from kvalloc.formats.saved_cache import SavedCacheHeader  # budget profiles do without it
 
     try:
-        with SavedCacheHeader.opened(path, "numpy") as tensors:
+        with SavedCacheHeader.opened(path) as tensors:
             saved = SavedCacheHeader.METADATA in (tensors.metadata() or {})
             return "saved cache" if saved else "score profile"
     except ProfileFileError as error:

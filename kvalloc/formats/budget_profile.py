@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self
 
@@ -31,9 +32,11 @@ __all__ = [
     "Level",
     "Policy",
     "Refinement",
-    "budget_profile_schema",
     "relative_gap",
 ]
+
+_ON_ONE_LINE = {r",\n *(?=[-\d])": ", ", r"\[\n *(?=[-\d])": "[", r"(?<=\d)\n *\]": "]"}
+"""Of an indented JSON text, numbers of a list, such as a row of budgets, go on one line."""
 
 Level = Literal["layer", "head"]
 LengthRule = Literal["proportional", "fixed"]
@@ -262,13 +265,13 @@ class BudgetProfile(FileRecord):
     @property
     def retained_bytes(self) -> int:
         """Bytes kept at the reference context and batch, in whole pages."""
-        return self.retained_bytes_at(self.context_tokens, self.batch)
+        return int(self.head_bytes_at(self.context_tokens).sum()) * self.batch
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def full_bytes(self) -> int:
         """Bytes a plain cache stores at the reference context and batch."""
-        return self.full_bytes_at(self.context_tokens, self.batch)
+        return self.shape.full_bytes(self.context_tokens, self.batch)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -327,7 +330,7 @@ class BudgetProfile(FileRecord):
 
     def retained_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
         """Bytes that these budgets keep of ``batch`` prompts of ``context_tokens`` tokens."""
-        return sum(self.head_bytes_at(context_tokens).ravel().tolist()) * batch
+        return int(self.head_bytes_at(context_tokens).sum()) * batch
 
     def head_bytes_at(self, context_tokens: int) -> IntArray:
         """Bytes that each KV head keeps of one prompt, ``(n_layers, n_kv_heads)``."""
@@ -413,9 +416,11 @@ class BudgetProfile(FileRecord):
         InputError
             If the folder does not exist or is read-only.
         """
-        lines = (f"  {json.dumps(k)}: {_json(v)}" for k, v in sorted(self.record().items()))
+        text = json.dumps(self.record(), indent=2, sort_keys=True, allow_nan=False)
+        for numbers, on_one_line in _ON_ONE_LINE.items():
+            text = re.sub(numbers, on_one_line, text)
         with atomic_write(path) as temporary:
-            temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+            temporary.write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> BudgetProfile:
@@ -561,19 +566,6 @@ class BudgetProfile(FileRecord):
         pages = apportion(exact, total, minimum=floor, maximum=most)
         scaled[shared] = np.minimum(pages * page, context_tokens)
         return np.broadcast_to(scaled, budgets.shape).copy()
-
-
-def budget_profile_schema() -> dict[str, Any]:
-    """The published JSON Schema of a budget profile file."""
-    schema = BudgetProfile.model_json_schema(mode="serialization")
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def _json(value: Any) -> str:
-    """A value of the file, indented below its key; of a table each row on one line."""
-    if isinstance(value, list) and value and all(isinstance(row, list) for row in value):
-        return "[\n" + ",\n".join(f"    {json.dumps(row)}" for row in value) + "\n  ]"
-    return json.dumps(value, indent=2, sort_keys=True, allow_nan=False).replace("\n", "\n  ")
 
 
 def relative_gap(objective: float, bound: float | None) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -40,7 +41,7 @@ class Policy(Record):
     label: str = ""
     """What it was asked for as, such as ``snapkv:window=4``, where it is one of several."""
 
-    @property
+    @cached_property
     def protected_tokens(self) -> int:
         """Sinks plus window."""
         return self.sinks + self.window

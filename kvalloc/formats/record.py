@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, computed_field
@@ -113,7 +112,6 @@ class Record(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",
         defer_build=True,
-        use_attribute_docstrings=True,
     )
 
     NAME: ClassVar[str] = "record"
@@ -274,15 +272,8 @@ class FileRecord(Record):
         return f"make it again with '{cls.MADE_BY}'"
 
     @classmethod
-    @contextmanager
-    def opened(cls, path: str | Path, framework: Literal["numpy", "pt"]) -> Iterator[Any]:
-        """A safetensors file that holds such a record, open for reading.
-
-        Parameters
-        ----------
-        path : str or Path
-        framework : str
-            Whose tensors it gives.
+    def opened(cls, path: str | Path) -> Any:
+        """A safetensors file that holds such a record, to be read in a ``with``.
 
         Raises
         ------
@@ -293,9 +284,8 @@ class FileRecord(Record):
 
         cls.require_file(path)
         try:
-            with safe_open(path, framework=framework) as file:
-                yield file
-        except (SafetensorError, OSError, TypeError, ValueError) as error:
+            return safe_open(path, framework="numpy")
+        except (SafetensorError, OSError, ValueError) as error:
             found = f"not readable as safetensors ({error})"
             raise cls.file_error(path, "file", found, cls.expected()) from error
 

@@ -183,7 +183,7 @@ class SavedCacheHeader(FileRecord):
             is not that of the content; or a tensor is missing or one too many, or its type, its
             shape or a number in it does not fit the header and the other tensors.
         """
-        with cls.opened(path, "numpy") as file:
+        with cls.opened(path) as file:
             header = cls.from_record(path, cls.stated(path, file))
         tensors = _stored_tensors(path)
         if (found := header.tensor_digest) != tensor_digest(tensors):

@@ -204,12 +204,12 @@ class ScoreProfile(ScoreHeader):
         """Entries of one head that can be evicted at the reference context."""
         return self.context_tokens - self.protected_tokens
 
-    @property
+    @cached_property
     def has_losses(self) -> bool:
         """Whether loss curves were measured."""
         return self.losses is not None
 
-    @property
+    @cached_property
     def policy(self) -> Policy:
         """The scorer's best entries: what the curves, and ``losses``, are about."""
         return Policy(
@@ -229,6 +229,7 @@ class ScoreProfile(ScoreHeader):
         """Whether the curves hold every rank."""
         return self.ranks.size == self.evictable_tokens + 1
 
+    @cached_property
     def head_shares(self) -> FloatArray:
         """Each head's share of its layer's evictable score mass, per sample.
 
@@ -284,7 +285,7 @@ class ScoreProfile(ScoreHeader):
         -------
         ndarray of float64, (n_layers, n_kv_heads, n_points)
         """
-        shares = self.head_shares()
+        shares = self.head_shares
         if bits != 16:
             shares = shares * self.fidelity(bits)
         mean: FloatArray
@@ -366,9 +367,12 @@ class ScoreProfile(ScoreHeader):
             If the file is missing, truncated, of another schema version, edited, or holds values
             that cannot be; names the file, the field, what was found and the way out.
         """
-        with cls.opened(path, "numpy") as file:
+        with cls.opened(path) as file:
             stated = cls.stated(path, file)
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            try:
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            except (AttributeError, TypeError) as error:  # a type that NumPy has not
+                raise cls.file_error(path, "file", str(error), "float64 and int64") from error
         header = ScoreHeader.parsed(path, stated)
         own = {name: getattr(header, name) for name in ScoreHeader.model_fields}
         try:

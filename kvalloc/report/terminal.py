@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from unicodedata import combining, east_asian_width
 
 from kvalloc.errors import InputError, one_line, plain
 
@@ -19,8 +20,6 @@ _LABEL_WIDTH = 7
 _NUMBER_WIDTH = 5
 _MIN_BAR = 4
 _MAX_ROWS = 40
-_RULE = "    \n    \n -- \n    \n    \n    \n    \n    \n"
-"""A box for rich that has nothing but a line below the headings."""
 
 
 def terminal_width() -> int:
@@ -66,35 +65,32 @@ def table_lines(
     ------------
     greedy  5.53
     """
-    from rich.box import Box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(width=10_000, color_system=None)  # nothing is ever folded
     flush_left = {place % len(headings) for place in left}
+    cells = [[plain(cell) for cell in row] for row in (headings, *rows)]
+    widths = [max(map(_columns, column)) for column in zip(*cells, strict=True)]
     shown = list(range(len(headings)))
 
-    def table(space: int) -> Table:
-        box = Box(_RULE, ascii=True) if rule else None
-        padding = (0, space - 1 if rule else space, 0, 0)
-        made = Table(box=box, padding=padding, pad_edge=False, show_edge=False)
-        for place in shown:
-            justify = "left" if place in flush_left else "right"
-            made.add_column(Text(headings[place]), justify=justify, no_wrap=True)  # type: ignore[arg-type]
-        for row in rows:
-            made.add_row(*(Text(plain(row[place])) for place in shown))
-        return made
-
-    def fits(space: int) -> bool:
-        return console.measure(table(space)).maximum <= terminal_width()
+    def width(space: int) -> int:
+        return sum(widths[place] for place in shown) + space * (len(shown) - 1)
 
     for name in optional:
-        if not fits(1) and name in headings:
+        if width(1) > terminal_width() and name in headings:
             shown.remove(list(headings).index(name))
-    with console.capture() as captured:
-        console.print(table(2 if fits(2) else 1))
-    return [line.rstrip() for line in captured.get().splitlines()]
+    space = 2 if width(2) <= terminal_width() else 1
+    lines = []
+    for row in cells:
+        padding = {place: " " * (widths[place] - _columns(row[place])) for place in shown}
+        aligned = (
+            row[place] + padding[place] if place in flush_left else padding[place] + row[place]
+            for place in shown
+        )
+        lines.append((" " * space).join(aligned).rstrip())
+    return [lines[0], "-" * width(space), *lines[1:]] if rule else lines
+
+
+def _columns(text: str) -> int:
+    """Columns of a terminal that a text takes: two for wide characters, none for combining ones."""
+    return sum(1 + (east_asian_width(one) in "WF") for one in text if not combining(one))
 
 
 def number_text(value: Any, form: str, unknown: str = "unknown") -> str:

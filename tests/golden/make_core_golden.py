@@ -7,8 +7,11 @@ Then look at the difference before committing it: every changed number is a chan
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import inspect
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -218,9 +221,25 @@ def make_choices() -> Any:
     return make_choices(7)
 
 
-def main() -> None:
-    from kvalloc.formats.budget_profile import budget_profile_schema
+def published_schema() -> dict[str, Any]:
+    """The JSON Schema of a budget profile file, each field with its docstring."""
+    from kvalloc.formats.budget_profile import BudgetProfile, ModelShape, Policy
 
+    schema = BudgetProfile.model_json_schema(mode="serialization")
+    for described, owner in (
+        (schema, BudgetProfile),
+        (schema["$defs"]["ModelShape"], ModelShape),
+        (schema["$defs"]["Policy"], Policy),
+    ):
+        (defined,) = ast.parse(inspect.getsource(owner)).body
+        for field, text in itertools.pairwise(defined.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                said = inspect.cleandoc(text.value.value)
+                described["properties"][field.target.id]["description"] = said
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     DATA.mkdir(exist_ok=True)
     files: dict[Path, dict[str, Any]] = {}
@@ -236,7 +255,7 @@ def main() -> None:
         path.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
     decide(SETS[0], "greedy, retention 0.9, head").save(PROFILE)
     decide(SETS[3], "least loss in 30%, head").save(CHOICE_PROFILE)
-    text = json.dumps(budget_profile_schema(), indent=1, sort_keys=True)
+    text = json.dumps(published_schema(), indent=1, sort_keys=True)
     SCHEMA.write_text(text + "\n", encoding="utf-8")
 
 

@@ -21,9 +21,10 @@ from make_core_golden import (
     decide,
     described,
     loaded,
+    published_schema,
 )
 
-from kvalloc.formats.budget_profile import BudgetProfile, budget_profile_schema
+from kvalloc.formats.budget_profile import BudgetProfile
 
 WANTED = "if that is wanted, run tests/golden/make_core_golden.py and say why in the commit"
 
@@ -80,7 +81,7 @@ def test_the_budget_file_of_version_1_is_read_and_written_as_it_was(
 
 def test_the_published_schema() -> None:
     expected = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    assert budget_profile_schema() == expected, f"behaviour moved: the JSON Schema; {WANTED}"
+    assert published_schema() == expected, f"behaviour moved: the JSON Schema; {WANTED}"
 
 
 @pytest.mark.parametrize("file", [PROFILE, CHOICE_PROFILE], ids=lambda file: file.stem)
@@ -88,4 +89,8 @@ def test_the_golden_budget_file_follows_the_schema(file: Path) -> None:
     import jsonschema
 
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    jsonschema.validate(json.loads(file.read_text(encoding="utf-8")), schema)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    jsonschema.validate(stored, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**stored, "surprise": 1}, schema)

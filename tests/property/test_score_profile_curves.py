@@ -94,5 +94,5 @@ def test_a_layer_without_any_mass_shares_evenly() -> None:
     masses = np.ones((2, 3, 2))
     masses[:, 1] = 0.0
     scores = make_scores(masses=masses)
-    assert scores.head_shares()[:, 1].tolist() == [[0.5, 0.5]] * 2
+    assert scores.head_shares[:, 1].tolist() == [[0.5, 0.5]] * 2
     assert solve(scores, target_retention=1.0).retention == pytest.approx(1.0)

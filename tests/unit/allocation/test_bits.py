@@ -94,7 +94,7 @@ def test_the_options_are_tokens_times_bits(level: Any) -> None:
             expected = int(stored_bytes(tokens, bits, scores.shape)) * heads * 3
             assert int(problem.costs[unit, k]) == expected
     # Value: fidelity times what is kept, averaged over samples together.
-    shares, at = scores.head_shares(), [16, 8, 4]
+    shares, at = scores.head_shares, [16, 8, 4]
     unit, k = 1, int(problem.option_counts[1]) // 2
     tokens, bits = int(problem.tokens[unit, k]), int(problem.bits[unit, k])
     each = shares * scores.bit_fidelity[..., at.index(bits)] * scores.curves[..., tokens - 5]

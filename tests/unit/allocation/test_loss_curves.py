@@ -169,7 +169,7 @@ def test_a_loss_out_of_reach_is_told_with_the_nearest_one() -> None:
 
 
 def test_no_page_between_the_least_measured_and_the_largest_allowed() -> None:
-    with pytest.raises(InputError, match="can be offered.*allow larger"):
+    with pytest.raises(InputError, match="can be offered.*give max_tokens=17 or more"):
         solve(make_losses(levels=[17, 30, 40]), budget="50%", objective="loss", max_tokens=16)
 
 

@@ -182,7 +182,8 @@ def test_another_safetensors_file(stored: Any, tmp_path: Path) -> None:
         ("masses", "I64", "masses"),
         ("ranks", "F64", "ranks"),
         ("curves", "U64", "curves"),
-        ("curves", "BF16", "file"),  # numpy has no such type
+        ("curves", "BF16", "file"),  # numpy has no such types
+        ("curves", "F8_E4M3", "file"),
     ],
 )
 def test_an_array_relabelled_as_of_another_type(stored, tmp_path, name, dtype, field):
@@ -191,7 +192,7 @@ def test_an_array_relabelled_as_of_another_type(stored, tmp_path, name, dtype, f
     size = struct.unpack("<Q", raw[:8])[0]
     head = json.loads(raw[8 : 8 + size])
     head[name]["dtype"] = dtype
-    head[name]["shape"][-1] *= 4 if dtype == "BF16" else 1
+    head[name]["shape"][-1] *= {"BF16": 4, "F8_E4M3": 8}.get(dtype, 1)
     text = json.dumps(head).encode()
     path = tmp_path / "relabelled.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
@@ -342,3 +343,9 @@ def test_what_cannot_be_is_refused(make, changes, words):
     scores = make()
     with pytest.raises(InputError, match=words):
         scores.replace(**changes(scores))
+
+
+def test_an_error_of_whoever_reads_a_file_is_not_about_the_file(tmp_path: Path) -> None:
+    make_scores().save(tmp_path / "s.safetensors")
+    with pytest.raises(ValueError, match="mine"), ScoreProfile.opened(tmp_path / "s.safetensors"):
+        raise ValueError("mine")
