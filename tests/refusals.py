@@ -1,4 +1,4 @@
-"""Refusals of files, and that they are told well."""
+"""Refusals of files, and that they are told well; what a profile states and is not true."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvalloc.allocation.audit import verify
 from kvalloc.errors import ProfileFileError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
 
 
 def refused(path: Path, load: Callable[[Path], object]) -> ProfileFileError:
@@ -23,3 +26,8 @@ def refused(path: Path, load: Callable[[Path], object]) -> ProfileFileError:
     assert error.way_out in text
     assert len(text) < 600 + len(str(path))
     return error
+
+
+def untrue(profile: BudgetProfile, scores: ScoreProfile) -> set[str]:
+    """What a budget profile states and its score profile does not confirm."""
+    return {check.name for check in verify(profile, scores) if not check.passed}

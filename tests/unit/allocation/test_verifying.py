@@ -2,42 +2,95 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+from factories import (
+    make_bits,
+    make_choices,
+    make_losses,
+    make_scores,
+    make_shape,
+    make_shared_scores,
+)
+from refusals import untrue
 
 import kvalloc
 from kvalloc.allocation.audit import verify
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
-from tests.factories import make_scores, make_shape
 
-ASKED = [
-    {"budget": "40%"},
-    {"target_retention": 0.8},
-    {"target_retention": 0.7, "level": "head"},
-    {"budget_tokens": 12, "level": "head", "min_tokens": 7},
-    {"memory": 2000, "page": 4, "context": 60, "batch": 2},
-    {"budget": 0.5, "objective": "mean", "solver": "pyramid"},
-    {"budget": 0.5, "solver": "ilp", "page": 4},
-    {"budget": 0.5, "average": "allocations"},
+SLIDING = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
+BITS = {"bits": (16, 8, 4)}
+WORST: dict[str, Any] = {"workloads": "worst", "solver": "cvar"}
+GROUPS: dict[str, Any] = {"budget": "35%", "share_groups": "2-3,4-5"}
+
+ASKED: list[tuple[Any, dict[str, Any]]] = [
+    *(
+        (make_scores, asked)
+        for asked in (
+            {"budget": "40%"},
+            {"target_retention": 0.8},
+            {"target_retention": 0.7, "level": "head"},
+            {"budget_tokens": 12, "level": "head", "min_tokens": 7},
+            {"memory": 2000, "page": 4, "context": 60, "batch": 2},
+            {"budget": 0.5, "objective": "mean", "solver": "pyramid"},
+            {"budget": 0.5, "solver": "ilp", "page": 4},
+            {"budget": 0.5, "average": "allocations"},
+            {"budget": 0.5, "level": "head", "ranks": 2},
+            {"budget": "40%", "solver": "greedy", "weights": [0.0, 1.0, 1.0]},
+            {"target_retention": 0.9, "level": "head", "weights": [[0, 1], [2, 1], [1, 1]]},
+        )
+    ),
+    (lambda: make_scores(3, shape=SLIDING), {"memory": 1500}),
+    *(
+        (lambda: make_scores(5, n_samples=3), {**goal, **asked, "level": level})
+        for goal in ({"budget": "35%"}, {"target_retention": 0.8})
+        for asked in (WORST, {"workloads": "cvar", "tail": 0.5, "solver": "cvar"})
+        for level in ("layer", "head")
+    ),
+    (lambda: make_bits(3), {"budget": "25%", "level": "head", **BITS}),
+    (make_bits, {"memory": 3000, "page": 8, "batch": 2, **BITS}),
+    (make_bits, {"budget": "30%", "weights": [0.2, 1, 3], **BITS}),
+    (make_bits, {"budget": "30%", "objective": "worst", **BITS}),
+    (lambda: make_losses(5), {"target_loss": 0.05, "level": "head", "solver": "dp"}),
+    (
+        lambda: make_losses(1, per="layer"),
+        {"budget": "50%", "objective": "loss", "weights": [1, 0, 2], "solver": "dp"},
+    ),
+    (make_choices, {"budget": "40%", "level": "head", "objective": "loss"}),
+    (make_choices, {"budget": "40%", "average": "allocations", "objective": "loss"}),
+    (
+        lambda: make_choices(1, shape=SLIDING),
+        {"budget": "60%", "level": "head", "loss_policies": ["tova"]},
+    ),
+    *(
+        (make_shared_scores, {**goal, "level": level, "share_groups": groups})
+        for goal in ({"budget": "35%"}, {"target_retention": 0.8})
+        for groups in ("2-3,4-5", 4, 6)
+        for level in ("layer", "head")
+    ),
+    (lambda: make_shared_scores(4, n_samples=3), {**GROUPS, **WORST}),
+    (lambda: make_shared_scores(2, n_samples=1), {**GROUPS, "level": "head"}),
 ]
 
 
+@pytest.mark.parametrize(("make", "asked"), ASKED, ids=lambda value: str(value)[:60])
+def test_what_solve_writes_is_true_and_comes_back(make: Any, asked: Any, tmp_path: Path) -> None:
+    scores = make()
+    profile = kvalloc.solve(scores, **asked)
+    assert untrue(profile, scores) == set()
+    profile.save(tmp_path / "p.json")
+    again = BudgetProfile.load(tmp_path / "p.json")
+    for name in BudgetProfile.model_fields:
+        np.testing.assert_equal(getattr(again, name), getattr(profile, name), name)
+    assert again == profile
+
+
 def failed(profile: BudgetProfile, seed: int = 0) -> set[str]:
-    return {check.name for check in verify(profile, make_scores(seed)) if not check.passed}
-
-
-@pytest.mark.parametrize("asked", ASKED, ids=str)
-def test_what_solve_writes_is_true(asked: dict[str, object]) -> None:
-    profile = kvalloc.solve(make_scores(0), **asked)  # type: ignore[arg-type]
-    assert failed(profile) == set()
-
-
-def test_sliding_layers_are_verified_too() -> None:
-    shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=8)
-    scores = make_scores(3, shape=shape)
-    profile = kvalloc.solve(scores, memory=1500)
-    assert all(check.passed for check in verify(profile, scores))
+    return untrue(profile, make_scores(seed))
 
 
 def test_every_false_statement_is_found() -> None:
