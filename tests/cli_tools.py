@@ -31,6 +31,24 @@ class Ran:
         return json.loads(self.out)
 
 
+class Stdin(io.TextIOWrapper):
+    """What is typed, in a terminal or not."""
+
+    def __init__(self, text: str, *, terminal: bool = False) -> None:
+        super().__init__(io.BytesIO(text.encode()))
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+class Terminal(io.StringIO):
+    """An output that is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def run(*arguments: object) -> Ran:
     """A command line in this process: errors of ours raise, as they would end a process."""
     out, err = io.StringIO(), io.StringIO()
@@ -92,7 +110,7 @@ def profile_arguments(models, folder, name="tiny"):
 
 
 def generate_arguments(models, profiles, folder, name="tiny"):
-    return ["generate", models / name, "--profile", profiles / f"{name}.json",
+    return ["generate", models / name.removesuffix("-head"), "--profile", profiles / f"{name}.json",
             "--prompt-file", folder / "prompt.txt", "--max-new-tokens", 5]  # fmt: skip
 
 

@@ -111,22 +111,61 @@ def frontier(
         scores,
         request,
         chosen,
+        Sizes(points=points, shares=shares),
         problem=problem,
-        points=points,
-        shares=shares,
         time_limit=time_limit,
         notify=notify,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes to solve for.
+
+    Attributes
+    ----------
+    points, shares
+        As in `frontier`.
+    """
+
+    points: int = 50
+    shares: Sequence[float] | None = None
+
+    def capacities(self, problem: AllocationProblem, whole_bytes: int) -> list[int]:
+        """Bytes of each, rising.
+
+        Parameters
+        ----------
+        problem : AllocationProblem
+            From its smallest choice to its largest.
+        whole_bytes : int
+            What shares are of.
+
+        Raises
+        ------
+        InputError
+            If there are no points or a share is out of range.
+        """
+        least, most = problem.min_cost_bytes, problem.max_cost_bytes
+        if self.shares is not None:
+            if not self.shares or min(self.shares) <= 0 or max(self.shares) > 1:
+                raise InputError("shares of the frontier must be above 0 and up to 1, at least one")
+            return [int(share * whole_bytes) for share in sorted(self.shares)]
+        if self.points < 2:
+            raise InputError(f"a frontier of {self.points} points is no line; ask for at least 2")
+        grain = problem.lattice_bytes
+        sizes = np.geomspace(max(least, grain), most, self.points)
+        steps = np.unique(np.rint((sizes - least) / grain).astype(np.int64))
+        return [min(most, least + int(step) * grain) for step in steps]
 
 
 def trace_request(
     scores: ScoreProfile,
     request: Request,
     solver: Solver,
+    sizes: Sizes,
     *,
     problem: AllocationProblem | None = None,
-    points: int = 50,
-    shares: Sequence[float] | None = None,
     time_limit: float | None = None,
     notify: Callable[[int, int], None] | None = None,
 ) -> list[FrontierPoint]:
@@ -138,19 +177,11 @@ def trace_request(
     request : Request
         Its target is ``budget=1.0``, its objective is chosen.
     solver : Solver
+    sizes : Sizes
     problem : AllocationProblem, optional
         That of the request, where it is known already.
-    points, shares, time_limit, notify
-        As in `frontier`.
-
-    Returns
-    -------
-    list of FrontierPoint
-
-    Raises
-    ------
-    InputError, InfeasibleError, SolverError
-        As `frontier`.
+    time_limit, notify
+        As in `frontier`, which says what is returned and raised.
     """
     if isinstance(request.share_groups, int):
         raise InputError(
@@ -163,7 +194,7 @@ def trace_request(
         traced = trace_frontier(
             posed.problem,
             solver,
-            _capacities(posed.problem, points, shares, whole_bytes),
+            sizes.capacities(posed.problem, whole_bytes),
             whole_bytes=whole_bytes,
             time_limit_seconds=time_limit,
             notify=notify,
@@ -197,14 +228,8 @@ def trace_frontier(
         Bytes, rising.
     whole_bytes : int, optional
         What shares are of; the cost of every unit's last option by default.
-    time_limit_seconds : float, optional
-        For each point.
-    notify : callable, optional
-        Called with the points done and the points in all after each one.
-
-    Returns
-    -------
-    list of FrontierPoint
+    time_limit_seconds, notify
+        As ``time_limit`` and ``notify`` of `frontier`.
 
     Raises
     ------
@@ -246,19 +271,3 @@ def _point(problem: AllocationProblem, answer: Solution, whole_bytes: int) -> Fr
         value_per_mib=None if price is None else price.value_per_byte * 2**20,
         choice=choice,
     )
-
-
-def _capacities(
-    problem: AllocationProblem, points: int, shares: Sequence[float] | None, whole_bytes: int
-) -> list[int]:
-    least, most = problem.min_cost_bytes, problem.max_cost_bytes
-    if shares is not None:
-        if not shares or min(shares) <= 0 or max(shares) > 1:
-            raise InputError("shares of the frontier must be above 0 and up to 1, at least one")
-        return [int(share * whole_bytes) for share in sorted(shares)]
-    if points < 2:
-        raise InputError(f"a frontier of {points} points is no line; ask for at least 2")
-    grain = problem.lattice_bytes
-    sizes = np.geomspace(max(least, grain), most, points)
-    steps = np.unique(np.rint((sizes - least) / grain).astype(np.int64))
-    return [min(most, least + int(step) * grain) for step in steps]

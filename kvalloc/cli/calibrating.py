@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option
 from kvalloc.units import Option
 
 if TYPE_CHECKING:
@@ -49,110 +48,85 @@ class PromptOptions(TypedDict, total=False):
     seed: Annotated[int | None, Option("N", PROMPTS, least=0)]
 
 
-def read_given(given: Mapping[str, Any]) -> list[Document | Prompt]:
-    """The texts and prompts in the files that the user names."""
+Prompts = Callable[[Any], "list[Document | Prompt]"]
+"""Gives the prompts, for a tokenizer."""
+
+
+def read_prompt_options(
+    given: Mapping[str, Any], *, each: int, default: Sequence[str] = (), begun_every: int = 0
+) -> tuple[Prompts, bool]:
+    """The texts and prompts that the user names, or how to make some.
+
+    Parameters
+    ----------
+    given : mapping
+        What was typed of `PromptOptions`, and ``samples``, how many prompts to make.
+    each : int
+        So many of every kind and form by default.
+    default : sequence of str
+        Tasks where the user gives nothing at all.
+    begun_every : int
+        See `kvalloc.prompts.calibration.calibration_prompts`.
+
+    Returns
+    -------
+    tuple of callable and bool
+        The prompts, none where the user gives nothing; and whether they are made by tasks.
+
+    Raises
+    ------
+    InputError
+        If options contradict each other, a file cannot be read, there is no such task, place or
+        length; from the callable, if prompts cannot be made.
+    """
+    own, tasks = bool(given.get("text") or given.get("prompts")), given.get("tasks")
+    if tasks is not None and own:
+        raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
+    if tasks is None and (own or not default):
+        if about := [name for name in ("question", "lengths") if name in given]:
+            raise InputError(f"{option(about[0])} is about prompts that --tasks makes; add --tasks")
+        texts = _read(given)
+        return lambda tokenizer: texts, False
+    from kvalloc.prompts.calibration import STANDINGS, calibration_prompts
+    from kvalloc.prompts.tasks import find_tasks
+
+    names = default if tasks is None else [name.strip() for name in tasks.split(",")]
+    kinds = tuple(task.name for task in find_tasks(names))
+    question, context = given.get("question", "inside"), given.get("context", DEFAULT_CONTEXT)
+    if question not in STANDINGS:
+        raise InputError(f"--question {question} is none of {', '.join(STANDINGS)}; give one")
+    lengths = _lengths(given.get("lengths"), context)
+    forms = len(kinds) * len(lengths) * len(STANDINGS[question])
+
+    def make(tokenizer: Any) -> list[Document | Prompt]:
+        try:
+            return [
+                *calibration_prompts(
+                    tokenizer,
+                    given.get("samples", each * forms),
+                    lengths,
+                    kinds=kinds,
+                    question=question,
+                    begun_every=begun_every,
+                    seed=given.get("seed", 0),
+                )
+            ]
+        except InputError as error:
+            raise InputError(f"{error}; or bring your own with --prompts or --text") from error
+
+    return make, True
+
+
+def _read(given: Mapping[str, Any]) -> list[Document | Prompt]:
     from kvalloc.measure import read_prompts, read_texts
 
     texts: list[Document | Prompt] = [*read_texts(given.get("text", ()))]
     return texts + [one for file in given.get("prompts", ()) for one in read_prompts(file)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Which prompts are to be made.
-
-    Attributes
-    ----------
-    kinds : tuple of str
-        Tasks.
-    question : str
-        See `kvalloc.prompts.calibration.calibration_prompts`.
-    lengths : tuple of int
-        Tokens; empty for the context's.
-    """
-
-    kinds: tuple[str, ...]
-    question: str = "inside"
-    lengths: tuple[int, ...] = ()
-
-    def make(
-        self, tokenizer: Any, given: Mapping[str, Any], *, each: int, begun_every: int = 0
-    ) -> list[Prompt]:
-        """The prompts.
-
-        Parameters
-        ----------
-        tokenizer : PreTrainedTokenizerBase
-        given : mapping
-            What was typed of ``context``, ``seed`` and ``samples``, how many prompts.
-        each : int
-            So many of every kind and form by default.
-        begun_every : int
-            See `kvalloc.prompts.calibration.calibration_prompts`.
-
-        Raises
-        ------
-        InputError
-            If they cannot be made; says how to give others.
-        """
-        from kvalloc.prompts.calibration import STANDINGS, calibration_prompts
-
-        lengths = self.lengths or (given.get("context", DEFAULT_CONTEXT),)
-        forms = len(self.kinds) * len(lengths) * len(STANDINGS[self.question])
-        try:
-            return calibration_prompts(
-                tokenizer,
-                given.get("samples", each * forms),
-                lengths,
-                kinds=self.kinds,
-                question=self.question,
-                begun_every=begun_every,
-                seed=given.get("seed", 0),
-            )
-        except InputError as error:
-            raise InputError(f"{error}; or bring your own with --prompts or --text") from error
-
-
-def read_recipe(given: Mapping[str, Any], *, default: Sequence[str] = ()) -> Recipe | None:
-    """What --tasks, --question and --lengths ask for; None where no prompts are to be made.
-
-    Parameters
-    ----------
-    given : mapping
-        Of `PromptOptions`, those that were typed.
-    default : sequence of str
-        Tasks where the user gives nothing at all.
-
-    Raises
-    ------
-    InputError
-        If they contradict each other, or there is no such task, place or length.
-    """
-    own, tasks = bool(given.get("text") or given.get("prompts")), given.get("tasks")
-    if tasks is not None and own:
-        raise InputError("--tasks makes prompts, and text or prompts are given; give one of them")
-    question = given.get("question")
-    if tasks is None and (own or not default):
-        if question is not None or "lengths" in given:
-            flag = "--question" if question is not None else "--lengths"
-            raise InputError(f"{flag} is about prompts that --tasks makes; add --tasks")
-        return None
-    from kvalloc.prompts.calibration import STANDINGS
-    from kvalloc.prompts.tasks import find_tasks
-
-    names = default if tasks is None else [name.strip() for name in tasks.split(",")]
-    if question is not None and question not in STANDINGS:
-        raise InputError(f"--question {question} is none of {', '.join(STANDINGS)}; give one")
-    return Recipe(
-        kinds=tuple(task.name for task in find_tasks(names)),
-        question=question or "inside",
-        lengths=_lengths(given.get("lengths"), given.get("context", DEFAULT_CONTEXT)),
-    )
-
-
 def _lengths(text: str | None, context: int) -> tuple[int, ...]:
     if text is None:
-        return ()
+        return (context,)
     try:
         found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 from kvalloc.allocation.request import Request
 from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, size
-from kvalloc.cli.progress import load
+from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
 from kvalloc.units import Option, parse_fraction
 
 if TYPE_CHECKING:
     from kvalloc.evaluate.caches import MakeCache
     from kvalloc.evaluate.methods import Method
-    from kvalloc.evaluate.scoring import Score
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.models.loading import LoadedModel
     from kvalloc.prompts.cases import Case
@@ -114,6 +113,7 @@ def eval(model: str, json: bool = False, quiet: bool = False, **given: Any) -> N
     """
     from kvalloc.evaluate.pairing import rows as paired_rows
     from kvalloc.evaluate.result_file import evaluation_of, evaluation_record, save_evaluation
+    from kvalloc.evaluate.scoring import evaluate
     from kvalloc.files import check_writable
     from kvalloc.interop.kvpress import peer_methods, read_peers
     from kvalloc.models.loading import require_run_packages
@@ -134,7 +134,11 @@ def eval(model: str, json: bool = False, quiet: bool = False, **given: Any) -> N
         share = budgets.retained_bytes / budgets.full_bytes
         what = f"{budgets.solver}, {budgets.level} level, {share:.1%} of the bytes"
         note(f"{name}: {what}", quiet=quiet or json)
-    scores = _scores(loaded, methods, cases, context, quiet=quiet)
+    with ProgressBar("evaluating", unit="prompts", quiet=quiet) as progress:
+        prompts = evaluate(
+            loaded.model, loaded.tokenizer, cases, methods, context=context, progress=progress
+        )
+        scores = list(prompts)
     rows = paired_rows(scores)
     settings = {"tasks": [task.name for task in wanted], "context": context}
     record = evaluation_record(
@@ -271,32 +275,6 @@ def _cases(
                     "give a shorter prompt, or ask for a shorter --context"
                 )
     return cases
-
-
-def _scores(
-    loaded: LoadedModel,
-    methods: dict[str, Method],
-    cases: list[tuple[Task, list[Case]]],
-    context: int,
-    *,
-    quiet: bool,
-) -> list[Score]:
-    from kvalloc.cli.progress import ProgressBar
-    from kvalloc.evaluate.scoring import evaluate
-
-    total = sum(len(some) for _, some in cases) * (1 + len(methods))
-    finished = iter(range(1, total + 1))
-    with ProgressBar("evaluating", unit="prompts", quiet=quiet) as progress:
-        return list(
-            evaluate(
-                loaded.model,
-                loaded.tokenizer,
-                cases,
-                methods,
-                context=context,
-                done=lambda: progress(next(finished), total),
-            )
-        )
 
 
 def _note_slid_out(full: dict[str, Any], *, quiet: bool) -> None:

@@ -56,7 +56,7 @@ def frontier(
         Draw the frontier as a picture too.
     """
     from kvalloc.allocation.formulation import choose_objective
-    from kvalloc.allocation.frontier import trace_request
+    from kvalloc.allocation.frontier import Sizes, trace_request
     from kvalloc.cli.progress import ProgressBar
     from kvalloc.problem.registry import get_solver
 
@@ -73,8 +73,8 @@ def frontier(
             profile,
             request,
             chosen,
+            Sizes(points=points),
             problem=problem,
-            points=points,
             time_limit=time_limit,
             notify=progress,
         )

@@ -369,27 +369,10 @@ def _policy_options(asked: Asked, budgets: BudgetProfile | None) -> dict[str, An
     return options
 
 
-def _bytes_of(loaded: LoadedModel, cache: Any) -> dict[str, int]:
-    """What a cache stores now, and what a full one would."""
-    from kvalloc.evaluate.caches import full_bytes, stored_bytes
-
-    return {"retained_bytes": stored_bytes(cache), "full_bytes": full_bytes(cache, _shape(loaded))}
-
-
 def _shape(loaded: LoadedModel) -> ModelShape:
     from kvalloc.models.loading import shape_of
 
     return shape_of(loaded.model, model_id=loaded.model_id)
-
-
-def _policies_of(cache: Any) -> dict[str, Any]:
-    """Who picks the entries of a reduced cache."""
-    profile = getattr(cache, "profile", None)
-    if profile is None:
-        return {"policy": None, "scorer": None, "other_policies": []}
-    others = [policy.title for policy in profile.other_policies]
-    own = profile.policy
-    return {"policy": own.name, "scorer": own.scorer, "other_policies": others}
 
 
 def _note_short(cache: Any, n_tokens: int, *, quiet: bool) -> None:
@@ -408,11 +391,12 @@ def _decided_here(cache: Any) -> BudgetProfile | None:
     return getattr(cache, "profile", None) if decided else None
 
 
-def _granted_fields(cache: Any, prompt_tokens: int) -> dict[str, Any]:
-    """What was asked for as plain values, for ``--json``; all None of a full cache.
+def _cache_facts(loaded: LoadedModel, cache: Any, prompt_tokens: int) -> dict[str, Any]:
+    """What a cache holds, and what was asked for, as plain values for ``--json``.
 
     Parameters
     ----------
+    loaded : LoadedModel
     cache : transformers.Cache
         After the prompt.
     prompt_tokens : int
@@ -420,18 +404,27 @@ def _granted_fields(cache: Any, prompt_tokens: int) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``requested``: the target of budgets that were decided for this prompt; ``retention``:
-        what they reach of it, where that is known; ``granted_bytes``: what the budgets allow a
-        prompt of this length.
+        ``policy``, ``scorer``, ``other_policies``: who picks the entries; ``requested``: the
+        target of budgets that were decided for this prompt; ``retention``: what they reach of it,
+        where that is known; ``granted_bytes``: what the budgets allow a prompt of this length;
+        ``retained_bytes``, ``full_bytes``: what is stored now, and what a full cache would store.
+        None where there is none, as of a full cache.
     """
+    from kvalloc.evaluate.caches import full_bytes, stored_bytes
+
     profile: BudgetProfile | None = getattr(cache, "profile", None)
     decided = _decided_here(cache)
     requested = {} if decided is None else decided.requested
     known = {name: requested[name] for name in ("target", "value", "adapt") if name in requested}
     return {
+        "policy": None if profile is None else profile.policy.name,
+        "scorer": None if profile is None else profile.policy.scorer,
+        "other_policies": [] if profile is None else [one.title for one in profile.other_policies],
         "requested": None if decided is None else known,
         "retention": None if decided is None else decided.retention,
         "granted_bytes": None if profile is None else profile.retained_bytes_at(prompt_tokens),
+        "retained_bytes": stored_bytes(cache),
+        "full_bytes": full_bytes(cache, _shape(loaded)),
     }
 
 
@@ -487,7 +480,7 @@ def _answer_prompt(asked: Asked) -> None:
     _note_short(cache, n_tokens, quiet=asked.quiet)
     if asked.json:
         profile = None if asked.full else asked.profile
-        print_json({"model": loaded.model_id, "profile": profile, **_policies_of(cache), **answer})
+        print_json({"model": loaded.model_id, "profile": profile, **answer})
         return
     deciding, speed = answer["decision_seconds"], answer["decode_tokens_per_second"]
     times = f"prefill {duration(answer['prefill_seconds'])}"
@@ -536,10 +529,9 @@ def _answered(loaded: LoadedModel, inputs: Any, cache: Any, asked: Asked) -> dic
         "answer": loaded.tokenizer.decode(new, skip_special_tokens=True),
         "prompt_tokens": n_tokens,
         "new_tokens": int(new.shape[0]),
-        **_granted_fields(cache, n_tokens),
+        **_cache_facts(loaded, cache, n_tokens),
         "prompt_retained_bytes": clock.prompt_retained_bytes,
         "prompt_full_bytes": _shape(loaded).full_bytes(n_tokens),
-        **_bytes_of(loaded, cache),
         "prefill_seconds": first - begun,
         "decision_seconds": getattr(cache, "decision_seconds", None),
         "decode_tokens_per_second": steps / (last - first) if steps > 0 else None,
@@ -584,11 +576,10 @@ def _ask_document(asked: Asked) -> None:
         "cache": asked.cache,
         "saved": asked.save_cache,
         "profile": asked.profile,
-        **_policies_of(reading.cache),
         **reading.as_dict(),
     }
     quiet = asked.quiet or asked.json
-    note(reading.summary(), quiet=quiet)
+    note(reading.summary(facts["retained_bytes"], facts["full_bytes"]), quiet=quiet)
     if asked.save_cache is not None:
         stored = _save(reading, asked.save_cache)
         note(f"saved as {asked.save_cache}, {size(stored)}", quiet=quiet)
@@ -634,15 +625,14 @@ class _Reading:
         return {
             "document": self.name,
             "document_tokens": tokens,
-            **_granted_fields(self.cache, tokens),
-            **_bytes_of(self.loaded, self.cache),
+            **_cache_facts(self.loaded, self.cache, tokens),
             "read_seconds": self.read_seconds,
             "load_seconds": self.load_seconds,
             "decision_seconds": self._decision_seconds,
         }
 
-    def summary(self) -> str:
-        """The same on one line."""
+    def summary(self, retained_bytes: int, full_bytes: int) -> str:
+        """What was read and what it takes on one line."""
         if self.load_seconds is None:
             assert self.read_seconds is not None  # it was read just now
             how = f"read in {duration(self.read_seconds)}"
@@ -653,7 +643,7 @@ class _Reading:
             if self.read_seconds is not None:
                 times = self.read_seconds / self.load_seconds
                 how += f" (reading it took {duration(self.read_seconds)}, {times:,.0f}x as long)"
-        kept = _kept_text(self.cache, **_bytes_of(self.loaded, self.cache))
+        kept = _kept_text(self.cache, retained_bytes, full_bytes)
         return f"{self.name}: {self.cache.get_seq_length():,} tokens {how}; cache {kept}"
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvalloc.cli.calibrating import PromptOptions, Recipe, read_given, read_recipe
+from kvalloc.cli.calibrating import PromptOptions, read_prompt_options
 from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import duration, print_fields, print_json, size
 from kvalloc.cli.progress import ProgressBar, load
@@ -60,12 +60,17 @@ def profile(
 
     # Everything that can be refused without the model is refused before it is loaded.
     wanted = _wanted(given, output, resume=resume)
-    recipe = _recipe(given)
-    texts = [] if recipe else read_given(given) or [*default_texts()]
+    default = DEFAULT_KINDS if "loss" in given else ()
+    prompts, made = read_prompt_options(given, each=EACH_TASK, default=default)
+    if made and "sampling_ratio" in given:
+        raise InputError(
+            "--sampling-ratio is a share of the text that is given, and prompts are made here; "
+            "say how many with --samples"
+        )
     start = time.perf_counter()
     loaded = load(model, given, quiet=quiet)
-    if recipe:
-        texts = [*recipe.make(loaded.tokenizer, given, each=EACH_TASK)]
+    texts = prompts(loaded.tokenizer) or [*default_texts()]
+    if made:
         wanted["samples"] = len(texts)
     # losses are counted as the layers of a prefill that take as long
     unit = "steps" if "loss" in wanted else "layers"
@@ -96,17 +101,6 @@ def _wanted(given: Mapping[str, Any], output: Path, *, resume: bool) -> ProfileO
     read_options(wanted)
     check_output(output, resume=resume)
     return wanted
-
-
-def _recipe(given: Mapping[str, Any]) -> Recipe | None:
-    """Which prompts are to be made, if any."""
-    recipe = read_recipe(given, default=DEFAULT_KINDS if "loss" in given else ())
-    if recipe is not None and "sampling_ratio" in given:
-        raise InputError(
-            "--sampling-ratio is a share of the text that is given, and prompts are made here; "
-            "say how many with --samples"
-        )
-    return recipe
 
 
 def _report(

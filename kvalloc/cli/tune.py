@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from kvalloc.cli.calibrating import PromptOptions, read_given, read_recipe
+from kvalloc.cli.calibrating import PromptOptions, read_prompt_options
 from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import print_json, print_table, size
 from kvalloc.cli.progress import ProgressBar, load
@@ -92,15 +92,14 @@ def tune(
     require_run_packages()
     shares = list(dict.fromkeys(parse_share(one) for one in budget))
     files = _files(output, shares, resume=resume)
-    recipe = read_recipe(given)
-    texts = [] if recipe else read_given(given)
-    if not recipe and not texts:
+    begun = 2 if "by_prompt" in given else 0  # a draft begins in another place then
+    prompts, made = read_prompt_options(given, each=EACH_TASK, begun_every=begun)
+    if not given.keys() & {"text", "prompts", "tasks"}:
         raise InputError("there is nothing to tune on; give --tasks, --prompts or --text")
     wanted = _wanted(given)
     loaded = load(model, given, quiet=quiet)
-    if recipe:
-        begun = 2 if "by_prompt" in given else 0  # a draft begins in another place then
-        texts = [*recipe.make(loaded.tokenizer, given, each=EACH_TASK, begun_every=begun)]
+    texts = prompts(loaded.tokenizer)
+    if made:
         wanted["samples"] = len(texts)
     with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
         found = tune_each(

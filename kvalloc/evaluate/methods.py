@@ -122,6 +122,13 @@ class CacheMethod:
         )
 
 
+def full_cache(model: PreTrainedModel) -> CacheMethod:
+    """The model's own cache, which keeps everything."""
+    from transformers import DynamicCache
+
+    return CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What was written greedily.

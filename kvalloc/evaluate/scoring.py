@@ -13,7 +13,7 @@ from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import end_tokens
 from kvalloc.evaluate.kl import divergence
-from kvalloc.evaluate.methods import CacheMethod, Compressed, answer_greedily
+from kvalloc.evaluate.methods import Compressed, answer_greedily, full_cache
 from kvalloc.prompts.intervals import interval
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def evaluate(
     methods: Mapping[str, Method],
     *,
     context: int,
-    done: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Score]:
     """Put every method through every task, prompt by prompt, all methods on the same prompts.
 
@@ -162,8 +162,8 @@ def evaluate(
         Such as ``CacheMethod(make_cache=lambda: profile.cache(model))``.
     context : int
         For the rows.
-    done : callable
-        Called after each prompt and method.
+    progress : callable
+        Called with what is done and all there is, counted in prompts with a method each.
 
     Yields
     ------
@@ -177,15 +177,17 @@ def evaluate(
     """
     if FULL in methods:
         raise InputError(f"a method cannot be called {FULL!r}; give it another name")
+    total = sum(len(cases) for _, cases in tasks) * (1 + len(methods))
+    finished = iter(range(1, total + 1))
     for task, cases in tasks:
         outcomes: dict[str, list[Outcome]] = {name: [] for name in (FULL, *methods)}
         for case in cases:
-            reference = measure_full(model, tokenizer, case)
-            outcomes[FULL].append(reference.outcome)
-            done()
+            full = measure(model, tokenizer, full_cache(model), case)
+            outcomes[FULL].append(full.outcome)
+            progress(next(finished), total)
             for name, method in methods.items():
-                outcomes[name].append(measure(model, tokenizer, method, reference))
-                done()
+                outcomes[name].append(measure(model, tokenizer, method, case, full).outcome)
+                progress(next(finished), total)
         for name, found in outcomes.items():
             yield Score(name=name, task=task.name, context=context, outcomes=tuple(found))
 
@@ -211,45 +213,43 @@ class ReadTurn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
-    """What the full cache made of one prompt: the yardstick for every other cache.
+class Measured:
+    """What one cache made of one prompt; that of the full cache is the yardstick for the others.
 
     Attributes
     ----------
-    case : Case
     turns : tuple of ReadTurn, (n_turns,)
     outcome : Outcome
     """
 
-    case: Case
     turns: tuple[ReadTurn, ...]
     outcome: Outcome
-
-
-def measure_full(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case
-) -> Reference:
-    """Answer one prompt with the full cache."""
-    from transformers import DynamicCache
-
-    full = CacheMethod(make_cache=lambda: DynamicCache(config=model.config))
-    compressed = full.compress(model, case.input_ids)
-    turns = read_turns(compressed, tokenizer, case)
-    outcome = _outcome(case, compressed, turns, turns, full_bytes=compressed.kept_bytes)
-    return Reference(case=case, turns=tuple(turns), outcome=outcome)
 
 
 def measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     method: Method,
-    reference: Reference,
-) -> Outcome:
-    """Answer one prompt with a method's cache, and compare to the full cache's answer."""
-    case = reference.case
-    reduced = method.compress(model, case.input_ids)
-    turns = read_turns(reduced, tokenizer, case, reference.turns)
-    return _outcome(case, reduced, turns, reference.turns, full_bytes=reference.outcome.full_bytes)
+    case: Case,
+    full: Measured | None = None,
+) -> Measured:
+    """Answer one prompt with a method's cache, and compare to the full cache's answer.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    tokenizer : PreTrainedTokenizerBase
+    method : Method
+    case : Case
+    full : Measured, optional
+        What the full cache made of it; None while that is measured.
+    """
+    compressed = method.compress(model, case.input_ids)
+    turns = read_turns(compressed, tokenizer, case, None if full is None else full.turns)
+    full_bytes = compressed.kept_bytes if full is None else full.outcome.full_bytes
+    yardstick = turns if full is None else full.turns
+    outcome = _outcome(case, compressed, turns, yardstick, full_bytes=full_bytes)
+    return Measured(turns=tuple(turns), outcome=outcome)
 
 
 def read_turns(
@@ -284,7 +284,8 @@ def read_turns(
             continuation = answer.ids if yardstick is None else yardstick[number].continuation_ids
         fed = question + continuation[:-1]
         n_predicted = len(continuation) - (0 if question else 1)
-        logits = compressed.feed(fed, last=n_predicted) if fed else _nothing(compressed)
+        nothing = compressed.logits[None, :][:0]
+        logits = compressed.feed(fed, last=n_predicted) if fed else nothing
         turns.append(ReadTurn(answer=answer, continuation_ids=continuation, logits=logits))
         # The last token was predicted, not read; an end mark is for the next question to bring.
         unread = continuation[-1:]
@@ -331,10 +332,6 @@ def _outcome(
         decoded_tokens=sum(len(read.answer.ids) - 1 for read in turns),
         decode_seconds=sum(read.answer.decode_seconds for read in turns),
     )
-
-
-def _nothing(compressed: Compressed) -> Tensor:
-    return compressed.logits[None, :][:0]
 
 
 def _nll(logits: Tensor, ids: Sequence[int]) -> float:

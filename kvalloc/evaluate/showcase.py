@@ -12,8 +12,8 @@ import numpy as np
 
 from kvalloc.allocation.decision import Attempt, compare, solve
 from kvalloc.errors import KVAllocError
-from kvalloc.evaluate.methods import CacheMethod
-from kvalloc.evaluate.scoring import Outcome, known, measure, measure_full
+from kvalloc.evaluate.methods import CacheMethod, full_cache
+from kvalloc.evaluate.scoring import Outcome, known, measure
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.prompts.needle import NeedleCase
@@ -214,9 +214,9 @@ class Questions:
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self.cases = tuple(cases)
-        start = time.perf_counter()
-        self._references = [measure_full(model, tokenizer, case) for case in cases]
-        self.full = tuple(reference.outcome for reference in self._references)
+        start, full = time.perf_counter(), full_cache(model)
+        self._full = [measure(model, tokenizer, full, case) for case in cases]
+        self.full = tuple(one.outcome for one in self._full)
         self.last_seconds = time.perf_counter() - start
         self._known: list[Asked] = []
 
@@ -250,8 +250,8 @@ class Questions:
         start = time.perf_counter()
         method = CacheMethod(make_cache=lambda: profile.cache(self._model))
         outcomes = tuple(
-            measure(self._model, self._tokenizer, method, reference)
-            for reference in self._references
+            measure(self._model, self._tokenizer, method, case, full).outcome
+            for case, full in zip(self.cases, self._full, strict=True)
         )
         self.last_seconds = time.perf_counter() - start
         asked = Asked(solver=solver, share=share, profile=profile, outcomes=outcomes)

@@ -10,13 +10,13 @@ L. Gao et al., A framework for few-shot language model evaluation: the class ``L
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.evaluate.caches import end_tokens
-from kvalloc.evaluate.methods import CacheMethod, Compressed, answer_greedily
+from kvalloc.evaluate.methods import CacheMethod, Compressed, answer_greedily, full_cache
 from kvalloc.prompts.examples import encode
 
 try:
@@ -26,9 +26,6 @@ except ImportError as error:
     raise MissingDependencyError(
         "lm-evaluation-harness is not installed; get it with: pip install 'kvalloc[lm-eval]'"
     ) from error
-
-if TYPE_CHECKING:
-    from transformers import Cache
 
 MAX_NEW_TOKENS = 256
 """Longest answer where a task says nothing."""
@@ -88,15 +85,12 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         self._after_tokens = int(after_tokens)
         limit = shape_of(loaded.model, model_id=loaded.model_id).max_context_tokens
         self._max_length = int(max_length) if max_length is not None else limit
-        make: Callable[[], Cache] = self._full_cache
+        self._method = full_cache(self._model)
         if profile is not None:
-            make = partial(
-                load_profile(profile).cache,
-                self._model,
-                allow_other_model=str(allow_other_model).lower() == "true",
-            )
+            allowed = str(allow_other_model).lower() == "true"
+            make = partial(load_profile(profile).cache, self._model, allow_other_model=allowed)
             make()  # refuses the profile of another model at once
-        self._method = CacheMethod(make_cache=make)
+            self._method = CacheMethod(make_cache=make)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Log likelihood of each continuation after its context, and whether it is the greedy one.
@@ -162,11 +156,6 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
                 continue_final_message=not add_generation_prompt,
             )
         )
-
-    def _full_cache(self) -> Cache:
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self._model.config)
 
     def _likelihood(self, context: str, continuation: str) -> tuple[float, bool]:
         # A blank between them belongs to the continuation's first token in most vocabularies.

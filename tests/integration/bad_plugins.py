@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,15 +39,6 @@ class Liar(Honest):
         return Solution(choice=choice, objective=1.0, bound=1.0, termination=Termination.OPTIMAL)
 
 
-class Spender(Honest):
-    """Keeps everything, whatever was granted."""
-
-    name: ClassVar[str] = "spender"
-
-    def solve(self, problem: Any, *, time_limit_seconds: float | None = None) -> Any:
-        return self.answer(problem, problem.last_options.copy())
-
-
 class Raiser(Honest):
     """Fails."""
 
@@ -65,24 +55,3 @@ class Hanger(Honest):
 
     def solve(self, problem: Any, *, time_limit_seconds: float | None = None) -> Any:
         time.sleep(5.0)
-
-
-class Mumbler(Honest):
-    """Answers with something that is no solution."""
-
-    name: ClassVar[str] = "mumbler"
-
-    def answer(self, problem: Any, choice: Any) -> Any:
-        return {"choice": choice}
-
-
-class Misplacer(Honest):
-    """Gives ranks as a list, to a problem that asks for a placement."""
-
-    name: ClassVar[str] = "misplacer"
-
-    def can_solve(self, problem: Any) -> bool | str:
-        return True
-
-    def answer(self, problem: Any, choice: Any) -> Any:
-        return replace(super().answer(problem, choice), ranks=[0] * problem.n_units)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cli_tools import CLI_CONTEXT, prose, run, save_tiny_model
+from factories import make_scores, make_shape
 from tiny_models import tiny_model
 from transformers import MambaConfig, MambaForCausalLM
 
@@ -29,6 +30,14 @@ def models(tmp_path_factory):
         broken.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
     save_tiny_model(folder / "nan", broken)
     return folder
+
+
+@pytest.fixture
+def scores(tmp_path):
+    """A made-up score profile in a folder of its own."""
+    path = tmp_path / "s.safetensors"
+    make_scores(shape=make_shape(max_context_tokens=500)).save(path)
+    return path
 
 
 @pytest.fixture

@@ -63,14 +63,6 @@ def test_frontier_of_any_objective_in_numbers_and_as_a_picture(objective, tmp_pa
     assert "sum of single-unit measurements" in ran.err
 
 
-def test_frontier_where_no_loss_was_measured(files):
-    asked = ["frontier", files / "s.safetensors", "--points", "9", "--png", files / "f.png"]
-    points = run(*asked, "--json").json["points"]
-    assert [p["retention"] for p in points] == sorted(p["retention"] for p in points)
-    assert all(p["retention"] <= p["bound"] for p in points)
-    assert (files / "f.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("more", [["--bits", "16,8,4"], ["--cost", "decode-bytes"]], ids=" ".join)
 def test_frontier_of_bits_and_other_costs(more, tmp_path):
     make_bits().save(tmp_path / "s.safetensors")

@@ -35,11 +35,8 @@ def folder(tmp_path, monkeypatch):
 
 CASES = [
     ("liar", [], ["liar reports an objective of 1; it is"]),
-    ("spender", [], ["spender spends", "of a capacity of"]),
     ("raiser", [], ["raiser failed: IndexError: first line second line", "try another one"]),
     ("hanger", ["--time-limit", "0.1"], ["hanger ignores its time limit", "try another one"]),
-    ("mumbler", [], ["mumbler returned no sound Solution"]),
-    ("misplacer", ["--level", "head", "--ranks", "2"], ["misplacer returned no sound Solution"]),
 ]
 
 
@@ -60,13 +57,13 @@ def test_compare_goes_on_with_the_others(folder, name, options, words):
         assert word in rows[name]["reason"]
 
 
-@pytest.mark.parametrize("name", ["liar", "spender", "raiser", "mumbler"])
+@pytest.mark.parametrize("name", ["liar", "raiser"])
 def test_frontier_believes_them_no_more(folder, name):
     asked = ["frontier", folder / "s.safetensors", "--points", "4", "--solver", name]
     assert f"the solver {name} " in refused(folder, *asked)
 
 
-def test_an_honest_one_is_used_and_its_words_are_one_line(folder):
+def test_an_honest_one_is_used_where_it_is_named_and_its_words_are_one_line(folder):
     asked = ["--budget", "40%", "--solver", "honest", "-o", folder / "p.json"]
     assert run("solve", folder / "s.safetensors", *asked).code == 0
     profile = BudgetProfile.load(folder / "p.json")
@@ -74,8 +71,5 @@ def test_an_honest_one_is_used_and_its_words_are_one_line(folder):
     assert profile.termination == "heuristic"
     assert profile.bound is not None
     assert profile.bound > profile.objective
-
-
-def test_no_plug_in_is_taken_by_auto(folder):
     asked = ["--budget", "40%", "--level", "head", "--max-distinct", "2", "--json"]
     assert run("solve", folder / "s.safetensors", *asked).json["decided_by"] == "ilp"

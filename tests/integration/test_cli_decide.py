@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from cli_tools import refused, run
 from factories import make_budget_profile, make_scores, make_shape
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.request import TARGETS, RequestOptions
@@ -17,34 +13,8 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.problem.registry import solver_names
 
-SOLVE_KEYS = {
-    "solver",
-    "termination",
-    "objective",
-    "bound",
-    "gap",
-    "retention",
-    "retained_tokens",
-    "retained_bytes",
-    "full_bytes",
-    "seconds",
-    "budgets",
-    "requested",
-    "context_tokens",
-    "level",
-    "output",
-}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    make_scores(shape=make_shape(max_context_tokens=500)).save(tmp_path / "s.safetensors")
-    return tmp_path
-
-
-@pytest.fixture
-def scores(folder):
-    return folder / "s.safetensors"
+SOLVE_KEYS = """solver termination objective bound gap retention retained_tokens retained_bytes
+full_bytes seconds budgets requested context_tokens level output"""
 
 
 # solve
@@ -60,11 +30,11 @@ def scores(folder):
     ],
 )
 @pytest.mark.parametrize("level", ["layer", "head"])
-def test_solve_says_all_there_is_to_say(folder, scores, target, level):
-    output = folder / "p.json"
+def test_solve_says_all_there_is_to_say(tmp_path, scores, target, level):
+    output = tmp_path / "p.json"
     ran = run("solve", scores, *target, "--level", level, "--json", "-o", output)
     assert (ran.code, ran.err) == (0, "")
-    assert set(ran.json) >= SOLVE_KEYS
+    assert set(ran.json) >= {*SOLVE_KEYS.split()}
     saved = BudgetProfile.load(output)
     assert ran.json["budgets"] == saved.budgets.tolist()
     assert ran.json["retained_bytes"] == saved.retained_bytes
@@ -77,20 +47,20 @@ def test_solve_says_all_there_is_to_say(folder, scores, target, level):
         assert ran.json["retained_bytes"] <= ran.json["requested_bytes"]
 
 
-def test_solve_prints_a_summary_and_the_warning(folder, scores):
-    ran = run("solve", scores, "--budget", "40%", "-o", folder / "p.json")
+def test_solve_prints_a_summary_and_the_warning(tmp_path, scores):
+    ran = run("solve", scores, "--budget", "40%", "-o", tmp_path / "p.json")
     assert (ran.code, ran.err) == (0, "")
     for words in ("retention", "gap 0%", "not answer quality", "p.json", "most retention in 40%"):
         assert words in ran.out
 
 
-def test_quiet_solve_only_writes(folder, scores):
-    ran = run("solve", scores, "--budget", "40%", "-q", "-o", folder / "p.json")
+def test_quiet_solve_only_writes(tmp_path, scores):
+    ran = run("solve", scores, "--budget", "40%", "-q", "-o", tmp_path / "p.json")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
-    assert (folder / "p.json").exists()
+    assert (tmp_path / "p.json").exists()
 
 
-def test_solve_passes_every_option_on(folder, scores):
+def test_solve_passes_every_option_on(tmp_path, scores):
     ran = run(
         *("solve", scores, "--budget", "50%", "--context", "80", "--batch", "2", "--page", "4"),
         *("--min-tokens", "8", "--solver", "pyramid", "--solver-option", "beta=4"),
@@ -104,7 +74,7 @@ def test_solve_passes_every_option_on(folder, scores):
     assert found["output"] is None
 
 
-def test_a_rule_that_overspends_is_shown_as_such(folder, tmp_path):
+def test_a_rule_that_overspends_is_shown_as_such(tmp_path):
     scores = make_scores(
         shape=make_shape(n_layers=16), context_tokens=400, sinks=0, window=8, n_samples=1
     )
@@ -134,82 +104,37 @@ def test_a_rule_that_overspends_is_shown_as_such(folder, tmp_path):
         (["--budget", "40%", "--solver", "adaptive_head"], ["--level head"]),
     ],
 )
-def test_solve_refuses_a_request_that_cannot_be(folder, scores, arguments, words):
-    refused(folder, "solve", scores, *arguments, "-o", folder / "p.json", words=words)
+def test_solve_refuses_a_request_that_cannot_be(tmp_path, scores, arguments, words):
+    refused(tmp_path, "solve", scores, *arguments, "-o", tmp_path / "p.json", words=words)
 
 
-def test_solve_needs_somewhere_to_put_it(folder, scores):
-    assert "-o OUT.json" in refused(folder, "solve", scores, "--budget", "40%")
+def test_solve_needs_somewhere_to_put_it(tmp_path, scores):
+    assert "-o OUT.json" in refused(tmp_path, "solve", scores, "--budget", "40%")
 
 
 @pytest.mark.parametrize("output", ["no/such/folder/p.json", ""])
-def test_solve_refuses_an_output_that_cannot_be_written(folder, scores, output):
-    line = refused(folder, "solve", scores, "--budget", "40%", "-o", folder / output)
+def test_solve_refuses_an_output_that_cannot_be_written(tmp_path, scores, output):
+    line = refused(tmp_path, "solve", scores, "--budget", "40%", "-o", tmp_path / output)
     assert "cannot write" in line
 
 
-def test_solve_does_not_overwrite_its_input(folder, scores):
-    assert "overwrite" in refused(folder, "solve", scores, "--budget", "40%", "-o", scores)
+def test_solve_does_not_overwrite_its_input(tmp_path, scores):
+    assert "overwrite" in refused(tmp_path, "solve", scores, "--budget", "40%", "-o", scores)
 
 
-def _change(source, target, change):
-    """A copy of a score profile with other arrays under the same header."""
-    with safe_open(str(source), framework="numpy") as handle:
-        metadata = handle.metadata()
-        arrays = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    change(arrays)
-    save_file(arrays, target, metadata=metadata)
-
-
-def _nan(arrays):
-    arrays["curves"][0, 1, 1, 5] = np.nan
-
-
-def _edit(arrays):
-    arrays["masses"][0, 0, 0] *= 1.01
-
-
-def _negative(arrays):
-    arrays["curves"][0, 0, 0, 0] = -0.5
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [(_nan, ["curves"]), (_edit, ["digest", "edited"]), (_negative, ["curves"])],
-)
 @pytest.mark.parametrize("command", ["solve", "compare", "inspect"])
-def test_a_score_profile_that_was_tampered_with(folder, scores, command, change, words):
-    bad = folder / "bad.safetensors"
-    _change(scores, bad, change)
-    refused(
-        folder,
-        command,
-        bad,
-        *(["--budget", "40%"] if command != "inspect" else []),
-        *(["--json"] if command == "solve" else []),
-        words=["bad.safetensors", "kvalloc profile", *words],
-    )
-
-
-@pytest.mark.parametrize("keep", [0, 4, 40, 2000])
-@pytest.mark.parametrize("command", ["solve", "compare", "inspect"])
-def test_a_truncated_score_profile(folder, scores, command, keep):
-    bad = folder / "cut.safetensors"
-    bad.write_bytes(scores.read_bytes()[:keep])
+def test_what_is_no_score_profile(tmp_path, scores, command):
     rest = ["--budget", "40%", "--json"] if command != "inspect" else []
-    assert "cut.safetensors" in refused(folder, command, bad, *rest)
+    for content in (b"", scores.read_bytes()[:2000]):
+        (tmp_path / "cut.safetensors").write_bytes(content)
+        assert "cut.safetensors" in refused(tmp_path, command, tmp_path / "cut.safetensors", *rest)
+    assert "check the path" in refused(tmp_path, command, tmp_path / "nothing", *rest)
+    assert "folder" in refused(tmp_path, command, tmp_path, *rest)
 
 
-@pytest.mark.parametrize("command", ["solve", "compare", "inspect"])
-def test_a_path_that_leads_nowhere(folder, command):
-    rest = ["--budget", "40%", "--json"] if command != "inspect" else []
-    assert "check the path" in refused(folder, command, folder / "nothing", *rest)
-    assert "folder" in refused(folder, command, folder, *rest)
-
-
-def test_a_budget_profile_where_a_score_profile_is_wanted(folder, scores):
-    assert run("solve", scores, "--budget", "40%", "-o", folder / "p.json").code == 0
-    line = refused(folder, "solve", folder / "p.json", "--budget", "40%", "--json")
+def test_a_budget_profile_where_a_score_profile_is_wanted(tmp_path, scores):
+    assert run("solve", scores, "--budget", "40%", "-o", tmp_path / "p.json").code == 0
+    line = refused(tmp_path, "solve", tmp_path / "p.json", "--budget", "40%", "--json")
     assert "as a budget profile is" in line
 
 
@@ -262,13 +187,6 @@ def test_a_keyword_that_is_none_is_refused_with_the_nearest():
         solve(make_scores(), bugdet=0.5)
 
 
-def test_compare_only_what_is_asked_for(scores):
-    ran = run(
-        "compare", scores, "--budget", "40%", "--solver", "ilp", "--solver", "greedy", "--json"
-    )
-    assert {row["solver"] for row in ran.json} == {"greedy", "ilp"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -277,20 +195,20 @@ def test_compare_only_what_is_asked_for(scores):
         (["--budget", "40%", "--time-limit", "-3"], "--time-limit"),
     ],
 )
-def test_compare_refuses(folder, scores, arguments, words):
-    assert words in refused(folder, "compare", scores, *arguments)
+def test_compare_refuses(tmp_path, scores, arguments, words):
+    assert words in refused(tmp_path, "compare", scores, *arguments)
 
 
 # inspect
 
 
-def test_inspect_tells_a_budget_profile_by_its_content(folder, scores):
-    run("solve", scores, "--budget", "40%", "-o", folder / "p.json")
-    (folder / "p.json").rename(folder / "no_suffix")
-    ran = run("inspect", folder / "no_suffix", "--json")
+def test_inspect_tells_a_budget_profile_by_its_content(tmp_path, scores):
+    run("solve", scores, "--budget", "40%", "-o", tmp_path / "p.json")
+    (tmp_path / "p.json").rename(tmp_path / "no_suffix")
+    ran = run("inspect", tmp_path / "no_suffix", "--json")
     assert ran.json["kind"] == "kvalloc.budget_profile"
     assert ran.json["min_tokens"] <= ran.json["mean_tokens"] <= ran.json["max_tokens"]
-    shown = run("inspect", folder / "no_suffix").out
+    shown = run("inspect", tmp_path / "no_suffix").out
     assert "auto (greedy), optimal" in shown
     assert len(shown.partition("\n\n")[2].splitlines()) == 1 + 3
 
@@ -311,44 +229,11 @@ def test_inspect_a_profile_without_a_request(tmp_path):
     assert "not recorded" in run("inspect", tmp_path / "p.json").out
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda text: text[: len(text) // 2], ["not readable as JSON"]),
-        (lambda text: text.replace('"greedy"', '"reedy"', 1), ["digest", "edited"]),
-        (
-            lambda text: text.replace('"schema_version": 1', '"schema_version": 9'),
-            ["schema_version", "9"],
-        ),
-        (lambda text: text.replace('"level": "layer"', '"level": "row"'), ["level"]),
-        (lambda text: "[]", ["budget profile"]),
-        (lambda text: "{}", ["schema_version"]),
-    ],
-)
-def test_inspect_refuses_a_budget_profile_that_was_tampered_with(folder, scores, change, words):
-    file = folder / "p.json"
-    run("solve", scores, "--budget", "40%", "-o", file)
-    file.write_text(change(file.read_text()))
-    refused(folder, "inspect", file, words=[*words, "p.json"])
-
-
-def test_inspect_refuses_other_files(folder):
-    (folder / "notes.txt").write_text("hello, this is no profile at all")
-    assert "notes.txt" in refused(folder, "inspect", folder / "notes.txt")
-    assert "no shipped profile" in refused(folder, "inspect", "a-name-nobody-gave")
-
-
-def test_json_is_all_there_is_on_stdout(folder, scores):
-    output = folder / "p.json"
-    for arguments in (
-        ("solve", scores, "--budget", "40%", "--json", "-o", output),
-        ("compare", scores, "--budget", "40%", "--json"),
-        ("inspect", scores, "--json"),
-        ("inspect", output, "--json"),
-        ("solvers", "--json"),
-        ("scorers", "--json"),
-        ("doctor", "--json"),
-    ):
-        ran = run(*arguments)
-        assert ran.code == 0
-        json.loads(ran.out)
+def test_inspect_refuses_other_files(tmp_path, scores):
+    run("solve", scores, "--budget", "40%", "-o", tmp_path / "p.json")
+    edited = (tmp_path / "p.json").read_text().replace('"greedy"', '"reedy"', 1)
+    (tmp_path / "p.json").write_text(edited)
+    refused(tmp_path, "inspect", tmp_path / "p.json", words=["p.json", "digest", "edited"])
+    (tmp_path / "notes.txt").write_text("hello, this is no profile at all")
+    assert "notes.txt" in refused(tmp_path, "inspect", tmp_path / "notes.txt")
+    assert "no shipped profile" in refused(tmp_path, "inspect", "a-name-nobody-gave")

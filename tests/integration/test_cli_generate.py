@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 
 import pytest
-from cli_tools import generate_arguments, profile_arguments, prose, refused, run
+from cli_tools import Stdin, generate_arguments, profile_arguments, prose, refused, run
 
 
-@pytest.mark.parametrize("name", ["tiny", "gemma"])
+@pytest.mark.parametrize("name", ["tiny", "gemma", "tiny-head"])
 def test_generate_keeps_what_was_granted(models, profiles, folder, name):
-    ran = run(*generate_arguments(models, profiles, folder, name), "--json")
+    arguments = generate_arguments(models, profiles, folder, name)
+    ran = run(*arguments, "--json")
     assert (ran.code, ran.err) == (0, "")
     found = ran.json
     assert found["prompt_tokens"] == 100
     assert 1 <= found["new_tokens"] <= 5
     assert found["retained_bytes"] < found["full_bytes"]
     assert found["prefill_seconds"] > 0
-    full = run("generate", models / name, "--full", *generate_arguments(models, profiles, folder,
-               name)[4:], "--json").json  # fmt: skip
+    full = run(*arguments[:2], "--full", *arguments[4:], "--json").json
     assert full["profile"] is None
     assert full["full_bytes"] == found["full_bytes"] == full["retained_bytes"]
     assert full["prompt_full_bytes"] == found["prompt_full_bytes"]
@@ -113,11 +112,7 @@ def test_the_chat_form_is_used_where_there_is_one(models, profiles):
 
 
 def test_the_prompt_can_come_from_stdin(models, monkeypatch):
-    class Stdin(io.TextIOWrapper):
-        def isatty(self) -> bool:
-            return False
-
-    monkeypatch.setattr(sys, "stdin", Stdin(io.BytesIO(prose(9).encode())))
+    monkeypatch.setattr(sys, "stdin", Stdin(prose(9)))
     ran = run("generate", models / "tiny", "--full", "--max-new-tokens", 1, "--json")
     assert ran.json["prompt_tokens"] == 9
 
@@ -130,13 +125,6 @@ def test_another_model_of_the_same_sizes_only_when_allowed(models, profiles, fol
     assert "twin" in line
     assert "--allow-other-model" in line
     assert run(*arguments, "--allow-other-model").code == 0
-
-
-def test_generate_takes_budgets_of_single_heads(models, profiles, folder):
-    arguments = ["--profile", profiles / "tiny-head.json", "--prompt-file", folder / "prompt.txt"]
-    ran = run("generate", models / "tiny", *arguments, "--max-new-tokens", 5, "--json")
-    assert ran.code == 0, ran.err
-    assert 0 < ran.json["retained_bytes"] < ran.json["full_bytes"]
 
 
 @pytest.mark.parametrize(

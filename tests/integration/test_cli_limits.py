@@ -11,18 +11,6 @@ from factories import make_scores
 
 from kvalloc.formats.budget_profile import BudgetProfile
 
-
-@pytest.fixture
-def folder(tmp_path):
-    make_scores(0).save(tmp_path / "s.safetensors")
-    return tmp_path
-
-
-@pytest.fixture
-def scores(folder):
-    return folder / "s.safetensors"
-
-
 LIMITS = [
     ["--cap", "0=300B", "--cap", "0-1=900B"],
     ["--max-distinct", "2"],
@@ -34,7 +22,7 @@ LIMITS = [
 
 @pytest.mark.parametrize("limits", LIMITS, ids=" ".join)
 @pytest.mark.parametrize("command", ["solve", "compare", "frontier"])
-def test_every_command_takes_them(folder, scores, command, limits):
+def test_every_command_takes_them(tmp_path, scores, command, limits):
     goal = [] if command == "frontier" else ["--budget", "40%"]
     more = ["--points", "4"] if command == "frontier" else []
     ran = run(command, scores, *goal, *limits, *more, "--json", "-q")
@@ -46,10 +34,10 @@ def test_every_command_takes_them(folder, scores, command, limits):
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=" ".join)
-def test_what_is_written_can_be_verified(folder, scores, limits):
-    ran = run("solve", scores, "--budget", "40%", *limits, "-o", folder / "p.json")
+def test_what_is_written_can_be_verified(tmp_path, scores, limits):
+    ran = run("solve", scores, "--budget", "40%", *limits, "-o", tmp_path / "p.json")
     assert (ran.code, ran.err) == (0, "")
-    checked = run("verify", folder / "p.json", scores)
+    checked = run("verify", tmp_path / "p.json", scores)
     assert checked.code == 0, checked.out
     assert "WRONG" not in checked.out
     if "--cap" in limits:
@@ -58,30 +46,17 @@ def test_what_is_written_can_be_verified(folder, scores, limits):
     if "--ranks" in limits:
         assert "balance of ranks" in checked.out
         assert "above the mean" in ran.out
-        assert "above the mean" in run("inspect", folder / "p.json").out
+        assert "above the mean" in run("inspect", tmp_path / "p.json").out
 
 
-def test_a_placement_that_was_edited_is_found(folder, scores):
-    """Even where somebody made the digest fit again: verify counts the bytes itself."""
-
-    run("solve", scores, "--budget", "40%", *LIMITS[3], "-o", folder / "p.json")
-    profile = BudgetProfile.load(folder / "p.json")
-    ranks = profile.ranks.copy()
-    ranks[:, 0], ranks[:, 1] = 0, 1  # balanced only by chance
-    profile.replace(ranks=ranks).save(folder / "q.json")
-    ran = run("verify", folder / "q.json", scores, "--json")
-    failed = {check["name"] for check in ran.json["checks"] if not check["passed"]}
-    assert (ran.code, failed) == (1, {"balance of ranks"})
-
-
-def test_auto_says_who_decided_and_why(folder, scores):
-    ran = run("solve", scores, "--budget", "40%", "--json", "-o", folder / "p.json")
+def test_auto_says_who_decided_and_why(tmp_path, scores):
+    ran = run("solve", scores, "--budget", "40%", "--json", "-o", tmp_path / "p.json")
     assert (ran.json["solver"], ran.json["decided_by"]) == ("auto", "greedy")
     assert "concave" in ran.json["detail"]
-    saved = json.loads((folder / "p.json").read_text())
+    saved = json.loads((tmp_path / "p.json").read_text())
     assert (saved["solver"], saved["decided_by"]) == ("auto", "greedy")
     assert saved["detail"] == ran.json["detail"]
-    shown = run("solve", scores, "--budget", "40%", "-o", folder / "p.json").out
+    shown = run("solve", scores, "--budget", "40%", "-o", tmp_path / "p.json").out
     assert "auto (greedy), optimal" in shown
     (why,) = [line for line in shown.splitlines() if line.startswith("why ")]
     assert why.split(maxsplit=1)[1].startswith("concave curves")
@@ -103,10 +78,9 @@ def test_auto_says_who_decided_and_why(folder, scores):
         (["--batch", "100000000000000000"], ["more than can be counted"]),
     ],
 )
-def test_limits_that_cannot_be(folder, scores, arguments, words):
-    refused(
-        folder, "solve", scores, "--budget", "40%", *arguments, "-o", folder / "p.json", words=words
-    )
+def test_limits_that_cannot_be(tmp_path, scores, arguments, words):
+    asked = ("solve", scores, "--budget", "40%", *arguments, "-o", tmp_path / "p.json")
+    refused(tmp_path, *asked, words=words)
 
 
 def test_a_solver_object_leaves_its_options_in_the_profile():
@@ -118,7 +92,7 @@ def test_a_solver_object_leaves_its_options_in_the_profile():
     assert solve(scores, budget=0.4, solver=ILP()).solver_options == {}
 
 
-def test_bytes_beyond_32_bits_are_counted_exactly(folder, scores):
+def test_bytes_beyond_32_bits_are_counted_exactly(tmp_path, scores):
     ran = run("solve", scores, "--budget", "40%", "--batch", "1000000000", "--json")
     one = run("solve", scores, "--budget", "40%", "--json").json
     assert ran.code == 0, ran.err
@@ -159,15 +133,17 @@ INFEASIBLE = [
 
 @pytest.mark.parametrize(("arguments", "words"), INFEASIBLE, ids=lambda a: " ".join(a[:6]))
 @pytest.mark.parametrize("command", ["solve", "compare"])
-def test_what_cannot_be_met_names_the_flag_and_what_can(folder, scores, command, arguments, words):
-    output = ["-o", folder / "p.json"] if command == "solve" else []
-    refused(folder, command, scores, *arguments, *output, words=words)
+def test_what_cannot_be_met_names_the_flag_and_what_can(
+    tmp_path, scores, command, arguments, words
+):
+    output = ["-o", tmp_path / "p.json"] if command == "solve" else []
+    refused(tmp_path, command, scores, *arguments, *output, words=words)
 
 
 @pytest.mark.parametrize(("arguments", "words"), INFEASIBLE, ids=lambda a: " ".join(a[:6]))
-def test_every_flag_that_is_offered_works(folder, scores, arguments, words):
+def test_every_flag_that_is_offered_works(tmp_path, scores, arguments, words):
     """Copied from the error as they are, one at a time."""
-    line = refused(folder, "solve", scores, *arguments, "--json")
+    line = refused(tmp_path, "solve", scores, *arguments, "--json")
     offered = line.partition(";")[2]
     pairs = re.findall(r"(--[a-z-]+) ([0-9][^ ,;]*)", offered)
     assert pairs
@@ -178,16 +154,15 @@ def test_every_flag_that_is_offered_works(folder, scores, arguments, words):
         assert ran.code == 0, (flag, value, ran.err)
 
 
-def test_frontier_says_it_too(folder, scores):
-    line = refused(folder, "frontier", scores, "--cap", "0=100B")
+def test_frontier_says_it_too(tmp_path, scores):
+    line = refused(tmp_path, "frontier", scores, "--cap", "0=100B")
     assert "use --cap 0=160B" in line
 
 
-def test_solvers_get_options_of_their_own_in_a_comparison(folder, scores):
+def test_solvers_get_options_of_their_own_in_a_comparison(tmp_path, scores):
     options = ["--solver", "pyramid", "--solver", "ilp", "--solver-option", "pyramid:beta=3"]
-    ran = run(
-        "compare", scores, "--budget", "40%", *options, "--solver-option", "ilp:gap=1", "--json"
-    )
+    asked = ("compare", scores, "--budget", "40%")
+    ran = run(*asked, *options, "--solver-option", "ilp:gap=1", "--json")
     assert ran.code == 0, ran.err
     rows = {row["solver"]: row for row in ran.json}
     assert rows["pyramid"]["solver_options"] == {"beta": 3.0}
@@ -198,29 +173,26 @@ def test_solvers_get_options_of_their_own_in_a_comparison(folder, scores):
         ("pyramid:delta=3", "no option 'delta'"),
         ("ilp:gap=much", "a number"),
     ):
-        line = refused(
-            folder, "compare", scores, "--budget", "40%", *options[:4], "--solver-option", bad
-        )
-        assert words in line
+        assert words in refused(tmp_path, *asked, *options[:4], "--solver-option", bad)
 
 
-def test_the_price_is_told(folder, scores):
+def test_the_price_is_told(tmp_path, scores):
     ran = run("solve", scores, "--budget", "40%", "--json")
     assert ran.json["value_per_mib"] > 0
     assert ran.json["price_source"] == "the next entry"
-    shown = run("solve", scores, "--budget", "40%", "-o", folder / "p.json").out
+    shown = run("solve", scores, "--budget", "40%", "-o", tmp_path / "p.json").out
     assert "more buy +" in shown
-    shown = run("solve", scores, "--target-retention", "0.6", "-o", folder / "p.json").out
+    shown = run("solve", scores, "--target-retention", "0.6", "-o", tmp_path / "p.json").out
     assert "0.01 more retention costs" in shown
-    shown = run("solve", scores, "--target-retention", "1", "-o", folder / "p.json").out
+    shown = run("solve", scores, "--target-retention", "1", "-o", tmp_path / "p.json").out
     assert "more retention" not in shown
 
 
-def test_a_gap_that_is_reached_is_no_rule_of_thumb(folder, scores):
+def test_a_gap_that_is_reached_is_no_rule_of_thumb(tmp_path, scores):
     asked = ["--budget", "40%", "--level", "head", "--max-distinct", "2", "--solver", "ilp"]
     ran = run(
-        "solve", scores, *asked, "--solver-option", "gap=0.9", "-o", folder / "p.json", "--json"
+        "solve", scores, *asked, "--solver-option", "gap=0.9", "-o", tmp_path / "p.json", "--json"
     )
     assert ran.json["termination"] in ("gap_limit", "optimal")
     assert ran.json["gap"] <= 0.9
-    assert BudgetProfile.load(folder / "p.json").termination == ran.json["termination"]
+    assert BudgetProfile.load(tmp_path / "p.json").termination == ran.json["termination"]

@@ -114,13 +114,6 @@ def test_inspect_tells_what_was_measured(scores: Path) -> None:
     assert run("inspect", scores, "--json").json["losses_per"] is None
 
 
-def test_the_worst_unit_by_objective(scores: Path) -> None:
-    found = run(
-        "solve", scores, "--budget", "50%", "--objective", "worst", "--solver", "max_min", "--json"
-    ).json
-    assert found["requested"]["objective"] == "worst"
-
-
 def test_weights_from_a_file(scores: Path) -> None:
     weights = scores.parent / "w.json"
     weights.write_text("[0, 1, 1]")

@@ -5,58 +5,42 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import prose, refused, run, save_tiny_model
-from tiny_models import tiny_model
+from cli_tools import generate_arguments, profile_arguments, refused, run
 
 from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer, scorer_names
 
-CONTEXT = 64
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """tiny (a model), text.txt, prompt.txt, and p.json: half of all entries."""
-    folder = tmp_path_factory.mktemp("policies")
-    save_tiny_model(folder / "tiny", tiny_model())
-    (folder / "text.txt").write_text(prose(300))
-    (folder / "prompt.txt").write_text(prose(100))
-    scores = folder / "s.safetensors"
-    text = ("--text", folder / "text.txt", "--context", CONTEXT, "--samples", 1)
-    assert run("profile", folder / "tiny", *text, "-o", scores).code == 0
-    assert run("solve", scores, "--budget", "50%", "-o", folder / "p.json", "--quiet").code == 0
-    return folder
-
-
-def generate(folder, *more):
-    return ("generate", folder / "tiny", "--profile", folder / "p.json", "--prompt-file",
-            folder / "prompt.txt", "--max-new-tokens", 4, "--json", *more)  # fmt: skip
+@pytest.fixture
+def generate(models, profiles, folder):
+    """A command line that asks through half of all entries."""
+    arguments = [*generate_arguments(models, profiles, folder), "--json"]
+    return lambda *more: (*arguments, *more)
 
 
 @pytest.mark.parametrize("name", [*policy_names(), *scorer_names()])
-def test_generate_picks_entries_by_any_name(folder, name):
-    ran = run(*generate(folder, "--policy", name))
+def test_generate_picks_entries_by_any_name(generate, name):
+    ran = run(*generate("--policy", name))
     assert ran.code == 0, ran.err
-    plain = run(*generate(folder))
+    plain = run(*generate())
     assert ran.json["retained_bytes"] == plain.json["retained_bytes"]
     is_policy = name in policy_names()
     assert ran.json["policy"] == (name if is_policy else "score")
     assert ran.json["scorer"] == ("xkv" if is_policy else name)
 
 
-def test_options_are_of_their_types(folder):
+def test_options_are_of_their_types(generate):
     options = ("--policy-option", "seed=3", "--policy-option", "random-share=0.5")
-    ran = run(*generate(folder, "--policy", "nacl", *options))
+    ran = run(*generate("--policy", "nacl", *options))
     assert ran.code == 0, ran.err
-    ran = run(*generate(folder, "--policy", "a2sf", "--policy-option", "forgetting=0.5"))
+    ran = run(*generate("--policy", "a2sf", "--policy-option", "forgetting=0.5"))
     assert ran.code == 0, ran.err
 
 
 @pytest.mark.parametrize("name", scorer_names())
-def test_profile_measures_with_every_scorer(folder, tmp_path, name):
-    scores, budgets = tmp_path / "s.safetensors", tmp_path / "p.json"
-    text = ("--text", folder / "text.txt", "--context", CONTEXT, "--samples", 1)
-    ran = run("profile", folder / "tiny", *text, "--scorer", name, "--window", 8, "-o", scores)
+def test_profile_measures_with_every_scorer(models, folder, name):
+    scores, budgets = folder / "s.safetensors", folder / "p.json"
+    ran = run(*profile_arguments(models, folder), "--scorer", name, "--window", 8)
     if get_scorer(name).later is not None:
         assert ran.code == 2
         assert f"the scorer {name} looks at tokens that come after the prompt" in ran.err
@@ -67,8 +51,9 @@ def test_profile_measures_with_every_scorer(folder, tmp_path, name):
     solve = ("solve", scores, "--budget", "50%", "--solver", "greedy", "-o", budgets, "--quiet")
     assert run(*solve).code == 0
     assert json.loads(budgets.read_text())["policy"]["scorer"] == name
-    ran = run("generate", folder / "tiny", "--profile", budgets, "--prompt-file",
-              folder / "prompt.txt", "--max-new-tokens", 2, "--json")  # fmt: skip
+    ran = run(
+        "generate", models / "tiny", "--profile", budgets, "--prompt-file", folder / "prompt.txt",
+        "--max-new-tokens", 2, "--json")  # fmt: skip
     assert ran.code == 0, ran.err
     assert ran.json["retained_bytes"] < 0.7 * ran.json["full_bytes"]
 
@@ -92,12 +77,12 @@ def test_profile_measures_with_every_scorer(folder, tmp_path, name):
         (("--policy-option", "seed=1"), "name it with --policy"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(folder, more, said):
-    assert said in refused(folder, *generate(folder, *more))
+def test_what_cannot_be_is_refused_in_one_line(folder, generate, more, said):
+    assert said in refused(folder, *generate(*more))
 
 
-def test_a_policy_does_not_go_with_the_full_cache(folder):
-    said = refused(folder, "generate", folder / "tiny", "--full", "--prompt", "w1", "--policy",
+def test_a_policy_does_not_go_with_the_full_cache(models, folder):
+    said = refused(folder, "generate", models / "tiny", "--full", "--prompt", "w1", "--policy",
                    "nacl")  # fmt: skip
     assert "--full" in said
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -58,24 +57,6 @@ def test_from_a_model_to_an_answer(folder: Path) -> None:
     ).json  # fmt: skip
     assert generated["other_policies"] == [each.title for each in decided.other_policies]
     assert generated["retained_bytes"] < generated["full_bytes"]
-
-
-def test_two_profiles_differ_in_policies(tmp_path: Path) -> None:
-    make_choices(3).save(tmp_path / "s.safetensors")
-    asked = ("solve", tmp_path / "s.safetensors", "--budget", "40%", "--level", "head", "--quiet")
-    assert run(*asked, "-o", tmp_path / "all.json").code == 0
-    own = ("--loss-policies", "xkv", "-o", tmp_path / "own.json")
-    assert run(*asked, *own).code == 0
-    fields = run("diff", tmp_path / "own.json", tmp_path / "all.json", "--json").json["fields"]
-    assert fields["policies"][0] == "xkv in 6"
-    for command in ("compare", "frontier"):
-        options = ("--solver", "dp", "--budget", "40%") if command == "compare" else ()
-        told = run(
-            command, tmp_path / "s.safetensors", *options, "--level", "head",
-            "--objective", "loss", "--json",
-        )  # fmt: skip
-        assert told.code == 0, told.err
-        assert "null" in json.dumps(told.json)  # no retention where heads keep others
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from cli_tools import run
 
-from kvalloc.formats.shipped_profiles import load_profile
 from kvalloc.prompts.splits import split_texts
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -80,33 +79,3 @@ def test_entries_at_fewer_bits_from_solve_to_generate_and_eval(folder):
     assert 0 < rows["bits"]["kl"] < 0.2 * rows["plain"]["kl"]
     for name in ("plain", "bits"):
         assert rows[name]["retained_bytes"] <= 0.2 * rows[name]["full_bytes"]
-
-
-def test_a_speech_is_read_saved_and_asked_about(folder):
-    (folder / "speech.txt").write_text(split_texts("development")["carter_1978"][:2000])
-    reading = f"generate demo --profile {PROFILE} --prompt-file speech.txt --save-cache speech.kv"
-    asking, short = "generate demo --cache speech.kv", ("--max-new-tokens", 8, "--json")
-    first = kvalloc(reading, *QUESTIONS, *short).json
-    second = kvalloc(asking, *QUESTIONS, *short).json
-    assert first["document_tokens"] == second["document_tokens"] > 300
-    assert first["retained_bytes"] == second["retained_bytes"] < 0.6 * first["full_bytes"]
-    answers = [row["answer"] for row in second["answers"]]
-    assert answers == [row["answer"] for row in first["answers"]]
-    assert all(answer.strip() for answer in answers)
-    assert answers[0] != answers[1]
-    talked = kvalloc(asking, *QUESTIONS, "--keep-turns", *short).json
-    assert talked["answers"][0]["answer"] == answers[0]
-    assert talked["answers"][1]["question_tokens"] > second["answers"][1]["question_tokens"]
-
-
-def test_budgets_are_decided_for_the_prompt(folder):
-    (folder / "prompt.txt").write_text(split_texts("development")["carter_1978"][:1500])
-    prompt = "--prompt-file prompt.txt --max-new-tokens 2 --json"
-    decided = kvalloc(f"generate demo --target-retention 0.9 {prompt}").json
-    assert decided["decision_seconds"] > 0
-    assert decided["retained_bytes"] < 0.6 * decided["full_bytes"]
-    moved = kvalloc(f"generate demo --profile {PROFILE} --adapt 0.25 {prompt}").json
-    prompt_bytes = load_profile(PROFILE).retained_bytes_at(moved["prompt_tokens"])
-    followed = load_profile(PROFILE).full_bytes_at(moved["new_tokens"] - 1)
-    assert moved["retained_bytes"] == prompt_bytes + followed
-    assert moved["decision_seconds"] > 0

@@ -20,19 +20,6 @@ def scores(folder):
     return folder / "s.safetensors"
 
 
-@pytest.mark.parametrize("goal", [("--budget", "40%"), ("--target-retention", "0.8")])
-@pytest.mark.parametrize("which", [("worst",), ("cvar", "--tail", "0.5"), ("mean",)])
-def test_workloads(folder, scores, goal, which):
-    out = folder / "p.json"
-    ran = run("solve", scores, *goal, "--workloads", *which, "-o", out, "--json", "-q")
-    assert (ran.code, ran.err) == (0, "")
-    profile = BudgetProfile.load(out)
-    assert profile.requested.get("workloads", "mean") == which[0]
-    assert (profile.worst_sample_retention is None) == (which[0] == "mean")
-    assert profile.bound is not None
-    assert run("verify", out, scores, "-q").code == 0
-
-
 def test_compare_says_why_the_others_do_not_apply(scores):
     ran = run("compare", scores, "--budget", "40%", "--workloads", "worst", "--json", "-q")
     assert ran.code == 0

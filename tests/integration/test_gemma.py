@@ -183,35 +183,6 @@ def test_chunks_equal_the_oracle_and_end_at_the_budgets(
     held(model, cache, shadow, ids, (5, 1))
 
 
-def test_rows_of_different_length_keep_their_own_budgets(loaded: Any, ids: Any, work: Path) -> None:
-    """Left padding, one row within the window: layers hold rows of different length."""
-    model, profile = loaded.model, kvalloc.load_profile(str(work / "head.json"))
-    lengths = (PROMPT, 450)
-    mask = (torch.arange(PROMPT) >= PROMPT - torch.tensor(lengths)[:, None]).long()
-    prompt = ids[:, : 2 * PROMPT].reshape(2, PROMPT)
-    cache, shadow = profile.cache(model), runtime_oracle.Shadow(model)
-    with torch.inference_mode():
-        last = model(prompt, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
-    assert runtime_oracle.worst(last, shadow.logits(prompt, mask, logits_to_keep=1)) < 1e-4
-    shadow.follow(cache)
-    full = list(FULL_LAYERS)
-    for row, tokens in enumerate(lengths):
-        kept = cache.kept_tokens_by_row[row, full]
-        assert (kept == profile.budgets_for(tokens)[full]).all()
-    # of the shorter row a sliding layer stores padding, too: transformers' own layers do
-    kept_entries = int(cache.kept_tokens_by_row[:, full].sum())
-    sliding = 2 * (N_LAYERS - len(full)) * (SLIDING_WINDOW - 1)
-    assert storage_bytes(cache) == cache.retained_bytes == (kept_entries + sliding) * ENTRY_BYTES
-    seen = PROMPT
-    for tokens in (5, 1):
-        part = ids[:, seen : seen + tokens].repeat(2, 1)
-        mask = torch.nn.functional.pad(mask, (0, tokens), value=1)
-        with torch.inference_mode():
-            logits = model(part, attention_mask=mask, past_key_values=cache).logits
-        assert runtime_oracle.worst(logits, shadow.logits(part, mask)) < 1e-4
-        seen += tokens
-
-
 def test_a_document_is_read_saved_and_asked_about(file: Path, work: Path) -> None:
     """The command line answers as its saved cache does, and states bytes to the byte."""
     text = (TEXTS / "haystack_carter_1978.txt").read_text(encoding="utf-8")
@@ -244,26 +215,3 @@ def test_eval_takes_shares_of_what_the_full_cache_needs(file: Path, work: Path) 
     # transformers keeps views, and with them the prompt's entries of every layer
     assert full["retained_bytes"] == N_LAYERS * tokens * ENTRY_BYTES
     assert full["kl"] == 0 < reduced["kl"]
-
-
-def test_generate_gives_what_greedy_decoding_by_the_oracle_gives(
-    loaded: Any, ids: Any, work: Path
-) -> None:
-    model, profile = loaded.model, kvalloc.load_profile(str(work / "head.json"))
-    prompt, new = ids[:, :PROMPT], 6
-    with kvalloc.apply(model, profile) as applied:
-        out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False
-        )
-    cache = applied.last_cache
-    retained = profile.retained_bytes_at(PROMPT)
-    followed = (new - 1) * len(FULL_LAYERS) + (N_LAYERS - len(FULL_LAYERS))
-    assert cache.retained_bytes == storage_bytes(cache) == retained + followed * ENTRY_BYTES
-    shadow = runtime_oracle.Shadow(model)
-    logits = [shadow.logits(prompt, logits_to_keep=1)[:, -1]]
-    shadow.follow(cache)
-    for token in out[0, PROMPT:-1]:
-        logits.append(shadow.logits(token[None, None])[:, -1])
-    for step, token in zip(logits, out[0, PROMPT:], strict=True):
-        # the oracle's best, or one that is level with it within the tolerance
-        assert float(step.max() - step[0, token]) < 1e-4

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
+from cli_tools import refused, run
 from factories import make_budget_profile, make_losses, make_scores
 
-from kvalloc.cli.main import main
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.formats.score_profile import ScoreProfile
 
@@ -19,11 +17,6 @@ ROWS = [
 ]  # fmt: skip
 
 
-def shown(capsys, file, *options):
-    assert main(["inspect", str(file), *options]) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("method", "words"),
     [
@@ -32,18 +25,18 @@ def shown(capsys, file, *options):
         ("", "this older file does not say"),
     ],
 )
-def test_it_says_whether_losses_were_measured(tmp_path, capsys, method, words):
+def test_it_says_whether_losses_were_measured(tmp_path, method, words):
     file = tmp_path / "s.safetensors"
     scores = make_losses().replace(loss_method=method)
     scores.save(file)
     assert ScoreProfile.load(file).loss_method == method
-    assert words in " ".join(shown(capsys, file).split())
-    assert json.loads(shown(capsys, file, "--json"))["loss_method"] == (method or None)
+    assert words in " ".join(run("inspect", file).out.split())
+    assert run("inspect", file, "--json").json["loss_method"] == (method or None)
     probed = np.zeros((*scores.losses.shape[1:3], 1, scores.loss_tokens.size), dtype=np.int64)
     probed[0] = 1
     scores.replace(loss_probed=probed).save(file)
     said = f"estimated, {probed.sum()} of {probed.size} figures measured"
-    assert said in " ".join(shown(capsys, file).split())
+    assert said in " ".join(run("inspect", file).out.split())
 
 
 def test_a_method_that_there_is_none_of_is_refused():
@@ -64,12 +57,12 @@ def test_the_method_is_part_of_the_digest(tmp_path):
         ScoreProfile.load(file)
 
 
-def test_it_shows_the_evaluation(tmp_path, capsys):
+def test_it_shows_the_evaluation(tmp_path):
     file = tmp_path / "p.json"
     budgets = make_budget_profile(np.full((2, 2), 20))
     evaluation = {"settings": {"split": "held-out", "seed": 7, "question": "inside"}, "rows": ROWS}
     budgets.replace(evaluation=evaluation).save(file)
-    said = shown(capsys, file)
+    said = run("inspect", file).out
     lines = [line.split() for line in said.splitlines()]
     assert ["needle", "1,000", "after", "0.0321", "0.0100..0.0500", "96%", "50%", "100%", "6"] in (
         lines
@@ -79,18 +72,18 @@ def test_it_shows_the_evaluation(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("evaluation", [{}, {"rows": 3}, {"rows": [1, "x"], "settings": []}])
-def test_an_evaluation_of_another_form_does_no_harm(tmp_path, capsys, evaluation):
+def test_an_evaluation_of_another_form_does_no_harm(tmp_path, evaluation):
     file = tmp_path / "p.json"
     plain = make_budget_profile(np.full((2, 2), 20))
     plain.replace(evaluation=evaluation).save(file)
-    assert "evaluated" not in shown(capsys, file)
+    assert "evaluated" not in run("inspect", file).out
 
 
 NASTY = "a\x1b[31m\nb\x07"
 SHOWN = "a\\x1b[31m\\nb\\x07"
 
 
-def test_control_characters_from_a_file_are_shown_escaped(tmp_path, capsys):
+def test_control_characters_from_a_file_are_shown_escaped(tmp_path):
     """They would colour a terminal, move its cursor or forge a line of the output."""
     scores = make_losses().replace(text_description=NASTY)
     scores.save(tmp_path / "s.safetensors")
@@ -99,26 +92,23 @@ def test_control_characters_from_a_file_are_shown_escaped(tmp_path, capsys):
     evaluation = {"settings": {"split": NASTY, "seed": 7}, "rows": rows}
     budgets.replace(evaluation=evaluation).save(tmp_path / "p.json")
     for name, count in (("s.safetensors", 1), ("p.json", 3)):
-        said = shown(capsys, tmp_path / name)
+        said = run("inspect", tmp_path / name).out
         assert said.count(SHOWN) == count
         assert said.replace("\n", "").isprintable()
 
 
-def test_control_characters_of_an_error_are_shown_escaped(tmp_path, capsys):
-    assert main(["inspect", str(tmp_path / "x\x1b]0;y\x07.json")]) == 2
-    assert "x\\x1b]0;y\\x07.json" in capsys.readouterr().err
+def test_control_characters_of_an_error_are_shown_escaped(tmp_path):
+    assert "x\\x1b]0;y\\x07.json" in refused(tmp_path, "inspect", tmp_path / "x\x1b]0;y\x07.json")
 
 
-def test_what_is_no_file_of_ours_is_told_by_its_first_bytes(tmp_path, capsys):
+def test_what_is_no_file_of_ours_is_told_by_its_first_bytes(tmp_path):
     """Also where the reader's own words for it are others than those of today."""
     file = tmp_path / "x.bin"
     make_losses().save(file)
     for data in (b"\x00" * 20, file.read_bytes()[:-7], b"plain text, and nothing else"):
         file.write_bytes(data)
-        assert main(["inspect", str(file)]) == 2
-        said = capsys.readouterr().err
+        said = refused(tmp_path, "inspect", file)
         assert "expected a score profile, a budget profile or a saved cache" in said
         assert "'kvalloc generate --save-cache'" in said
-    assert main(["inspect", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
+    said = refused(tmp_path, "inspect", tmp_path)
     assert "is a folder, expected a score profile, a budget profile or a saved cache" in said

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from cli_tools import Terminal
 from factories import make_budget_profile, make_scores, make_shape
 
 from kvalloc.cli import inspect, output
@@ -107,13 +108,8 @@ def _with_ones(curves):
     return changed
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def in_terminal(monkeypatch):
-    terminal = _Terminal()
+    terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import needed_bytes, stored_bytes
 from kvalloc.evaluate.kl import divergence
-from kvalloc.evaluate.methods import CacheMethod
-from kvalloc.evaluate.scoring import measure, measure_full
+from kvalloc.evaluate.methods import CacheMethod, full_cache
+from kvalloc.evaluate.scoring import measure
 from kvalloc.models.loading import shape_of
 from kvalloc.prompts.cases import Case, Turn
 
@@ -44,7 +44,8 @@ def references_of(model, *, max_new_tokens=6, tokenizer=TOKENIZER):
     ids = torch.randint(2, VOCABULARY, (2, PROMPT_TOKENS), generator=generator)
     turn = Turn(answers=("1234567",), max_new_tokens=max_new_tokens)
     cases = [Case(input_ids=tuple(row), turns=(turn,)) for row in ids.tolist()]
-    return [measure_full(model, tokenizer, case) for case in cases]
+    full = full_cache(model)
+    return [(case, measure(model, tokenizer, full, case)) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def references(model):
 
 def outcomes_of(model, references, make_cache):
     method = CacheMethod(make_cache=make_cache)
-    return [measure(model, TOKENIZER, method, reference) for reference in references]
+    return [measure(model, TOKENIZER, method, *one).outcome for one in references]
 
 
 def reduced(model, references, kept):
@@ -63,20 +64,20 @@ def reduced(model, references, kept):
 
 
 def test_the_reference_is_what_generate_says(model, references):
-    for reference in references:
-        ids = torch.tensor([reference.case.input_ids])
+    for case, full in references:
+        ids = torch.tensor([case.input_ids])
         generated = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        (turn,) = reference.turns
+        (turn,) = full.turns
         assert list(turn.answer.ids) == generated[0, PROMPT_TOKENS:].tolist()
-        assert reference.outcome.answers == (" ".join(map(str, turn.answer.ids)),)
+        assert full.outcome.answers == (" ".join(map(str, turn.answer.ids)),)
         assert turn.logits.shape == (5, VOCABULARY)
 
 
 def test_reference_bytes_are_a_plain_caches(model, references):
-    for reference in references:
-        full_bytes = reference.outcome.full_bytes
+    for case, full in references:
+        full_bytes = full.outcome.full_bytes
         cache = DynamicCache(config=model.config)
-        model(torch.tensor([reference.case.input_ids]), past_key_values=cache)
+        model(torch.tensor([case.input_ids]), past_key_values=cache)
         assert full_bytes == shape_of(model).full_bytes(PROMPT_TOKENS)
         # after the prompt, sliding layers of transformers keep all of it behind a view
         assert (full_bytes < stored_bytes(cache)) == (model.config.model_type != "llama")
@@ -87,9 +88,9 @@ def test_reference_bytes_are_a_plain_caches(model, references):
 
 def test_a_cache_that_keeps_everything_is_exactly_zero_apart(model, references):
     plain = outcomes_of(model, references, lambda: DynamicCache(config=model.config))
-    for outcome, reference in zip(plain, references, strict=True):
-        assert outcome.answers == reference.outcome.answers
-        assert outcome.retained_bytes >= outcome.full_bytes == reference.outcome.full_bytes
+    for outcome, (_, full) in zip(plain, references, strict=True):
+        assert outcome.answers == full.outcome.answers
+        assert outcome.retained_bytes >= outcome.full_bytes == full.outcome.full_bytes
     for outcome in plain + reduced(model, references, PROMPT_TOKENS):
         assert outcome.kl == 0.0
         assert outcome.top1_agreement == 1.0
@@ -108,14 +109,14 @@ def test_kl_equals_one_token_at_a_time(model, references):
     """Teacher forcing in one forward is feeding the answer token by token."""
     profile = equal_budgets(model, 10)
     outcomes = reduced(model, references, 10)
-    for outcome, reference in zip(outcomes, references, strict=True):
+    for outcome, (case, full) in zip(outcomes, references, strict=True):
         logits = []
         for cache in (DynamicCache(config=model.config), profile.cache(model)):
             with torch.no_grad():
-                model(torch.tensor([reference.case.input_ids]), past_key_values=cache)
+                model(torch.tensor([case.input_ids]), past_key_values=cache)
                 steps = [
                     model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
-                    for token in reference.turns[0].answer.ids[:-1]
+                    for token in full.turns[0].answer.ids[:-1]
                 ]
             logits.append(torch.stack(steps))
         by_hand = divergence(*logits)
@@ -124,18 +125,18 @@ def test_kl_equals_one_token_at_a_time(model, references):
 
 
 def test_decoding_leaves_no_trace_in_the_teacher_forced_part(model, references):
-    short_turn = replace(references[0].case.turns[0], max_new_tokens=1)
-    short = [replace(r, case=replace(r.case, turns=(short_turn,))) for r in references]
+    short_turn = replace(references[0][0].turns[0], max_new_tokens=1)
+    short = [(replace(case, turns=(short_turn,)), full) for case, full in references]
     long_kl = [outcome.kl for outcome in reduced(model, references, 10)]
     assert long_kl == [outcome.kl for outcome in reduced(model, short, 10)]
 
 
 def test_an_end_mark_ends_the_answer(model, references):
     class Ending(NumberTokenizer):
-        eos_token_id = references[0].turns[0].answer.ids[2]
+        eos_token_id = references[0][1].turns[0].answer.ids[2]
 
-    stopped, _ = references_of(model, tokenizer=Ending())
-    ids = references[0].turns[0].answer.ids
+    (_, stopped), _ = references_of(model, tokenizer=Ending())
+    ids = references[0][1].turns[0].answer.ids
     assert stopped.turns[0].answer.ids == ids[: ids.index(Ending.eos_token_id) + 1]
 
 
@@ -147,10 +148,10 @@ def test_an_answer_of_one_token_has_no_kl(model):
 
 @pytest.mark.filterwarnings("error")
 def test_a_long_question_is_not_taken_for_more_of_the_prompt(model, references):
-    case = references[0].case
-    asked = replace(case.turns[0], question_ids=case.input_ids)
-    reference = measure_full(model, TOKENIZER, replace(case, turns=(asked,)))
-    assert reduced(model, [reference], 10)[0].kl > 0
+    case = references[0][0]
+    case = replace(case, turns=(replace(case.turns[0], question_ids=case.input_ids),))
+    full = measure(model, TOKENIZER, full_cache(model), case)
+    assert reduced(model, [(case, full)], 10)[0].kl > 0
 
 
 def test_an_answer_without_tokens_is_refused(model):

@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from tiny_models import tiny_model
+from transformers import DynamicCache
 
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.evaluate.methods import CacheMethod
@@ -126,7 +127,8 @@ def test_the_last_tokens_come_after_the_compression(make, module, monkeypatch):
             seen.append(tuple(prompt_ids))
             return super().compress(model, prompt_ids)
 
-    monkeypatch.setattr(module, "CacheMethod", Spy)
+    spy = Spy(make_cache=lambda: DynamicCache(config=make.model.config))
+    monkeypatch.setattr(module, "full_cache", lambda model: spy)
     request = Instance((text(*PROMPT), f" {text(33)}"))
     for after_tokens in (0, 2, 9):
         make(after_tokens=after_tokens).loglikelihood([request])

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from runtime_oracle import Oracle
 from tiny_models import VOCABULARY, equal_budgets, tiny_model
 from transformers import DynamicCache
 
@@ -122,33 +123,6 @@ def method(text):
     return KvpressMethod(name=read_peer_name(text))
 
 
-def oracle(model, prompt, hidden):
-    """Logits of the answer with a mask of minus infinity on what is hidden.
-
-    ``hidden`` is (n_layers, n_heads, n_prompt); the mask goes in through the modules, since
-    layers differ.
-    """
-    n_total = N_PROMPT + len(ANSWER)
-    base = torch.ones(n_total, n_total, dtype=torch.bool).tril()
-    hooks = []
-    for layer, own in zip(model.model.layers, hidden, strict=True):
-        mask = base.expand(N_HEADS, n_total, n_total).clone()
-        mask[:, N_PROMPT:, :N_PROMPT] &= ~own[:, None]
-        mask = mask.repeat_interleave(3, dim=0)[None]
-
-        def put(module, args, kwargs, mask=mask):
-            return args, {**kwargs, "attention_mask": mask}
-
-        hooks.append(layer.self_attn.register_forward_pre_hook(put, with_kwargs=True))
-    try:
-        with torch.no_grad():
-            out = model(input_ids=torch.tensor([[*prompt, *ANSWER]]), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return out.logits[0, N_PROMPT:]
-
-
 def hides(press, kept):
     hidden = torch.zeros(N_LAYERS, N_HEADS, N_PROMPT, dtype=torch.bool)
     if press == "Recent":
@@ -166,7 +140,10 @@ def hides(press, kept):
 ])  # fmt: skip
 def test_what_a_press_leaves_is_what_is_attended_to(model, press, share, kept):
     hidden = hides(press, kept)
-    expected = oracle(model, ids(), hidden)
+    # of what is hidden, the last entry stands in, which is not
+    kept_entries = torch.where(hidden, N_PROMPT - 1, torch.arange(N_PROMPT))[:, None]
+    oracle = Oracle(model, torch.tensor([ids()]), dict(enumerate(kept_entries)))
+    expected = oracle.logits(torch.tensor([ANSWER]))[0]
     reduced = method(f"kvpress:{press}@{share}%").compress(model, ids())
     at_once = reduced.fork().feed(ANSWER, last=len(ANSWER))
     torch.testing.assert_close(at_once, expected, rtol=1e-4, atol=1e-4)

@@ -93,38 +93,33 @@ def make_ladder(ask, cells: dict[tuple[str, float], str], skipped=()) -> Ladder:
     return Ladder(shares=SHARES, asked=asked, skipped=list(skipped))
 
 
-def test_the_ladder_names_the_first_share(ask):
-    cells = {("uniform", s): "1234567" if s >= 0.4 else "7" for s in SHARES}
-    cells |= {("greedy", s): "7" for s in SHARES}
-    lines = ladder_table(make_ladder(ask, cells), ["uniform", "greedy"])
+@pytest.mark.parametrize(
+    ("found", "missed", "first"),
+    [
+        ((0.4, 0.6, 0.8), (0.125, 0.2, 0.3), "40%"),
+        ((), SHARES, "none"),
+        ((0.4,), (), "<=40%"),
+        ((), (0.4,), "?"),
+        ((0.6, 0.8), (0.4,), "60%"),  # certain once the next smaller share missed some
+    ],
+)
+def test_the_ladder_names_the_first_share_and_what_was_not_asked(ask, found, missed, first):
+    cells = {("uniform", s): "1234567" for s in found} | {("uniform", s): "7" for s in missed}
+    skipped = [("uniform", s) for s in SHARES if s not in (*found, *missed)]
+    lines = ladder_table(make_ladder(ask, cells, skipped), ["uniform"])
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["kept", "12.5%", "20%", "30%", "40%", "60%", "80%", "all", "from"]
-    assert lines[2].split()[-1] == "40%"
-    assert lines[3].split()[-1] == "none"
-    assert "1/1 0.50" in lines[2]
-    assert len(lines) == 4
-
-
-def test_the_ladder_says_what_was_not_asked(ask):
-    cells = {("uniform", 0.4): "1234567", ("greedy", 0.4): "7"}
-    skipped = [(name, s) for name in ("uniform", "greedy") for s in SHARES if s != 0.4]
-    lines = ladder_table(make_ladder(ask, cells, skipped), ["uniform", "greedy"])
-    assert lines[2].split()[-1] == "<=40%"
-    assert lines[3].split()[-1] == "?"
-    assert lines[-1].startswith("10 of 12 cells were not asked")
+    assert lines[2].split()[-1] == first
+    assert f"{int(bool(found))}/1 0.50" in lines[2]
+    assert len(lines) == 3 + bool(skipped)
+    if skipped:
+        assert lines[-1].startswith(f"{len(skipped)} of 6 cells were not asked")
 
 
 def test_a_ladder_without_time_says_so(ask):
     skipped = [("uniform", share) for share in SHARES]
     (line,) = ladder_table(make_ladder(ask, {}, skipped), ["uniform"])
     assert line.startswith("Nothing was asked")
-
-
-def test_a_share_is_certain_once_the_next_smaller_one_missed_some(ask):
-    cells = {("uniform", 0.4): "7", ("uniform", 0.6): "1234567", ("uniform", 0.8): "1234567"}
-    skipped = [("uniform", share) for share in (0.125, 0.2, 0.3)]
-    lines = ladder_table(make_ladder(ask, cells, skipped), ["uniform"])
-    assert lines[2].split()[-1] == "60%"
 
 
 def test_the_ladder_merges_solvers_that_always_agree(ask):
