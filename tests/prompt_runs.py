@@ -28,6 +28,38 @@ def run(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None, **inputs: A
     return logits
 
 
+def follow(
+    model: Any, cache: Any, logits: torch.Tensor, mask: Any = None, positions: Any = None
+) -> torch.Tensor:
+    """Let the model go on greedily until a held prompt is evicted.
+
+    Each row goes on behind its own last token, whatever padding stands there. Returns the tokens
+    that followed, (batch, n).
+    """
+    batch, columns = logits.shape[0], cache.get_seq_length()
+    new = logits.shape[1]
+    shown = torch.ones(batch, new, dtype=torch.long) if mask is None else mask[:, -new:]
+    at = torch.arange(columns - new, columns) if positions is None else positions
+    rows, last = torch.arange(batch), (shown * torch.arange(new)).amax(dim=1)
+    place = at.expand(batch, -1)[rows, last] + 1
+    token = logits[rows, last].argmax(-1, keepdim=True)
+    followed = []
+    while cache.awaited_tokens:
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        followed.append(token)
+        found = run(model, token, cache, mask, position_ids=place[:, None])
+        token, place = found[:, -1].argmax(-1, keepdim=True), place + 1
+    return torch.cat(followed, dim=1) if followed else torch.empty(batch, 0, dtype=torch.long)
+
+
+def read(model: Any, ids: torch.Tensor, cache: Any, mask: Any = None, **inputs: Any) -> Any:
+    """Run a prompt, and what has to follow it before its entries go; returns its logits."""
+    logits = run(model, ids, cache, mask, **inputs)
+    follow(model, cache, logits, mask, inputs.get("position_ids"))
+    return logits
+
+
 def applied(model: Any, ids: torch.Tensor, profile: Any = None, **options: Any) -> Any:
     """The cache of one ``generate()`` under `kvalloc.apply`."""
     with kvalloc.apply(model, profile, **options) as found:
@@ -53,10 +85,11 @@ def chunked_copied_and_loaded(
 ) -> tuple[Any, Any, Any, Any]:
     """Caches of one prompt: in one piece, in chunks, a copy of the first, the first loaded."""
     whole, chunked = profile.cache(model), profile.cache(model)
-    run(model, ids, whole)
+    read(model, ids, whole)
     with chunked.prefill():
         for chunk in ids.split(33, dim=1):
-            run(model, chunk, chunked)
+            logits = run(model, chunk, chunked)
+    follow(model, chunked, logits)
     whole.save(folder / "saved.safetensors")
     loaded = kvalloc.load_cache(folder / "saved.safetensors", model)
     return whole, chunked, copy.deepcopy(whole), loaded

@@ -117,7 +117,7 @@ class Setting:
         """Each row keeps the budgets of its own length, to the entry, and no padding."""
         full = list(self.profile.shape.full_layers)
         for row, tokens in enumerate(lengths):
-            kept = cache.kept_tokens_by_row[row, full]
+            kept = cache.kept_tokens_by_row[row, full] - (cache.get_seq_length() - CONTEXT)
             assert (kept == self.profile.budgets_for(tokens)[full]).all()
             for layer in full if mask is not None else ():
                 columns = cache.kept_indices(layer)[row]
@@ -139,11 +139,21 @@ class Setting:
             mask = torch.nn.functional.pad(mask, (0, tokens), value=1)
         self.near(self.run(ids, cache, mask), shadow.logits(ids, mask))
 
+    def settle(self, cache: Any, shadow: Any, mask: Any = None) -> Any:
+        """Give a policy that waits for tokens those; returns the mask that covers them, too."""
+        if not (awaited := cache.awaited_tokens):
+            return mask
+        self.ask(awaited, cache, shadow, mask)
+        assert not cache.awaited_tokens
+        self.follow(shadow, cache)
+        return mask if mask is None else torch.nn.functional.pad(mask, (0, awaited), value=1)
+
     def prompted(self, batch: int = BATCH, seed: int = 0) -> tuple[Any, Any]:
         """A cache that has read a prompt in one piece, and its oracle."""
         cache, shadow, ids = self.cache(), self.shadow(), self.tiny.prompt(CONTEXT, batch, seed)
         self.near(self.run(ids, cache), shadow.logits(ids))
         self.follow(shadow, cache)
+        self.settle(cache, shadow)
         return cache, shadow
 
 
@@ -205,6 +215,7 @@ def chunks(at: Setting) -> None:
     for part in at.tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
         at.near(at.run(part, cache), shadow.logits(part))
         at.follow(shadow, cache)
+    at.settle(cache, shadow)
     at.met(cache, (CONTEXT, CONTEXT))
     at.ask(5, cache, shadow)
 
@@ -216,6 +227,7 @@ def unannounced_chunks(at: Setting) -> None:
             at.near(at.run(part, cache), shadow.logits(part))
             at.follow(shadow, cache)
     at.follow(shadow, cache)  # a held prompt is evicted from now
+    at.settle(cache, shadow)
     at.met(cache, (CONTEXT, CONTEXT))
     at.ask(1, cache, shadow)
 
@@ -226,8 +238,9 @@ def padded(at: Setting, side: str) -> None:
     cache, shadow, ids = at.cache(), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
     at.near(at.run(ids, cache, mask.long()), shadow.logits(ids, mask.long()), mask)
     at.follow(shadow, cache)
+    after = at.settle(cache, shadow, mask.long())
     at.met(cache, LENGTHS, mask)
-    at.ask(5, cache, shadow, mask.long())
+    at.ask(5, cache, shadow, after)
 
 
 def left_padding(at: Setting) -> None:
@@ -247,8 +260,9 @@ def padded_chunks(at: Setting) -> None:
         own = mask[:, :seen]
         at.near(at.run(part, cache, own), shadow.logits(part, own), own)
         at.follow(shadow, cache)
+    after = at.settle(cache, shadow, mask)
     at.met(cache, LENGTHS, mask)
-    at.ask(5, cache, shadow, mask)
+    at.ask(5, cache, shadow, after)
 
 
 def reorder(at: Setting) -> None:
@@ -312,6 +326,7 @@ def inputs_embeds(at: Setting) -> None:
         found = at.model(inputs_embeds=embedded, past_key_values=cache).logits
     at.near(found, shadow.logits(ids))
     at.follow(shadow, cache)
+    at.settle(cache, shadow)
     at.ask(5, cache, shadow)
 
 

@@ -292,6 +292,7 @@ class Shadow:
                 for head in range(kept.shape[1]):
                     here = kept[row, head]
                     shown[row, head, here[here >= 0].long()] = True
+            shown[..., int(kept.max()) + 1 :] = True  # what followed: the window is always kept
             self.shown[layer] = shown
 
     def take_combined(self, cache: Any) -> None:

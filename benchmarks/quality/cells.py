@@ -206,9 +206,10 @@ def judged(
     question = prompt.case.turns[0].question_ids
     asks = prompt.task in ASKING
     spare = reduced.fork() if asks else None
-    fed = (*question, *right.continuation_ids[:-1])
     n_predicted = len(right.continuation_ids) - (0 if question else 1)
-    found = divergence(right.logits, reduced.feed(fed, last=n_predicted))
+    found = divergence(
+        right.logits, reduced.feed(question, right.continuation_ids[:-1], last=n_predicted)
+    )
     if spare is None:
         return found.kl, found.top1_agreement, None
     if found.top1_agreement == 1.0:

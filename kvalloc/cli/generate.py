@@ -669,6 +669,8 @@ def _read(asked: Asked) -> _Reading:
         start = time.perf_counter()
         with torch.no_grad(), quiet_transformers():
             loaded.model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+        if asked.save_cache is not None and hasattr(cache, "evict"):
+            cache.evict()  # nobody asks before it is saved: the document's own end decides
         seconds = time.perf_counter() - start
     _note_short(cache, len(ids), quiet=asked.quiet)
     return _Reading(loaded=loaded, cache=cache, form=form, name=name, read_seconds=seconds)

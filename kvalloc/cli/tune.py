@@ -39,7 +39,7 @@ class TuneFlags(TypedDict, total=False):
         Let each prompt hand out its entries among the heads by score; what is tuned is how much
         each scorer's scores count in each head.
     scorer : str
-        Ranks where nothing else is better; xkv, or a draft.
+        Ranks where nothing else is better; xkv, or lookahead.
     window : int
         The scorer's window, never evicted, tokens.
     policies : str
@@ -92,7 +92,7 @@ def tune(
     require_run_packages()
     shares = list(dict.fromkeys(parse_share(one) for one in budget))
     files = _files(output, shares, resume=resume)
-    begun = 2 if "by_prompt" in given else 0  # a draft begins in another place then
+    begun = 2 if "by_prompt" in given else 0  # what follows begins in another place then
     prompts, made = read_prompt_options(given, each=EACH_TASK, begun_every=begun)
     if not given.keys() & {"text", "prompts", "tasks"}:
         raise InputError("there is nothing to tune on; give --tasks, --prompts or --text")

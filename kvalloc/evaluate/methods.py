@@ -34,7 +34,8 @@ class Compressed:
     logits : Tensor of float32, (vocabulary,)
         Prediction of the token after the prompt.
     stored_bytes : int
-        Bytes of K and V that are stored now, read from the tensors.
+        Bytes of K and V that are stored now, read from the tensors. Of a cache that still holds the
+        prompt until tokens have followed: those that are stored once it has evicted.
     kept_bytes : int
         Bytes of the entries that later tokens can attend to: less than what is stored where a
         method only masks entries and frees nothing, and where a sliding layer still keeps what
@@ -55,13 +56,18 @@ class Compressed:
         # A copy instead of a crop: a sliding-window layer cannot take back what slid out.
         return replace(self, cache=copy.deepcopy(self.cache))
 
-    def feed(self, ids: Sequence[int], *, last: int) -> Tensor:
+    def feed(
+        self, question_ids: Sequence[int], answer_ids: Sequence[int] = (), *, last: int
+    ) -> Tensor:
         """Read more tokens.
 
         Parameters
         ----------
-        ids : sequence of int, (n_tokens,)
+        question_ids : sequence of int, (n_question,)
             They stay in the cache.
+        answer_ids : sequence of int, (n_answer,)
+            What comes after them. A cache that holds the prompt until some tokens have followed
+            reads so many by themselves, as if they came one by one.
         last : int
             Positions whose predictions are wanted, counted from the end.
 
@@ -69,7 +75,18 @@ class Compressed:
         -------
         Tensor of float32, (last, vocabulary)
         """
-        return next_logits(self.model, self.cache, ids, last=last)
+        import torch
+
+        pieces: list[Sequence[int]] = [[*question_ids, *answer_ids]]
+        if awaited := getattr(self.cache, "awaited_tokens", 0):
+            first = max(awaited - len(question_ids), 0)
+            pieces = [question_ids, answer_ids[:first], answer_ids[first:]]
+        logits = [
+            next_logits(self.model, self.cache, piece, last=min(last, len(piece)))
+            for piece in pieces
+            if piece
+        ]
+        return torch.cat(logits)[-last:]
 
 
 class Method(Protocol):
@@ -110,14 +127,18 @@ class CacheMethod:
         start = time.perf_counter()
         logits = next_logits(model, cache, prompt_ids, last=1)[-1]
         seconds = time.perf_counter() - start
+        evicted = cache
         if isinstance(cache, BudgetCache):
             cache.end_prompt()  # a long question is no part of it
+            if cache.awaited_tokens:  # it still holds the prompt
+                evicted = copy.deepcopy(cache)
+                evicted.evict()
         return Compressed(
             model=model,
             cache=cache,
             logits=logits,
-            stored_bytes=stored_bytes(cache),
-            kept_bytes=needed_bytes(cache),
+            stored_bytes=stored_bytes(evicted),
+            kept_bytes=needed_bytes(evicted),
             prefill_seconds=seconds,
         )
 

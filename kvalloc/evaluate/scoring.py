@@ -282,10 +282,10 @@ def read_turns(
             continuation = turn.continuation_ids
         else:
             continuation = answer.ids if yardstick is None else yardstick[number].continuation_ids
-        fed = question + continuation[:-1]
         n_predicted = len(continuation) - (0 if question else 1)
-        nothing = compressed.logits[None, :][:0]
-        logits = compressed.feed(fed, last=n_predicted) if fed else nothing
+        logits = compressed.logits[None, :][:0]
+        if question or len(continuation) > 1:
+            logits = compressed.feed(question, continuation[:-1], last=n_predicted)
         turns.append(ReadTurn(answer=answer, continuation_ids=continuation, logits=logits))
         # The last token was predicted, not read; an end mark is for the next question to bring.
         unread = continuation[-1:]

@@ -139,14 +139,16 @@ class PeerCompressed(Compressed):
     first_stored: int
     n_prompt: int
 
-    def feed(self, ids: Sequence[int], *, last: int) -> Tensor:
+    def feed(
+        self, question_ids: Sequence[int], answer_ids: Sequence[int] = (), *, last: int
+    ) -> Tensor:
         """Read more tokens; see `Compressed.feed`."""
         import torch
 
         from kvalloc.models.attention import intercept_attention
 
         stored = int(self.cache.layers[0].keys.shape[2])  # type: ignore[union-attr]
-        begin = self.n_prompt + stored - self.first_stored
+        begin, ids = self.n_prompt + stored - self.first_stored, [*question_ids, *answer_ids]
         positions = torch.arange(begin, begin + len(ids), device=self.model.device)[None]
         with intercept_attention(self.model, self._attend):
             return next_logits(self.model, self.cache, ids, last=last, position_ids=positions)

@@ -168,14 +168,11 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
         if not answer:
             raise InputError(f"the continuation {continuation!r} has no token; give it text")
         compressed, unread = self._compressed(prompt, len(answer))
-        fed = (*unread, *answer[:-1])
         import torch
 
         logits = compressed.logits[None, :][: 0 if unread else 1]
-        if fed:
-            n_wanted = len(answer) - len(logits)
-            if n_wanted:
-                logits = torch.cat([logits, compressed.feed(fed, last=n_wanted)])
+        if n_wanted := len(answer) - len(logits):
+            logits = torch.cat([logits, compressed.feed(unread, answer[:-1], last=n_wanted)])
         likely = logits.log_softmax(dim=-1)
         chosen = torch.tensor(answer, device=likely.device)
         total = float(likely.gather(-1, chosen[:, None]).double().sum())

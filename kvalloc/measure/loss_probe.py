@@ -7,7 +7,8 @@ many variants in one batch that share the prompt's keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -18,15 +19,15 @@ from torch import Tensor
 from kvalloc.errors import InputError
 from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of
 from kvalloc.models.attention import AttentionStates, intercept_attention
-from kvalloc.models.structure import decoder_of
-from kvalloc.runtime.holding import end_tokens
-from kvalloc.runtime.later import HeldPrompt, run_later_passes
+from kvalloc.models.structure import decoder_of, end_tokens
 from kvalloc.runtime.refusals import check_kept
+from kvalloc.runtime.repetition import HeldPrompt, repeat_prompt
 from kvalloc.runtime.selection import keep_best
+from kvalloc.scorers.base import awaited_tokens, following_notes
 
 if TYPE_CHECKING:
     from kvalloc.measure.sampling import Sample
-    from kvalloc.models.attention import Compute
+    from kvalloc.models.attention import Compute, Observed
     from kvalloc.runtime.policies import EvictionPolicy
     from kvalloc.scorers import Scorer
     from kvalloc.shape import ModelShape
@@ -89,9 +90,11 @@ class LossProbe:
         What each full-attention layer saw of the prompt, with as many of the last queries as
         ``policies`` look at; empty without any.
     continuation_ids : Tensor of int64, (n_continuation,)
-        What is read after the prompt, the question first. The losses are measured on the
-        predictions after each of these tokens, or after the last of the question's and those
-        that follow: ``n_measured`` of them.
+        What is read after the prompt, the question first. Where scorers wait for tokens after the
+        prompt, these are the first ones; the losses are then those of reading them again with the
+        reduced cache, though a cache that waits for them is still whole meanwhile. Losses are
+        measured on the predictions after each of these tokens, or after the last of the question's
+        and those that follow: ``n_measured`` of them.
 
     Raises
     ------
@@ -133,7 +136,6 @@ class LossProbe:
         self.prompt_states: dict[int, AttentionStates] = {}
         with torch.no_grad(), evaluating(model):
             first = self._prefill()
-            self._look_later(first)
             if answer_ids is None:
                 if question.numel():
                     first = self._read(question)
@@ -143,6 +145,7 @@ class LossProbe:
             self.continuation_ids = torch.cat([question, answer])
             self._stored = self.n_tokens = int(prompt_ids.numel())
             self._hidden, logits = self._watched(self._note)
+            self._look_later()
             self._log_probabilities = self._measured(logits[0]).float().log_softmax(dim=-1)
             self._probabilities = self._log_probabilities.exp()
             self._impossible = self._log_probabilities == float("-inf")
@@ -281,6 +284,9 @@ class LossProbe:
     def cache_loss(self, cache: Any) -> float:
         """Mean KL(full cache || this cache), whatever the cache's policy does with entries.
 
+        A cache that holds the prompt until tokens have followed reads the first ones of the
+        continuation for that, and then all of it as the others do.
+
         Parameters
         ----------
         cache : transformers.Cache
@@ -294,8 +300,26 @@ class LossProbe:
         with evaluating(self._model):
             ids, more = self.prompt_ids[None], self.continuation_ids[None]
             self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            if awaited := getattr(cache, "awaited_tokens", 0):
+                self._show_following(cache, more[:, :awaited])
             logits = self._model(input_ids=more, past_key_values=cache).logits
             return float(self.divergence(logits).mean())
+
+    def _show_following(self, cache: Any, ids: Tensor) -> None:
+        """Let a cache evict by these tokens, and take them back."""
+        sliding = {
+            index: copy.deepcopy(layer)
+            for index, layer in enumerate(cache.layers)
+            if not hasattr(layer, "seen_tokens")
+        }
+        self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        cache.evict()
+        for index, layer in enumerate(cache.layers):
+            if index in sliding:  # which cannot take back what slid out
+                cache.layers[index] = sliding[index]
+            else:
+                layer.crop(-int(ids.shape[1]))
+        cache.arrival.crop(self.n_tokens)
 
     @torch.no_grad()
     def outputs(self, layer: int, keep: Tensor | None) -> Tensor:
@@ -399,27 +423,39 @@ class LossProbe:
             mask=None,  # a prompt without padding is plainly causal
         )
 
-    def _look_later(self, first: Tensor) -> None:
-        """Let the model run on where scorers ask for it, and score what had to wait for that."""
+    def _look_later(self) -> None:
+        """Show what comes after the prompt to the scorers that look at it, and let those score."""
         own = () if self._scorer.later is None else (self._scorer,)
-        every = {
+        wanted = {
             layer: (*own, *(each for one in self.policies for each in one.later_scorers(layer)))
             for layer in self.prompt_states
         }
-        wanted = {layer: scorers for layer, scorers in every.items() if scorers}
-        if wanted:
-            notes = run_later_passes(self._held_prompt(first), wanted, sinks=self._sinks)
-            self.prompt_states = {
-                layer: replace(states, later=notes.get(layer))
-                for layer, states in self.prompt_states.items()
-            }
+        repeated = repeat_prompt(self._held_prompt(), wanted, sinks=self._sinks)
+        for layer, states in self.prompt_states.items():
+            notes = {**repeated[layer], **self._followed(layer, wanted[layer])}
+            self.prompt_states[layer] = replace(states, later=notes)
         for layer, states in self.prompt_states.items() if own else ():
             self.scores[layer] = self._scorer.score(states, sinks=self._sinks)[0]
         if not self.policies:
             self.prompt_states = {}
 
-    def _held_prompt(self, first: Tensor) -> HeldPrompt:
-        """The prompt as later passes go on from it; `first` is what the model would say next."""
+    def _followed(self, layer: int, scorers: Sequence[Scorer]) -> dict[Hashable, Observed]:
+        """What scorers note of the first tokens of the continuation."""
+        tokens, states = awaited_tokens(scorers), self._states[layer]
+        voting = replace(
+            states,
+            queries=states.queries[:, :, :tokens],
+            keys=self._with_stored(states.keys[:, :, :tokens], self._keys[layer]),
+            values=self._with_stored(states.values[:, :, :tokens], self._values[layer]),
+            mask=None,
+        )
+        return following_notes(scorers, voting, self.n_tokens, sinks=self._sinks)
+
+    def _with_stored(self, new: Tensor, stored: Tensor) -> Tensor:
+        return torch.cat([stored[None, :, : self.n_tokens], new], dim=2)
+
+    def _held_prompt(self) -> HeldPrompt:
+        """The prompt as it is repeated."""
         n_tokens, ids, full = int(self.prompt_ids.numel()), self.prompt_ids, self._shape.full_layers
         stored = {
             layer: (keys[None, :, :n_tokens], self._values[layer][None, :, :n_tokens])
@@ -427,8 +463,6 @@ class LossProbe:
         }
         return HeldPrompt(
             decoder=decoder_of(self._model),
-            head=self._model.get_output_embeddings(),
-            ends=end_tokens(self._model),
             stored={layer: stored[layer] for layer in full},
             sliding={
                 layer: _slid(each, self._shape)
@@ -438,7 +472,6 @@ class LossProbe:
             n_prompt=n_tokens,
             visible=None,
             next_positions=torch.tensor([n_tokens], device=ids.device),
-            first_tokens=first,
             ids=ids[None],
         )
 

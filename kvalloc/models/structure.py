@@ -13,6 +13,7 @@ __all__ = [
     "context_limit",
     "decoder_layers",
     "decoder_of",
+    "end_tokens",
     "known_weights",
     "rotary_settings",
     "text_config",
@@ -45,6 +46,12 @@ def context_limit(model: Any) -> int | None:
     """Tokens that the model was made for; None where its config does not say."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """What the model ends a turn with."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 def check_decoder_only(model: Any) -> None:

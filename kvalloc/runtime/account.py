@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,19 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import InputError
-from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates
-from kvalloc.runtime.arrival import Arrival
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.shape import ModelShape
 
-__all__ = ["Account", "free_slid_out", "stored_tensors"]
+__all__ = [
+    "allocated_bytes",
+    "free_slid_out",
+    "plain_bytes",
+    "slid_out_bytes",
+    "stored_counts",
+    "stored_rows",
+    "stored_tensors",
+]
 
 
 def stored_rows(layer: Any) -> int:
@@ -80,82 +84,13 @@ def free_slid_out(layer: Any, states: AttentionStates) -> None:
             setattr(layer, name, view.clone(memory_format=torch.contiguous_format))
 
 
-class Account:
-    """The part of a cache that tells what it stores."""
-
-    profile: BudgetProfile
-    arrival: Arrival
-    layers: list[Any]
-    get_seq_length: Callable[[], int]
-
-    @property
-    def batch(self) -> int:
-        """Rows that are stored; 0 before the first forward."""
-        return stored_rows(self.layers[0])
-
-    @property
-    def retained_bytes(self) -> int:
-        """Bytes of K and V storage allocated now: every storage once and in full."""
-        return allocated_bytes(self.layers)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes a plain cache would store for the same tokens seen; padding does not count.
-
-        Of a sliding layer the last ``sliding_window - 1`` entries count, and one more where, after
-        a decoded token, it is still allocated, and in `retained_bytes` as well.
-        """
-        if not self.batch:
-            return 0
-        shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
-        tokens = self.arrival.row_tokens(self.get_seq_length(), self.batch)
-        return plain_bytes(shape, tokens) + slid_out_bytes(self.layers)
-
-    @property
-    def kept_tokens(self) -> IntArray:
-        """Entries stored now, ``(n_layers, n_kv_heads)``; where rows differ, those of the most."""
-        found: IntArray = self.kept_tokens_by_row.max(axis=0, initial=0)
-        return found
-
-    @property
-    def kept_tokens_by_row(self) -> IntArray:
-        """Entries stored now, ``(batch, n_layers, n_kv_heads)``."""
-        heads = self.profile.shape.n_kv_heads
-        found = np.zeros((self.batch, len(self.layers), heads), dtype=np.int64)
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, BudgetLayer):
-                counts = layer.stored_counts()
-                found[:, index] = 0 if counts is None else counts
-            elif layer.keys is not None:
-                found[:, index] = int(layer.keys.shape[-2])
-        return found
-
-    def kept_indices(self, layer: int) -> Tensor:
-        """Original positions of the prompt's entries that a layer keeps.
-
-        While a prompt arrives in chunks, of all that has come of it; where the budget is kept
-        while decoding, also of the tokens that followed up to the latest eviction.
-
-        Parameters
-        ----------
-        layer : int
-            A full-attention layer.
-
-        Returns
-        -------
-        Tensor of int32, (batch, n_kv_heads, n_kept)
-            Columns of the input in increasing order; -1 beyond the end of a head that keeps fewer
-            than another. These four bytes an entry are the cache's own book-keeping and do not
-            count as K or V bytes.
-
-        Raises
-        ------
-        InputError
-            If the layer is a sliding one, or no prompt has been seen.
-        """
-        stored = self.layers[layer]
-        if not isinstance(stored, BudgetLayer):
-            raise InputError(f"layer {layer} is a sliding-window layer: it keeps the last tokens")
-        if not stored.stored or self.arrival.prompt_tokens is None:
-            raise InputError("the cache has seen no prompt yet; run the model with it first")
-        return stored.kept_positions(self.arrival.prompt_tokens)
+def stored_counts(layers: Sequence[Any], batch: int, n_kv_heads: int) -> IntArray:
+    """Entries that these layers store, ``(batch, n_layers, n_kv_heads)``."""
+    found = np.zeros((batch, len(layers), n_kv_heads), dtype=np.int64)
+    for index, layer in enumerate(layers):
+        if isinstance(layer, BudgetLayer):
+            counts = layer.stored_counts()
+            found[:, index] = 0 if counts is None else counts
+        elif layer.keys is not None:
+            found[:, index] = int(layer.keys.shape[-2])
+    return found

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError, ModelMismatchError
-from kvalloc.models.structure import context_limit, decoder_of
+from kvalloc.models.structure import context_limit, decoder_of, end_tokens
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.holding import end_tokens
 
 if TYPE_CHECKING:
     from transformers import Cache

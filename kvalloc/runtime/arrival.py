@@ -13,7 +13,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 
-__all__ = ["Arrival", "Step"]
+__all__ = ["Arrival", "Step", "none_if_all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Step:
 
     def following_visible(self, tokens: int) -> Tensor | None:
         """The last columns of `visible`, (batch, tokens); None where they hide nothing."""
-        return None if self.visible is None else _or_none(self.visible[:, -tokens:])
+        return None if self.visible is None else none_if_all(self.visible[:, -tokens:])
 
     @property
     def settles(self) -> bool:
@@ -194,7 +194,7 @@ class Arrival:
             new_tokens=new_tokens,
             seen=seen,
             visible=visible,
-            new_visible=None if visible is None else _or_none(visible[:, seen:]),
+            new_visible=None if visible is None else none_if_all(visible[:, seen:]),
             budgets=self._budgets(batch, end, expected, visible) if in_prompt else None,
             prompt_tokens=prompt_tokens,
             completes=completes,
@@ -205,7 +205,7 @@ class Arrival:
     def _following(self, seen: int, batch: int, new_tokens: int, visible: Tensor | None) -> Step:
         """Tokens after the prompt, where the budget is kept while decoding."""
         assert self.decode_every is not None
-        new_visible = None if visible is None else _or_none(visible[:, seen:])
+        new_visible = None if visible is None else none_if_all(visible[:, seen:])
         if new_visible is not None:
             raise UnsupportedRequestError(
                 "tokens that follow a prompt cannot have padding where the budget is kept while "
@@ -345,5 +345,6 @@ def _row_budgets(profile: BudgetProfile, tokens: int) -> IntArray:
     return np.zeros_like(profile.budgets) if tokens == 0 else profile.budgets_for(tokens)
 
 
-def _or_none(visible: Tensor) -> Tensor | None:
+def none_if_all(visible: Tensor) -> Tensor | None:
+    """What hides padding; None where there is none."""
     return None if bool(visible.all()) else visible

@@ -3,52 +3,45 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import (
-    ModelMismatchError,
-    UnsupportedModelError,
-    UnsupportedRequestError,
-)
+from kvalloc.errors import InputError, ModelMismatchError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
 from kvalloc.models.structure import decoder_of
-from kvalloc.runtime import hooks, refusals
-from kvalloc.runtime.account import Account, free_slid_out, stored_tensors
+from kvalloc.runtime import account, hooks, refusals
 from kvalloc.runtime.arrival import Arrival, Step
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.masks import MaskKind, stored_mask
-from kvalloc.runtime.deciding import Decide, DecidesByPrompt
-from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
-from kvalloc.runtime.holding import HoldsPrompt
+from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.kept import FlatEntries
 from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, gathered, row_numbers
-from kvalloc.runtime.packed import packed_layers
-from kvalloc.runtime.policies import policies_of
 from kvalloc.runtime.policies.base import Reader
-from kvalloc.runtime.refusals import RefusedCalls
+from kvalloc.runtime.prompt import Plan, Prompt, State
 from kvalloc.runtime.saving import save_cache
 
 __all__ = ["BudgetCache"]
 
 
-class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByPrompt, HoldsPrompt):
+class BudgetCache(Cache):
     """Keeps, of a prompt, the entries that a budget profile grants each layer and KV head.
 
     While the prompt runs, each full-attention layer first attends to all it holds, then the
     policy ranks the entries and only the budget stays: sinks, window and, for each row and KV
-    head, its own best. What is evicted is freed before the next layer runs. Tokens that follow,
-    any number at a time, are added, and never evicted unless the budget is kept while decoding
+    head, its own best. What is evicted is freed before the next layer runs. A policy that looks at
+    what follows the prompt evicts later: the cache is a full one until so many tokens have
+    followed (`awaited_tokens`), then all layers evict at once. Tokens that follow, any number at a
+    time, are added, and never evicted unless the budget is kept while decoding
     (``decode_every``). Positions stay true: `get_seq_length` is the number of tokens seen. Make
     one with `BudgetProfile.cache` or `make_cache`; budgets, entries and masks belong to this
     object and not to the model, so any number of caches can be interleaved.
@@ -74,35 +67,14 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
         decide: Decide | None = None,
     ) -> None:
         super().__init__(layers=layers)
-        self.profile = self._stored_profile = profile
-        self._decide = decide
-        self._policy = policies_of(profile)
-        self.decoder = weakref.ref(decoder_of(model))
-        self._model_name = type(model).__name__
-        self.arrival = Arrival(profile, prompt_tokens, decode_every)
-        self._prefilling = self._warned = False
-        self._bits = packed_layers(profile)
-        self._groups = groups_by_layer(profile.share_groups)
-        self._reader = self._policy.reader(sinks=profile.policy.sinks, window=profile.policy.window)
-        self._holding = self._make_holding(model)
-        self._forget()
-        hooks.retain(self, decoder_of(model))
-
-    def _forget(self) -> None:
-        if self._reader is not None:
-            self._reader.forget()
-        if self._holding is not None:
-            self._holding.forget()
-        self.arrival = self.arrival.afresh()
-        self.arrival.open = self._prefilling
-        self.profile = self._stored_profile
-        self.decision_seconds, self._decided_ahead = None, False
-        self._step: Step | None = None
-        self._targets: dict[int, IntArray] = {}
-        self._held: list[Held] = []
+        plan = Plan.of(profile, model, decide=decide, decode_every=decode_every)
+        self._prompt = Prompt(plan, self.layers, Arrival(profile, prompt_tokens, decode_every))
+        self.decoder = plan.decoder
+        self._model_name = plan.name
+        self._warned = False
         self._masks: dict[tuple[int, int, torch.device], Any] = {}
         self._mask_kind: MaskKind = "boolean"
-        self._interrupted: str | None = None  # why it cannot go on
+        hooks.retain(self, decoder_of(model))
 
     def __repr__(self) -> str:
         """Model, tokens and bytes; layers each by itself would fill screens."""
@@ -113,6 +85,34 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
             f"tokens={self.get_seq_length()}, {stored}{state})"
         )
 
+    # The prompt
+
+    @property
+    def profile(self) -> BudgetProfile:
+        """Whose budgets hold: decided ones, where all rows have the same."""
+        return self._prompt.profile
+
+    @property
+    def row_profiles(self) -> tuple[BudgetProfile, ...]:
+        """Whose budgets each row keeps, ``(batch,)``: its own, where they are decided by prompt."""
+        found = self.arrival.row_profiles
+        return (self.profile,) * self.batch if found is None else found
+
+    @property
+    def decision_seconds(self) -> float | None:
+        """What deciding budgets took; None where nothing was decided."""
+        return self._prompt.decision_seconds
+
+    @property
+    def arrival(self) -> Arrival:
+        """What has come: tokens, padding, whose budgets."""
+        return self._prompt.arrival
+
+    @property
+    def state(self) -> State:
+        """How far the prompt has come."""
+        return self._prompt.state
+
     @property
     def prompt_complete(self) -> bool:
         """Whether the whole prompt has been seen, so that all that comes now follows it."""
@@ -121,12 +121,17 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
     @property
     def interrupted(self) -> str | None:
         """Why only `reset` helps: a forward failed half-way, or `prefill` did; None if neither."""
-        return self._interrupted or (None if self._step is None else refusals.HALF_WAY)
+        return self._prompt.interrupted
+
+    @property
+    def awaited_tokens(self) -> int:
+        """Tokens that still have to follow before a held prompt is evicted; 0 if none is held."""
+        return self._prompt.awaited_tokens
 
     @property
     def reduced(self) -> bool:
         """Whether any entry has been evicted, padding included."""
-        return any(layer.reduced for layer in self._budget_layers)
+        return self._prompt.reduced
 
     @contextmanager
     def prefill(self) -> Iterator[None]:
@@ -144,32 +149,8 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
         UnsupportedRequestError
             If the cache has seen a prompt already, or its length was announced.
         """
-        if self.get_seq_length() or self.arrival.announced is not None:
-            raise UnsupportedRequestError(
-                "prefill() announces a new prompt, but this cache has seen one already or was "
-                "made with prompt_tokens; call cache.reset(), or make a new cache"
-            )
-        self._prefilling = self.arrival.open = True
-        failed = True
-        try:
+        with self._prompt.reading():
             yield
-            failed = False
-        finally:
-            self._prefilling = self.arrival.open = False
-            self._end_prefill(failed=failed)
-
-    def _end_prefill(self, *, failed: bool) -> None:
-        """Nothing more of the prompt comes: either it is complete, or it never will be."""
-        arrival = self.arrival
-        if failed and arrival.prompt_tokens is not None:
-            self._interrupted = self._interrupted or refusals.broken_off(arrival.prompt_tokens)
-        arrival.complete = arrival.prompt_tokens is not None and not failed
-        if self._holding is not None and arrival.complete:
-            self._finish_held()
-        for layer in self._budget_layers if arrival.decode_every is None else ():
-            layer.unfinished.clear()
-        for index, bits in self._bits.items() if arrival.complete else ():
-            self.layers[index].pack(bits)
 
     def end_prompt(self) -> None:
         """Say that what has been read is the whole prompt, and what comes now follows it.
@@ -179,11 +160,108 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
         """
         self.arrival.end_prompt()
 
-    # What the hooks call
+    def evict(self) -> None:
+        """Let a held prompt be evicted now; only tokens that have followed so far vote.
+
+        For a cache that is to be saved, or measured, before anybody asks it. Does nothing where no
+        prompt is held.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If the cache is interrupted.
+        """
+        if self.interrupted is not None:
+            raise UnsupportedRequestError(self.interrupted)
+        self._prompt.evict()
+
+    def decide(self, inputs: Mapping[str, Any]) -> None:
+        """Decide the budgets of a prompt now, before it arrives; without a decider do nothing.
+
+        By itself the cache decides in the first forward, which has to be the whole prompt. Where
+        a prompt of announced length comes in chunks, this is how it is shown as a whole.
+
+        Parameters
+        ----------
+        inputs : mapping
+            ``input_ids`` (batch, n_tokens) and, where there is padding, ``attention_mask``.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If a prompt has been seen already, or it is not given as token ids.
+        KVAllocError
+            As the decider does.
+        """
+        self._prompt.decide(inputs)
+
+    # What it stores
 
     @property
-    def _budget_layers(self) -> list[BudgetLayer]:
-        return [layer for layer in self.layers if isinstance(layer, BudgetLayer)]
+    def batch(self) -> int:
+        """Rows that are stored; 0 before the first forward."""
+        return account.stored_rows(self.layers[0])
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes of K and V storage allocated now: every storage once and in full."""
+        return account.allocated_bytes(self.layers)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes a plain cache would store for the same tokens seen; padding does not count.
+
+        Of a sliding layer the last ``sliding_window - 1`` entries count, and one more where, after
+        a decoded token, it is still allocated, and in `retained_bytes` as well.
+        """
+        if not self.batch:
+            return 0
+        shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
+        tokens = self.arrival.row_tokens(self.get_seq_length(), self.batch)
+        return account.plain_bytes(shape, tokens) + account.slid_out_bytes(self.layers)
+
+    @property
+    def kept_tokens(self) -> IntArray:
+        """Entries stored now, ``(n_layers, n_kv_heads)``; where rows differ, those of the most."""
+        found: IntArray = self.kept_tokens_by_row.max(axis=0, initial=0)
+        return found
+
+    @property
+    def kept_tokens_by_row(self) -> IntArray:
+        """Entries stored now, ``(batch, n_layers, n_kv_heads)``."""
+        return account.stored_counts(self.layers, self.batch, self.profile.shape.n_kv_heads)
+
+    def kept_indices(self, layer: int) -> Tensor:
+        """Original positions of the prompt's entries that a layer keeps.
+
+        While a prompt arrives in chunks, of all that has come of it; where the budget is kept
+        while decoding, also of the tokens that followed up to the latest eviction.
+
+        Parameters
+        ----------
+        layer : int
+            A full-attention layer.
+
+        Returns
+        -------
+        Tensor of int32, (batch, n_kv_heads, n_kept)
+            Columns of the input in increasing order; -1 beyond the end of a head that keeps fewer
+            than another. These four bytes an entry are the cache's own book-keeping and do not
+            count as K or V bytes.
+
+        Raises
+        ------
+        InputError
+            If the layer is a sliding one, or no prompt has been seen.
+        """
+        stored = self.layers[layer]
+        if not isinstance(stored, BudgetLayer):
+            raise InputError(f"layer {layer} is a sliding-window layer: it keeps the last tokens")
+        if not stored.stored or self.arrival.prompt_tokens is None:
+            raise InputError("the cache has seen no prompt yet; run the model with it first")
+        return stored.kept_positions(self.arrival.prompt_tokens)
+
+    # What the hooks call
 
     def begin_forward(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
@@ -202,109 +280,42 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
                 f"{type(decoder).__name__} that it was given to; make one with "
                 "profile.cache(model) for this model"
             )
-        if self._interrupted is not None:
-            raise UnsupportedRequestError(self._interrupted)
+        prompt = self._prompt
+        if prompt.interrupted is not None:
+            raise UnsupportedRequestError(prompt.interrupted)
         mask_kind = refusals.check_forward(decoder, arguments, self.batch)
-        batch, new_tokens = refusals.new_tokens_shape(arguments)
         if not (self.get_seq_length() or self.arrival.announced or self.arrival.open):
             refusals.check_not_chunked()
         mask = arguments.get("attention_mask")
         if self.prompt_complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
             mask = None  # nothing was evicted, so any mask of transformers' own fits
-        self._decide_on_arrival(batch, arguments, mask)
-        step = self.arrival.step(self.get_seq_length(), batch, new_tokens, mask)
-        if self.arrival.took_for_whole(step) and self.reduced and not self._warned:
-            self._warned = refusals.warn_of_long_chunk(step.seen, new_tokens)
-        self._targets = {}
-        if holds := self._holds(step):
-            self._begin_held(arguments, step)
-        else:
-            refusals.check_chunk(self._policy, step)
-        evicts = step.budgets is not None and not holds
-        for index, layer in enumerate(self.layers) if evicts else ():
-            if isinstance(layer, BudgetLayer):
-                always = step.completes and self._is_packed(index)
-                targets = step.targets(index, layer.stored_counts(), always=always)
-                if targets is not None:
-                    self._targets[index] = targets
-        if self._reader is not None:
-            refusals.check_read(self._policy, self._targets.values())
-        for index in self._targets:
-            self.layers[index].expect_eviction()
-        if self._reader is None:
+        step = prompt.begin(arguments, mask)
+        looks_cut = self.arrival.took_for_whole(step) and (self.reduced or self.awaited_tokens)
+        if looks_cut and not self._warned:
+            self._warned = refusals.warn_of_long_chunk(step.seen, step.new_tokens)
+        if prompt.reader is None:
             self._hold_apart(step)
         self._masks.clear()
         self._mask_kind = mask_kind
-        self._step = step
         if mask is None and step.visible is not None:
             return {"attention_mask": step.visible.long()}
         return None
-
-    def _is_packed(self, index: int) -> bool:
-        """Whether a layer is stored at fewer bits, or one that it chooses entries with."""
-        return any(one in self._bits for one in self._groups.get(index, (index,)))
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Run one layer's attention with the mask that fits it; evict what is not to stay."""
         layer = self.layers[states.layer]
         if not isinstance(layer, BudgetLayer):
             output = compute(states.mask)
-            free_slid_out(layer, states)
+            account.free_slid_out(layer, states)
             return output
         output = self._attention(layer, states, compute)
-        step = self._step
-        assert step is not None
-        if self._holds(step):
-            self._note_held(layer, states, step)
-            return output
-        if step.follows and states.layer in self._bits and not layer.awaits_eviction:
-            layer.pack_following(step.following_visible(layer.dense_tokens))
-        if not layer.awaits_eviction and not step.remember:
-            layer.unfinished.clear()
-            return output
-        policy = self.profile.policy
-        eviction = Eviction(
-            policy=self._policy,
-            sinks=policy.sinks,
-            window=policy.window,
-            prompt_tokens=step.prompt_tokens,
-            visible=step.new_visible,
-            remember=step.remember,
-            bits=self._bits if step.settles else {},
-        )
-        if not layer.awaits_eviction:
-            eviction.observe(layer, states)
-            return output
-        group = self._groups.get(states.layer)
-        eviction.evict_in_group(layer, states, self._targets[states.layer], group, self._held)
-        if self._reader is not None:
-            self._reader.forget()
+        self._prompt.attended(layer, states)
         return output
 
-    def end_forward(self, *, completed: bool, output: Any = None) -> None:
+    def end_forward(self, *, completed: bool) -> None:
         """Clean up after a forward; after a failed one, find out what it left."""
-        step, self._step = self._step, None
         self._masks.clear()
-        self._held.clear()
-        if step is None:  # it was interrupted, and `reset` has tidied up before this
-            return
-        unseen = [layer for layer in self._budget_layers if layer.awaits_eviction]
-        if completed and unseen:
-            self._interrupted = refusals.HALF_WAY
-            raise UnsupportedModelError(
-                f"the attention of {self._model_name} did not go through transformers' attention "
-                'interface, so nothing was evicted; load it with attn_implementation="sdpa"'
-            )
-        if completed:
-            self.arrival.commit(step)
-            if self._holds(step):
-                self._end_held(step, output)
-            return
-        for layer in self._budget_layers:
-            layer.cancel_eviction()
-        lengths = {layer.get_seq_length() for layer in self.layers}
-        if unseen or lengths != {step.seen}:
-            self._interrupted = refusals.HALF_WAY
+        self._prompt.end(completed=completed)
 
     def _hold_apart(self, step: Step) -> None:
         """Let those layers store the next token apart from the others that may.
@@ -313,7 +324,9 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
         """
         if step.new_tokens != 1 or step.budgets is not None or step.remember:
             return
-        for layer in self._budget_layers:
+        for layer in self.layers:
+            if not isinstance(layer, BudgetLayer):
+                continue
             padded = step.following_visible(layer.following_tokens + 1) is not None
             if layer.kept_indices is not None and not padded:
                 layer.expect_apart()
@@ -322,20 +335,21 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
         """Attention over what the layer stores, the new tokens included."""
         if not layer.reduced:
             return compute(states.mask)
-        assert self._step is not None
+        step, reader = self._prompt.step, self._prompt.reader
+        assert step is not None
         if layer.holds_apart:
             even = FlatEntries.even(*layer.kept_apart, layer.logit_bias)
             return attend(AttentionCall.of(states), [even]), None
         n_stored = int(states.keys.shape[2])
         n_kept = 0 if layer.kept_indices is None else int(layer.kept_indices.shape[-1])
-        visible = self._step.following_visible(n_stored - n_kept)
+        visible = step.following_visible(n_stored - n_kept)
         if layer.entries is not None:
             return attend(AttentionCall.of(states, visible), layer.entries.flat), None
         if layer.logit_bias is not None:
             even = FlatEntries.even(states.keys, states.values, layer.logit_bias, n_kept)
             return attend(AttentionCall.of(states, visible, first=n_kept), [even]), None
-        if self._reader is not None and states.queries.shape[2] == 1 and visible is None:
-            return self._read(self._reader, layer, states, compute)
+        if reader is not None and states.queries.shape[2] == 1 and visible is None:
+            return self._read(reader, layer, states, compute)
         key = (n_stored, n_kept, states.keys.device)
         if key not in self._masks:
             self._masks[key] = stored_mask(
@@ -376,7 +390,7 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
         ModelMismatchError
             If the caller is not a forward of the cache's own model.
         """
-        if self._step is None:
+        if self._prompt.step is None:
             raise ModelMismatchError(
                 f"this cache works only inside a forward of the {self._model_name} object that it "
                 "was made for; make one with profile.cache(model) for the model at hand"
@@ -396,7 +410,7 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
         Raises
         ------
         UnsupportedRequestError
-            If no complete prompt is stored.
+            If no complete prompt is stored, or one is held until tokens have followed it.
         InputError
             If the folder does not exist or is read-only.
         """
@@ -409,7 +423,7 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
                 layer.keys = layer.values = None
                 layer.is_initialized = False
             layer.reset()
-        self._forget()
+        self._prompt.forget()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end, at most back to the end of the compressed prompt.
@@ -425,10 +439,8 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
             If the cut would reach into a reduced prompt, or into tokens that a sliding layer has
             dropped.
         """
-        seen = self.get_seq_length()
-        arriving = bool(seen) and not self.prompt_complete
-        refusals.check_crop(decoding=self.arrival.decode_every is not None, arriving=arriving)
-        remove = cropped_tokens(tokens_to_remove, seen)
+        remove = cropped_tokens(tokens_to_remove, self.get_seq_length())
+        self._prompt.check_crop(remove)
         if remove <= 0:
             return
         for layer in self.layers:
@@ -440,7 +452,7 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
                     "would come back into its window; make a new cache"
                 )
         super().crop(-remove)  # not every layer of transformers' own knows a number to keep
-        self.arrival.crop(self.get_seq_length())
+        self._prompt.crop()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue what row ``beam_idx[i]`` holds (beam search)."""
@@ -459,27 +471,34 @@ class BudgetCache(RefusedCalls, Cache, hooks.HookedCache, Account, DecidesByProm
         self._rows_change(row_numbers(indices))
 
     def _rows_change(self, rows: Tensor) -> None:
-        if not self.batch:
-            return
-        self.arrival.select(rows)
-        if self._holding is not None:
-            self._holding.select(rows)
-        if self._reader is not None:
-            self._reader.forget()
+        if self.batch:
+            self._prompt.select(rows)
+
+    # What it cannot do
+
+    def activate_past_recording(self) -> NoReturn:
+        """Refuse, always: this is what assisted generation asks for."""
+        raise UnsupportedRequestError(refusals.ASSISTED)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse, always, to be pickled, or copied by half (`copy.copy`)."""
+        raise UnsupportedRequestError(refusals.PICKLED)
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> NoReturn:
+        """Refuse, always: evicted layers are small, and their masks are made on their device."""
+        raise UnsupportedRequestError(refusals.OFFLOADED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BudgetCache:
         """A cache that goes on from here on its own, e.g. one prompt for several questions."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
-        for shared in (self._stored_profile, self._policy, self._decide, *self.row_profiles):
+        for shared in (self.profile, *self.row_profiles):
             memo[id(shared)] = shared
-        for tensor in (one for layer in self.layers for one in stored_tensors(layer)):
+        for tensor in (one for layer in self.layers for one in account.stored_tensors(layer)):
             if tensor.requires_grad:  # torch copies no tensor with a history
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        clone._prefilling = False  # the `with` is the original's
-        if clone._step is not None:  # no hook will end a forward of the copy
-            clone._interrupted = refusals.HALF_WAY
+        clone._prompt.forked()
         if (decoder := self.decoder()) is not None:
             hooks.retain(clone, decoder)
         return clone

@@ -45,11 +45,11 @@ def store_choices(
     layer: BudgetLayer,
     targets: IntArray,
     chosen: Iterator[tuple[Part, Choice]],
-    states: AttentionStates,
     *,
     bits: IntArray | None,
+    following: int,
 ) -> None:
-    """Keep what was chosen, and let go of all else.
+    """Keep what was chosen and the latest tokens, and let go of all else.
 
     Parameters
     ----------
@@ -58,28 +58,29 @@ def store_choices(
         Entries that each head of each row keeps.
     chosen : iterator of (Part, Choice)
         Its pieces in order, made one at a time.
-    states : AttentionStates
-        What the layer's attention saw: sizes and type.
     bits : ndarray of int64, (n_kv_heads,), or None
         Of a layer that is stored at fewer bits from now on, those of each KV head.
+    following : int
+        How many of the latest tokens stay as they are, behind what is kept.
     """
     if bits is not None:
-        layer.keep_ragged(PackedEntries.collect(targets, _by_place(chosen), bits))
+        layer.keep_ragged(PackedEntries.collect(targets, _by_place(chosen), bits), following)
     elif (targets == targets[0, 0]).all():
-        _store_even(layer, targets, chosen, states)
+        _store_even(layer, targets, chosen, following)
     else:
-        _store_ragged(layer, targets, chosen)
+        _store_ragged(layer, targets, chosen, following)
 
 
 def _store_even(
-    layer: BudgetLayer,
-    targets: IntArray,
-    chosen: Iterator[tuple[Part, Choice]],
-    states: AttentionStates,
+    layer: BudgetLayer, targets: IntArray, chosen: Iterator[tuple[Part, Choice]], following: int
 ) -> None:
     shape = (*targets.shape, int(targets[0, 0]))
-    keys = states.keys.new_empty(*shape, states.keys.shape[-1])
-    values = states.values.new_empty(*shape, states.values.shape[-1])
+    latest = layer.latest(following)
+    keys, values = (
+        own.new_empty(*targets.shape, shape[-1] + following, own.shape[-1]) for own in latest
+    )
+    for stored, new in zip((keys, values), latest, strict=True):
+        stored[:, :, shape[-1] :] = new
     indices = torch.empty(shape, dtype=torch.int32, device=keys.device)
     bias: Tensor | None = None
     for (part_row, part_head), choice in chosen:
@@ -90,7 +91,7 @@ def _store_even(
             )
             own = choice.piece(row, head)
             for target, source in zip((keys, values, indices), own[:3], strict=True):
-                torch.index_select(source, 0, own[4], out=target[place])
+                torch.index_select(source, 0, own[4], out=target[place][: shape[-1]])
             if own[3] is not None:
                 if bias is None:
                     bias = torch.zeros(shape, dtype=torch.float32, device=keys.device)
@@ -99,12 +100,12 @@ def _store_even(
 
 
 def _store_ragged(
-    layer: BudgetLayer, targets: IntArray, chosen: Iterator[tuple[Part, Choice]]
+    layer: BudgetLayer, targets: IntArray, chosen: Iterator[tuple[Part, Choice]], following: int
 ) -> None:
     first = next(chosen)
     piece = _by_place(chain([first], chosen))
     biased = first[1].bias is not None
-    layer.keep_ragged(RaggedEntries.collect(targets, piece, biased=biased))
+    layer.keep_ragged(RaggedEntries.collect(targets, piece, biased=biased), following)
 
 
 def _by_place(chosen: Iterator[tuple[Part, Choice]]) -> Callable[[int, int], Piece]:
@@ -193,6 +194,8 @@ class Eviction:
         Whether there will be another chunk, for which the policy has to note something.
     bits : mapping
         For layers that are stored at fewer bits from now on: those of each KV head, (n_kv_heads,).
+    following : int
+        How many of the latest tokens are no candidates, and stay.
     """
 
     policy: EvictionPolicy
@@ -202,9 +205,10 @@ class Eviction:
     visible: Tensor | None
     remember: bool = True
     bits: Mapping[int, IntArray] = field(default_factory=dict)
+    following: int = 0
 
-    held: ClassVar[bool] = False
-    """Whether the whole prompt is held until it is complete."""
+    late: ClassVar[bool] = False
+    """Whether the queries are those noted while the prompt arrived."""
 
     @torch.no_grad()
     def observe(self, layer: BudgetLayer, states: AttentionStates) -> None:
@@ -231,7 +235,8 @@ class Eviction:
         grain = self._grain(layer)
         after = Unfinished(grain=grain)
         chosen = self._choices(layer, states, targets, after)
-        store_choices(layer, targets, chosen, states, bits=self.bits.get(states.layer))
+        bits = self.bits.get(states.layer)
+        store_choices(layer, targets, chosen, bits=bits, following=self.following)
         layer.unfinished = after if self.remember else Unfinished()
 
     def _grain(self, layer: BudgetLayer) -> int:
@@ -254,13 +259,13 @@ class Eviction:
         if layer.entries is None:
             keys = _rows(states.keys, row, head)[:, :, columns]
             values = _rows(states.values, row, head)[:, :, columns]
-            positions = _rows(_positions(layer, states), row, head)[:, :, columns]
+            positions = _rows(self._positions(layer, states), row, head)[:, :, columns]
             bias = _bias(layer, states)
             bias = None if bias is None else _rows(bias, row, head)[:, :, columns]
         else:
             assert row is not None
             assert head is not None
-            keys, values, positions, bias = _segment(layer, states, row, head, columns)
+            keys, values, positions, bias = self._segment(layer, states, row, head, columns)
         own = self._part_states(layer, states, part)
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
         own = replace(own, keys=keys, values=values, later=later)
@@ -268,6 +273,39 @@ class Eviction:
         if mask is not None:
             own = replace(own, mask=mask, gaps=True)
         return Candidates(states=own, positions=positions, bias=bias)
+
+    def _end(self, layer: BudgetLayer) -> int:
+        """Column behind the last candidate."""
+        return layer.seen_tokens - self.following
+
+    def _positions(self, layer: BudgetLayer, states: AttentionStates) -> Tensor:
+        """Columns of all candidates of a layer that is not ragged, (batch, n_kv_heads, n)."""
+        batch, n_kv_heads, n_tokens = states.keys.shape[:3]
+        kept, end = layer.kept_indices, self._end(layer)
+        first = end - n_tokens + (0 if kept is None else int(kept.shape[-1]))
+        new = torch.arange(first, end, dtype=torch.int32, device=states.keys.device)
+        new = new.expand(batch, n_kv_heads, -1)
+        return new if kept is None else torch.cat([kept, new], dim=-1)
+
+    def _segment(
+        self,
+        layer: BudgetLayer,
+        states: AttentionStates,
+        row: int,
+        head: int,
+        columns: slice | Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Keys, values, columns and bias of one head of a ragged layer and of what followed."""
+        assert layer.entries is not None
+        keys, values, positions, bias, _ = layer.entries.piece(row, head)
+        end = self._end(layer)
+        first = end - int(states.keys.shape[2])
+        new = torch.arange(first, end, dtype=torch.int32, device=keys.device)[columns]
+        keys = torch.cat([keys, states.keys[row, head, columns]])
+        values = torch.cat([values, states.values[row, head, columns]])
+        if bias is not None:
+            bias = torch.nn.functional.pad(bias, (0, int(new.numel())))[None, None]
+        return keys[None, None], values[None, None], torch.cat([positions, new])[None, None], bias
 
     def _gaps(
         self,
@@ -286,9 +324,9 @@ class Eviction:
         """
         n_rows = int(own.queries.shape[2])
         n_new = int(states.queries.shape[2]) if self.visible is None else 0
-        if not layer.reduced or not states.queries.shape[2] or n_rows <= max(self.window, n_new):
+        if not layer.reduced or not n_rows or n_rows <= max(self.window, n_new):
             return None
-        wanted = self.policy.query_rows(self.prompt_tokens)
+        wanted = self._wanted_rows()
         new = self._row_places(layer, states, part[0])
         places = layer.unfinished.places_of(part[0], new, wanted)
         last = positions[..., -n_rows:]
@@ -299,9 +337,10 @@ class Eviction:
 
     def _row_places(self, layer: BudgetLayer, states: AttentionStates, row: int | None) -> Tensor:
         """Columns of the new tokens of a row, padding left out, (n,)."""
-        first = layer.seen_tokens - int(states.queries.shape[2])
+        end = self._end(layer)
         device = states.queries.device
-        places = torch.arange(first, layer.seen_tokens, dtype=torch.int32, device=device)
+        first = end - int(states.queries.shape[2])
+        places = torch.arange(first, end, dtype=torch.int32, device=device)
         return places if (shown := self._shown(row, device)) is None else places[shown]
 
     def _columns(
@@ -325,7 +364,7 @@ class Eviction:
         """The states of a piece, but for its keys and values. Without padding, plain causal."""
         row, head = part
         queries = self._row_queries(states, row)
-        if states.queries.shape[2] or self.held:  # else those of a layer of a group have gone
+        if states.queries.shape[2] or self.late:  # else those of a layer of a group have gone
             wanted = self._wanted_rows()
             queries = layer.unfinished.queries_of(row, queries, wanted)
         changes: dict[str, Tensor | int | None] = {}
@@ -542,7 +581,7 @@ class Eviction:
             after = Unfinished(grain=notes.grain, queries=notes.queries, places=notes.places)
             chosen = self._shared_choices(held, kept, after)
             bits = self.bits.get(held.states.layer)
-            store_choices(held.layer, held.targets, chosen, held.states, bits=bits)
+            store_choices(held.layer, held.targets, chosen, bits=bits, following=self.following)
             held.layer.unfinished = after if self.remember else Unfinished()
 
     def _rows_that_evict(
@@ -589,41 +628,11 @@ def _rows(states: Tensor, row: int | None, head: int | None) -> Tensor:
     return states if head is None else states[:, head : head + 1]
 
 
-def _positions(layer: BudgetLayer, states: AttentionStates) -> Tensor:
-    """Columns of all candidates of a layer that is not ragged, (batch, n_kv_heads, n_tokens)."""
-    batch, n_kv_heads, n_tokens = states.keys.shape[:3]
-    kept = layer.kept_indices
-    n_kept = 0 if kept is None else int(kept.shape[-1])
-    following = n_tokens - n_kept
-    first = layer.seen_tokens - following
-    new = torch.arange(
-        first, layer.seen_tokens, dtype=torch.int32, device=states.keys.device
-    ).expand(batch, n_kv_heads, -1)
-    return new if kept is None else torch.cat([kept, new], dim=-1)
-
-
 def _bias(layer: BudgetLayer, states: AttentionStates) -> Tensor | None:
     if layer.logit_bias is None:
         return None
     following = int(states.keys.shape[2]) - int(layer.logit_bias.shape[-1])
     return torch.nn.functional.pad(layer.logit_bias, (0, following))
-
-
-def _segment(
-    layer: BudgetLayer, states: AttentionStates, row: int, head: int, columns: slice | Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Keys, values, columns and bias of one head of a ragged layer and of what followed."""
-    assert layer.entries is not None
-    keys, values, positions, bias, _ = layer.entries.piece(row, head)
-    n_new = int(states.keys.shape[2])
-    new = torch.arange(
-        layer.seen_tokens - n_new, layer.seen_tokens, dtype=torch.int32, device=keys.device
-    )[columns]
-    keys = torch.cat([keys, states.keys[row, head, columns]])
-    values = torch.cat([values, states.values[row, head, columns]])
-    if bias is not None:
-        bias = torch.nn.functional.pad(bias, (0, int(new.numel())))[None, None]
-    return keys[None, None], values[None, None], torch.cat([positions, new])[None, None], bias
 
 
 def groups_by_layer(groups: Groups) -> dict[int, tuple[int, ...]]:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -27,22 +26,20 @@ from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute
 __all__ = ["HookedCache", "hooked_models", "retain"]
 
 
-class HookedCache(ABC):
+@runtime_checkable
+class HookedCache(Protocol):
     """What the hooks ask of a cache."""
 
-    @abstractmethod
     def begin_forward(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
         """Check a forward before anything of it runs; returns the arguments to change, if any."""
 
-    @abstractmethod
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Answer one layer's attention."""
 
-    @abstractmethod
-    def end_forward(self, *, completed: bool, output: Any = None) -> None:
-        """Clean up after a forward, also one that failed; `output` is what it returned."""
+    def end_forward(self, *, completed: bool) -> None:
+        """Clean up after a forward, also one that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +164,14 @@ def _claimed(entry: _Installed | None, cache: HookedCache) -> Iterator[None]:
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     entry = _installed.get(module)
     if entry is not None:
-        _close(entry, completed=output is not None, output=output)
+        _close(entry, completed=output is not None)
 
 
-def _close(entry: _Installed, *, completed: bool, output: Any = None) -> None:
+def _close(entry: _Installed, *, completed: bool) -> None:
     forward = entry.open_forwards.pop(threading.get_ident(), None)
     if forward is not None and forward.token is not None:
         entry.switch.leave(forward.token)
-        forward.cache.end_forward(completed=completed, output=output)
+        forward.cache.end_forward(completed=completed)
 
 
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookedCache | None:

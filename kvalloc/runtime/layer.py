@@ -275,8 +275,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
         Parameters
         ----------
-        keys, values : Tensor, (batch, n_kv_heads, n_kept, head_dim)
-            Contiguous, in storage of their own.
+        keys, values : Tensor, (batch, n_kv_heads, n_kept + n_following, head_dim)
+            Contiguous, in storage of their own; what followed comes behind what is kept.
         indices : Tensor of int32, (batch, n_kv_heads, n_kept)
             Columns they stood in, increasing.
         logit_bias : Tensor of float32, (batch, n_kv_heads, n_kept), or None
@@ -287,9 +287,19 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = keys, values
         self.kept_indices, self.logit_bias = indices, logit_bias
 
-    def keep_ragged(self, entries: RaggedEntries | PackedEntries) -> None:
-        """From now on store these entries, and free the rest."""
+    def latest(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the latest tokens, (batch, n_kv_heads, tokens, head_dim), as views."""
+        keys, values = (self.keys, self.values) if self._held is None else self._held
+        first = int(keys.shape[-2]) - tokens
+        return keys[..., first:, :], values[..., first:, :]
+
+    def keep_ragged(self, entries: RaggedEntries | PackedEntries, following: int = 0) -> None:
+        """From now on store these entries and the latest tokens, and free the rest."""
         keys, values = entries.nothing()
+        if following:
+            keys, values = (
+                own.clone(memory_format=torch.contiguous_format) for own in self.latest(following)
+            )
         self._initialize(keys, values)
         self._held = self.kept_indices = self.logit_bias = None
         self.entries, self.packed_following = entries, 0

@@ -22,7 +22,6 @@ from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
 
 __all__ = [
     "HALF_WAY",
-    "RefusedCalls",
     "broken_off",
     "check_chunk",
     "check_crop",
@@ -35,6 +34,7 @@ __all__ = [
     "check_profile",
     "check_read",
     "new_tokens_shape",
+    "refuse_decoding",
     "warn_of_long_chunk",
 ]
 
@@ -75,22 +75,6 @@ def _refuse(wrong: object, message: str) -> None:
     """One row of a table of refusals: raise `UnsupportedRequestError` if the condition is true."""
     if wrong:
         raise UnsupportedRequestError(message)
-
-
-class RefusedCalls:
-    """Calls of transformers' that a reduced cache cannot answer."""
-
-    def activate_past_recording(self) -> NoReturn:
-        """Refuse, always: this is what assisted generation asks for."""
-        raise UnsupportedRequestError(ASSISTED)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse, always, to be pickled, or copied by half (`copy.copy`)."""
-        raise UnsupportedRequestError(PICKLED)
-
-    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> NoReturn:
-        """Refuse, always: evicted layers are small, and their masks are made on their device."""
-        raise UnsupportedRequestError(OFFLOADED)
 
 
 def broken_off(prompt_tokens: int) -> str:
@@ -281,7 +265,7 @@ def check_read(policy: EvictionPolicy, targets: Iterable[IntArray]) -> None:
     )
 
 
-def check_crop(*, decoding: bool, arriving: bool) -> None:
+def check_crop(*, decoding: bool, arriving: bool, held_tokens: int | None) -> None:
     """Refuse to take tokens back where that cannot be right, whichever they are.
 
     Parameters
@@ -290,11 +274,13 @@ def check_crop(*, decoding: bool, arriving: bool) -> None:
         Whether the budget is kept while decoding.
     arriving : bool
         Whether some of the prompt has come, but not all.
+    held_tokens : int or None
+        Tokens of a prompt that is held, if the crop would reach into it.
 
     Raises
     ------
     UnsupportedRequestError
-        In both cases.
+        In all three cases.
     """
     _refuse(
         decoding,
@@ -302,6 +288,36 @@ def check_crop(*, decoding: bool, arriving: bool) -> None:
         f"cannot be taken back; make one without {option('decode_every')}",
     )
     _refuse(arriving, "cannot crop before the prompt is complete; reset the cache and start again")
+    _refuse(
+        held_tokens is not None,
+        f"cannot crop into a prompt of {held_tokens} tokens that is held until others follow: its "
+        "last queries have been noted; reset the cache and start again",
+    )
+
+
+def refuse_decoding(*, looks: bool, decides: bool) -> NoReturn:
+    """Refuse to hold prompts and to keep the budget while decoding.
+
+    Parameters
+    ----------
+    looks, decides : bool
+        Whether prompts are held because a scorer looks beyond them, or to decide their budgets;
+        else because each hands them out.
+    """
+    why, instead = (
+        "each prompt hands out these budgets once, when it is complete",
+        "another profile",
+    )
+    if decides:
+        why, instead = f"{option('hold')} decides once, when the prompt is complete", ""
+    if looks:
+        why = (
+            "a scorer of this profile looks at what comes right after the prompt, which says "
+            "nothing of what is decoded later"
+        )
+        instead = "another scorer"
+    instead = f"choose {instead}" if instead else "do not hold"
+    raise UnsupportedRequestError(f"{why}; leave out {option('decode_every')}, or {instead}")
 
 
 def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:

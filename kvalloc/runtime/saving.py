@@ -44,6 +44,12 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
             "this cache holds no complete prompt, so there is nothing to save; run the model with "
             "it first"
         )
+    if cache.awaited_tokens:
+        raise UnsupportedRequestError(
+            f"this cache holds its whole prompt until {cache.awaited_tokens} more tokens have "
+            "followed it, and the file would be that of a full cache; call cache.evict() before "
+            "cache.save(), or ask it something first"
+        )
     if cache.arrival.decode_every is not None:
         raise UnsupportedRequestError(
             "a cache that keeps its budget while decoding cannot be saved: the file has no place "

@@ -51,8 +51,10 @@ class Unfinished:
         The last queries of all rows (key None) or of each row.
     places : dict of Tensor of int32, each (n,)
         Columns of the tokens that those queries belong to.
+    following : Tensor or None, (batch, n_query_heads, n, head_dim)
+        Queries of tokens that followed a held prompt; which ones, `Followers` says.
     later : dict of Observed
-        What scorers noted of tokens after a held prompt, by their `later_key`: of all rows, and
+        What scorers noted while the prompt was repeated, by their `later_key`: of all rows, and
         with all columns of the prompt, padding included.
     """
 
@@ -60,6 +62,7 @@ class Unfinished:
     observed: dict[Part, Observed] = field(default_factory=dict)
     queries: dict[int | None, Tensor] = field(default_factory=dict)
     places: dict[int | None, Tensor] = field(default_factory=dict)
+    following: Tensor | None = None
     later: dict[Hashable, Observed] = field(default_factory=dict)
 
     def clear(self) -> None:
@@ -68,6 +71,7 @@ class Unfinished:
         self.observed.clear()
         self.queries.clear()
         self.places.clear()
+        self.following = None
         self.later.clear()
 
     def select(self, rows: Tensor) -> None:
@@ -89,6 +93,9 @@ class Unfinished:
             for place in (rows == row).nonzero()[:, 0].tolist() if row is not None else (None,):
                 places[place] = held
         self.observed, self.queries, self.places = observed, queries, places
+        if self.following is not None:
+            self.following = self.following[rows.to(self.following.device)]
+        self.later = {key: noted.rows(rows) for key, noted in self.later.items()}
 
     def observed_of(self, part: Part, n_kv_heads: int) -> Observed | None:
         """What was noted of a piece, if need be cut from the notes of a larger one."""
@@ -130,10 +137,8 @@ class Unfinished:
 
     def later_of(
         self, part: Part, columns: slice | Tensor, n_kv_heads: int
-    ) -> dict[Hashable, Observed] | None:
-        """What was noted after the prompt of a piece, cut to some columns; None for nothing."""
-        if not self.later:
-            return None
+    ) -> dict[Hashable, Observed]:
+        """What was noted of a piece while the prompt was repeated, cut to some columns."""
         found = {}
         for key, noted in self.later.items():
             own = part_of(noted, part, n_kv_heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from kvalloc.errors import UnsupportedRequestError, option
@@ -124,9 +124,9 @@ class Scorer(Parameterized, ABC):
 
     @property
     def later(self) -> Later | None:
-        """The pass over tokens after the prompt that `score` needs; None, as by default, for none.
+        """The tokens after the prompt that `score` looks at; None, as by default, for none.
 
-        Where it is not None, the cache holds the whole prompt until that pass has been made.
+        Where it is not None, the cache holds the whole prompt until they have been seen.
         """
         return None
 
@@ -136,7 +136,7 @@ class Scorer(Parameterized, ABC):
         return (self.name, *sorted(self.parameters().items()))
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """What to remember of a piece of the later pass, for `score`.
+        """What to remember of tokens after the prompt, or of a piece of its repetition.
 
         Only called where `later` is not None; `score` finds the last one returned under
         `later_key` in ``states.later``.
@@ -156,15 +156,17 @@ class Scorer(Parameterized, ABC):
         Observed
             Its columns are those of the prompt, (batch, n_kv_heads or n_query_heads, n_prompt).
         """
-        raise NotImplementedError(f"the scorer {self.name} asks for a later pass and sees none")
+        raise NotImplementedError(
+            f"the scorer {self.name} looks beyond the prompt and sees nothing"
+        )
 
     def later_notes(self, states: AttentionStates) -> Observed:
-        """What the scorer noted in its later pass over this prompt.
+        """What the scorer noted of the tokens after this prompt.
 
         Raises
         ------
         UnsupportedRequestError
-            If there was no such pass.
+            If there were none.
         """
         found = (states.later or {}).get(self.later_key)
         if found is None:
@@ -177,7 +179,7 @@ class Scorer(Parameterized, ABC):
         Raises
         ------
         UnsupportedRequestError
-            If it asks for a later pass.
+            If it looks at tokens after the prompt.
         """
         if self.later is not None:
             raise self._prompt_only()
@@ -189,3 +191,37 @@ class Scorer(Parameterized, ABC):
             f"({option('loss_policies')}), name it where a cache is made ({option('policy')}), or "
             "choose another scorer"
         )
+
+
+def awaited_tokens(scorers: Iterable[Scorer]) -> int:
+    """How many tokens have to follow a prompt before all of these scorers have seen theirs."""
+    asked = (scorer.later for scorer in scorers)
+    return max((one.tokens for one in asked if one and one.kind == "following"), default=0)
+
+
+def repetitions(scorers: Iterable[Scorer]) -> list[Later]:
+    """The repetitions that these scorers ask for, each once."""
+    asked = (scorer.later for scorer in scorers)
+    return list(dict.fromkeys(one for one in asked if one and one.kind == "repeat"))
+
+
+def following_notes(
+    scorers: Iterable[Scorer], states: AttentionStates, n_prompt: int, *, sinks: int
+) -> dict[Hashable, Observed]:
+    """What scorers note of the tokens that followed a prompt, by their `later_key`.
+
+    Parameters
+    ----------
+    scorers : iterable of Scorer
+        Those that look at nothing of the kind are left out.
+    states : AttentionStates
+        One layer: the queries of the tokens that vote, and all keys up to the last of them.
+    n_prompt, sinks : int
+        Entries of the prompt; first tokens of it that are never evicted.
+    """
+    step = LaterStep(n_prompt=n_prompt)
+    return {
+        scorer.later_key: scorer.observe_later(states, step, sinks=sinks)
+        for scorer in scorers
+        if scorer.later is not None and scorer.later.kind == "following"
+    }

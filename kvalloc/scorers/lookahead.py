@@ -1,4 +1,4 @@
-"""Lookahead: the queries of a short draft of the answer vote, beside those of the window."""
+"""Lookahead: the queries of the first tokens after the prompt vote, beside those of the window."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead(PooledScorer):
-    """Attention of the first tokens that the model itself would say, and of the prompt's last ones.
+    """Attention of the tokens that follow the prompt, and of the prompt's last ones.
 
-    After the prompt the model drafts `tokens` tokens greedily with the full cache. How much their
-    queries, and those of the last `votes` tokens of the prompt, attend to each entry is its
-    score. The draft is taken away again before entries are evicted.
+    The cache holds the prompt until `tokens` tokens have followed it: an answer, greedy or sampled,
+    a question, a turn of a chat. How much their queries, and those of the last `votes` tokens of
+    the prompt, attend to each entry is its score.
 
     Parameters
     ----------
     tokens : int
-        Length of the draft, tokens: as many forwards of one token. Its queries up to that of its
-        end-of-turn token vote. 0 drafts nothing, and the prompt is not held for it.
+        How many have to follow. Of more, such as a long question, the last `tokens` vote. 0 waits
+        for none, and the prompt is not held for it.
     window : int
         Last tokens of the prompt that are never evicted, tokens.
     votes : int
@@ -45,13 +45,13 @@ class Lookahead(PooledScorer):
     ----------
     Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query (Wang et al.,
     2025, arXiv 2505.20334): LAQ lets the queries of a draft vote, LAQ++ the window's, too. There
-    the draft is made with a cache that a window has already reduced; here with the full one,
-    which has to be held in any case.
+    the draft is made with a reduced cache and thrown away; here the tokens are those that follow,
+    from the full cache, and stay.
     """
 
     name = "lookahead"
-    summary = "attention of the window and of 8 tokens that the model drafts"
-    reference = "Lookahead Q-Cache (Wang et al., 2025); full cache while drafting"
+    summary = "attention of the window and of the first 8 tokens after the prompt"
+    reference = "Lookahead Q-Cache (Wang et al., 2025); the tokens that follow instead of a draft"
 
     tokens: Count = 8
     window: Positive = 8
@@ -74,30 +74,26 @@ class Lookahead(PooledScorer):
 
     @property
     def later(self) -> Later | None:
-        """The draft, if any."""
-        return Later(kind="draft", tokens=self.tokens) if self.tokens else None
+        """The tokens that follow, if any are waited for."""
+        return Later(kind="following", tokens=self.tokens) if self.tokens else None
 
     @property
     def later_key(self) -> Hashable:
-        """How long, and how the queries are reduced."""
+        """How many, and how the queries are reduced."""
         return (self.name, self.tokens, self.row_reduce)
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """The draft's votes, sums or maxima over its queries; see `Scorer.observe_later`."""
-        import torch
-
-        rows = min(self.tokens, int(states.queries.shape[2]))
-        weights = attention_rows(states, 0, rows)[..., : step.n_prompt]
-        batch = weights.shape[0]
-        counts = step.counts
-        if counts is None:
-            counts = torch.ones(batch, rows, dtype=torch.bool, device=weights.device)
-        counts = counts[:, :rows].to(weights.device).expand(batch, rows)
-        # weights are >= 0, so that a row of 0 takes nothing from a sum or a maximum
-        weights = weights * counts[:, None, None, :, None]
-        votes = weights.sum(dim=3) if self.row_reduce == "mean" else weights.amax(dim=3)
+        """Sums or maxima over the queries of the last tokens; see `Scorer.observe_later`."""
+        batch, n_heads, n_queries = states.queries.shape[:3]
+        rows = min(self.tokens, n_queries)
+        if rows:
+            weights = attention_rows(states, n_queries - rows, n_queries)[..., : step.n_prompt]
+            votes = weights.sum(dim=3) if self.row_reduce == "mean" else weights.amax(dim=3)
+            votes = votes.flatten(1, 2)
+        else:  # nothing has followed yet
+            votes = states.keys.new_zeros(batch, n_heads, step.n_prompt).float()
         return Observed(
-            n_tokens=rows, columns=votes.flatten(1, 2), totals={"rows": counts.sum(dim=1)}
+            n_tokens=rows, columns=votes, totals={"rows": votes.new_full((batch,), rows)}
         )
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:

@@ -28,7 +28,7 @@ from kvalloc.tuning.descent import (
 )
 
 _LEAST_SCORE = 1e-9
-_DRAFT = "lookahead:tokens=16:row_reduce=max:group_reduce=max:votes=0"
+_LOOKAHEAD = "lookahead:tokens=16:row_reduce=max:group_reduce=max:votes=0"
 
 
 class MixedScores(Moves):
@@ -39,7 +39,7 @@ class MixedScores(Moves):
     one lambda for the whole model that keeps as much as is wanted.
     See `kvalloc.tuning.descent.Moves`.
 
-    The first scorer by default is what a draft of the answer looks at; the others are the draft
+    The first scorer by default is what the tokens after the prompt look at; the others are these
     again, for passages; the prompt's last queries, for single entries and passages; its very last
     one; how far a key is from the others; and how late an entry stands.
 
@@ -49,9 +49,9 @@ class MixedScores(Moves):
     device : torch.device
     """
 
-    own_scorer: ClassVar[str] = f"{_DRAFT}:pool=1"
+    own_scorer: ClassVar[str] = f"{_LOOKAHEAD}:pool=1"
     other_scorers: ClassVar[tuple[str, ...]] = (
-        f"{_DRAFT}:pool=5",
+        f"{_LOOKAHEAD}:pool=5",
         "lookahead:tokens=0:votes=32:row_reduce=max:group_reduce=max:pool=1",
         "snapkv:pool=5",
         *("tova", "keydiff", "streaming"),

@@ -41,12 +41,12 @@ _AHEAD_TOKENS = 8
 class AttentionMatching(Score):
     """The best scores stay, with values and logit biases that match attention over all entries.
 
-    What later queries would have got from the whole prompt is known for two kinds of them: those
-    of a draft of the answer, and the prompt's last ones, put where the answer will begin (queries
-    in their own places look at their neighbours, which later ones do not have). Each KV head's
-    kept entries get the logit biases and values that reproduce it best, close to what they were:
-    see `match_attention`. Keys and the number of entries stay; a bias takes 4 bytes an
-    entry. The cache holds the prompt until it is complete.
+    What later queries get from the whole prompt is known for two kinds of them: those of the tokens
+    that follow it first, and the prompt's last ones, put where the answer begins (queries in their
+    own places look at their neighbours, which later ones do not have). Each KV head's kept entries
+    get the logit biases and values that reproduce it best, close to what they were: see
+    `match_attention`. Keys and the number of entries stay; a bias takes 4 bytes an entry. The cache
+    holds the prompt until it is complete and those tokens have followed.
 
     Parameters
     ----------
@@ -54,11 +54,10 @@ class AttentionMatching(Score):
         Picks the entries that stay.
     rows : int
         Last queries of the prompt, tokens; 0 for none.
-    draft : int
-        Tokens that the model drafts, as the scorer ``lookahead`` does; they share one pass. 0 for
-        none.
-    draft_weight : float
-        How much a query of the draft counts beside one of the prompt, above 0.
+    following : int
+        Tokens that are waited for, as the scorer ``lookahead`` does; 0 for none.
+    following_weight : float
+        How much a query of these counts beside one of the prompt, above 0.
     value_ridge, bias_ridge : float
         How close values and biases stay to what the entries have by themselves, above 0.
     biases : bool
@@ -67,13 +66,13 @@ class AttentionMatching(Score):
     Raises
     ------
     InputError
-        If a parameter is out of range, or there are neither rows nor a draft.
+        If a parameter is out of range, or there are neither rows nor following tokens.
 
     References
     ----------
     Fast KV Compaction via Attention Matching (Zweiger et al., 2026, arXiv 2602.16284). There the
     queries come from repeating the context or from questions about it; the ridges, and queries of
-    a draft and of the prompt's end, are ours.
+    the tokens that follow and of the prompt's end, are ours.
     """
 
     name = "attention_matching"
@@ -81,8 +80,8 @@ class AttentionMatching(Score):
     reference = "Attention Matching (Zweiger et al., 2026); our queries and ridges"
 
     rows: Count = 128
-    draft: Count = 16
-    draft_weight: Above0 = 10.0
+    following: Count = 16
+    following_weight: Above0 = 10.0
     value_ridge: Above0 = 0.01
     bias_ridge: Above0 = 0.3
     biases: bool = True
@@ -90,14 +89,14 @@ class AttentionMatching(Score):
     def __post_init__(self) -> None:
         """Check; see `Parameterized`."""
         super().__post_init__()
-        if not self.rows and not self.draft:
+        if not self.rows and not self.following:
             raise InputError(
-                f"policy {self.name}: rows and draft are both 0, so there is nothing to match"
+                f"policy {self.name}: rows and following are both 0, so there is nothing to match"
             )
 
     @property
-    def _drafted(self) -> tuple[DraftQueries, ...]:
-        return (DraftQueries(tokens=self.draft),) if self.draft else ()
+    def _waits(self) -> tuple[FollowingQueries, ...]:
+        return (FollowingQueries(tokens=self.following),) if self.following else ()
 
     @property
     def holds(self) -> bool:
@@ -105,8 +104,8 @@ class AttentionMatching(Score):
         return True
 
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
-        """The scorer's pass, and the draft whose queries are matched."""
-        return (*super().later_scorers(layer), *self._drafted)
+        """The scorer's own, and what notes the queries that are matched."""
+        return (*super().later_scorers(layer), *self._waits)
 
     def query_rows(self, n_tokens: int) -> int:
         """The scorer's, and those that are matched."""
@@ -153,26 +152,26 @@ class AttentionMatching(Score):
             moved = _moved_behind(states, min(self.rows, int(states.queries.shape[2])))
             queries.append(moved)
             counts.append(torch.ones(moved.shape[:3], device=moved.device))
-        for drafted_by in self._drafted:
-            noted = drafted_by.later_notes(states).totals
-            drafted = noted["queries"].to(states.keys.device)
-            queries.append(drafted.float())
-            counts.append(noted["counts"].to(states.keys.device).float() * self.draft_weight)
+        for waits in self._waits:
+            noted = waits.later_notes(states).totals["queries"].to(states.keys.device)
+            queries.append(noted.float())
+            weights = torch.full(noted.shape[:3], self.following_weight, device=noted.device)
+            counts.append(weights)
         return torch.cat(queries, dim=2), torch.cat(counts, dim=2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftQueries(Scorer):
-    """Notes the queries of a draft, and scores nothing: a policy's part of the pass.
+class FollowingQueries(Scorer):
+    """Notes the queries of the tokens that follow, and scores nothing: a policy's part of waiting.
 
     Parameters
     ----------
     tokens : int
-        Length of the draft.
+        How many have to follow.
     """
 
-    name = "draft_queries"
-    summary = "the queries of a draft"
+    name = "following_queries"
+    summary = "the queries of the tokens that follow"
     reference = "ours"
 
     tokens: Count
@@ -180,22 +179,18 @@ class DraftQueries(Scorer):
 
     @property
     def later(self) -> Later:
-        """The draft."""
-        return Later(kind="draft", tokens=self.tokens)
+        """Those tokens."""
+        return Later(kind="following", tokens=self.tokens)
 
     @property
     def later_key(self) -> Hashable:
-        """How long it is."""
+        """How many they are."""
         return (self.name, self.tokens)
 
     def observe_later(self, states: AttentionStates, step: LaterStep, *, sinks: int) -> Observed:
-        """Queries (batch, n_query_heads, n, head_dim), and 0 for those after the draft's end."""
-        rows = min(self.tokens, int(states.queries.shape[2]))
-        queries = states.queries[:, :, :rows].clone()
-        counts = torch.ones(queries.shape[:3], dtype=torch.bool, device=queries.device)
-        if step.counts is not None:
-            counts &= step.counts[:, None, :rows].to(counts.device)
-        return Observed(n_tokens=rows, totals={"queries": queries, "counts": counts})
+        """The last queries, (batch, n_query_heads, n, head_dim)."""
+        queries = states.queries[:, :, -self.tokens :]
+        return Observed(n_tokens=int(queries.shape[2]), totals={"queries": queries})
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Nothing."""
@@ -204,7 +199,7 @@ class DraftQueries(Scorer):
 
 def _moved_behind(states: AttentionStates, rows: int) -> Tensor:
     """The prompt's last queries, all turned to one position behind its end."""
-    instead = "match the queries of a draft alone (rows=0)"
+    instead = "match the queries of what follows alone (rows=0)"
     who = "the policy attention_matching"
     frequencies = known_frequencies(states.frequencies, who=who, instead=instead)
     last = states.queries[:, :, states.queries.shape[2] - rows :].float()

@@ -155,8 +155,7 @@ def test_profiles_hold_them_and_budgets_come_of_them(tmp_path, method):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_scorers_that_look_beyond_the_prompt_see_the_models_own_draft(kind):
-    """Also where the loss is measured on an answer that the model would not give."""
+def test_scorers_that_look_beyond_the_prompt_see_what_the_loss_is_measured_on(kind):
     model = tiny_model(kind)
     model.generation_config.eos_token_id = None
     ids = torch.randint(2, VOCABULARY, (50,), generator=torch.Generator().manual_seed(3))
@@ -183,6 +182,8 @@ def test_scorers_that_look_beyond_the_prompt_see_the_models_own_draft(kind):
         cache = reduced.cache(model)
         with torch.no_grad():
             model(input_ids=ids[None], past_key_values=cache)
+            model(input_ids=probe.continuation_ids[None], past_key_values=cache)
+        cache.evict()
         for layer in shape.full_layers:
             wanted = torch.full((1, shape.n_kv_heads), 20)
             kept = policy_of(policy).keep(probe.prompt_states[layer], wanted, sinks=2, window=4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prompt_runs import chunked_copied_and_loaded, padded_rows, policy, run
+from prompt_runs import chunked_copied_and_loaded, padded_rows, policy, read, run
 from scorer_oracle import make_states
 from transformers import DynamicCache
 
@@ -29,8 +29,8 @@ from kvalloc.runtime.policies.attention_matching import (
 Array = npt.NDArray[np.float64]
 CONTEXT = 90
 AHEAD_TOKENS = 8
-ROWS, DRAFT, DRAFT_WEIGHT, VALUE_RIDGE, BIAS_RIDGE = 12, 3, 5.0, 0.02, 0.4
-PARAMETERS = {"rows": ROWS, "draft": DRAFT, "draft_weight": DRAFT_WEIGHT}
+ROWS, AWAITED, WEIGHT, VALUE_RIDGE, BIAS_RIDGE = 12, 3, 5.0, 0.02, 0.4
+PARAMETERS = {"rows": ROWS, "following": AWAITED, "following_weight": WEIGHT}
 PARAMETERS |= {"value_ridge": VALUE_RIDGE, "bias_ridge": BIAS_RIDGE}
 
 
@@ -160,12 +160,12 @@ def test_queries_that_see_nothing_of_what_is_kept_change_nothing() -> None:
 # As a policy
 
 
-def test_without_rotation_only_a_draft_can_be_matched() -> None:
+def test_without_rotation_only_what_follows_can_be_matched() -> None:
     states = make_states()
     kept = torch.zeros(states.keys.shape[:3], dtype=torch.bool)
     kept[..., :9] = True
     with pytest.raises(UnsupportedModelError, match="rows=0"):
-        policy("attention_matching", draft=0).combine(states, kept, sinks=2, window=4)
+        policy("attention_matching", following=0).combine(states, kept, sinks=2, window=4)
 
 
 # In a cache
@@ -200,8 +200,8 @@ def expected_of(
     model: Any, ids: torch.Tensor, kept: dict[int, torch.Tensor], *, biases: bool = True
 ) -> dict[int, list[tuple[Array, Array]]]:
     """For each layer, values and biases of each KV head's kept entries, from plain forwards."""
-    drafted = model.generate(ids, max_new_tokens=DRAFT, do_sample=False, eos_token_id=None)
-    states = seen_by(model, drafted)
+    followed = model.generate(ids, max_new_tokens=AWAITED, do_sample=False, eos_token_id=None)
+    states = seen_by(model, followed)
     found: dict[int, list[tuple[Array, Array]]] = {}
     for layer, places in kept.items():
         own = states[layer]
@@ -210,8 +210,8 @@ def expected_of(
         last = queries[:, n_tokens - ROWS : n_tokens]
         ahead = [n_tokens - 1 + AHEAD_TOKENS - p for p in range(n_tokens - ROWS, n_tokens)]
         moved = turned(last, ahead, own.frequencies.double().numpy())
-        references = np.concatenate([moved, queries[:, n_tokens : n_tokens + DRAFT]], axis=1)
-        counts = np.array([1.0] * ROWS + [DRAFT_WEIGHT] * DRAFT)
+        references = np.concatenate([moved, queries[:, n_tokens : n_tokens + AWAITED]], axis=1)
+        counts = np.array([1.0] * ROWS + [WEIGHT] * AWAITED)
         group = len(queries) // places.shape[1]
         found[layer] = []
         for head in range(places.shape[1]):
@@ -228,13 +228,13 @@ def expected_of(
 
 
 def stored_of(cache: Any, layer: int, head: int, row: int = 0) -> tuple[torch.Tensor, Any]:
-    """Values and biases of one head."""
+    """Values and biases of one head's kept entries."""
     stored = cache.layers[layer]
     if stored.entries is not None:
         _, values, _, bias, _ = stored.entries.piece(row, head)
         return values, bias
     bias = None if stored.logit_bias is None else stored.logit_bias[row, head]
-    return stored.values[row, head], bias
+    return stored.values[row, head, : stored.kept_indices.shape[-1]], bias
 
 
 @pytest.mark.parametrize("biases", [True, False])
@@ -247,7 +247,7 @@ def test_the_cache_stores_what_plain_forwards_say(
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     profile = matching(tiny.by_head(profile) if level == "head" else profile, biases=biases)
     cache = profile.cache(model)
-    run(model, ids, cache)
+    read(model, ids, cache)
     kept = tiny.kept_of(cache)
     changed = 0.0
     plain = seen_by(model, ids)
@@ -273,9 +273,10 @@ def test_it_answers_as_over_the_entries_it_stores(
     for profile in (own, tiny.by_head(own)):
         cache, shadow = matching(profile).cache(model), tiny.Shadow(model)
         assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
-        shadow.follow(cache)
-        shadow.take_combined(cache)
-        for tokens in (1, 5, 1):
+        for tokens in (AWAITED, 1, 5, 1):
+            if not cache.awaited_tokens:
+                shadow.follow(cache)
+                shadow.take_combined(cache)
             question = tiny.prompt(tokens, 2, seed=tokens)
             assert tiny.worst(run(model, question, cache), shadow.logits(question)) < 1e-4
 
@@ -283,14 +284,16 @@ def test_it_answers_as_over_the_entries_it_stores(
 def test_it_is_nearer_to_the_full_cache_than_dropping_is(tiny: ModuleType) -> None:
     model, ids = tiny.tiny_model(initializer_range=0.08), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.25)
-    following = model.generate(ids, max_new_tokens=6, do_sample=False)[:, CONTEXT:]
+    following = model.generate(ids, max_new_tokens=AWAITED + 6, do_sample=False)[:, CONTEXT:]
+    first, after = following[:, :AWAITED], following[:, AWAITED:]
     with torch.no_grad():
-        wanted = model(torch.cat([ids, following], dim=1)).logits[:, CONTEXT:].log_softmax(dim=-1)
+        wanted = model(torch.cat([ids, following], dim=1)).logits[:, -6:].log_softmax(dim=-1)
     losses = []
     for own in (profile, matching(profile)):
         cache = own.cache(model)
         run(model, ids, cache)
-        found = run(model, following, cache).log_softmax(dim=-1)
+        run(model, first, cache)
+        found = run(model, after, cache).log_softmax(dim=-1)
         losses.append(float((wanted.exp() * (wanted - found)).sum(dim=-1).mean()))
     assert losses[1] < losses[0] / 2
 
@@ -302,10 +305,10 @@ def test_each_row_is_matched_as_if_it_were_alone(tiny: ModuleType, side: str) ->
     rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
     ids, mask, positions = padded_rows(rows, side)
     cache: Any = profile.cache(model)
-    run(model, ids, cache, mask, position_ids=positions)
+    read(model, ids, cache, mask, position_ids=positions)
     for row, own in enumerate(rows):
         alone = profile.cache(model)
-        run(model, own, alone)
+        read(model, own, alone)
         for layer, head in np.ndindex(tiny.N_LAYERS, 2):
             found = stored_of(cache, layer, head, row)
             assert found[1] is not None
@@ -327,15 +330,15 @@ def test_a_mixture_of_scorers_is_matched_too(tiny: ModuleType) -> None:
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4, parameters={"pool": 1}))
     other = Policy(
         scorer="lookahead",
-        scorer_parameters={"window": tiny.WINDOW, "tokens": 5, "votes": 0},
+        scorer_parameters={"window": tiny.WINDOW, "tokens": AWAITED, "votes": 0},
         sinks=tiny.SINKS,
         window=tiny.WINDOW,
     )
     weights = np.random.default_rng(3).uniform(0.1, 2.0, (*profile.budgets.shape, 2))
     mixed = profile.replace(other_policies=(other,), unit_weights=weights, by_prompt=True)
     plain, cache = mixed.cache(model), matching(mixed).cache(model)
-    run(model, ids, plain)
-    run(model, ids, cache)
+    read(model, ids, plain)
+    read(model, ids, cache)
     kept = tiny.kept_of(cache)
     for layer, places in tiny.kept_of(plain).items():
         assert torch.equal(places, kept[layer])

@@ -57,7 +57,7 @@ def check_refused(tiny: ModuleType, model: Any, cache: Any, path: Path, reason: 
 
 def check_as_new(tiny: ModuleType, model: Any, cache: Any, kind: str) -> None:
     """A whole prompt leaves in it what it leaves in a new cache."""
-    ids, question = tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
+    ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
     new = cache_of(tiny, model, kind)
     for one in (cache, new):
         with one.prefill():
@@ -127,7 +127,7 @@ def test_a_prompt_begins_anew_within_prefill(tiny: ModuleType, kind: str) -> Non
     """Too large a chunk, and then smaller ones: all of them are the prompt."""
     model = tiny.tiny_model()
     cache, new = cache_of(tiny, model, kind), cache_of(tiny, model, kind)
-    ids, question = tiny.prompt(CONTEXT), tiny.prompt(3, seed=1)
+    ids, question = tiny.prompt(CONTEXT), tiny.prompt(8, seed=1)
     with cache.prefill():
         run(model, ids[:, : CONTEXT - 1], cache)
         cache.reset()
@@ -137,8 +137,8 @@ def test_a_prompt_begins_anew_within_prefill(tiny: ModuleType, kind: str) -> Non
     with new.prefill():
         for chunk in ids.split(CHUNK, dim=1):
             run(model, chunk, new)
-    assert cache.retained_bytes == new.retained_bytes < new.full_bytes
     assert torch.equal(run(model, question, cache), run(model, question, new))
+    assert cache.retained_bytes == new.retained_bytes < new.full_bytes
 
 
 def test_an_announced_prompt_is_incomplete_until_its_last_chunk(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvalloc.errors import InputError
-from kvalloc.runtime import later, make_cache
+from kvalloc.runtime import make_cache, repetition
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, Later
 
 CONTEXT = 90
@@ -31,7 +31,7 @@ def run(model: Any, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tenso
 @pytest.mark.parametrize(
     ("later", "tokens", "wanted"),
     [
-        (Later(kind="draft", tokens=8), 90, 1),
+        (Later(kind="following", tokens=8), 90, 0),
         (Later(kind="repeat", tokens=100, instruction=(1, 2)), 90, 92),
         (Later(kind="repeat", tokens=40, instruction=(1, 2)), 60, 42),
         (Later(kind="repeat", tokens=40, instruction=(1, 2)), 90, 48),
@@ -48,20 +48,20 @@ def test_how_far_a_pass_goes_is_how_far_it_runs(
 ) -> None:
     """Against the tokens that the repetition's forwards really have."""
     model, found = tiny.tiny_model(), list[int]()
-    original = later.HeldPrompt.run
+    original = repetition.HeldPrompt.run
 
     def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
         found.append(int(tokens.shape[1]))
         return original(self, cache, tokens, *more)
 
-    monkeypatch.setattr(later.HeldPrompt, "run", counted)
+    monkeypatch.setattr(repetition.HeldPrompt, "run", counted)
     for tokens in (60, 70, 74, 75, 83, CONTEXT):
         for instruction in ("", "7+8+9", "+".join("7" * 30)):
             found.clear()
             options = {**CHUNK, "instruction": instruction}
             cache = profile_of(tiny, model, "reconstruction", options).cache(model)
             run(model, tiny.prompt(tokens), cache)
-            (scorer,) = cache._holding.wanted[0]
+            (scorer,) = cache._prompt.plan.wanted[0]
             assert scorer.later.furthest(tokens) == max(found)
 
 
@@ -136,55 +136,21 @@ def test_nothing_is_refused_where_nothing_has_to_go(tiny: ModuleType) -> None:
         assert not cache.reduced
 
 
-def test_a_draft_is_cut_where_the_model_ends(tiny: ModuleType) -> None:
-    """It keeps what a draft of that length would keep; with no room at all it is refused."""
-    ids = tiny.prompt(CONTEXT)
-    for room in (1, 3):
-        model = with_limit(tiny, CONTEXT + room)
-        cut = profile_of(tiny, model, "lookahead", {"tokens": 8}).cache(model)
-        run(model, ids, cut)
-        short = profile_of(tiny, model, "lookahead", {"tokens": room}).cache(model)
-        run(model, ids, short)
-        long = with_limit(tiny, 1024)
-        whole = profile_of(tiny, long, "lookahead", {"tokens": 8}).cache(long)
-        run(long, ids, whole)
-        assert tiny.same_kept(cut, short)
-        assert not tiny.same_kept(cut, whole)
+def test_a_prompt_beyond_the_limit_cannot_wait_for_tokens(tiny: ModuleType) -> None:
+    """One that fills it can: nothing follows, and nothing is evicted."""
     model = with_limit(tiny, CONTEXT)
-    cache = profile_of(tiny, model, "lookahead", {"tokens": 8}).cache(model)
-    with pytest.raises(InputError, match="90 tokens leave no room for them in the 90"):
-        run(model, ids, cache)
-    assert cache.get_seq_length() == 0
-
-
-def test_a_row_whose_draft_is_cut_does_not_shorten_its_neighbours(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, asked = with_limit(tiny, CONTEXT + 2), list[int]()
     profile = profile_of(tiny, model, "lookahead", {"tokens": 8})
-    ids = tiny.prompt(CONTEXT, 2)
-    mask = (torch.arange(CONTEXT) >= CONTEXT - torch.tensor([[CONTEXT], [60]])).long()
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    decoder = model.get_decoder()
-    watch = decoder.register_forward_pre_hook(
-        lambda module, inputs, named: asked.append(int(named["position_ids"].max())),
-        with_kwargs=True,
-    )
     cache = profile.cache(model)
-    run(model, ids, cache, attention_mask=mask, position_ids=positions)
-    watch.remove()
-    assert len(asked) == 1 + 8
-    assert max(asked) == CONTEXT + 1  # no position beyond the last one that the model has
-    for row, first in ((0, 0), (1, 30)):
-        alone = profile.cache(model)
-        run(model, ids[row : row + 1, first:], alone)
-        for layer in range(tiny.N_LAYERS):
-            for head in range(2):
-                kept = cache.kept_indices(layer)[row, head]
-                wanted = alone.kept_indices(layer)[0, head]
-                assert [int(p) - first for p in kept if p >= 0] == [
-                    int(p) for p in wanted if p >= 0
-                ]
+    run(model, tiny.prompt(CONTEXT), cache)
+    assert cache.awaited_tokens == 8
+    cache = profile.cache(model)
+    said = "until 8 tokens have followed it, but its 91 tokens are more than the 90 that the model"
+    with pytest.raises(InputError, match=said):
+        run(model, tiny.prompt(CONTEXT + 1), cache)
+    assert cache.get_seq_length() == 0
+    chunked = make_cache(profile, model, prompt_tokens=CONTEXT + 1)
+    with pytest.raises(InputError, match=said):
+        run(model, tiny.prompt(20), chunked)
 
 
 def test_a_scorer_that_decides_budgets_is_checked_as_well(tiny: ModuleType) -> None:

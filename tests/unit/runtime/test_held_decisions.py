@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from prompt_runs import CONTEXT, SINKS, TARGET, generate, run
+from prompt_runs import CONTEXT, SINKS, TARGET, generate, read, run
 
 import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
@@ -82,10 +82,10 @@ def test_padded_rows_of_a_held_prompt_are_decided_as_if_alone(
         mask[row, slice(0, pads) if side == "left" else slice(CONTEXT - pads, CONTEXT)] = 0
     target = PromptTarget.parse(target_retention=0.8, hold=True, scorer=scorer, **TARGET)
     cache = make_prompt_cache(model, target)
-    run(model, ids, cache, mask)
+    read(model, ids, cache, mask)
     for row in range(3):
         alone = make_prompt_cache(model, target)
-        run(model, ids[row : row + 1, mask[row].bool()], alone)
+        read(model, ids[row : row + 1, mask[row].bool()], alone)
         assert (cache.row_profiles[row].budgets == alone.profile.budgets).all()
         assert (cache.kept_tokens_by_row[row] == alone.kept_tokens).all()
     assert cache.retained_bytes < cache.full_bytes

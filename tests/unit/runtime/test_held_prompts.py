@@ -12,15 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from prompt_runs import run
+from prompt_runs import follow, read, run
 from scorer_oracle import full_attention
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, intercept_attention
-from kvalloc.runtime import later, make_cache
+from kvalloc.runtime import make_cache, repetition
 from kvalloc.runtime.policies import changed_policy
+from kvalloc.runtime.prompt import State
 from kvalloc.scorers import get_scorer
 
 CONTEXT = 90
@@ -68,12 +69,12 @@ def pooled(votes: Array, sinks: int, window: int, pool: int, reduce: str) -> Arr
 
 
 def lookahead_scores(tiny: ModuleType, model: Any, ids: torch.Tensor, layer: int) -> Array:
-    """Draft by `generate`, everything in one forward, the whole attention matrix."""
+    """The answer by `generate`, everything in one forward, the whole attention matrix."""
     out = model.generate(ids, max_new_tokens=5, do_sample=False)
     states = seen(model, out)[layer]
     weights = full_attention(states)[0]
     rows = np.r_[CONTEXT - tiny.WINDOW : CONTEXT, CONTEXT : CONTEXT + 5]
-    # the window's rows see no draft, and the draft's rows see the prompt and the draft before
+    # the window's rows see no answer, and the answer's rows see the prompt and what is before
     votes = weights[:, rows, :CONTEXT].mean(axis=1)
     return pooled(votes, tiny.SINKS, tiny.WINDOW, 3, "mean")
 
@@ -108,7 +109,7 @@ def test_the_scores_are_those_of_plain_forwards(tiny: ModuleType, name: str, fam
     ids = tiny.prompt(CONTEXT)
     profile = profile_of(tiny, model, name)
     cache = profile.cache(model)
-    run(model, ids, cache)
+    read(model, ids, cache)
     naive = {"lookahead": lookahead_scores, "reconstruction": reconstruction_scores}[name]
     for layer in profile.shape.full_layers:
         scores = naive(tiny, model, ids, layer)
@@ -120,12 +121,11 @@ def test_the_scores_are_those_of_plain_forwards(tiny: ModuleType, name: str, fam
             assert sorted(wanted) == [int(place) for place in kept if place >= 0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_of_the_pass_stays(tiny: ModuleType, name: str) -> None:
-    """Bytes, columns, sliding layers and the prompt's own logits are as without a pass."""
+def test_nothing_of_a_repetition_stays(tiny: ModuleType) -> None:
+    """Bytes, columns, sliding layers and the prompt's own logits are as without one."""
     for family in ("llama", "gemma3"):
         model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT, 2)
-        profile = profile_of(tiny, model, name)
+        profile = profile_of(tiny, model, "reconstruction")
         cache, plain = profile.cache(model), DynamicCache(config=model.config)
         assert torch.equal(run(model, ids, cache), run(model, ids, plain))
         assert cache.get_seq_length() == CONTEXT
@@ -145,16 +145,18 @@ def test_what_is_kept_does_not_depend_on_the_arrival(tiny: ModuleType, name: str
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
     profile = profile_of(tiny, model, name)
     whole = profile.cache(model)
-    run(model, ids, whole)
+    read(model, ids, whole)
     announced, opened = make_cache(profile, model, prompt_tokens=CONTEXT), profile.cache(model)
     for part in ids.split(25, dim=1):
-        run(model, part, announced)
+        logits = run(model, part, announced)
+    follow(model, announced, logits)
     with opened.prefill():
         for part in ids.split(7, dim=1):
-            run(model, part, opened)
+            logits = run(model, part, opened)
             assert opened.kept_tokens.max() == opened.get_seq_length()  # held whole
+    follow(model, opened, logits)
     generated = profile.cache(model)
-    model.generate(ids, past_key_values=generated, max_new_tokens=3, do_sample=False)
+    model.generate(ids, past_key_values=generated, max_new_tokens=8, do_sample=False)
     assert tiny.same_kept(whole, announced, opened, generated)
 
 
@@ -171,48 +173,23 @@ def test_a_padded_row_keeps_what_it_would_keep_alone(
     profile = profile_of(tiny, model, name)
     places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
     cache, chunked = profile.cache(model), make_cache(profile, model, prompt_tokens=CONTEXT)
-    run(model, ids, cache, mask, **places)
+    read(model, ids, cache, mask, **places)
+    last: list[Any] = []  # of each row, what its last token says
     for first in range(0, CONTEXT, 30):
         own = {key: value[:, first : first + 30] for key, value in places.items()}
         part = ids[:, first : first + 30]
-        run(model, part, chunked, mask[:, : first + 30], **own)
+        last.append(run(model, part, chunked, mask[:, : first + 30], **own))
+    follow(model, chunked, torch.cat(last, dim=1), mask, places.get("position_ids"))
     for row, length in enumerate(lengths):
         first = CONTEXT - length if side == "left" else 0
         alone = profile.cache(model)
-        run(model, ids[row : row + 1, first : first + length], alone)
+        read(model, ids[row : row + 1, first : first + length], alone)
         for layer in range(tiny.N_LAYERS):
             for head in range(2):
                 wanted = [int(p) for p in alone.kept_indices(layer)[0, head] if p >= 0]
                 for each in (cache, chunked):
                     kept = each.kept_indices(layer)[row, head]
                     assert [int(p) - first for p in kept if p >= 0] == wanted
-
-
-def test_what_comes_after_the_end_of_a_draft_has_no_say(tiny: ModuleType) -> None:
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, CONTEXT:].tolist()
-    end = out[2]
-    length = out.index(end) + 1
-    model.generation_config.eos_token_id = [end]
-    ended = profile_of(tiny, model, "lookahead", tokens=6).cache(model)
-    run(model, ids, ended)
-    model.generation_config.eos_token_id = None
-    short = profile_of(tiny, model, "lookahead", tokens=length).cache(model)
-    run(model, ids, short)
-    assert tiny.same_kept(ended, short)
-
-
-def test_beams_keep_the_same_entries(tiny: ModuleType) -> None:
-    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    for name in NAMES:
-        profile = profile_of(tiny, model, name)
-        alone, beams = profile.cache(model), profile.cache(model)
-        run(model, ids, alone)
-        model.generate(ids, past_key_values=beams, max_new_tokens=4, num_beams=3, do_sample=False)
-        for layer in range(tiny.N_LAYERS):
-            for row in range(3):
-                wanted = alone.kept_indices(layer)[0]
-                assert torch.equal(beams.kept_indices(layer)[row], wanted)
 
 
 @pytest.mark.parametrize("level", ["layer", "head"])
@@ -233,21 +210,23 @@ def test_heads_mix_such_scorers_with_others_and_share_passes(
         table[:] = table[:, :1]
     mixed = profile.replace(other_policies=others, unit_policies=table)
     forwards: list[int] = []
-    original = later.HeldPrompt.run
+    original = repetition.HeldPrompt.run
 
     def counted(self: Any, cache: Any, tokens: torch.Tensor, *more: Any) -> torch.Tensor:
         forwards.append(int(tokens.shape[1]))
         return original(self, cache, tokens, *more)
 
-    monkeypatch.setattr(later.HeldPrompt, "run", counted)
+    monkeypatch.setattr(repetition.HeldPrompt, "run", counted)
     cache = mixed.cache(model)
-    run(model, ids, cache)
-    # one draft of six tokens, one repetition in three pieces of which two lead over
-    assert sorted(forwards) == sorted([1] * 6 + [37, 8 + 37, 8 + CONTEXT - 74])
+    followed = follow(model, cache, run(model, ids, cache))
+    # six tokens that followed, one repetition in three pieces of which two lead over
+    assert followed.shape[1] == 6
+    assert sorted(forwards) == sorted([37, 8 + 37, 8 + CONTEXT - 74])
     for layer, head in np.ndindex(*table.shape):
         policy = mixed.policies[table[layer, head]]
         own = mixed.replace(policy=policy, other_policies=(), unit_policies=None).cache(model)
         run(model, ids, own)
+        run(model, followed, own)
         assert torch.equal(cache.kept_indices(layer)[0, head], own.kept_indices(layer)[0, head])
 
 
@@ -259,53 +238,60 @@ def test_copies_files_and_new_prompts(tiny: ModuleType, name: str, tmp_path: Pat
     with cache.prefill():
         run(model, ids[:, :50], cache)
         half = copy.deepcopy(cache)
-        run(model, ids[:, 50:], cache)
+        logits = run(model, ids[:, 50:], cache)
+    follow(model, cache, logits)
     cache.save(tmp_path / "c.safetensors")
     again = kvalloc.load_cache(tmp_path / "c.safetensors", model)
     question = tiny.prompt(5, seed=5)
     assert torch.equal(run(model, question, again), run(model, question, copy.deepcopy(cache)))
     again.reset()
-    run(model, ids, again)
+    read(model, ids, again)
     assert tiny.same_kept(again, cache)
     assert half.kept_tokens.max() == 50
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_where_nothing_has_to_go_there_is_no_pass(
+def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(
     tiny: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvalloc.runtime.holding.run_later_passes", None)
+    monkeypatch.setattr("kvalloc.runtime.prompt.repeat_prompt", None)
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 1.0, scorer=name)
     cache, plain = profile.cache(model), DynamicCache(config=model.config)
     for tokens in (ids, tiny.prompt(3, seed=2)):
         assert torch.equal(run(model, tokens, cache), run(model, tokens, plain))
+        assert not cache.awaited_tokens
 
 
-def test_a_pass_that_fails_leaves_a_cache_that_says_so(
+def test_an_eviction_that_fails_leaves_a_cache_that_says_so(
     tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    cache = profile_of(tiny, model, "lookahead").cache(model)
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **more: Any) -> None:
         raise MemoryError("no more")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(later.HeldPrompt, "run", fail)
-        with pytest.raises(MemoryError, match="no more"):
-            run(model, ids, cache)
-    with pytest.raises(UnsupportedRequestError, match=r"failed half-way.*cache\.reset"):
-        run(model, tiny.prompt(1), cache)
-    cache.reset()
-    run(model, ids, cache)
-    assert cache.reduced
-    opened = profile_of(tiny, model, "lookahead").cache(model)
-    with pytest.raises(KeyboardInterrupt), opened.prefill():
-        run(model, ids, opened)
-        raise KeyboardInterrupt
-    with pytest.raises(UnsupportedRequestError, match=r"after 90 tokens.*cache\.reset"):
-        run(model, tiny.prompt(1), opened)
+    for name, patched in (
+        ("reconstruction", "repetition.HeldPrompt.run"),
+        ("lookahead", "late.LateEviction.evict"),
+    ):
+        cache = profile_of(tiny, model, name).cache(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"kvalloc.runtime.{patched}", fail)
+            with pytest.raises(MemoryError, match="no more"):
+                read(model, ids, cache)
+        assert cache.state is State.INTERRUPTED
+        with pytest.raises(UnsupportedRequestError, match=r"failed half-way.*cache\.reset"):
+            run(model, tiny.prompt(1), cache)
+        cache.reset()
+        read(model, ids, cache)
+        assert cache.reduced
+        opened = profile_of(tiny, model, name).cache(model)
+        with pytest.raises(KeyboardInterrupt), opened.prefill():
+            run(model, ids, opened)
+            raise KeyboardInterrupt
+        with pytest.raises(UnsupportedRequestError, match=r"after 90 tokens.*cache\.reset"):
+            run(model, tiny.prompt(1), opened)
 
 
 def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
@@ -317,14 +303,8 @@ def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
     repeating = profile_of(tiny, model, "reconstruction").cache(model)
     with pytest.raises(UnsupportedRequestError, match="came as inputs_embeds"):
         model(inputs_embeds=embedded, past_key_values=repeating)
-    drafting = profile_of(tiny, model, "lookahead")
-    cache = drafting.cache(model)
-    with torch.no_grad():
-        model(inputs_embeds=embedded, past_key_values=cache)
-    assert cache.reduced
-    with pytest.raises(UnsupportedModelError, match="with its language-model head"):
-        drafting.cache(model.get_decoder())
-    profile_of(tiny, model, "reconstruction").cache(model.get_decoder())
+    for name in NAMES:
+        profile_of(tiny, model, name).cache(model.get_decoder())
     with pytest.raises(InputError, match=r"expected token ids such as '198\+198\+52'"):
         get_scorer("reconstruction", instruction="Repeat")
     with pytest.raises(InputError, match="votes is 0"):

@@ -1,10 +1,10 @@
-"""A prompt that is held whole, and the model that runs on beyond it for scorers to see."""
+"""A held prompt that the model reads once more, for scorers to see what it looks up."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,22 +12,14 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
 from kvalloc.models.structure import context_limit
-from kvalloc.runtime.attention.backends import attend
-from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.kept import FlatEntries
 from kvalloc.scorers import Scorer
-from kvalloc.scorers.later_pass import (
-    CARRIED_TOKENS,
-    SMALLEST_CHUNK,
-    Later,
-    LaterStep,
-    merged_passes,
-)
+from kvalloc.scorers.base import repetitions
+from kvalloc.scorers.later_pass import CARRIED_TOKENS, SMALLEST_CHUNK, Later, LaterStep
 
-__all__ = ["HeldPrompt", "LaterNotes", "Wanted", "run_later_passes"]
+__all__ = ["HeldPrompt", "LaterNotes", "Wanted", "check_context", "check_repeat", "repeat_prompt"]
 
 
 class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -37,9 +29,6 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     ----------
     keys, values : Tensor, (n_rows, n_kv_heads, n_later, head_dim)
         Of the later tokens alone.
-    apart : bool
-        Whether `update` returns the later tokens alone: to put them behind the others means to
-        copy all that is held, for each token of a draft.
     """
 
     keys: Any  # transformers calls them optional
@@ -48,7 +37,6 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, keys: Tensor, values: Tensor, rows: Sequence[int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._held, self._rows = (keys, values), rows
-        self.apart = False
         self.lazy_initialization(keys, values)
 
     @property
@@ -63,18 +51,13 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         index = torch.tensor(self._rows, device=keys.device)
         return keys.index_select(0, index), values.index_select(0, index)
 
-    def joined(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of prompt and later tokens."""
-        held, later = self.held, (self.keys, self.values)
-        keys, values = (torch.cat(pair, dim=-2) for pair in zip(held, later, strict=True))
-        return keys, values
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add later tokens; returns all keys and values, or the later ones."""
-        later: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
-        return later if self.apart else self.joined()
+        """Add later tokens; returns all keys and values."""
+        later = super().update(key_states, value_states, *args, **kwargs)
+        keys, values = (torch.cat(pair, dim=-2) for pair in zip(self.held, later, strict=True))
+        return keys, values
 
     def get_seq_length(self) -> int:
         """Tokens of the prompt, padding included, and later ones."""
@@ -101,10 +84,6 @@ class HeldPrompt:
     ----------
     decoder : nn.Module
         The model without its language-model head.
-    head : nn.Module or None
-        The head; None where nothing is to be drafted.
-    ends : frozenset of int
-        Tokens that end the model's turn.
     stored : mapping of int to (Tensor, Tensor)
         Keys and values of each full-attention layer, (batch, n_kv_heads, n_prompt, head_dim).
     sliding : mapping of int to CacheLayerMixin
@@ -115,8 +94,6 @@ class HeldPrompt:
         False marks padding; None where there is none.
     next_positions : Tensor of int64, (batch,)
         Position of the token after each row.
-    first_tokens : Tensor of int64 or None, (batch,)
-        What the model would say next; None where nothing is to be drafted.
     ids : Tensor of int64 or None, (batch, n_prompt)
         The prompt; None where it came as embeddings.
     rows : tuple of int, or None
@@ -124,14 +101,11 @@ class HeldPrompt:
     """
 
     decoder: nn.Module
-    head: nn.Module | None
-    ends: frozenset[int]
     stored: dict[int, tuple[Tensor, Tensor]]
     sliding: dict[int, Any]
     n_prompt: int
     visible: Tensor | None
     next_positions: Tensor
-    first_tokens: Tensor | None
     ids: Tensor | None
     rows: tuple[int, ...] | None = None
 
@@ -174,46 +148,23 @@ class HeldPrompt:
             rows=rows,
             visible=None if bool(visible.all()) else visible,
             next_positions=positions,
-            first_tokens=cut(self.first_tokens),
             ids=cut(self.ids),
         )
 
-    def run(self, cache: LaterCache, ids: Tensor, before: int, limit: int | None = None) -> Tensor:
-        """Let the decoder go on.
-
-        Parameters
-        ----------
-        cache : LaterCache
-            From `cache`.
-        ids : Tensor of int64, (batch, n_new_tokens)
-        before : int
-            Later tokens that are in the cache already.
-        limit : int, optional
-            Positions that the model has: what lies beyond stands at the last one. Only rows whose
-            draft has ended run so far, and some models turn all positions another way then.
-
-        Returns
-        -------
-        Tensor, (batch, n_new_tokens, hidden_size)
-        """
+    def run(self, cache: LaterCache, ids: Tensor) -> None:
+        """Let the decoder read tokens, (batch, n_new_tokens), right after the prompt."""
         n_new = int(ids.shape[1])
-        positions = torch.arange(before, before + n_new, device=ids.device)
-        positions = self.next_positions.to(ids.device)[:, None] + positions
-        if limit is not None:
-            positions = positions.clamp(max=limit - 1)
+        positions = torch.arange(n_new, device=ids.device)
         mask = None
         if self.visible is not None:
-            mask = nn.functional.pad(self.visible.long(), (0, before + n_new), value=1)
-            mask = mask.to(ids.device)
-        output = self.decoder(
+            mask = nn.functional.pad(self.visible.long(), (0, n_new), value=1).to(ids.device)
+        self.decoder(
             input_ids=ids,
             attention_mask=mask,
-            position_ids=positions,
+            position_ids=self.next_positions.to(ids.device)[:, None] + positions,
             past_key_values=cache,
             use_cache=True,
         )
-        hidden: Tensor = output[0]
-        return hidden
 
 
 #: For each layer, what scorers noted, by their `later_key`.
@@ -223,8 +174,8 @@ Wanted = Mapping[int, Sequence[Scorer]]
 
 
 @torch.no_grad()
-def run_later_passes(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNotes:
-    """Make the passes that scorers ask for; the prompt is the same afterwards.
+def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNotes:
+    """Make the repetitions that scorers ask for; the prompt is the same afterwards.
 
     Parameters
     ----------
@@ -240,39 +191,29 @@ def run_later_passes(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> Later
 
     Raises
     ------
-    UnsupportedModelError, UnsupportedRequestError
-        If the prompt or its model do not have what a pass needs.
+    UnsupportedRequestError
+        If the prompt came as embeddings.
     InputError
-        If a pass would go beyond the tokens that the model was made for.
+        If a repetition goes beyond the tokens that the model was made for.
     """
-    scorers = {scorer.later_key: scorer for each in wanted.values() for scorer in each}
     notes: LaterNotes = {layer: {} for layer in wanted}
-    for later in merged_passes(scorer.later for scorer in scorers.values()):
+    for later in repetitions(scorer for each in wanted.values() for scorer in each):
         served = {
-            layer: {s.later_key: s for s in each if s.later and later.serves(s.later)}
+            layer: tuple({one.later_key: one for one in each if one.later == later}.values())
             for layer, each in wanted.items()
         }
-        looks = {layer: tuple(each.values()) for layer, each in served.items() if each}
-        if later.kind == "draft":
-            _draft(prompt, later, looks, notes, sinks)
-        else:
-            _repeat(prompt, later, looks, notes, sinks)
+        looks = {layer: each for layer, each in served.items() if each}
+        check_repeat(prompt.ids)
+        _check_room(prompt, later)
+        for part in prompt.alike():
+            found: LaterNotes = {layer: {} for layer in looks}
+            for ids, step in _pieces(part, later, sinks):
+                with intercept_attention(part.decoder, _repeating(looks, found, step, sinks)):
+                    part.run(part.cache(), ids)
+            for layer, own in found.items():
+                for key, noted in own.items():
+                    _spread(notes[layer], key, noted, prompt, part)
     return notes
-
-
-def check_draft(head: object) -> None:
-    """Refuse to draft without a language-model head.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If there is none.
-    """
-    if head is None:
-        raise UnsupportedModelError(
-            "a scorer drafts the answer's first tokens, for which it needs the model's head; make "
-            "the cache for the model with its language-model head"
-        )
 
 
 def check_repeat(ids: object) -> None:
@@ -291,12 +232,12 @@ def check_repeat(ids: object) -> None:
 
 
 def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], limit: int) -> None:
-    """Refuse a pass that goes beyond the tokens that the model was made for.
+    """Refuse a prompt that does not fit, with its repetition, what the model was made for.
 
     Parameters
     ----------
     later : Later
-        The pass.
+        What comes after the prompt.
     places : sequence of int
         Position of the first token after each row of the prompt.
     n_tokens : sequence of int
@@ -307,17 +248,17 @@ def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], 
     Raises
     ------
     InputError
-        If a repetition does not fit behind a row, or not one token of a draft does.
+        If a row, or the repetition behind it, does not fit.
     """
     for place, tokens in zip(places, n_tokens, strict=True):
         beyond = later.furthest(tokens)
         if place + beyond <= limit:
             continue
-        if later.kind == "draft":
+        if later.kind == "following":
             raise InputError(
-                f"a scorer drafts the answer's first tokens, but the prompt's {place} tokens leave "
-                f"no room for them in the {limit} that the model was made for; shorten the prompt, "
-                "or choose another scorer"
+                f"this policy holds the prompt until {later.tokens} tokens have followed it, but "
+                f"its {place} tokens are more than the {limit} that the model was made for; "
+                "shorten the prompt, or choose a policy that evicts while it is read"
             )
         lead = max(len(later.instruction), len(later.continuation) + CARRIED_TOKENS)
         room = limit - place - lead
@@ -330,114 +271,14 @@ def check_context(later: Later, places: Sequence[int], n_tokens: Sequence[int], 
         )
 
 
-def _check_room(part: HeldPrompt, later: Later) -> int | None:
-    """Refuse as `check_context` does; returns the limit."""
+def _check_room(part: HeldPrompt, later: Later) -> None:
+    """Refuse as `check_context` does."""
     limit = context_limit(part.decoder)
     if limit is not None:
         tokens = [part.n_prompt] * part.batch
         if part.visible is not None:
             tokens = part.visible.sum(dim=1).tolist()
         check_context(later, part.next_positions.tolist(), tokens, limit)
-    return limit
-
-
-# Draft
-
-
-@dataclass(slots=True)
-class _Drafted:
-    """What the layers saw of a draft."""
-
-    states: dict[int, AttentionStates] = field(default_factory=dict)
-    queries: dict[int, list[Tensor]] = field(default_factory=dict)
-
-
-def _draft(prompt: HeldPrompt, later: Later, looks: Wanted, notes: LaterNotes, sinks: int) -> None:
-    """Let the model say its next tokens, and show them to the scorers all at once."""
-    check_draft(prompt.head)
-    assert prompt.head is not None
-    assert prompt.first_tokens is not None
-    limit = _check_room(prompt, later)
-    cache, drafted = prompt.cache(), _Drafted()
-    _hold_apart(cache, prompt)
-    token = prompt.first_tokens
-    ends = torch.tensor(sorted(prompt.ends), dtype=torch.long, device=token.device)
-    going = torch.ones_like(token, dtype=torch.bool)
-    # a row is cut where its model ends: no answer can be longer
-    room = torch.full_like(token, later.tokens)
-    if limit is not None:
-        room = limit - prompt.next_positions.to(token.device)
-    counts: list[Tensor] = []
-    with intercept_attention(prompt.decoder, _looking(cache, looks, drafted)):
-        for number in range(later.tokens):
-            counts.append(going)
-            going = going & ~torch.isin(token, ends) & (number + 1 < room)
-            hidden = prompt.run(cache, token[:, None], number, limit)
-            if not bool(going.any()):
-                break
-            if number + 1 < later.tokens:
-                token = prompt.head(hidden[:, -1]).argmax(dim=-1)
-    count = torch.stack(counts, dim=1)
-    step = LaterStep(n_prompt=prompt.n_prompt, counts=None if bool(count.all()) else count)
-    for layer, scorers in looks.items():
-        states = _whole_draft(prompt, cache.layers[layer], drafted, layer)
-        for scorer in scorers:
-            notes[layer][scorer.later_key] = scorer.observe_later(states, step, sinks=sinks)
-
-
-def _hold_apart(cache: LaterCache, prompt: HeldPrompt) -> None:
-    """Spare the copy of all that is held, where attention over two parts is our own."""
-    for layer in cache.layers:
-        if isinstance(layer, LaterLayer):
-            exact = layer.dtype in (torch.float32, torch.float64)
-            layer.apart = prompt.visible is None and exact and layer.device.type == "cpu"
-
-
-def _looking(cache: LaterCache, looks: Wanted, drafted: _Drafted) -> Any:
-    """The layers' own attention; what they see of one drafted token is noted."""
-
-    def handler(states: AttentionStates, compute: Compute) -> Any:
-        layer = cache.layers[states.layer]
-        if states.layer in looks:
-            drafted.states[states.layer] = states
-            drafted.queries.setdefault(states.layer, []).append(states.queries)
-        if not isinstance(layer, LaterLayer) or not layer.apart:
-            return compute(states.mask)
-        return attend(AttentionCall.of(states), [FlatEntries.even(*layer.held)]), None
-
-    return handler
-
-
-def _whole_draft(
-    prompt: HeldPrompt, layer: LaterLayer, drafted: _Drafted, index: int
-) -> AttentionStates:
-    """What a layer would have seen of all drafted tokens in one forward."""
-    queries = torch.cat(drafted.queries[index], dim=2)
-    keys, values = layer.joined()
-    mask = None
-    if prompt.visible is not None:
-        n_new, n_keys = int(queries.shape[2]), int(keys.shape[2])
-        causal = torch.ones(n_new, n_keys, dtype=torch.bool, device=keys.device)
-        visible = torch.nn.functional.pad(prompt.visible, (0, n_new), value=True)
-        mask = causal.tril_(n_keys - n_new) & visible.to(keys.device)[:, None, None]
-    return replace(drafted.states[index], queries=queries, keys=keys, values=values, mask=mask)
-
-
-# Repetition
-
-
-def _repeat(prompt: HeldPrompt, later: Later, looks: Wanted, notes: LaterNotes, sinks: int) -> None:
-    """Let the model read the prompt again, piece by piece, each right after the prompt."""
-    check_repeat(prompt.ids)
-    _check_room(prompt, later)
-    for part in prompt.alike():
-        found: LaterNotes = {layer: {} for layer in looks}
-        for ids, step in _pieces(part, later, sinks):
-            with intercept_attention(part.decoder, _repeating(looks, found, step, sinks)):
-                part.run(part.cache(), ids, 0)
-        for layer, own in found.items():
-            for key, noted in own.items():
-                _spread(notes[layer], key, noted, prompt, part)
 
 
 def _pieces(part: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, LaterStep]]:

@@ -1,0 +1,229 @@
+"""A prompt that was held: who votes among the tokens after it, and how all layers evict at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvalloc.models.attention import AttentionStates
+from kvalloc.runtime.arrival import Step
+from kvalloc.runtime.eviction import Candidates, Eviction
+from kvalloc.runtime.layer import BudgetLayer
+from kvalloc.runtime.policies.score import Score
+from kvalloc.runtime.policies.weighted import Weighted
+from kvalloc.runtime.selection import keep_best
+from kvalloc.runtime.unfinished import Part, parts
+from kvalloc.scorers import Scorer
+from kvalloc.scorers.base import following_notes
+
+__all__ = ["Followers", "LateEviction", "note_queries"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Followers:
+    """Which tokens after a held prompt vote: of each row the latest, padding left out.
+
+    Attributes
+    ----------
+    columns : Tensor of int64, (batch, at most so many as vote)
+        Where they stand, increasing; -1 in front where a row has fewer.
+    counts : Tensor of int64, (batch,)
+        How many tokens have followed in each row.
+    """
+
+    columns: Tensor
+    counts: Tensor
+
+    @classmethod
+    def none(cls, batch: int) -> Followers:
+        """Nothing has followed yet."""
+        nothing = torch.empty(batch, 0, dtype=torch.long)
+        return cls(columns=nothing, counts=nothing.sum(dim=1))
+
+    def after(self, step: Step, tokens: int) -> tuple[Followers, Tensor]:
+        """Those after a forward, of which the latest `tokens` of a row vote.
+
+        Returns
+        -------
+        Followers
+        Tensor of int64, (batch, n)
+            Where these stand among those before and the new tokens.
+        """
+        new = torch.arange(step.seen, step.seen + step.new_tokens).expand(step.batch, -1)
+        if step.new_visible is not None:
+            new = new.masked_fill(~step.new_visible.cpu(), -1)
+        columns, order = _latest(torch.cat([self.columns, new], dim=1), tokens)
+        return Followers(columns=columns, counts=self.counts + (new >= 0).sum(dim=1)), order
+
+    def before(self, end: int) -> tuple[Followers, Tensor]:
+        """Those in front of a column, to which the cache is cropped; and their places, as above."""
+        gone = self.columns >= end
+        columns, order = _latest(self.columns.masked_fill(gone, -1), self.columns.shape[1])
+        return Followers(columns=columns, counts=self.counts - gone.sum(dim=1)), order
+
+    def rows(self, rows: Tensor) -> Followers:
+        """The same for other rows of the batch."""
+        rows = rows.cpu()
+        return Followers(columns=self.columns[rows], counts=self.counts[rows])
+
+
+def _latest(columns: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Of each row the latest columns that are not -1, and their places; -1 stands in front."""
+    order = (columns >= 0).byte().argsort(dim=1, stable=True)[:, -tokens:]
+    found = columns.gather(1, order)
+    some = (found >= 0).any(dim=0)
+    return found[:, some], order[:, some]
+
+
+def note_queries(layer: BudgetLayer, order: Tensor, new: Tensor | None = None) -> None:
+    """Note the queries of the tokens that vote; `order` says where they stand, see `Followers`.
+
+    Parameters
+    ----------
+    layer : BudgetLayer
+    order : Tensor of int64, (batch, n)
+    new : Tensor, (batch, n_query_heads, n_new_tokens, head_dim), optional
+        Queries of new tokens, which come behind those noted.
+    """
+    older = layer.unfinished.following
+    among = [own for own in (older, new) if own is not None]
+    if among:
+        joined = torch.cat(among, dim=2)
+        index = order.to(joined.device)[:, None, :, None]
+        index = index.expand(-1, joined.shape[1], -1, joined.shape[3])
+        layer.unfinished.following = joined.gather(2, index)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateEviction(Eviction):
+    """An eviction after the prompt was complete: its last queries are those noted as it arrived.
+
+    ``visible`` covers the new tokens while it arrives, and all of it when entries are evicted.
+
+    Attributes
+    ----------
+    scorers : mapping of int to sequence of Scorer
+        For each layer, those that look at tokens after the prompt.
+    deciding : Scorer or None
+        Looks at the prompt, too: its scores decide the budgets.
+    following_visible : Tensor of bool, (batch, following), or None
+        False marks padding among them.
+    followers : Followers, optional
+        Which of them vote.
+    scored : dict of (int, Part) to Tensor, (batch, n_kv_heads, n_tokens)
+        Scores that `evictable_scores` has computed of each layer, until entries are kept by them.
+    """
+
+    scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
+    deciding: Scorer | None = None
+    following_visible: Tensor | None = None
+    followers: Followers | None = None
+    scored: dict[tuple[int, Part], Tensor] = field(default_factory=dict)
+
+    late: ClassVar[bool] = True
+
+    @torch.no_grad()
+    def hold_queries(self, layer: BudgetLayer, states: AttentionStates) -> None:
+        """Note the queries that `evict` will need when the held prompt is complete."""
+        layer.unfinished.grain = self._grain(layer)
+        for part in parts(self._grain(layer), *self._sizes(layer, states)):
+            self._note_queries(layer, layer.unfinished, part, states)
+
+    @torch.no_grad()
+    def evictable_scores(self, layer: BudgetLayer, states: AttentionStates) -> list[Tensor]:
+        """Scores of a layer's entries without sinks, window and padding.
+
+        Parameters
+        ----------
+        layer : BudgetLayer
+            Holds a complete prompt.
+        states : AttentionStates
+            With its keys and values.
+
+        Returns
+        -------
+        list of Tensor, each (n_kv_heads, n_evictable)
+            One a row; n_evictable is 0 where a row has no more than sinks and window.
+        """
+        assert isinstance(self.policy, Score | Weighted)  # `budget_fault` refuses others
+        found: list[Tensor] = []
+        for part in parts(self._grain(layer), *self._sizes(layer, states)):
+            own = self._candidates(layer, states, part).states
+            end = max(int(own.keys.shape[2]) - self.window, self.sinks)
+            scores = self.policy.scores(own, sinks=self.sinks)
+            self.scored[states.layer, part] = scores
+            found += scores[..., self.sinks : end]
+        return found
+
+    def row_states(
+        self, layer: BudgetLayer, states: AttentionStates, row: int | None
+    ) -> AttentionStates:
+        """What a layer saw of one row of a held prompt, without its padding."""
+        return self._candidates(layer, states, (row, None)).states
+
+    def _grain(self, layer: BudgetLayer) -> int:
+        padded = self.visible is not None or self.following_visible is not None
+        return max(Eviction._grain(self, layer), int(padded))
+
+    def _candidates(self, layer: BudgetLayer, states: AttentionStates, part: Part) -> Candidates:
+        found = Eviction._candidates(self, layer, states, part)  # slots: super() finds no class
+        scorers = [*self.scorers.get(states.layer, ())]
+        scorers += [] if self.deciding is None else [self.deciding]
+        if self.followers is None or not scorers:
+            return found
+        own = self._with_following(layer, found.states, part)
+        n_prompt = int(found.states.keys.shape[2])
+        notes = following_notes(scorers, own, n_prompt, sinks=self.sinks)
+        later = {**(found.states.later or {}), **notes}
+        return replace(found, states=replace(found.states, later=later))
+
+    def _with_following(
+        self, layer: BudgetLayer, states: AttentionStates, part: Part
+    ) -> AttentionStates:
+        """The piece with the tokens that followed, whose queries are those that vote."""
+        row, head = part
+        queries = layer.unfinished.following
+        queries = states.queries[:, :, :0] if queries is None else queries
+        if row is None:
+            keys, values = layer.latest(layer.dense_tokens)  # no padding, no copy
+            return replace(states, queries=queries, keys=keys, values=values, mask=None, gaps=False)
+        assert self.followers is not None
+        if layer.unfinished.following is not None:
+            votes = (self.followers.columns[row] >= 0).to(queries.device)
+            queries = queries[row : row + 1, :, votes]
+        keys, values = (own[row : row + 1] for own in layer.latest(self.following))
+        if self.following_visible is not None:
+            shown = self.following_visible[row].to(keys.device)
+            keys, values = keys[:, :, shown], values[:, :, shown]
+        if head is not None:
+            group = queries.shape[1] // keys.shape[1]
+            keys, values = keys[:, head : head + 1], values[:, head : head + 1]
+            queries = queries[:, head * group : (head + 1) * group]
+        return replace(
+            states,
+            queries=queries,
+            keys=torch.cat([states.keys, keys], dim=2),
+            values=torch.cat([states.values, values], dim=2),
+            mask=None,
+            gaps=False,
+        )
+
+    def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
+        """By the scores that the entries were handed out by, where they were."""
+        scores = self.scored.pop((states.layer, part), None)
+        if scores is None:
+            return Eviction._kept(self, part, states, budgets)
+        return keep_best(scores, budgets, sinks=self.sinks, window=self.window)
+
+    def _wanted_rows(self) -> int:
+        """Of the prompt's last queries, all where somebody adds up what each chunk brings."""
+        policy, n_tokens = self.policy, self.prompt_tokens
+        sums, rows = policy.observes or policy.needs_whole_prompt, policy.query_rows(n_tokens)
+        if self.deciding is not None:
+            sums |= type(self.deciding).observe is not Scorer.observe
+            rows = max(rows, self.deciding.query_rows(n_tokens))
+        return n_tokens if sums else rows

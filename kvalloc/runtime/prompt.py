@@ -1,0 +1,720 @@
+"""The prompt of a cache: what has arrived of it, what is to stay, and when the rest goes."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvalloc.accounting import IntArray
+from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.models.attention import AttentionStates
+from kvalloc.models.structure import context_limit, decoder_of
+from kvalloc.runtime import refusals
+from kvalloc.runtime.arrival import Arrival, Step, none_if_all
+from kvalloc.runtime.deciding import Decide, from_held, prompt_rows, row_decisions
+from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
+from kvalloc.runtime.late import Followers, LateEviction, note_queries
+from kvalloc.runtime.layer import BudgetLayer
+from kvalloc.runtime.packed import packed_layers
+from kvalloc.runtime.policies import EvictionPolicy, policies_of
+from kvalloc.runtime.repetition import (
+    HeldPrompt,
+    Wanted,
+    check_context,
+    check_repeat,
+    repeat_prompt,
+)
+from kvalloc.runtime.selection import handed_out
+from kvalloc.scorers import Scorer
+from kvalloc.scorers.base import awaited_tokens, repetitions
+from kvalloc.scorers.later_pass import Later
+
+__all__ = ["Plan", "Prompt", "State"]
+
+
+class State(Enum):
+    """How far a prompt has come."""
+
+    ARRIVING = "arriving"
+    """Nothing of it is there, or some of its chunks."""
+
+    HELD = "held"
+    """It is complete and whole: tokens that follow are awaited."""
+
+    EVICTED = "evicted"
+    """What is not to stay has gone, and nothing has followed yet."""
+
+    FOLLOWING = "following"
+    """Tokens have followed it."""
+
+    INTERRUPTED = "interrupted"
+    """Something failed half-way, and only a reset helps."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """What holds for all prompts of a cache, and is shared by its copies.
+
+    Attributes
+    ----------
+    profile : BudgetProfile
+        Budgets and policies; decided ones may take their place, prompt by prompt.
+    policy : EvictionPolicy
+        Who chooses.
+    decide : Decide or None
+        Decides budgets when a prompt has come.
+    decoder : weakref of nn.Module
+        The model without its head.
+    name : str
+        Class of the model.
+    bits : mapping
+        Of layers at fewer bits, those of each KV head.
+    groups : mapping
+        Of layers that share entries, their group.
+    wanted : mapping of int to tuple of Scorer
+        For each layer, the scorers that look beyond the prompt.
+    holds : bool
+        Whether a prompt is held whole until it is complete, or longer where `awaited` is not 0.
+    limit : int or None
+        Tokens that the model was made for.
+    """
+
+    profile: BudgetProfile
+    policy: EvictionPolicy
+    decide: Decide | None
+    decoder: weakref.ref[nn.Module]
+    name: str
+    bits: Mapping[int, IntArray]
+    groups: Mapping[int, tuple[int, ...]]
+    wanted: Wanted
+    holds: bool
+    limit: int | None
+
+    def __deepcopy__(self, memo: object) -> Plan:
+        return self
+
+    @classmethod
+    def of(
+        cls,
+        profile: BudgetProfile,
+        model: nn.Module,
+        *,
+        decide: Decide | None,
+        decode_every: int | None,
+    ) -> Plan:
+        """The plan of a cache.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If prompts are to be held and the budget kept while decoding.
+        """
+        policy = policies_of(profile)
+        looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
+        wanted = {layer: each for layer, each in looks.items() if each}
+        deciding = from_held(decide) is not None
+        holds = bool(wanted) or deciding or policy.holds or profile.by_prompt
+        if holds and decode_every is not None:
+            refusals.refuse_decoding(looks=bool(wanted), decides=deciding)
+        return cls(
+            profile=profile,
+            policy=policy,
+            decide=decide,
+            decoder=weakref.ref(decoder_of(model)),
+            name=type(model).__name__,
+            bits=packed_layers(profile),
+            groups=groups_by_layer(profile.share_groups),
+            wanted=wanted,
+            holds=holds,
+            limit=context_limit(model),
+        )
+
+    @property
+    def deciding(self) -> Scorer | None:
+        """Whose scores of a held prompt decide its budgets."""
+        decide = from_held(self.decide)
+        return None if decide is None else decide.scorer
+
+    @property
+    def scorers(self) -> list[Scorer]:
+        """All that look beyond the prompt, or decide."""
+        looks = [scorer for each in self.wanted.values() for scorer in each]
+        return looks if self.deciding is None else [*looks, self.deciding]
+
+    @property
+    def awaited(self) -> int:
+        """Tokens that have to follow a prompt before anything of it is evicted."""
+        return awaited_tokens(self.scorers)
+
+    def is_packed(self, layer: int) -> bool:
+        """Whether a layer is stored at fewer bits, or one that it chooses entries with."""
+        return any(one in self.bits for one in self.groups.get(layer, (layer,)))
+
+
+class Prompt:
+    """Follows one prompt of a cache after the other, and evicts from the cache's layers.
+
+    Without a policy that looks beyond it, entries go while the prompt arrives, layer by layer.
+    Otherwise it is held whole until it is complete and, where the policy looks at what follows,
+    until so many tokens have followed; then all layers evict at once.
+
+    Parameters
+    ----------
+    plan : Plan
+    layers : list
+        The cache's own, a `BudgetLayer` for each layer that can be reduced.
+    arrival : Arrival
+        Of a cache that has seen nothing.
+
+    Attributes
+    ----------
+    profile : BudgetProfile
+        Whose budgets hold: decided ones, where all rows have the same.
+    decision_seconds : float or None
+        What deciding took; None where nothing was decided.
+    step : Step or None
+        The forward that runs now.
+    reader : Reader or None
+        Chooses what decoded tokens read.
+    """
+
+    def __init__(self, plan: Plan, layers: list[Any], arrival: Arrival) -> None:
+        self.plan, self.arrival, self._layers = plan, arrival, layers
+        policy = plan.profile.policy
+        self.reader = plan.policy.reader(sinks=policy.sinks, window=policy.window)
+        self._prefilling = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Get ready for a new prompt."""
+        if self.reader is not None:
+            self.reader.forget()
+        self.arrival = self.arrival.afresh()
+        self.arrival.open = self._prefilling
+        self.profile = self.plan.profile
+        self.decision_seconds: float | None = None
+        self._decided_ahead = False
+        self.step: Step | None = None
+        self._broken: str | None = None
+        self._targets: dict[int, IntArray] = {}
+        self._members: list[Held] = []  # of a group, those that have been ranked
+        self._followers: Followers | None = None  # of a prompt that waits for some
+        self._following: tuple[Followers, Tensor] | None = None  # of the forward that runs now
+        self._forget_held()
+
+    def _forget_held(self) -> None:
+        self._seen: dict[int, AttentionStates] = {}
+        self._ids: Tensor | None = None
+        self._next_positions: Tensor | None = None
+        self._new: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def forked(self) -> None:
+        """Go on as the prompt of a copy of the cache, which no hook and no ``with`` will end."""
+        self._prefilling = False
+        if self.step is not None:
+            self._broken = refusals.HALF_WAY
+
+    # How far it has come
+
+    @property
+    def interrupted(self) -> str | None:
+        """Why only a reset helps; None where it goes on."""
+        return self._broken or (None if self.step is None else refusals.HALF_WAY)
+
+    @property
+    def state(self) -> State:
+        """How far it has come."""
+        if self.interrupted is not None:
+            return State.INTERRUPTED
+        if not self.arrival.complete:
+            return State.ARRIVING
+        if self._followers is not None:
+            return State.HELD
+        return State.FOLLOWING if self._n_following else State.EVICTED
+
+    @property
+    def awaited_tokens(self) -> int:
+        """Tokens that still have to follow before anything is evicted; 0 where none is awaited."""
+        if self._followers is None:
+            return 0
+        return max(self.plan.awaited - int(self._followers.counts.min()), 1)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether any entry has been evicted, padding included."""
+        return any(layer.reduced for layer in self._budget_layers)
+
+    @property
+    def _budget_layers(self) -> list[BudgetLayer]:
+        return [layer for layer in self._layers if isinstance(layer, BudgetLayer)]
+
+    @property
+    def _n_seen(self) -> int:
+        return int(self._layers[0].get_seq_length())
+
+    @property
+    def _n_following(self) -> int:
+        return self._n_seen - (self.arrival.prompt_tokens or 0)
+
+    # What the cache is told
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """All forwards inside are of the prompt; see `BudgetCache.prefill`."""
+        if self._n_seen or self.arrival.announced is not None:
+            raise UnsupportedRequestError(
+                "prefill() announces a new prompt, but this cache has seen one already or was "
+                "made with prompt_tokens; call cache.reset(), or make a new cache"
+            )
+        self._prefilling = self.arrival.open = True
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._prefilling = self.arrival.open = False
+            self._end_reading(failed=failed)
+
+    def _end_reading(self, *, failed: bool) -> None:
+        """Nothing more of the prompt comes: either it is complete, or it never will be."""
+        arrival = self.arrival
+        if failed and arrival.prompt_tokens is not None:
+            self._broken = self._broken or refusals.broken_off(arrival.prompt_tokens)
+        arrival.complete = arrival.prompt_tokens is not None and not failed
+        if self.plan.holds and arrival.complete:
+            self._complete_held()
+        elif arrival.decode_every is None:
+            for layer in self._budget_layers:
+                layer.unfinished.clear()
+        for index, bits in self.plan.bits.items() if arrival.complete else ():
+            if self._followers is None:
+                self._layers[index].pack(bits)
+
+    def decide(self, inputs: Mapping[str, Any]) -> None:
+        """Decide the budgets of a prompt before it arrives; see `BudgetCache.decide`."""
+        if self._n_seen:
+            raise UnsupportedRequestError(
+                "the budgets of a prompt are decided before it arrives, but this cache holds one "
+                "already; call cache.reset(), or make a new cache"
+            )
+        self._decide_for(inputs)
+        self._decided_ahead = self.plan.decide is not None
+
+    def select(self, rows: Tensor) -> None:
+        """Let row i go on with what is known of row ``rows[i]``."""
+        self.arrival.select(rows)
+        for name in ("_ids", "_next_positions"):
+            states: Tensor | None = getattr(self, name)
+            if states is not None:
+                setattr(self, name, states[rows.to(states.device)])
+        if self._followers is not None:
+            self._followers = self._followers.rows(rows)
+        if self.reader is not None:
+            self.reader.forget()
+
+    def check_crop(self, remove: int) -> None:
+        """Refuse to take so many tokens back where that cannot be right."""
+        arriving = bool(self._n_seen) and not self.arrival.complete
+        into = self._followers is not None and remove > self._n_following
+        refusals.check_crop(
+            decoding=self.arrival.decode_every is not None,
+            arriving=arriving,
+            held_tokens=self.arrival.prompt_tokens if into else None,
+        )
+
+    def crop(self) -> None:
+        """The layers have been cropped."""
+        end = self._n_seen
+        self.arrival.crop(end)
+        if self._followers is not None:
+            self._followers, order = self._followers.before(end)
+            for layer in self._budget_layers:
+                note_queries(layer, order)
+
+    # One forward
+
+    def begin(self, arguments: Mapping[str, Any], mask: object) -> Step:
+        """Check a forward before anything of it runs, and prepare the layers for it."""
+        batch, new_tokens = refusals.new_tokens_shape(arguments)
+        self._decide_on_arrival(batch, arguments, mask)
+        step = self.arrival.step(self._n_seen, batch, new_tokens, mask)
+        self._targets = {}
+        if holds := self._holds(step):
+            self._begin_held(arguments, step)
+        else:
+            refusals.check_chunk(self.plan.policy, step)
+        if self._followers is not None:
+            self._following = self._followers.after(step, self.plan.awaited)
+        if step.budgets is not None and not holds:
+            for index in self.plan.profile.shape.full_layers:
+                always = step.completes and self.plan.is_packed(index)
+                stored = self._layers[index].stored_counts()
+                targets = step.targets(index, stored, always=always)
+                if targets is not None:
+                    self._targets[index] = targets
+        self._check_read(self._targets)
+        for index in self._targets:
+            self._layers[index].expect_eviction()
+        self.step = step
+        return step
+
+    def attended(self, layer: BudgetLayer, states: AttentionStates) -> None:
+        """A layer has attended to all that it holds: note what is needed, evict what has to go."""
+        step = self.step
+        assert step is not None
+        if self._holds(step):
+            self._note_held(layer, states, step)
+            return
+        if self._following is not None:
+            note_queries(layer, self._following[1], states.queries)
+            return
+        bits = self.plan.bits
+        if step.follows and states.layer in bits and not layer.awaits_eviction:
+            layer.pack_following(step.following_visible(layer.dense_tokens))
+        if not layer.awaits_eviction and not step.remember:
+            layer.unfinished.clear()
+            return
+        policy = self.profile.policy
+        eviction = Eviction(
+            policy=self.plan.policy,
+            sinks=policy.sinks,
+            window=policy.window,
+            prompt_tokens=step.prompt_tokens,
+            visible=step.new_visible,
+            remember=step.remember,
+            bits=bits if step.settles else {},
+        )
+        if not layer.awaits_eviction:
+            eviction.observe(layer, states)
+            return
+        group = self.plan.groups.get(states.layer)
+        targets = self._targets[states.layer]
+        eviction.evict_in_group(layer, states, targets, group, self._members)
+        if self.reader is not None:
+            self.reader.forget()
+
+    def end(self, *, completed: bool) -> None:
+        """Clean up after a forward; after a failed one, find out what it left."""
+        step, self.step = self.step, None
+        following, self._following = self._following, None
+        self._members.clear()
+        if step is None:  # it was interrupted, and `reset` has tidied up before this
+            return
+        unseen = [layer for layer in self._budget_layers if layer.awaits_eviction]
+        if completed and unseen:
+            self._broken = refusals.HALF_WAY
+            raise UnsupportedModelError(
+                f"the attention of {self.plan.name} did not go through transformers' attention "
+                'interface, so nothing was evicted; load it with attn_implementation="sdpa"'
+            )
+        if completed:
+            self.arrival.commit(step)
+            if self._holds(step):
+                self._end_held(step)
+            elif following is not None:
+                self._followers = following[0]
+                if int(self._followers.counts.min()) >= self.plan.awaited:
+                    self.evict()
+            return
+        for layer in self._budget_layers:
+            layer.cancel_eviction()
+        lengths = {layer.get_seq_length() for layer in self._layers}
+        if unseen or lengths != {step.seen}:
+            self._broken = refusals.HALF_WAY
+
+    # A prompt that is held
+
+    def _holds(self, step: Step) -> bool:
+        """Whether a forward is of a prompt that is held."""
+        return self.plan.holds and not step.follows
+
+    def _begin_held(self, arguments: Mapping[str, Any], step: Step) -> None:
+        ids = arguments.get("input_ids")
+        if arguments.get("inputs_embeds") is not None or not isinstance(ids, Tensor):
+            ids = None
+        if repetitions(self.plan.scorers):
+            check_repeat(ids)
+        if self.plan.deciding is not None:
+            prompt_rows(arguments, None)  # refuses where there are no ids
+        positions = arguments.get("position_ids")
+        self._new = ids, positions if isinstance(positions, Tensor) else None
+        # any chunk may be the last one inside `prefill`; budgets still to be decided are not known
+        layers: Collection[int] = self.plan.wanted
+        if self.plan.deciding is None:
+            visible = step.visible
+            if visible is not None and visible.shape[1] < step.prompt_tokens:
+                more = step.prompt_tokens - int(visible.shape[1])
+                visible = nn.functional.pad(visible, (0, more), value=True)
+            layers = self._final_targets(step.batch, step.prompt_tokens, visible)
+            self._check_read(layers)
+        self._check_room(step, layers)
+
+    def _check_room(self, step: Step, layers: Collection[int]) -> None:
+        """Refuse a prompt that does not fit the model's limit with what scorers want after it."""
+        scorers = [one for layer in layers for one in self.plan.wanted.get(layer, ())]
+        scorers += [] if self.plan.deciding is None else [self.plan.deciding]
+        asked = repetitions(scorers)
+        if awaited := awaited_tokens(scorers):
+            asked.append(Later(kind="following", tokens=awaited))
+        if self.plan.limit is None or not asked:
+            return
+        coming = step.prompt_tokens - step.seen - step.new_tokens
+        places = self._positions_after(step) + coming
+        tokens = torch.full((step.batch,), step.prompt_tokens)
+        if step.visible is not None:
+            tokens = step.visible.sum(dim=1) + coming
+        for later in asked:
+            check_context(later, places.tolist(), tokens.tolist(), self.plan.limit)
+
+    def _check_read(self, targets: Mapping[int, IntArray]) -> None:
+        if self.reader is not None:
+            refusals.check_read(self.plan.policy, targets.values())
+
+    def _note_held(self, layer: BudgetLayer, states: AttentionStates, step: Step) -> None:
+        """Note what of a layer's states is the same for the whole prompt, and the last queries."""
+        self._seen[states.layer] = replace(
+            states,
+            queries=states.queries[:1, :, :0].clone(),  # a view would keep them all alive
+            keys=states.keys[:, :, :0].clone(),
+            values=states.values[:, :, :0].clone(),
+            mask=None,
+        )
+        self._late(step.prompt_tokens, step.new_visible).hold_queries(layer, states)
+
+    def _late(self, prompt_tokens: int, visible: Tensor | None, **more: Any) -> LateEviction:
+        policy = self.profile.policy
+        return LateEviction(
+            policy=self.plan.policy,
+            sinks=policy.sinks,
+            window=policy.window,
+            prompt_tokens=prompt_tokens,
+            visible=visible,
+            remember=False,
+            bits=self.plan.bits,
+            scorers=self.plan.wanted,
+            deciding=self.plan.deciding,
+            **more,
+        )
+
+    def _end_held(self, step: Step) -> None:
+        """A forward of the prompt went through: note where each row is."""
+        ids, _ = self._new
+        if ids is not None:
+            self._ids = ids if self._ids is None else torch.cat([self._ids, ids], dim=1)
+        self._next_positions = self._positions_after(step)
+        self._new = (None, None)
+        if step.completes:
+            self._complete_held()
+
+    def _positions_after(self, step: Step) -> Tensor:
+        """Position of what follows each row after a forward, (batch,).
+
+        Whatever padding comes behind a row; one of padding only is where it was before.
+        """
+        positions = self._new[1]
+        if positions is None:
+            positions = torch.arange(step.seen, step.seen + step.new_tokens)[None]
+        positions, rows = positions.cpu().expand(step.batch, -1), torch.arange(step.batch)
+        if step.new_visible is None:
+            return positions[:, -1] + 1
+        shown = step.new_visible.cpu()
+        last = (shown * torch.arange(step.new_tokens)).amax(dim=1)
+        found = positions[rows, last] + 1
+        if self._next_positions is None:
+            return found
+        return torch.where(shown.any(dim=1), found, self._next_positions)
+
+    def _complete_held(self) -> None:
+        """The held prompt is complete: let it be repeated, then evict or wait for what follows."""
+        decoder = self.plan.decoder()
+        if decoder is None:  # the model is gone, and nobody can ask the cache any more
+            return
+        looks = dict(self.plan.wanted)
+        if self.plan.deciding is None:
+            targets = self._final_targets()
+            looks = {layer: each for layer, each in looks.items() if layer in targets}
+            if not targets:
+                self._settle()
+                return
+        else:
+            for layer in self.plan.profile.shape.full_layers:
+                looks[layer] = (*looks.get(layer, ()), self.plan.deciding)
+        self._broken = refusals.HALF_WAY
+        if repetitions(scorer for each in looks.values() for scorer in each):
+            notes = repeat_prompt(self._held(decoder), looks, sinks=self.profile.policy.sinks)
+            for index, found in notes.items():
+                self._layers[index].unfinished.later |= found
+        self._broken = None
+        self._followers = Followers.none(self._layers[0].keys.shape[0])
+        if not awaited_tokens(scorer for each in looks.values() for scorer in each):
+            self.evict()
+
+    def _held(self, decoder: nn.Module) -> HeldPrompt:
+        """The complete prompt, as the model can read on from it."""
+        assert self._next_positions is not None
+        layers = dict(enumerate(self._layers))
+        whole = {i: layer for i, layer in layers.items() if isinstance(layer, BudgetLayer)}
+        visible = self.arrival.visible
+        return HeldPrompt(
+            decoder=decoder,
+            stored={index: (layer.keys, layer.values) for index, layer in whole.items()},
+            sliding={i: layer for i, layer in layers.items() if i not in whole},
+            n_prompt=self._n_seen,
+            visible=None if visible is None else none_if_all(visible),
+            next_positions=self._next_positions,
+            ids=self._ids,
+        )
+
+    @torch.no_grad()
+    def evict(self) -> None:
+        """Let all layers of a held prompt evict now; the tokens that have followed vote.
+
+        Whatever fails here leaves some layers whole and others reduced, so the cache then refuses
+        to go on.
+        """
+        if self._followers is None:
+            return
+        decoder, columns = self.plan.decoder(), self.arrival.prompt_tokens
+        assert columns is not None
+        visible, following_visible = self.arrival.visible, None
+        if visible is not None:
+            following_visible = none_if_all(visible[:, columns:])
+            visible = none_if_all(visible[:, :columns])
+        self._broken = refusals.HALF_WAY
+        eviction = self._late(
+            columns,
+            visible,
+            following=self._n_following,
+            following_visible=following_visible,
+            followers=self._followers,
+        )
+        if self.plan.deciding is not None and decoder is not None:
+            rows = prompt_rows({"input_ids": self._ids}, visible)
+            self._decide_rows(rows, lambda row: self._row_states(eviction, row))
+        targets = self._final_targets()
+        self._check_read(targets)
+        if self.profile.by_prompt:
+            targets = self._by_prompt(eviction, targets)
+        for index, own in targets.items():
+            states, group = self._layer_states(index), self.plan.groups.get(index)
+            eviction.evict_in_group(self._layers[index], states, own, group, self._members)
+            del states  # its keys are the layer's old ones
+        self._settle()
+        self._broken = None
+
+    def _settle(self) -> None:
+        """Nothing more of the prompt goes."""
+        for layer in self._budget_layers:
+            layer.unfinished.clear()
+        self._followers = None
+        self._forget_held()
+        if self.reader is not None:
+            self.reader.forget()
+
+    def _final_targets(
+        self, batch: int | None = None, columns: int | None = None, visible: Tensor | None = None
+    ) -> dict[int, IntArray]:
+        """Entries that each layer is to keep of the complete prompt, where any has to go.
+
+        Of the prompt that is there, unless told of which.
+        """
+        if batch is None or columns is None:
+            batch, columns = self._layers[0].keys.shape[0], self.arrival.prompt_tokens
+            visible = self.arrival.visible
+            assert columns is not None
+            visible = None if visible is None else visible[:, :columns]
+        budgets, tokens = self.arrival.final_budgets(columns, batch, visible)
+        found: dict[int, IntArray] = {}
+        for index in self.profile.shape.full_layers:
+            own: IntArray = np.minimum(budgets[:, index], tokens[:, None])
+            if self.profile.by_prompt or self.plan.is_packed(index) or bool((own < columns).any()):
+                found[index] = own
+        if self.profile.by_prompt and all((own == columns).all() for own in found.values()):
+            return {}
+        return found
+
+    def _by_prompt(
+        self, eviction: LateEviction, targets: dict[int, IntArray]
+    ) -> dict[int, IntArray]:
+        """As many entries in all, handed out by each row's own scores."""
+        by_row: list[list[Tensor]] = []
+        for index in targets:
+            states = self._layer_states(index)
+            by_row.append(eviction.evictable_scores(self._layers[index], states))
+        totals = sum(own.sum(axis=1) for own in targets.values())
+        found = {index: own.copy() for index, own in targets.items()}
+        for row, scores in enumerate(zip(*by_row, strict=True)):
+            if not scores[0].shape[-1]:
+                continue  # a row of nothing but sinks and window
+            protected = self.profile.policy.protected_tokens
+            budgets = handed_out(scores, int(totals[row]), protected=protected)
+            for index, own in zip(found, budgets, strict=True):
+                found[index][row] = own
+        return found
+
+    def _layer_states(self, index: int) -> AttentionStates:
+        """What a layer saw of the held prompt, but for its queries."""
+        layer, seen = self._layers[index], self._seen[index]
+        end = layer.dense_tokens - self._n_following
+        queries = seen.queries.expand(layer.batch, -1, -1, -1)
+        keys, values = layer.keys[:, :, :end], layer.values[:, :, :end]
+        return replace(seen, queries=queries, keys=keys, values=values)
+
+    def _row_states(self, eviction: LateEviction, row: int) -> dict[int, AttentionStates]:
+        """What each layer saw of one row, without padding."""
+        return {
+            index: eviction.row_states(self._layers[index], self._layer_states(index), row)
+            for index in self.profile.shape.full_layers
+        }
+
+    # Budgets that are decided when the prompt has come
+
+    def _decide_for(self, inputs: Mapping[str, Any]) -> None:
+        if self.plan.decide is None or self.plan.deciding is not None:
+            return
+        batch, tokens = refusals.new_tokens_shape(inputs)
+        visible = self.arrival.padding(batch, tokens, inputs.get("attention_mask"))
+        self._decide_rows(prompt_rows(inputs, visible))
+
+    def _decide_rows(
+        self,
+        rows: Sequence[IntArray],
+        states: Callable[[int], Mapping[int, AttentionStates]] | None = None,
+    ) -> None:
+        """Decide for rows without padding, from what the layers saw of them where that is known."""
+        decoder = self.plan.decoder()
+        if self.plan.decide is None or decoder is None:
+            return
+        begun = time.perf_counter()
+        decided = row_decisions(self.plan.decide, decoder, rows, self.plan.profile, states)
+        self.arrival.decide(decided)
+        if all(one is decided[0] for one in decided):
+            self.profile = decided[0]
+        self.decision_seconds = time.perf_counter() - begun
+
+    def _decide_on_arrival(self, batch: int, arguments: Mapping[str, Any], mask: object) -> None:
+        """Decide in the first forward, unless that was done before, or is done from a held one."""
+        if self.plan.decide is None or self.plan.deciding is not None:
+            return
+        if self._n_seen or self._decided_ahead:
+            return
+        _, tokens = refusals.new_tokens_shape(arguments)
+        if self.arrival.open or self.arrival.announced not in (None, tokens):
+            raise UnsupportedRequestError(
+                "budgets of a prompt's own are decided from the whole prompt, but only a chunk of "
+                "it has come; send it in one piece, show all of it first with cache.decide(), or "
+                "use a stored profile without adapt"
+            )
+        self.arrival.row_profiles = None  # of an attempt that failed
+        self.arrival.step(0, batch, tokens, mask)  # refuses before anything runs
+        self._decide_for({**arguments, "attention_mask": mask})

@@ -1,0 +1,275 @@
+"""Policies that look at what follows a prompt: a full cache until it has followed, then budgets."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prompt_runs import padded_rows, run
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.errors import UnsupportedRequestError
+from kvalloc.formats.budget_profile import Policy
+from kvalloc.runtime import answer, make_cache
+from kvalloc.runtime.prompt import State
+
+CONTEXT, AWAITED = 90, 5
+
+
+def late(
+    tiny: ModuleType, model: Any, level: str = "head", tokens: int = AWAITED, **changes: Any
+) -> Any:
+    parameters = {"tokens": tokens, "pool": 3}
+    profile = tiny.make_profile(model, CONTEXT, 0.4, scorer="lookahead", parameters=parameters)
+    profile = tiny.by_head(profile, spread=9) if level == "head" else profile
+    return profile.replace(**changes)
+
+
+def plain(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+@pytest.fixture
+def model(tiny: ModuleType) -> Any:
+    return tiny.tiny_model()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_it_is_the_full_cache_until_enough_has_followed(
+    tiny: ModuleType, family: str, dtype: torch.dtype, level: str
+) -> None:
+    model = tiny.tiny_model(family, dtype=dtype)
+    profile = late(tiny, model, level)
+    cache, full, ids = profile.cache(model), plain(model), tiny.prompt(CONTEXT, 2)
+    assert cache.state is State.ARRIVING
+    layers = list(profile.shape.full_layers)
+    for number in range(AWAITED + 1):
+        assert cache.reduced == (number > AWAITED)
+        assert torch.equal(run(model, ids, cache), run(model, ids, full))
+        following = cache.get_seq_length() - CONTEXT
+        assert following == number
+        assert cache.awaited_tokens == AWAITED - number
+        assert cache.state is (State.HELD if number < AWAITED else State.FOLLOWING)
+        ids = tiny.prompt(1, 2, seed=number)
+    kept = cache.kept_tokens_by_row[:, layers] - AWAITED
+    assert (kept == profile.budgets_for(CONTEXT)[layers]).all()
+    if family == "llama":  # the prompt's budgets, and all that has followed
+        followed = 2 * AWAITED * len(layers) * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * dtype.itemsize
+        assert cache.retained_bytes == 2 * profile.retained_bytes_at(CONTEXT) + followed
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}, {"num_beams": 3}])
+def test_the_first_tokens_of_any_answer_are_those_of_the_full_cache(
+    tiny: ModuleType, model: Any, options: dict[str, Any]
+) -> None:
+    ids = tiny.prompt(CONTEXT)
+    for new, evicted in ((AWAITED + 1, True), (AWAITED, False)):
+        answers = []
+        cache = late(tiny, model).cache(model)
+        for one in (cache, plain(model)):
+            torch.manual_seed(3)
+            settings = {"max_new_tokens": new, "do_sample": False, **options}
+            answers.append(model.generate(ids, past_key_values=one, **settings))
+        assert torch.equal(*answers)
+        assert cache.reduced == evicted  # the last token is predicted and not read
+        assert (cache.retained_bytes < cache.full_bytes) == evicted
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_after_that_it_answers_as_the_oracle(tiny: ModuleType, model: Any, level: str) -> None:
+    """What is kept of the prompt, and all that has followed it."""
+    cache, shadow = late(tiny, model, level).cache(model), tiny.Shadow(model)
+    ids = tiny.prompt(CONTEXT, 2)
+    assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
+    for tokens in (3, 1, 4, 1, 7):
+        ids = tiny.prompt(tokens, 2, seed=tokens)
+        assert tiny.worst(run(model, ids, cache), shadow.logits(ids)) < 1e-4
+        shadow.follow(cache)
+    assert cache.reduced
+
+
+def test_a_question_in_one_piece_counts_and_its_end_votes(tiny: ModuleType, model: Any) -> None:
+    """A long one as well as its last tokens alone, which see the rest of it."""
+    profile, ids = late(tiny, model), tiny.prompt(CONTEXT)
+    for tokens in (AWAITED, 31):
+        question = tiny.prompt(tokens, seed=1)
+        whole, parts, full = profile.cache(model), late(tiny, model, tokens=tokens), plain(model)
+        run(model, ids, whole)
+        run(model, ids, full)
+        assert torch.equal(run(model, question, whole), run(model, question, full))
+        assert whole.reduced
+        waits = parts.cache(model)  # for all of it, token by token
+        run(model, ids, waits)
+        for token in question.split(1, dim=1):
+            run(model, token, waits)
+        assert waits.reduced
+        assert tiny.same_kept(whole, waits) == (tokens == AWAITED)
+    asked = profile.cache(model)
+    run(model, ids, asked)
+    assert list(answer(model, asked, tiny.prompt(AWAITED), max_new_tokens=2))
+    assert asked.state is State.HELD  # the answer was written on a copy
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_different_questions_vote_as_if_alone(
+    tiny: ModuleType, model: Any, side: str
+) -> None:
+    """Nothing goes before the shortest question has counted."""
+    profile = late(tiny, model)
+    contexts = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
+    questions = [tiny.prompt(n, seed=n) for n in (9, 3)]
+    ids, mask, positions = padded_rows(contexts, side)
+    cache = profile.cache(model)
+    run(model, ids, cache, mask, position_ids=positions)
+    ends = positions.amax(dim=1, keepdim=True) + 1
+    for pieces in (questions, [tiny.prompt(2, seed=4), tiny.prompt(2, seed=5)]):
+        assert not cache.reduced
+        asked, shown, places = padded_rows(pieces, side)
+        mask = torch.cat([mask, shown], dim=1)
+        run(model, asked, cache, mask, position_ids=ends + places)
+        ends = ends + shown.sum(dim=1, keepdim=True)
+    assert cache.reduced
+    for row, (context, question) in enumerate(zip(contexts, questions, strict=True)):
+        alone = late(tiny, model).cache(model)
+        run(model, context, alone)
+        after = torch.cat([question, tiny.prompt(2, seed=4 + row)], dim=1)
+        run(model, after, alone)
+        first = CONTEXT - context.shape[1] if side == "left" else 0
+        for layer, head in np.ndindex(tiny.N_LAYERS, 2):
+            kept, wanted = cache.kept_indices(layer)[row, head], alone.kept_indices(layer)[0, head]
+            assert [int(p) - first for p in kept if p >= 0] == [int(p) for p in wanted if p >= 0]
+
+
+def test_rows_go_on_as_others_while_they_wait(tiny: ModuleType, model: Any) -> None:
+    """Beams: each row votes with the tokens of those that it comes from."""
+    profile, ids = late(tiny, model), tiny.prompt(CONTEXT)
+    cache = profile.cache(model)
+    run(model, ids, cache)
+    cache.batch_repeat_interleave(3)
+    lineage = [torch.empty(1, 0, dtype=torch.long)] * 3
+    for number, rows in enumerate(([0, 1, 2], [2, 0, 0], [1, 1, 0], [0, 2, 2], [2, 1, 0])):
+        cache.reorder_cache(torch.tensor(rows))
+        token = tiny.prompt(1, 3, seed=number)
+        lineage = [torch.cat([lineage[row], token[i : i + 1]], 1) for i, row in enumerate(rows)]
+        run(model, token, cache)
+    assert cache.reduced
+    for row, followed in enumerate(lineage):
+        alone = profile.cache(model)
+        run(model, ids, alone)
+        run(model, followed, alone)
+        for layer in range(tiny.N_LAYERS):
+            kept = cache.kept_indices(layer)[row]
+            assert torch.equal(kept, alone.kept_indices(layer)[0])
+
+
+def test_what_is_taken_back_has_not_voted(tiny: ModuleType, model: Any) -> None:
+    profile, ids = late(tiny, model), tiny.prompt(CONTEXT, 2)
+    cache, other = profile.cache(model), profile.cache(model)
+    for one in (cache, other):
+        run(model, ids, one)
+    run(model, tiny.prompt(4, 2, seed=1), cache)
+    cache.crop(-3)
+    run(model, tiny.prompt(4, 2, seed=1)[:, :1], other)
+    for tokens in (3, 1):
+        for one in (cache, other):
+            run(model, tiny.prompt(tokens, 2, seed=tokens), one)
+    assert cache.reduced
+    assert tiny.same_kept(cache, other)
+    held = profile.cache(model)
+    run(model, ids, held)
+    run(model, tiny.prompt(2, 2), held)
+    with pytest.raises(
+        UnsupportedRequestError, match="crop into a prompt of 90 tokens that is held"
+    ):
+        held.crop(-3)
+    held.crop(CONTEXT)
+    assert held.awaited_tokens == AWAITED
+
+
+def test_a_held_cache_is_copied_reset_saved_after_evict_or_refused(
+    tiny: ModuleType, model: Any, tmp_path: Path
+) -> None:
+    profile, ids = late(tiny, model), tiny.prompt(CONTEXT)
+    cache = profile.cache(model)
+    run(model, ids, cache)
+    run(model, tiny.prompt(2), cache)
+    twin = copy.deepcopy(cache)
+    with pytest.raises(UnsupportedRequestError, match=r"until 3 more tokens.*cache\.evict\(\)"):
+        cache.save(tmp_path / "cache.kv")
+    run(model, tiny.prompt(3), twin)
+    assert (twin.reduced, cache.reduced) == (True, False)
+    cache.evict()
+    cache.evict()  # there is nothing left to do
+    assert cache.state is State.FOLLOWING
+    cache.save(tmp_path / "cache.kv")
+    loaded = kvalloc.load_cache(tmp_path / "cache.kv", model)
+    question = tiny.prompt(4, seed=4)
+    assert torch.equal(run(model, question, loaded), run(model, question, cache))
+    twin.reset()
+    run(model, ids, twin)
+    twin.reset()
+    assert twin.state is State.ARRIVING
+    run(model, ids, twin)
+    twin.evict()  # nobody has followed: the window alone votes
+    kept = twin.kept_tokens
+    assert twin.state is State.EVICTED
+    assert (kept == profile.budgets_for(CONTEXT)).all()
+
+
+def test_entries_at_fewer_bits_shared_layers_and_hard_cases_wait_as_well(
+    tiny: ModuleType, model: Any
+) -> None:
+    ids = tiny.prompt(CONTEXT, 2)
+    base = late(tiny, model, "layer")
+    shared = base.budgets.copy()
+    shared[3] = shared[2]
+    for profile in (
+        late(tiny, model).replace(bits=np.full_like(base.budgets, 8)),
+        base.replace(budgets=shared, share_groups=((2, 3),)),
+    ):
+        cache, shadow = profile.cache(model), tiny.Shadow(model)
+        run(model, ids, cache)
+        shadow.logits(ids)
+        for tokens in (AWAITED, 3):
+            asked = tiny.prompt(tokens, 2, seed=tokens)
+            found, wanted = run(model, asked, cache), shadow.logits(asked)
+            assert tiny.worst(found, wanted) < (1e-4 if profile.bits is None else 0.5)
+            shadow.follow(cache)
+        assert cache.reduced
+        if profile.share_groups:
+            assert torch.equal(cache.kept_indices(2), cache.kept_indices(3))
+
+
+def test_announced_and_open_prompts_wait_behind_their_last_chunk(
+    tiny: ModuleType, model: Any
+) -> None:
+    profile, ids, after = late(tiny, model), tiny.prompt(CONTEXT), tiny.prompt(AWAITED, seed=2)
+    whole, announced = profile.cache(model), make_cache(profile, model, prompt_tokens=CONTEXT)
+    opened = profile.cache(model)
+    run(model, ids, whole)
+    with opened.prefill():
+        for part in ids.split(40, dim=1):
+            run(model, part, opened)
+            run(model, part, announced)
+            assert (announced.state is State.HELD) == (announced.get_seq_length() == CONTEXT)
+    for cache in (whole, announced, opened):
+        assert cache.state is State.HELD
+        run(model, after, cache)
+    assert tiny.same_kept(whole, announced, opened)
+
+
+def test_a_policy_without_waiting_evicts_as_before(tiny: ModuleType, model: Any) -> None:
+    own = Policy(scorer="xkv", scorer_parameters={"window": 4}, sinks=2, window=4)
+    cache = late(tiny, model).replace(policy=own).cache(model)
+    run(model, tiny.prompt(CONTEXT), cache)
+    assert (cache.state, cache.awaited_tokens) == (State.EVICTED, 0)
+    run(model, tiny.prompt(1), cache)
+    assert cache.state is State.FOLLOWING
