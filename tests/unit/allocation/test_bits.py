@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,16 @@ from factories import make_bits, make_budget_profile, make_losses, make_problem,
 from factories import make_shape as shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import untrue
 
 from kvalloc.accounting.costs import stored_bytes
-from kvalloc.allocation.audit import verify
 from kvalloc.allocation.comparison import compare_profiles
 from kvalloc.allocation.curves import mean_retention
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
-from kvalloc.errors import InputError, ProfileFileError, SolverError
-from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.errors import InputError, SolverError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import MaxDistinct, SameBudget
 from kvalloc.problem.dominance import undominated
@@ -161,7 +159,7 @@ def test_solvers_that_count_tokens_refuse() -> None:
         assert able[name] is True, name
 
 
-def test_a_decision_with_bits_is_saved_loaded_and_verified(tmp_path: Path) -> None:
+def test_a_decision_with_bits() -> None:
     scores = make_bits(3, shape=shape_of(n_layers=3, n_kv_heads=2, head_dim=32))
     decided = solve(scores, budget="25%", level="head", bits=BITS)
     assert set(np.unique(decided.bits).tolist()) <= set(BITS)
@@ -174,15 +172,10 @@ def test_a_decision_with_bits_is_saved_loaded_and_verified(tmp_path: Path) -> No
     assert decided.objective >= plain.objective
     expected = mean_retention(scores, decided.budgets, 40, bits=decided.bits)
     assert decided.retention == pytest.approx(expected)
-    decided.save(tmp_path / "p.json")
-    again = BudgetProfile.load(tmp_path / "p.json")
-    np.testing.assert_array_equal(again.bits, decided.bits)  # type: ignore[arg-type]
-    assert again.requested["bits"] == [16, 8, 4]
-    assert not [check for check in verify(again, scores) if not check.passed]
+    assert decided.requested["bits"] == [16, 8, 4]
     widths = decided.bits.copy()
     widths[0, 0] = 16 if widths[0, 0] != 16 else 8
-    changed = again.replace(bits=widths)
-    assert [check for check in verify(changed, scores) if not check.passed]
+    assert untrue(decided.replace(bits=widths), scores)
     assert "bits" in compare_profiles(plain, decided).fields
 
 
@@ -194,7 +187,6 @@ def test_pages_and_batches_are_counted_with_bits() -> None:
     stored = 2 * int(stored_bytes(pages, decided.bits, scores.shape).sum())
     assert decided.retained_bytes == stored
     assert stored <= 3000
-    assert all(check.passed for check in verify(decided, scores))
     longer = decided.budgets_for(80)
     padded = -(-longer // 8) * 8
     assert decided.retained_bytes_at(80) == int(
@@ -209,13 +201,6 @@ def test_sliding_layers_stay_at_16_bits() -> None:
     assert int(decided.bits[[0, 2]].max()) < 16
     with pytest.raises(InputError, match="16 there"):
         decided.replace(bits=np.full((3, 2), 8))
-
-
-def test_weights_and_the_worst_unit_go_with_bits() -> None:
-    scores = make_bits(4)
-    for options in ({"weights": [0.2, 1, 3]}, {"objective": "worst"}):
-        decided = solve(scores, budget="30%", bits=BITS, **options)  # type: ignore[arg-type]
-        assert all(check.passed for check in verify(decided, scores)), options
 
 
 def test_bits_that_were_not_measured() -> None:
@@ -250,7 +235,7 @@ def test_loss_is_not_predicted_for_fewer_bits() -> None:
     assert solve(both, budget="30%", bits=(4,)).predicted_loss is None
 
 
-def test_bad_bits_in_a_budget_profile(tmp_path: Path) -> None:
+def test_bad_bits_in_a_budget_profile() -> None:
     budgets = np.full((3, 2), 20)
     for bits, message in (
         (np.full((3, 2), 2), "one of 16, 8, 4"),
@@ -262,8 +247,3 @@ def test_bad_bits_in_a_budget_profile(tmp_path: Path) -> None:
     uneven = np.array([[8, 4], [8, 8], [8, 8]])
     with pytest.raises(InputError, match="one width for all KV heads"):
         make_budget_profile(budgets, bits=uneven, level="layer")
-    path = tmp_path / "p.json"
-    make_budget_profile(budgets, bits=uneven).save(path)
-    path.write_text(path.read_text().replace('"retained_bytes": ', '"retained_bytes": 1'))
-    with pytest.raises(ProfileFileError, match="retained_bytes.*follows from the other fields"):
-        BudgetProfile.load(path)

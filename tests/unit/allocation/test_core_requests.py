@@ -14,53 +14,46 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import cache_costs, formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.formats.sharing_groups import parse_groups
 from kvalloc.problem import Aggregate, Sense
 from kvalloc.shape import ModelShape
-from kvalloc.units import parse_bytes, parse_share
+from kvalloc.units import parse_bytes, parse_indices, parse_share
+
+READ: list[tuple[Any, dict[Any, Any]]] = [
+    (parse_share, {"20%": 0.2, " 20 % ": 0.2, "100%": 1, "0.2": 0.2, 0.5: 0.5, 1: 1, "1e-3": 1e-3}),
+    (parse_bytes, {"512MiB": 512 * 2**20, "1.5GB": 1.5e9, "1.5 gib": 1.5 * 2**30, " 7 ": 7}),
+    (parse_bytes, {4096: 4096, "3b": 3, "1kB": 1000, "2TiB": 2 * 2**40, ".5KiB": 512}),
+    (parse_indices, {"0": (0,), "0-2": (0, 1, 2), " 1 - 2 , 5": (1, 2, 5), "3,1": (3, 1)}),
+    (parse_indices, {"4-4": (4,)}),
+    (parse_groups, {"14": 14, 14: 14, "2-3": ((2, 3),), " 2-3 , 4-7 ": ((2, 3), (4, 5, 6, 7))}),
+    (parse_groups, {((2, 3), (4, 5)): ((2, 3), (4, 5)), (): (), "2": 2}),
+]
+NOT_READ: list[tuple[Any, str, tuple[Any, ...]]] = [
+    (parse_share, "write 20% or 0.2", ("0", "0%", "-1%", "101%", "20", 1.0001, "", "%")),
+    (parse_share, "write 20% or 0.2", ("a fifth", "nan", "inf", "nan%", "1,5%")),
+    (parse_bytes, "write 512MiB", ("0", "-5", "0.2", "MiB", "", "ten", "5XB", "1e3", "1.5.5MB")),
+    (parse_bytes, "write 512MiB", ("1 2", "9" * 400, "nan", True)),
+    (parse_indices, "no list of layers", ("", "all", "-1", "1,,2", "9" * 7)),
+    (parse_indices, "write 1-3", ("3-1",)),
+    (parse_indices, "twice", ("0-3,2",)),
+    (parse_groups, "such as 14", ("", "a-b", "2-3;4-5", [2, 3], 1.5, True, None)),
+    (parse_groups, "at least 1", ("0",)),
+]
 
 
 @pytest.mark.parametrize(
-    ("text", "share"),
-    [("20%", 0.2), (" 20 % ", 0.2), ("100%", 1), ("0.2", 0.2), (0.5, 0.5), (1, 1), ("1e-3", 1e-3)],
+    ("read", "given", "found"), [(read, *one) for read, row in READ for one in row.items()]
 )
-def test_shares(text: str | float, share: float) -> None:
-    assert parse_share(text) == pytest.approx(share)
+def test_what_people_write(read: Any, given: Any, found: Any) -> None:
+    assert read(given) == (pytest.approx(found) if isinstance(found, int | float) else found)
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["0", "0%", "-1%", "101%", "20", 1.0001, "", "%", "a fifth", "nan", "inf", "nan%", "1,5%"],
+    ("read", "words", "given"), [(read, words, one) for read, words, row in NOT_READ for one in row]
 )
-def test_what_is_no_share(text: str | float) -> None:
-    with pytest.raises(InputError, match="write 20% or 0.2"):
-        parse_share(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("512MiB", 512 * 1024**2),
-        ("1.5GB", 1_500_000_000),
-        ("1.5 gib", 1_610_612_736),
-        (" 7 ", 7),
-        (4096, 4096),
-        ("3b", 3),
-        ("1kB", 1000),
-        ("2TiB", 2 * 1024**4),
-        (".5KiB", 512),
-    ],
-)
-def test_sizes(text: str | int, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["0", "-5", "0.2", "MiB", "", "ten", "5XB", "1e3", "1.5.5MB", "1 2", "9" * 400, "nan", True],
-)
-def test_what_is_no_size(text: str | int) -> None:
-    with pytest.raises(InputError):
-        parse_bytes(text)
+def test_what_cannot_be_read(read: Any, words: str, given: Any) -> None:
+    with pytest.raises(InputError, match=words):
+        read(given)
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [

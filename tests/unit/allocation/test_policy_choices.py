@@ -10,8 +10,8 @@ import pytest
 from factories import make_choices, make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import untrue
 
-from kvalloc.allocation.audit import verify
 from kvalloc.allocation.comparison import compare_profiles
 from kvalloc.allocation.curves import predicted_loss
 from kvalloc.allocation.decision import solve
@@ -20,13 +20,8 @@ from kvalloc.allocation.frontier import frontier
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.score_profile import ScoreProfile
 
 LOSS: dict[str, Any] = {"objective": "loss"}
-
-
-def failed(profile: BudgetProfile, scores: ScoreProfile) -> set[str]:
-    return {check.name for check in verify(profile, scores) if not check.passed}
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["layer", "head"]), st.booleans())
@@ -52,7 +47,7 @@ def test_options_are_the_envelope_and_name_who_reached_it(
     assert problem.digest() not in {each.digest() for each in alone}
 
 
-def test_budget_profiles_state_the_policies_in_use(tmp_path: Path) -> None:
+def test_budget_profiles_state_the_policies_in_use() -> None:
     scores = make_choices(3)
     found = solve(scores, budget="40%", level="head", **LOSS)
     assert found.retention is None
@@ -62,11 +57,6 @@ def test_budget_profiles_state_the_policies_in_use(tmp_path: Path) -> None:
         scores, found.budgets, 40, policies=np.array(places)[found.unit_policies]
     )
     assert again == found.predicted_loss == pytest.approx(-found.objective, abs=1e-12)
-    found.save(tmp_path / "p.json")
-    loaded = BudgetProfile.load(tmp_path / "p.json")
-    assert loaded.other_policies == found.other_policies
-    np.testing.assert_array_equal(loaded.unit_policies, found.unit_policies)
-    assert failed(loaded, scores) == set()
     one = found.with_policy(found.policy)
     assert one.policies == (found.policy,)
     assert one.unit_policies is None
@@ -93,7 +83,6 @@ def test_sliding_layers_have_no_policy() -> None:
     scores = make_choices(1, shape=shape)
     found = solve(scores, budget="60%", level="head", loss_policies=["tova"], **LOSS)
     assert found.unit_policies[1].tolist() == [0, 0]
-    assert failed(found, scores) == set()
 
 
 def test_false_statements_about_policies_are_found() -> None:
@@ -102,12 +91,12 @@ def test_false_statements_about_policies_are_found() -> None:
     table = found.unit_policies.copy()
     table[0, 0] = (table[0, 0] + 1) % len(found.policies)
     moved = found.replace(unit_policies=table)
-    assert {"policies", "predicted loss"} <= failed(moved, scores)
-    assert "policies" in failed(found.with_policy(found.policy), scores)
+    assert {"policies", "predicted loss"} <= untrue(moved, scores)
+    assert "policies" in untrue(found.with_policy(found.policy), scores)
     other = found.other_policies[0].replace(scorer_parameters={"window": 1})
     foreign = found.replace(other_policies=(other, *found.other_policies[1:]))
-    assert "policies" in failed(foreign, scores)
-    assert "retention" in failed(found.replace(retention=0.5), scores)
+    assert "policies" in untrue(foreign, scores)
+    assert "retention" in untrue(found.replace(retention=0.5), scores)
 
 
 BAD_TABLES: dict[str, tuple[Any, str]] = {
@@ -160,4 +149,3 @@ def test_averaged_allocations_choose_on_the_mean_curves() -> None:
     scores = make_choices(5)
     found = solve(scores, budget="40%", level="head", average="allocations", **LOSS)
     assert found.predicted_loss == pytest.approx(-found.objective, abs=1e-12)
-    assert failed(found, scores) == set()

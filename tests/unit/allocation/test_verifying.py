@@ -83,10 +83,12 @@ def test_what_solve_writes_is_true_and_comes_back(make: Any, asked: Any, tmp_pat
     profile = kvalloc.solve(scores, **asked)
     assert untrue(profile, scores) == set()
     profile.save(tmp_path / "p.json")
-    again = BudgetProfile.load(tmp_path / "p.json")
+    again = kvalloc.load_profile(tmp_path / "p.json")
     for name in BudgetProfile.model_fields:
         np.testing.assert_equal(getattr(again, name), getattr(profile, name), name)
     assert again == profile
+    again.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "p.json").read_bytes()
 
 
 def failed(profile: BudgetProfile, seed: int = 0) -> set[str]:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from factories import make_losses, make_scores, make_shape
 
-from kvalloc.allocation.audit import verify
 from kvalloc.allocation.curves import head_weights, mean_retention
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
@@ -50,16 +49,6 @@ def test_a_layer_without_weight_gets_its_floor_and_is_still_reported() -> None:
     assert decided.retention == pytest.approx(mean_retention(scores, decided.budgets, 40))
     assert decided.objective > decided.retention  # the weighted mean knows nothing of layer 0
     assert decided.requested["weights"] == [0.0, 1.0, 1.0]
-    assert all(check.passed for check in verify(decided, scores))
-
-
-def test_a_target_holds_for_the_weighted_mean() -> None:
-    scores = make_scores(2)
-    decided = solve(
-        scores, target_retention=0.9, level="head", weights=[[0, 1], [2, 1], [1, 1]], solver="ilp"
-    )
-    assert all(check.passed for check in verify(decided, scores))
-    assert decided.budgets[0, 0] == 5
 
 
 def test_losses_are_weighted_too() -> None:
@@ -73,8 +62,6 @@ def test_losses_are_weighted_too() -> None:
             whole,
             Request.parse(budget=0.5, objective="loss", weights=[[1, 0], [1, 1], [1, 1]]),
         )
-    decided = solve(whole, budget="50%", objective="loss", weights=[1, 0, 2], solver="dp")
-    assert all(check.passed for check in verify(decided, whole))
 
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [[1.0] * 3] * 3, [[1.0, 1.0]] * 2])

@@ -20,7 +20,6 @@ from kvalloc.errors import InputError, KVAllocError, ProfileFileError
 from kvalloc.files import atomic_write, check_writable
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.formats.shipped_profiles import load_profile
 
 # --- writing ---------------------------------------------------------------------------------
 
@@ -149,38 +148,13 @@ def test_a_score_profile_comes_back_bit_for_bit(tmp_path: Path) -> None:
         assert again.read_bytes() == path.read_bytes()
 
 
-def solved(**target: Any) -> BudgetProfile:
-    return solve(make_scores(), **(target or {"budget": 0.5}))
-
-
-def test_a_budget_profile_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    for index, target in enumerate(
-        (
-            {"budget": "37%"},
-            {"target_retention": 0.9, "level": "head"},
-            {"memory": 3001, "page": 8, "solver": "ilp"},
-            {"budget_tokens": 20, "solver": "pyramid", "solver_options": {"beta": 5.0}},
-        )
-    ):
-        profile = solved(**target)
-        path = tmp_path / f"{index}.json"
-        profile.save(path)
-        loaded = BudgetProfile.load(path)
-        assert loaded.budgets.tolist() == profile.budgets.tolist()
-        assert loaded == profile
-        assert loaded.record() == profile.record()
-        loaded.save(tmp_path / "again.json")
-        assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
-        assert load_profile(path).objective == profile.objective
-
-
 # --- damaged budget profiles -----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def budgets_text(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("budgets") / "p.json"
-    solved().save(path)
+    solve(make_scores(), budget=0.5).save(path)
     return path.read_text(encoding="utf-8")
 
 
@@ -297,24 +271,6 @@ def test_a_budget_profile_cut_off_anywhere(budgets_text: str, tmp_path: Path) ->
 def test_no_file_and_a_folder(tmp_path: Path, load: Callable[[Path], object]) -> None:
     assert refused(tmp_path / "none.json", load).found == "missing"
     assert refused(tmp_path, load).found == "a folder"
-
-
-def test_a_budget_profile_from_before_there_were_policies(
-    budgets_text: str, tmp_path: Path
-) -> None:
-    data = json.loads(budgets_text)
-    for name in ("name", "parameters"):
-        del data["policy"][name]
-    del data["digest"]
-    data["digest"] = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-    (tmp_path / "old.json").write_text(json.dumps(data))
-    policy = BudgetProfile.load(tmp_path / "old.json").policy
-    assert (policy.name, policy.parameters) == ("score", {})
-
-
-def test_load_profile_takes_a_path_or_a_name(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no budget profile none\.json: no such file; shipped"):
-        load_profile("none.json")
 
 
 def test_one_kind_given_for_the_other(tmp_path: Path, budgets_text: str) -> None:

@@ -15,30 +15,6 @@ from kvalloc.formats.sharing_groups import (
 )
 
 
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [
-        ("14", 14),
-        (14, 14),
-        ("2-3", ((2, 3),)),
-        (" 2-3 , 4-7 ", ((2, 3), (4, 5, 6, 7))),
-        ([(2, 3), [4, 5]], ((2, 3), (4, 5))),
-        ((), ()),
-    ],
-)
-def test_how_groups_are_read(given, read):
-    assert parse_groups(given) == read
-
-
-@pytest.mark.parametrize("given", ["", "2", "a-b", "2-3;4-5", [2, 3], 1.5, True, "0", None])
-def test_what_cannot_be_read(given):
-    if given == "2":
-        assert parse_groups(given) == 2
-        return
-    with pytest.raises(InputError):
-        parse_groups(given)
-
-
 def test_text_and_back():
     groups = ((2, 3), (4, 5, 6))
     assert parse_groups(groups_text(groups)) == groups
