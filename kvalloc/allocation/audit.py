@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from kvalloc.allocation.decision import head_table
 from kvalloc.allocation.formulation import formulate, pose
 from kvalloc.allocation.request import Request, Target
 from kvalloc.errors import InputError
-from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import groups_text, parse_groups
 from kvalloc.problem import AllocationProblem, Sense, dual_bound
@@ -80,33 +79,28 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
             "all are" if is_option.all() else f"{int((~is_option).sum())} are not",
             bool(is_option.all()),
         ),
-        *_goal_checks(profile, problem, choice),
         *_side_checks(profile, problem, choice),
+        *_prediction_checks(profile, scores, problem, choice),
     ]
-    if profile.refinement is None:
-        checks.append(_equal("problem digest", profile.problem_digest, problem.digest()))
-    if profile.refinement is None or problem.sense is Sense.MIN_COST:
+    refined, by_value = profile.refinement is not None, problem.sense is Sense.MAX_VALUE
+    if not refined or by_value:  # what refining measured of a target is not known here
+        checks.append(_goal_check(problem, choice))
+    if not refined or not by_value:
         checks.append(_close("objective", profile.objective, problem.objective(choice)))
-    checks += _prediction_checks(profile, scores, problem, choice)
-    if profile.refinement is None:
+    if not refined:
+        checks.append(_equal("problem digest", profile.problem_digest, problem.digest()))
         checks.append(_bound_check(profile, problem, choice))
     return checks
 
 
-def _goal_checks(
-    profile: BudgetProfile, problem: AllocationProblem, choice: IntArray
-) -> list[Check]:
-    """That the capacity is kept, or the target met; what refining measured is not known here."""
+def _goal_check(problem: AllocationProblem, choice: IntArray) -> Check:
+    """That the capacity is kept, or the target met."""
     if (capacity := problem.capacity_bytes) is not None:
         cost = problem.cost(choice)
-        return [
-            Check("within capacity", f"{capacity:,} bytes", f"{cost:,} bytes", cost <= capacity)
-        ]
-    if profile.refinement is not None:
-        return []
+        return Check("within capacity", f"{capacity:,} bytes", f"{cost:,} bytes", cost <= capacity)
     value = problem.objective_value(choice)
     met = problem.meets_target(value)
-    return [Check("target met", f"{problem.target:.9g}", f"{value:.9g}", met)]
+    return Check("target met", f"{problem.target:.9g}", f"{value:.9g}", met)
 
 
 def _prediction_checks(
@@ -184,24 +178,16 @@ def _policies_of(
         found = head_table(scores, problem, chosen, 0) if chosen.any() else None
     if found is None and profile.unit_policies is None:
         return None, []
-    places = {_identity(policy): place for place, policy in enumerate(scores.policies)}
-    own = [places.get(_identity(policy)) for policy in profile.policies]
-    least = np.zeros_like(profile.budgets) if found is None else found
-    if None in own:
-        unknown = profile.policies[own.index(None)].title
+    if unknown := [policy.title for policy in profile.policies if policy not in scores.policies]:
         known = ", ".join(policy.title for policy in scores.policies)
-        return found, [Check("policies", unknown, f"losses of {known}", False)]
-    table = profile.unit_policies
-    stated = np.asarray(own)[np.zeros_like(profile.budgets) if table is None else table]
-    other = int((stated != least).sum())
-    same = _policies_text(scores, least)
+        return found, [Check("policies", unknown[0], f"losses of {known}", False)]
+    none = np.zeros_like(profile.budgets)
+    least, table = (none if one is None else one for one in (found, profile.unit_policies))
+    stated = np.array([scores.policies.index(policy) for policy in profile.policies])[table]
+    other, same = int((stated != least).sum()), _policies_text(scores, least)
     text = f"{other} heads lose less with another one" if other else same
     check = Check("policies", _policies_text(scores, stated), text, not other)
     return stated.astype(np.int64) if stated.any() else None, [check]
-
-
-def _identity(policy: Policy) -> str:
-    return json.dumps(policy.record(), sort_keys=True)
 
 
 def _policies_text(scores: ScoreProfile, table: IntArray) -> str:

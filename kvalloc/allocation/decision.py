@@ -424,29 +424,22 @@ def head_table(
 
 def _check_average(posed: PosedRequest, average: str) -> None:
     """Refuse to average what budgets of single samples know nothing of."""
-    request, problem = posed.request, posed.problem
-    if average != "allocations":
-        raise InputError(f"average is {average!r}, expected 'curves' or 'allocations'")
-    if request.workloads != "mean":
-        raise InputError(
-            "budgets averaged over samples know nothing of the worst of them; leave out average, "
-            "or ask for the mean of the workloads"
-        )
-    if posed.asked_groups:
-        raise InputError(
-            "budgets averaged over samples cannot share entries between layers; leave out average "
-            "or the groups"
-        )
-    if problem.constraints:
-        raise InputError(
-            "the mean of several allocations need not keep caps, ranks or few distinct budgets; "
-            f"use {option('average', 'curves')} with them"
-        )
-    if problem.bits is not None or np.any(problem.option_counts != problem.option_counts[0]):
-        raise InputError(
-            "the mean of several allocations is one of tokens, and here options differ in more; "
-            f"use {option('average', 'curves')}"
-        )
+    problem, counts = posed.problem, posed.problem.option_counts
+    alone = option("average", "curves")
+    refusals = {
+        f"average is {average!r}, expected 'curves' or 'allocations'": average != "allocations",
+        "budgets averaged over samples know nothing of the worst of them; leave out average, or "
+        "ask for the mean of the workloads": posed.request.workloads != "mean",
+        "budgets averaged over samples cannot share entries between layers; leave out average or "
+        "the groups": bool(posed.asked_groups),
+        "the mean of several allocations need not keep caps, ranks or few distinct budgets; use "
+        f"{alone} with them": bool(problem.constraints),
+        "the mean of several allocations is one of tokens, and here options differ in more; use "
+        f"{alone}": problem.bits is not None or bool(np.any(counts != counts[0])),
+    }
+    for refusal, holds in refusals.items():
+        if holds:
+            raise InputError(refusal)
 
 
 def _average_allocations(

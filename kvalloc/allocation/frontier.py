@@ -13,7 +13,7 @@ from kvalloc.allocation.decision import outcome
 from kvalloc.allocation.formulation import cache_costs, choose_objective, pose
 from kvalloc.allocation.infeasibility import advise
 from kvalloc.allocation.request import Request, RequestOptions
-from kvalloc.allocation.verification import bound_at_choice, price_at, solve_unbounded
+from kvalloc.allocation.verification import bound_at_choice, checked_answer, price_at
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import AllocationProblem, Solution, Solver
@@ -245,7 +245,7 @@ def trace_frontier(
         # From the last one, not the first: what was found out about the arrays comes along.
         point = point.with_capacity(capacity)
         try:
-            answer = solve_unbounded(point, solver, time_limit_seconds=time_limit_seconds)
+            answer, _ = checked_answer(point, solver, time_limit_seconds)
             traced.append(_point(point, answer, whole_bytes or problem.max_cost_bytes))
         except InfeasibleError as error:
             nothing = error  # too small for the side constraints; a larger one may do

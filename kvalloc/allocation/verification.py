@@ -121,7 +121,7 @@ def solve_problem(
         If the solver refuses the problem, fails, hangs beyond its time limit, or reports what is
         not true.
     """
-    solution, seconds = _checked_answer(problem, solver, time_limit_seconds)
+    solution, seconds = checked_answer(problem, solver, time_limit_seconds)
     objective = problem.objective(solution.choice)
     bound, source, multiplier = _tightest_bound(problem, solver, solution)
     if bound is not None and abs(bound - objective) <= PROOF_TOLERANCE * max(1.0, abs(objective)):
@@ -142,23 +142,16 @@ def solve_problem(
     )
 
 
-def solve_unbounded(
-    problem: AllocationProblem, solver: Solver, *, time_limit_seconds: float | None = None
-) -> Solution:
-    """A solver's answer, feasible and as it says; no bound of our own is looked for.
+def checked_answer(
+    problem: AllocationProblem, solver: Solver, time_limit_seconds: float | None
+) -> tuple[Solution, float]:
+    """A solver's answer, feasible and as it says, and its seconds; no bound of our own is sought.
 
     Raises
     ------
     InfeasibleError, SolverError
         As `solve_problem`.
     """
-    return _checked_answer(problem, solver, time_limit_seconds)[0]
-
-
-def _checked_answer(
-    problem: AllocationProblem, solver: Solver, time_limit_seconds: float | None
-) -> tuple[Solution, float]:
-    """A solver's answer, checked, and its seconds."""
     if time_limit_seconds is not None and not time_limit_seconds > 0:
         raise InputError(f"a time limit of {time_limit_seconds:g} s leaves no time; give more")
     patience = None if time_limit_seconds is None else 2 * time_limit_seconds + GRACE_SECONDS
@@ -355,6 +348,12 @@ class ShadowPrice:
     value_per_byte: float
     source: str
 
+    @classmethod
+    def of(cls, gained: float, more_bytes: int, source: str) -> ShadowPrice:
+        """The price at which bytes gained value; 0 where either is none."""
+        per_byte = max(0.0, gained) / more_bytes if more_bytes > 0 else 0.0
+        return cls(value_per_byte=per_byte, source=source)
+
 
 def price_of(
     problem: AllocationProblem,
@@ -469,10 +468,8 @@ def _worst_price(problem: AllocationProblem, choice: IntArray) -> ShadowPrice:
     now, then = cheapest_reaching(problem, value), cheapest_reaching(problem, higher)
     if now is None or then is None or higher <= value:
         return ShadowPrice(value_per_byte=0.0, source=source)
-    more_bytes = problem.cost(then) - problem.cost(now)
     gained = problem.objective_value(then) - value
-    per_byte = gained / more_bytes if more_bytes > 0 else 0.0
-    return ShadowPrice(value_per_byte=per_byte, source=source)
+    return ShadowPrice.of(gained, problem.cost(then) - problem.cost(now), source)
 
 
 def _price_by_solving(
@@ -501,6 +498,4 @@ def _price_by_solving(
     if then.termination is not Termination.OPTIMAL:
         return None
     more_bytes = step if problem.target is None else then.cost_bytes - answer.cost_bytes
-    gained = max(0.0, then.value - answer.value)
-    per_byte = gained / more_bytes if more_bytes > 0 else 0.0
-    return ShadowPrice(value_per_byte=per_byte, source=f"solved again with {source} more")
+    return ShadowPrice.of(then.value - answer.value, more_bytes, f"solved again with {source} more")
