@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from kvalloc.errors import InputError
 
@@ -74,26 +76,32 @@ def check_writable(path: str | Path) -> None:
         raise InputError(f"cannot write {target}: no permission in the folder {target.parent}")
 
 
-def utc_date() -> str:
-    """Today as every file holds it: ISO 8601, in UTC, so that one day's files compare equal."""
-    return datetime.now(UTC).date().isoformat()
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """Versions of kvalloc and of installed packages, by name; "source" for what is not installed.
+def provenance(*packages: str) -> dict[str, Any]:
+    """What every file says of its making.
 
     Parameters
     ----------
     *packages : str
-        Names of distributions, such as ``"torch"``.
+        Names of distributions, such as ``"torch"``, or ``"python"``.
+
+    Returns
+    -------
+    dict
+        ``versions`` of kvalloc and of the packages, by name, "source" for what is not installed;
+        and ``created``, today in ISO 8601 and UTC, so that one day's files compare equal.
     """
-    return {name: _version(name) for name in ("kvalloc", *packages)}
+    return {
+        "versions": {name: _version(name) for name in ("kvalloc", *packages)},
+        "created": datetime.now(UTC).date().isoformat(),
+    }
 
 
 @functools.cache
 def _version(name: str) -> str:
     from importlib.metadata import PackageNotFoundError, version  # a tenth of the start-up time
 
+    if name == "python":
+        return platform.python_version()
     try:
         return version(name)
     except PackageNotFoundError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from kvalloc.allocation.verification import (
     solve_problem,
 )
 from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError, option
-from kvalloc.files import utc_date, versions
+from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import AllocationProblem, Solver, Termination, dual_bound
@@ -351,8 +350,7 @@ def to_budget_profile(
         price_source="" if price is None else price.source,
         score_digest=scores.digest,
         problem_digest=problem.digest(),
-        versions={"python": platform.python_version(), **versions("numpy")},
-        created=utc_date(),
+        **provenance("python", "numpy"),
         **other_cost,
         **outcome(scores, posed, checked.choice, checked.value),
     )

@@ -76,6 +76,8 @@ class Target(ABC):
 
     kind: ClassVar[str]
     keyword: ClassVar[str]
+    read_value: ClassVar[Any] = staticmethod(lambda given: given)
+    """Reads the value from what the user wrote."""
     refusal: ClassVar[str] = ""
     """What is said of a value that cannot be."""
     limit: ClassVar[str] = "the least is"
@@ -96,7 +98,7 @@ class Target(ABC):
     @classmethod
     def parse(cls, given: Any) -> Self:
         """The target from what the user wrote, a text or a number."""
-        return cls(value=given)
+        return cls(value=cls.read_value(given))
 
     def shown(self) -> object:
         """The value as `kvalloc.errors.option` writes it."""
@@ -199,6 +201,7 @@ class _Retention(Target):
 
     kind = "retention"
     keyword = "target_retention"
+    read_value = staticmethod(parse_fraction)
     refusal = (
         "a target retention of {:g} is not a share of the score mass; give a number above 0 and "
         "up to 1, such as 0.9"
@@ -207,10 +210,6 @@ class _Retention(Target):
 
     def is_possible(self) -> bool:
         return 0 < self.value <= 1
-
-    @classmethod
-    def parse(cls, given: Any) -> Self:
-        return cls(value=parse_fraction(given))
 
     def describe(self, what: str, entries: str = "entries") -> str:
         return f"{what} of {self.value:g} or more in the fewest bytes"
@@ -229,6 +228,7 @@ class _Loss(Target):
 
     kind = "loss"
     keyword = "target_loss"
+    read_value = float
     refusal = (
         "a target loss of {:g} nats per token cannot be asked for; give a number from 0 up, such "
         "as 0.02"
@@ -236,10 +236,6 @@ class _Loss(Target):
 
     def is_possible(self) -> bool:
         return 0 <= self.value < math.inf
-
-    @classmethod
-    def parse(cls, given: Any) -> Self:
-        return cls(value=float(given))
 
     def describe(self, what: str, entries: str = "entries") -> str:
         return f"predicted loss of {self.value:g} nats per token or less in the fewest bytes"
@@ -293,10 +289,7 @@ class _Share(_Size):
 
     kind = "budget"
     keyword = "budget"
-
-    @classmethod
-    def parse(cls, given: Any) -> Self:
-        return cls(value=parse_share(given))
+    read_value = staticmethod(parse_share)
 
     def shown(self) -> str:
         return f"{100 * self.value:g}%"
@@ -342,14 +335,11 @@ class _Memory(_Size):
 
     kind = "memory"
     keyword = "memory"
+    read_value = staticmethod(parse_bytes)
     is_fixed = True
     includes_sliding = True
 
     value: int
-
-    @classmethod
-    def parse(cls, given: Any) -> Self:
-        return cls(value=parse_bytes(given))
 
     def shown(self) -> str | int:
         text = bytes_text(self.value)

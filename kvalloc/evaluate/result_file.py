@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalloc.evaluate.scoring import Score
-from kvalloc.files import atomic_write, utc_date, versions
+from kvalloc.files import atomic_write, provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.prompts.cases import Case
 
@@ -49,8 +49,7 @@ def evaluation_record(
     return {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,
-        "created": utc_date(),
-        "versions": versions(),
+        **provenance(),
         "model": model_id,
         "settings": dict(settings),
         # Without an evaluation from before: the digest is that of what was evaluated.

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.errors import InputError, one_line, option
-from kvalloc.files import atomic_write, check_writable, versions
+from kvalloc.files import atomic_write, check_writable, provenance
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def job_record(model: Any, shape: ModelShape) -> dict[str, Any]:
         "model": replace(shape, weights_digest=None, weights_signs=None).to_dict(),
         "dtype": str(model.dtype),
         "device": model.get_input_embeddings().weight.device.type,
-        "versions": versions(*MEASURED_WITH),
+        "versions": provenance(*MEASURED_WITH)["versions"],
     }
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError, option
-from kvalloc.files import utc_date, versions
+from kvalloc.files import provenance
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import MEASURED_WITH, Checkpoint, kept_work
 from kvalloc.measure.curves import (
@@ -368,8 +368,7 @@ def _assemble(job: Job, results: list[Measured]) -> ScoreProfile:
         interpolation_error=float(stacked["interpolation_error"].max()),
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
-        versions=versions(*MEASURED_WITH),
-        created=utc_date(),
+        **provenance(*MEASURED_WITH),
     )
 
 

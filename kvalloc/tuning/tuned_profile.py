@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import numpy as np
 
 from kvalloc.errors import InputError, UnsupportedRequestError, option
-from kvalloc.files import utc_date, versions
+from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import BY_SCORE, Policy
 from kvalloc.measure.checkpoint import MEASURED_WITH, job_record, kept_work
@@ -408,6 +408,5 @@ def _provenance(job: DescentJob, moves: Moves, course: Course, found: SampleSet)
             "predicted_interval": interval([losses], seed=job.seed),
             "predicted_with_equal_budgets": float(course.uniform_losses.mean()),
         },
-        "versions": versions(*MEASURED_WITH),
-        "created": utc_date(),
+        **provenance(*MEASURED_WITH),
     }

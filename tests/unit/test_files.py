@@ -6,8 +6,9 @@ from kvalloc import files
 
 
 def test_versions_name_what_is_installed_and_what_is_not():
-    found = files.versions("numpy", "no-such-package")
-    assert list(found) == ["kvalloc", "numpy", "no-such-package"]
+    found = files.provenance("python", "numpy", "no-such-package")["versions"]
+    assert list(found) == ["kvalloc", "python", "numpy", "no-such-package"]
+    assert found["python"][0] == "3"
     assert found["numpy"][0].isdigit()
     assert found["no-such-package"] == "source"
 
@@ -22,4 +23,4 @@ def test_dates_are_those_of_utc(monkeypatch):
             return late.astimezone(tz) if tz else late.replace(tzinfo=None)
 
     monkeypatch.setattr(files, "datetime", Clock)
-    assert files.utc_date() == "2026-02-28"
+    assert files.provenance()["created"] == "2026-02-28"
