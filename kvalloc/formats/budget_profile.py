@@ -19,7 +19,7 @@ from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.files import atomic_write
 from kvalloc.formats.policy import BY_SCORE, Policy, require_policies
-from kvalloc.formats.record import FileRecord, FloatArray3D, IntArray2D, require
+from kvalloc.formats.record import FileRecord, FloatArray3D, IntArray2D, require, require_shape
 from kvalloc.formats.sharing_groups import Groups, groups_fault
 from kvalloc.shape import ModelShape
 
@@ -449,19 +449,15 @@ class BudgetProfile(FileRecord):
         for name in ("budgets", *in_sliding):
             array = getattr(self, name)
             if array is not None:
-                found, expected = f"int64 shaped {array.shape}", f"int64 shaped {table}"
-                require(array.shape == table, name, found, expected)
+                require_shape(name, array, table)
                 constant = in_sliding.get(name)
                 right = constant is None or (array[sliding] == constant).all()
                 expected = f"{constant} there: nothing is decided"
                 require(right, name, "another number in a sliding layer", expected)
         self._require_budgets(self.budgets[full])
         if self.bits is not None:
-            found, expected = (
-                np.unique(self.bits).tolist(),
-                f"one of {', '.join(map(str, BIT_WIDTHS))} each",
-            )
-            require({*found} <= {*BIT_WIDTHS}, "bits", found, expected)
+            found, known = np.unique(self.bits).tolist(), ", ".join(map(str, BIT_WIDTHS))
+            require({*found} <= {*BIT_WIDTHS}, "bits", found, f"one of {known} each")
         if self.ranks is not None:
             expected = "a placement of single heads, at head level"
             require(self.level == "head", "ranks", "given at layer level", expected)
@@ -508,13 +504,11 @@ class BudgetProfile(FileRecord):
             expected = f"0..{len(others)}, places in the list of policies"
             require(inside, "unit_policies", found, expected)
         if weights is not None:
-            name, size = "unit_weights", (*self.budgets.shape, 1 + len(others))
+            name = "unit_weights"
             other = self._beyond_scores()
             found = f"given to the policy {other!r}"
             require(other is None, name, found, "policies whose scores can be weighted")
-            require(
-                weights.shape == size, name, f"float64 shaped {weights.shape}", f"float64 {size}"
-            )
+            require_shape(name, weights, (*self.budgets.shape, 1 + len(others)))
             sound = np.isfinite(weights).all() and weights.min() >= 0
             require(sound, name, "not finite or below 0", "finite numbers >= 0")
             some = weights.sum(axis=2) > 0

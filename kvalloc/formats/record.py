@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, computed_field
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
 
@@ -28,6 +29,8 @@ __all__ = [
     "digest_of",
     "first_fault",
     "require",
+    "require_none",
+    "require_shape",
 ]
 
 
@@ -48,6 +51,18 @@ def require(holds: bool | np.bool_, field: str, found: object, expected: str) ->
     if not holds:
         context = {"field": field, "found": found, "expected": expected}
         raise PydanticCustomError("kvalloc", "{field} is wrong", context)
+
+
+def require_shape(field: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    """Refuse an array of another shape, as `require` does."""
+    found, expected = f"{array.dtype} shaped {array.shape}", f"{array.dtype} shaped {shape}"
+    require(array.shape == shape, field, found, expected)
+
+
+def require_none(*fields: str, values: Sequence[object]) -> None:
+    """Refuse some of the fields that go together where another one is missing."""
+    missing = all(value is None for value in values)
+    require(missing, ", ".join(fields), "one without the other", "both or neither")
 
 
 class ArrayOf:

@@ -28,6 +28,8 @@ from kvalloc.formats.record import (
     IntArray4D,
     first_fault,
     require,
+    require_none,
+    require_shape,
 )
 from kvalloc.formats.sharing_groups import LONGEST_RUN, runs_of
 from kvalloc.shape import ModelShape
@@ -421,13 +423,9 @@ class ScoreProfile(ScoreHeader):
         rising = ranks[0] == 0 and ranks[-1] == most and (np.diff(ranks) > 0).all()
         require(rising, "ranks", f"{ranks[0]}..{ranks[-1]}", f"rising from 0 to {most}")
         size = (max(1, self.n_samples), self.shape.n_layers, self.shape.n_kv_heads)
-        for name, expected_size in (
-            ("curves", (*size, ranks.size)),
-            ("masses", size),
-            ("sample_tokens", size[:1]),
-        ):
-            found = getattr(self, name).shape
-            require(found == expected_size, name, f"shaped {found}", f"{expected_size}")
+        require_shape("curves", self.curves, (*size, ranks.size))
+        require_shape("masses", self.masses, size)
+        require_shape("sample_tokens", self.sample_tokens, size[:1])
         sound = np.isfinite(self.masses).all() and (self.masses >= 0).all()
         require(sound, "masses", "negative or not finite", "finite masses >= 0")
         # One layer of one sample at a time: with a long context, a copy of all curves is gigabytes.
@@ -471,9 +469,8 @@ class ScoreProfile(ScoreHeader):
             self._require_nats("other_losses", "other_loss_stderr", {losses.shape[2]}, n_policies)
         if (probed := self.loss_probed) is not None:
             size = (*losses.shape[1:3], len(self.policies), levels.size)
-            sound = probed.shape == size and bool(((probed == 0) | (probed == 1)).all())
-            expected = f"int64 of 0 and 1 shaped {size}"
-            require(sound, "loss_probed", f"int64 shaped {probed.shape}", expected)
+            require_shape("loss_probed", probed, size)
+            require(np.isin(probed, (0, 1)).all(), "loss_probed", "another number", "0 or 1 each")
 
     def _require_nats(
         self, name: str, errors: str, heads: set[int], middle: tuple[int, ...]
@@ -507,14 +504,13 @@ class ScoreProfile(ScoreHeader):
     def _require_fidelity(self) -> None:
         widths, fidelity = self.bit_widths, self.bit_fidelity
         if widths is None or fidelity is None:
-            name, none = "bit_widths, bit_fidelity", widths is None and fidelity is None
-            require(none, name, "one without the other", "both or neither")
+            require_none("bit_widths", "bit_fidelity", values=(widths, fidelity))
             return
         given, known = widths.tolist(), ", ".join(map(str, BIT_WIDTHS))
         sound = given and len({*given}) == len(given) and {*given} <= {*BIT_WIDTHS}
         require(bool(sound), "bit_widths", f"int64 {given}", f"int64, each one of {known} once")
-        name, size = "bit_fidelity", (*self.masses.shape, widths.size)
-        require(fidelity.shape == size, name, f"float64 shaped {fidelity.shape}", f"float64 {size}")
+        name = "bit_fidelity"
+        require_shape(name, fidelity, (*self.masses.shape, widths.size))
         decided = fidelity[:, list(self.shape.full_layers)]
         require(np.isfinite(decided).all(), name, "not finite", "finite values")
         found = f"{decided.min():.6g}..{decided.max():.6g}"
@@ -525,8 +521,7 @@ class ScoreProfile(ScoreHeader):
     def _require_shared(self) -> None:
         runs, curves = self.shared_runs, self.shared_curves
         if runs is None or curves is None:
-            name, none = "shared_runs, shared_curves", runs is None and curves is None
-            require(none, name, "only one of them", "both or none")
+            require_none("shared_runs", "shared_curves", values=(runs, curves))
             return
         require(runs.shape[1] == 2, "shared_runs", f"int64 shaped {runs.shape}", "(n_runs, 2)")
         given = [tuple(run) for run in runs.tolist()]
@@ -535,9 +530,8 @@ class ScoreProfile(ScoreHeader):
         sound = len({*given}) == len(given) and possible.issuperset(given)
         expected = f"runs of 2 to {LONGEST_RUN} adjacent layers from layer 2 on"
         require(sound, "shared_runs", wrong, expected)
-        size = (self.n_samples, len(given), self.shape.n_kv_heads, self.ranks.size)
-        name = "shared_curves"
-        require(curves.shape == size, name, f"float64 shaped {curves.shape}", f"float64 {size}")
+        name, heads = "shared_curves", self.shape.n_kv_heads
+        require_shape(name, curves, (self.n_samples, len(given), heads, self.ranks.size))
         require(np.isfinite(curves).all(), name, "not finite", "finite values")
         for sample in range(self.n_samples):
             apart = self.contributions(sample)
@@ -546,11 +540,8 @@ class ScoreProfile(ScoreHeader):
                 where = f"in sample {sample}, layers {first}-{first + length - 1}"
                 sound = (together <= separate + CURVE_TOLERANCE).all()
                 sound = sound and together.min() >= -CURVE_TOLERANCE
-                found, expected = (
-                    f"{together.max():.6g} {where}",
-                    "no more than the layers keep apart",
-                )
-                require(sound, name, found, expected)
+                found = f"{together.max():.6g} {where}"
+                require(sound, name, found, "no more than the layers keep apart")
                 whole = np.abs(together[:, -1] - separate[:, -1]) <= CURVE_TOLERANCE
                 expected = "everything when everything is kept"
                 require(whole.all(), name, f"not whole {where}", expected)

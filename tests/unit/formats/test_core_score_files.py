@@ -118,14 +118,18 @@ CONTENT: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "falling": ("curves", lambda c: changed(c, 1, 0, 0, 20, value=0.0), "falling in sample 1"),
     "not concave": ("curves", convex, "not concave in sample 0"),
     "not all": ("curves", lambda c: c * 0.9, "not 1 when everything is kept"),
-    "other shape": ("curves", lambda c: c[:, :2].copy(), r"curves is shaped \(2, 2, 2, 36\)"),
+    "other shape": (
+        "curves",
+        lambda c: c[:, :2].copy(),
+        r"curves is float64 shaped \(2, 2, 2, 36\)",
+    ),
     "flat array": (
         "curves",
         lambda c: c.ravel(),
         r"curves is float64 shaped \(432,\), expected float64 with 4",
     ),
-    "no samples": ("curves", lambda c: c[:0], "curves is shaped"),
-    "masses of another shape": ("masses", lambda m: m[:1].copy(), "masses is shaped"),
+    "no samples": ("curves", lambda c: c[:0], "curves is float64 shaped"),
+    "masses of another shape": ("masses", lambda m: m[:1].copy(), "masses is float64 shaped"),
     "negative masses": ("masses", lambda m: -m, "masses is negative or not finite"),
     "masses NaN": ("masses", lambda m: m * np.nan, "masses is negative or not finite"),
     "ranks falling": ("ranks", lambda r: r[::-1].copy(), "ranks is 35..0"),
@@ -133,7 +137,7 @@ CONTENT: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "ranks as floats": ("ranks", lambda r: r.astype(float), "ranks is float64"),
     "ranks unsigned": ("ranks", lambda r: r.astype(np.uint64), "ranks is uint64"),
     "no ranks": ("ranks", lambda r: r[:0], "ranks is shaped"),
-    "too few samples": ("sample_tokens", lambda s: s[:1].copy(), "sample_tokens is shaped"),
+    "too few samples": ("sample_tokens", lambda s: s[:1].copy(), "sample_tokens is int64 shaped"),
     "samples as floats": ("sample_tokens", lambda s: s.astype(float), "sample_tokens is float64"),
 }
 
@@ -320,7 +324,7 @@ IN_MEMORY: dict[Any, list[tuple[Callable[[ScoreProfile], dict[str, Any]], str]]]
         (lambda s: {"bit_widths": np.array([[16, 8, 4]])}, "bit_widths"),
     ],
     make_shared_scores: [
-        (drop("shared_runs"), "only one of them"),
+        (drop("shared_runs"), "one without the other"),
         (edit("shared_runs", lambda a: a.astype(np.int32)), "int32"),
         (edit("shared_runs", lambda a: a + [[-1, 0]]), "runs of 2 to 4"),
         (edit("shared_runs", lambda a: a[:1].repeat(7, axis=0)), "twice"),
