@@ -16,21 +16,66 @@ from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.unfinished import Unfinished
 
 __all__ = [
-    "APART_TOKENS",
     "LATEST_TOKENS",
+    "SPARE",
     "BudgetLayer",
     "cropped_tokens",
     "gathered",
     "row_numbers",
 ]
 
-APART_TOKENS = 128
-"""Latest tokens that are stored by themselves before they join the others."""
+SPARE = 8
+"""Of so many tokens that were decoded, one more has room: they are not copied for each new one."""
 
 LATEST_TOKENS = 64
 """Latest tokens after a prompt at fewer bits that stay as the model made them: what was said last
 is read most, and a block of keys (64 tokens) is rounded when it is full. As in KIVI, whose residual
 has up to 128."""
+
+
+class Following:
+    """Keys and values in storage with some room, to which a token is added in place.
+
+    Attributes
+    ----------
+    buffers : tuple of Tensor, each (batch, n_kv_heads, room, head_dim)
+    tokens : int
+        So many of the first ones are there.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.buffers, self.tokens = (keys[:, :, :0], values[:, :, :0]), 0
+        self._decoded = 0
+        self.add(keys, values)
+
+    @property
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, (batch, n_kv_heads, tokens, head_dim) each, as views."""
+        keys, values = self.buffers
+        return keys[:, :, : self.tokens], values[:, :, : self.tokens]
+
+    def add(self, *states: Tensor) -> None:
+        """Add keys and values, (batch, n_kv_heads, n_new, head_dim) each."""
+        n_new = int(states[0].shape[2])
+        end, self._decoded = self.tokens + n_new, self._decoded + (n_new == 1)
+        if end > int(self.buffers[0].shape[2]) or self._frozen(states):
+            room = (*states[0].shape[:2], self._decoded // SPARE)
+            keys, values = (
+                torch.cat([old, new, new.new_empty(*room, new.shape[-1])], dim=2)
+                for old, new in zip(self.states, states, strict=True)
+            )
+            self.buffers = keys, values
+        else:
+            for buffer, new in zip(self.buffers, states, strict=True):
+                buffer[:, :, self.tokens : end] = new
+        self.tokens = end
+
+    def _frozen(self, states: tuple[Tensor, ...]) -> bool:
+        """Whether the storage must not change: gradients go through it, or torch forbids it."""
+        if self.buffers[0].is_inference() and not torch.is_inference_mode_enabled():
+            return True
+        needs = torch.is_grad_enabled() and any(one.requires_grad for one in states)
+        return needs or any(one.requires_grad for one in self.buffers)
 
 
 class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -66,7 +111,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         self._dense: tuple[Any, Any] = (None, None)
-        self._apart: tuple[Tensor, Tensor] | None = None
+        self._apart: Following | None = None
         super().__init__()  # type: ignore[no-untyped-call]
         self._forget()
 
@@ -95,10 +140,11 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def _join(self) -> None:
         """Bring the latest tokens that were held apart behind the others."""
         if self._apart is not None:
-            (keys, values), (new_keys, new_values) = self._dense, self._apart
-            self._apart = None
-            keys = torch.cat([keys, new_keys], dim=-2)
-            self._dense = (keys, torch.cat([values, new_values], dim=-2))
+            latest, self._apart = self._apart.states, None
+            keys, values = (
+                torch.cat(pair, dim=-2) for pair in zip(self._dense, latest, strict=True)
+            )
+            self._dense = (keys, values)
 
     def _forget(self) -> None:
         self.entries: RaggedEntries | PackedEntries | None = None
@@ -115,15 +161,15 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Let the next update hold its tokens apart, and return only what is held apart.
 
         To add one token, transformers copies all that is stored. Here the latest tokens are
-        stored by themselves and copied to the others once in `APART_TOKENS`; attention over both
-        is `apart_attention`. Whoever asks for ``keys`` or ``values`` gets them joined.
+        stored by themselves (`Following`), and attention reads both. Whoever asks for ``keys`` or
+        ``values`` gets them joined.
         """
         self._apart_next = True
 
     @property
     def holds_apart(self) -> bool:
-        """Whether the latest tokens are stored by themselves now."""
-        return self._apart is not None
+        """Whether the latest tokens of an even layer are stored by themselves now."""
+        return self._apart is not None and self.entries is None
 
     @property
     def kept_apart(self) -> tuple[Tensor, Tensor]:
@@ -152,7 +198,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def dense_tokens(self) -> int:
         """Tokens in the dense storage."""
         keys = self._dense[0]
-        apart = 0 if self._apart is None else int(self._apart[0].shape[-2])
+        apart = 0 if self._apart is None else self._apart.tokens
         return apart if keys is None or keys.ndim < 4 else apart + int(keys.shape[-2])
 
     @property
@@ -215,7 +261,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def stored_tensors(self) -> list[Tensor]:
         """All K and V tensors that are allocated now."""
-        tensors = [] if self._dense[0] is None else [*self._dense, *(self._apart or ())]
+        tensors = [] if self._dense[0] is None else [*self._dense]
+        tensors += () if self._apart is None else self._apart.buffers
         if self.entries is not None:
             tensors += self.entries.tensors()
         return [*tensors, *(self._held or ())]
@@ -233,10 +280,11 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Returns
         -------
         tuple of Tensor, each (batch, n_kv_heads, n_dense + n_new_tokens, head_dim)
-            After `expect_apart` only those held apart, the new ones last.
+            After `expect_apart` only those held apart, and of a ragged or packed layer only those
+            that followed; the new ones last.
         """
         self.seen_tokens += int(key_states.shape[-2])
-        if self._apart_next:
+        if self._apart_next or (self.entries is not None and not self._evict_next):
             return self._hold_apart(key_states, value_states)
         if not self._evict_next:
             return super().update(key_states, value_states, *args, **kwargs)
@@ -254,19 +302,13 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def _hold_apart(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self._apart_next = False
-        before = self._apart
-        if before is not None and int(before[0].shape[-2]) >= APART_TOKENS:
-            self._join()
-            before = None
-        if before is not None:
-            keys = torch.cat([before[0], keys], dim=-2)
-            values = torch.cat([before[1], values], dim=-2)
-        else:  # some models cut them from a larger tensor, whose storage would stay
-            keys, values = (
-                states.clone(memory_format=torch.contiguous_format) for states in (keys, values)
-            )
-        self._apart = (keys, values)
-        return self._apart
+        if self._apart is None and self.entries is not None:
+            self._apart, self._dense = Following(*self._dense), self.entries.nothing()
+        if self._apart is None:
+            self._apart = Following(keys, values)
+        else:
+            self._apart.add(keys, values)
+        return self._apart.states
 
     def keep_even(
         self, keys: Tensor, values: Tensor, indices: Tensor, logit_bias: Tensor | None

@@ -137,9 +137,10 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
     bits : int
         8 or 4.
     """
-    of_each = scales.repeat_interleave(KEY_BLOCK_TOKENS, dim=0)[: len(rows)]
     codes = unpacked_codes(rows, bits, int(scales.shape[-1]))
-    return from_codes(codes, of_each[:, 0], of_each[:, 1])
+    whole = torch.nn.functional.pad(codes, (0, 0, 0, -len(rows) % KEY_BLOCK_TOKENS))
+    blocks = whole.view(-1, KEY_BLOCK_TOKENS, whole.shape[1])
+    return from_codes(blocks, scales[:, :1], scales[:, 1:]).flatten(0, 1)[: len(rows)]
 
 
 def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
@@ -148,9 +149,10 @@ def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
     # A copy even of one row: float16 cannot begin at an odd byte.
     scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format).view(torch.float16)
     scales = scales.view(len(rows), scales.shape[1] // 2, 2)
-    wide = scales.repeat_interleave(VALUE_BLOCK_CHANNELS, dim=1)[:, :head_dim]
     codes = unpacked_codes(rows[:, :n_bytes], bits, head_dim)
-    return from_codes(codes, wide[..., 0], wide[..., 1])
+    whole = torch.nn.functional.pad(codes, (0, -head_dim % VALUE_BLOCK_CHANNELS))
+    blocks = whole.view(len(rows), scales.shape[1], VALUE_BLOCK_CHANNELS)
+    return from_codes(blocks, scales[..., :1], scales[..., 1:]).flatten(1)[:, :head_dim]
 
 
 @dataclass(frozen=True, kw_only=True)

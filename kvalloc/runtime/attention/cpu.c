@@ -43,12 +43,12 @@ typedef struct {
     const uint16_t *key_scales;   /* float16, (n_key_blocks, 2, key_dim) */
     const float *bias;            /* (n_entries,), or NULL */
     const int64_t *spans;         /* (n_segments, 3): start, end, first key scale */
-    const void *keys;             /* (n_segments, n_following, key_dim) */
-    const void *values;           /* (n_segments, n_following, value_dim) */
+    const void *keys;             /* (n_segments, room, key_dim), n_following of the room */
+    const void *values;           /* (n_segments, room, value_dim) */
     const uint8_t *visible;       /* (batch, n_following), or NULL */
     const float *sinks;           /* (n_kv_heads, group), or NULL */
     float *output;                /* (batch, n_new, n_kv_heads * group, value_dim) */
-    int64_t n_segments, n_kv_heads, n_rows, n_new, n_following, key_dim, value_dim;
+    int64_t n_segments, n_kv_heads, n_rows, n_new, n_following, room, key_dim, value_dim;
     int64_t kept_kind, following_kind, threads;
     float scaling, softcap; /* softcap is 0 where there is none */
 } arguments;
@@ -399,7 +399,7 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
 /* The two spans of a segment: what is kept, and the tokens that followed. */
 static void spans_of(const arguments *given, int64_t segment, span out[2]) {
     const int64_t *own = given->spans + segment * 3;
-    int64_t first = segment * given->n_following;
+    int64_t first = segment * given->room;
     out[0] = (span){
         .keys = (const char *)given->kept_keys
             + own[0] * code_bytes(given->kept_kind, given->key_dim),

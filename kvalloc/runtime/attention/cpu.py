@@ -37,7 +37,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("key_scales", "bias", "spans")),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "visible", "sinks", "output")),
         *((name, ctypes.c_int64) for name in ("n_segments", "n_kv_heads", "n_rows", "n_new")),
-        *((name, ctypes.c_int64) for name in ("n_following", "key_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("n_following", "room", "key_dim", "value_dim")),
         *((name, ctypes.c_int64) for name in ("kept_kind", "following_kind", "threads")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
@@ -86,7 +86,9 @@ def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Te
     output = torch.empty(batch, n_new, n_query_heads, value_dim, dtype=torch.float32, device="cpu")
     # what is pointed to has a name, so that it lives until the call is over
     asked = call.queries.float().contiguous()
-    latest = call.keys.contiguous(), call.values.contiguous()
+    latest, rooms = (call.keys, call.values), {_room(call.keys), _room(call.values)}
+    if len(rooms) > 1 or None in rooms:
+        latest, rooms = (call.keys.contiguous(), call.values.contiguous()), {n_following}
     shown, sinks, kind = call.visible, call.sink_logits, _KINDS[call.queries.dtype]
     if shown is not None:
         shown = shown.expand(batch, n_following).to(torch.uint8).contiguous()
@@ -109,6 +111,7 @@ def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Te
         n_rows=n_query_heads // n_kv_heads * n_new,
         n_new=n_new,
         n_following=n_following,
+        room=rooms.pop(),
         key_dim=key_dim,
         value_dim=value_dim,
         kept_kind=_PACKED_KINDS.get(kept.bits, kind),
@@ -122,6 +125,16 @@ def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Te
     if library.attend(ctypes.byref(given)):
         raise MemoryError("no memory for attention over kept entries")
     return output.to(call.queries.dtype)
+
+
+def _room(states: Tensor) -> int | None:
+    """Tokens between two heads' first ones; None where they do not stand like that."""
+    _, n_heads, _, dim = states.shape
+    row, head, token, number = states.stride()
+    room = head // dim
+    return (
+        room if (row, head, token, number) == (n_heads * room * dim, room * dim, dim, 1) else None
+    )
 
 
 def _place(tensor: Tensor | None) -> int | None:

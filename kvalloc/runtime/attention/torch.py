@@ -17,7 +17,7 @@ from kvalloc.runtime.packed import key_numbers, value_numbers
 
 __all__ = ["TorchBackend"]
 
-SCRATCH_NUMBERS = 1 << 20
+SCRATCH_NUMBERS = 1 << 18
 """Numbers that the logits of one step may take, or entries that are converted; one segment's
 entries, and one new token's logits, are always done at once."""
 
