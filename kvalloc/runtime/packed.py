@@ -150,8 +150,9 @@ def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
     scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format).view(torch.float16)
     scales = scales.view(len(rows), scales.shape[1] // 2, 2)
     codes = unpacked_codes(rows[:, :n_bytes], bits, head_dim)
-    whole = torch.nn.functional.pad(codes, (0, -head_dim % VALUE_BLOCK_CHANNELS))
-    blocks = whole.view(len(rows), scales.shape[1], VALUE_BLOCK_CHANNELS)
+    width = min(VALUE_BLOCK_CHANNELS, head_dim)
+    whole = torch.nn.functional.pad(codes, (0, -head_dim % width))
+    blocks = whole.view(len(rows), scales.shape[1], width)
     return from_codes(blocks, scales[..., :1], scales[..., 1:]).flatten(1)[:, :head_dim]
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fake_device import AskedTheDevice, Launches, decoded_on_fake_device
 
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.layer import SPARE
@@ -206,3 +209,50 @@ def test_a_models_soft_cap(tiny: ModuleType, policy: str | None) -> None:
     for step in range(3):
         token = tiny.prompt(1, seed=step)
         assert tiny.worst(run(model, token, cache), shadow.logits(token)) < 1e-4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("level", "bits"),
+    [("layer", None), ("layer", (8, 8)), ("head", None), ("head", (4, 4)), ("head", (16, 4))],
+)
+def test_a_decoded_token_asks_nothing_of_the_device(
+    tiny: ModuleType, level: str, bits: tuple[int, ...] | None
+) -> None:
+    """No value goes between host and device, and each width takes two launches of Triton's."""
+
+    def make_model() -> Any:
+        return tiny.tiny_model("llama")
+
+    def make_cache(model: Any) -> Any:
+        profile = tiny.make_profile(model, TOKENS, 0.4)
+        profile = tiny.by_head(profile) if level == "head" else profile
+        if bits is not None:
+            profile = profile.replace(bits=np.tile(bits, (tiny.N_LAYERS, 1)))
+        return profile.cache(model)
+
+    def fill(model: Any) -> Any:
+        cache = make_cache(model)
+        model(tiny.prompt(TOKENS, 2), past_key_values=cache)
+        return cache
+
+    found = decoded_on_fake_device(make_model, fill, make_cache)
+    widths = len(set(bits or (16,)))
+    assert found["read_tile"] == found["add_tiles"] == widths * tiny.N_LAYERS
+    assert found["index_select"] == (0 if widths == 1 else 3 * widths * tiny.N_LAYERS)
+    assert found["cat"] == 2 * tiny.N_LAYERS + 1  # the model's own, where it turns positions
+
+
+def test_the_device_that_is_not_there_says_what_is_asked_of_it() -> None:
+    launches = Launches()
+    numbers = torch.ones(3, device="meta")
+    with launches:
+        numbers * 2
+        assert launches.found == {"mul": 1}
+        with pytest.raises(AskedTheDevice, match="wants a value"):
+            bool(numbers.all())
+        with pytest.raises(AskedTheDevice, match="wants a value"):
+            numbers.cpu()
+        launches.strict = True
+        with pytest.raises(AskedTheDevice, match="from the host"):
+            torch.ones(3).to("meta")

@@ -1,0 +1,158 @@
+"""A decoded token on a device that is not there: what it asks of the device, and launches.
+
+Tensors on torch's device ``meta`` stand for those on CUDA: they have shapes and no data, so whoever
+wants a value, which would make the host wait, fails. Triton's kernels are noted and not run.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["AskedTheDevice", "Launches", "decoded_on_fake_device"]
+
+_NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
+
+WARM = 8
+"""Tokens that are decoded before: what is made once for each eviction is made then, and what
+followed has room for one more."""
+
+
+class AskedTheDevice(Exception):
+    """The host waits for a value of the device, or the device for one of the host."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is launched on the device, by name.
+
+    Attributes
+    ----------
+    found : collections.Counter of str
+    strict : bool
+        Whether numbers of the host may not go to the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict = False
+        self.found: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run it, and count it if it launches anything."""
+        name = func.overloadpacket.__name__
+        try:
+            out = func(*args, **(kwargs or {}))
+        except (RuntimeError, NotImplementedError) as error:
+            raise AskedTheDevice(f"{name} wants a value of the device") from error
+        devices = {one.device.type for one in _tensors([args, kwargs, out]) if one.numel()}
+        if self.strict and name in ("_to_copy", "copy_") and len(devices) > 1:
+            raise AskedTheDevice(f"{name} goes from the host to the device")
+        if "meta" in devices and not func.is_view and name not in _NO_LAUNCH:
+            self.found[name] += 1
+        return out
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, dict):
+        yield from _tensors(list(given.values()))
+    elif isinstance(given, list | tuple):
+        for one in given:
+            yield from _tensors(one)
+
+
+def decoded_on_fake_device(
+    make_model: Callable[[], Any], fill: Callable[[Any], Any], make_cache: Callable[[Any], Any]
+) -> collections.Counter[str]:
+    """What a token launches that is decoded after a prompt and `WARM` tokens.
+
+    Parameters
+    ----------
+    make_model : callable
+        Makes the model; called once on the CPU and once on the device.
+    fill : callable
+        ``fill(model)`` gives a cache on the CPU that has read a prompt.
+    make_cache : callable
+        ``make_cache(model)`` gives an empty cache of the same kind.
+
+    Raises
+    ------
+    AskedTheDevice
+        If a value goes between device and host while it is decoded.
+    """
+    launches = Launches()
+
+    def noted(kernel: Any, *arguments: Any, **options: Any) -> None:
+        launches.found[kernel.__name__] += 1
+
+    model = make_model()
+    with torch.no_grad():
+        filled = fill(make_model())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("triton.runtime.jit.JITFunction.run", noted))
+        stack.enter_context(
+            mock.patch("torch.cuda.device_of", return_value=contextlib.nullcontext())
+        )
+        properties = mock.Mock(multi_processor_count=132)
+        stack.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=properties))
+        on_device = property(lambda tensor: tensor.device.type == "meta")
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", on_device))
+        stack.enter_context(torch.no_grad())
+        cache = make_cache(model)
+        for module in model.modules():
+            for own in (module._parameters, module._buffers):
+                own.update({k: None if one is None else _moved(one) for k, one in own.items()})
+        for layer, full in zip(cache.layers, filled.layers, strict=True):
+            layer.__dict__.update(_moved(full.__dict__))
+            layer.device = torch.device("meta")
+        for name in ("kvalloc.runtime.cache.reads_apart",):  # asked by earlier commits
+            with contextlib.suppress(AttributeError):
+                stack.enter_context(mock.patch(name, return_value=True))
+        if hasattr(cache, "arrival"):
+            cache.arrival.__dict__.update(_moved(filled.arrival.__dict__))
+        rows = int(cache.layers[0].keys.shape[0])
+        ids = torch.ones(rows, 1, dtype=torch.long, device="meta")
+        for number in range(WARM + 1):
+            launches.strict = number == WARM
+            launches.found.clear()
+            with launches:
+                model(ids, past_key_values=cache)
+    return launches.found
+
+
+def _moved(given: Any) -> Any:
+    """A copy whose tensors are on the device."""
+    if isinstance(given, torch.nn.Parameter):
+        return torch.nn.Parameter(given.to("meta"), requires_grad=False)
+    if isinstance(given, Tensor):
+        return given.to("meta")
+    if isinstance(given, torch.device):
+        return torch.device("meta")
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        own = {
+            one.name: _moved(getattr(given, one.name))
+            for one in dataclasses.fields(given)
+            if one.init
+        }
+        return dataclasses.replace(given, **own)
+    if isinstance(given, dict):
+        return {name: _moved(one) for name, one in given.items()}
+    if isinstance(given, list | tuple) and type(given) in (list, tuple):
+        return type(given)(map(_moved, given))
+    if hasattr(given, "buffers") and hasattr(given, "tokens"):
+        other = copy.copy(given)
+        other.__dict__.update(_moved(given.__dict__))
+        return other
+    return given
