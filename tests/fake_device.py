@@ -37,13 +37,15 @@ class Launches(TorchDispatchMode):
     Attributes
     ----------
     found : collections.Counter of str
+    read : int
+        Numbers that the host has read, of any device.
     strict : bool
         Whether numbers of the host may not go to the device.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.strict = False
+        self.strict, self.read = False, 0
         self.found: collections.Counter[str] = collections.Counter()
 
     def __torch_dispatch__(
@@ -55,6 +57,7 @@ class Launches(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         except (RuntimeError, NotImplementedError) as error:
             raise AskedTheDevice(f"{name} wants a value of the device") from error
+        self.read += name == "_local_scalar_dense"
         devices = {one.device.type for one in _tensors([args, kwargs, out]) if one.numel()}
         if self.strict and name in ("_to_copy", "copy_") and len(devices) > 1:
             raise AskedTheDevice(f"{name} goes from the host to the device")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import IntArray
+from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 
 __all__ = ["Arrival", "Step", "none_if_all"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """What one forward is.
 
@@ -56,7 +57,16 @@ class Step:
 
     def following_visible(self, tokens: int) -> Tensor | None:
         """The last columns of `visible`, (batch, tokens); None where they hide nothing."""
-        return None if self.visible is None else none_if_all(self.visible[:, -tokens:])
+        if self.visible is None or bool(self._on_host[:, -tokens:].all()):
+            return None
+        return self.visible[:, -tokens:]
+
+    @cached_property
+    def _on_host(self) -> BoolArray:
+        """`visible`, read from the device once a forward and not in each layer."""
+        assert self.visible is not None
+        found: BoolArray = self.visible.cpu().numpy()
+        return found
 
     @property
     def settles(self) -> bool:

@@ -96,6 +96,7 @@ def test_biased_entries_of_equal_number_stay_where_they_are(
     shadow = tiny.Shadow(model)
     shadow.logits(ids)
     run(model, ids, cache)
+    cache.evict()
     shadow.follow(cache)
     shadow.take_combined(cache)
     biased = [layer for layer in cache.layers if layer.logit_bias is not None]
@@ -256,3 +257,22 @@ def test_the_device_that_is_not_there_says_what_is_asked_of_it() -> None:
         launches.strict = True
         with pytest.raises(AskedTheDevice, match="from the host"):
             torch.ones(3).to("meta")
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+def test_padding_is_read_from_the_device_once_a_forward(tiny: ModuleType, level: str) -> None:
+    """However many layers there are: a device would let the host wait in each."""
+    ids, mask = tiny.prompt(TOKENS, 2), torch.ones(2, TOKENS, dtype=torch.long)
+    mask[1, :20] = 0
+    reads = []
+    for n_layers in (2, 4):
+        model = tiny.tiny_model("llama", num_hidden_layers=n_layers)
+        profile = tiny.make_profile(model, TOKENS, 0.4)
+        cache = (tiny.by_head(profile) if level == "head" else profile).cache(model)
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            counted = Launches()
+            with counted:
+                model(tiny.prompt(1, 2), past_key_values=cache)
+        reads.append(counted.read)
+    assert reads[0] == reads[1]
