@@ -7,6 +7,7 @@ budget profile states.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,99 +23,165 @@ from kvalloc.shape import ModelShape
 # Values of options
 
 
-def unit_values(
-    scores: ScoreProfile,
-    request: Request,
-    context: int,
-    tokens: IntArray,
-    sample: int | None,
-    bits: int,
-) -> tuple[FloatArray, FloatArray]:
-    """What budgets are worth to each unit at a bit width, and what units weigh.
+@dataclass(frozen=True, kw_only=True)
+class UnitCurves:
+    """The measured curves of a request's units, read off at budgets.
 
-    Parameters
+    Attributes
     ----------
     scores : ScoreProfile
         Measured curves.
     request : Request
-        Its objective, level and weights.
+        Its objective, level, weights and policies.
     context : int
         Prompt length, tokens.
     tokens : ndarray of int64, (n_options,)
         Budgets.
     sample : int or None
         One sample, or the mean of all.
-    bits : int
-        Bit width of what is kept.
-
-    Returns
-    -------
-    values : ndarray of float64, (n_units, n_options)
-        Retention that the unit adds to its layer, or its own for the worst unit, or less its loss.
-    weights : ndarray of float64, (n_units,)
-
-    Raises
-    ------
-    InputError
-        If losses or bits are asked for and were not measured for such units.
     """
-    if request.objective == "loss":
-        values = -unit_losses(scores, request, context, tokens, sample).min(axis=0)
-        return values, np.ones(values.shape[0])
-    ranks = evictable_rank(scores, tokens, context)
-    if request.weights is not None:
-        curves, weights = _weighted_curves(scores, request, sample, bits)
-        return interpolate_curves(curves, scores.ranks, ranks), weights
-    n_layers = len(scores.shape.full_layers)
-    only = 0 if scores.n_samples == 1 else sample
-    if request.level == "head" and only is not None and request.bits is None:
-        # The measured curves, weighed by the heads' shares of their layers. What a head adds to its
-        # layer is the product, with a long context a second copy of gigabytes.
-        layers = list(scores.shape.full_layers)
-        curves, shares = scores.curves[only], scores.head_shares[only, layers].ravel()
-        curves = _of_full_layers(scores, curves).reshape(-1, scores.ranks.size)
-        weights = np.ones_like(shares) if request.objective == "worst" else shares / n_layers
-        return interpolate_curves(curves, scores.ranks, ranks), weights
-    curves = _unit_curves(scores, request, sample, bits)
-    values = interpolate_curves(curves, scores.ranks, ranks)
-    if request.objective == "worst":  # a unit's own retention, not what it adds to its layer's
-        whole = curves if bits == 16 else _unit_curves(scores, request, sample)
-        return values / whole[:, -1:], np.ones(values.shape[0])
-    return values, np.full(values.shape[0], 1.0 / n_layers)
+
+    scores: ScoreProfile
+    request: Request
+    context: int
+    tokens: IntArray
+    sample: int | None = None
+
+    def values(self, bits: int) -> tuple[FloatArray, FloatArray]:
+        """What the budgets are worth to each unit at a bit width, and what units weigh.
+
+        Returns
+        -------
+        values : ndarray of float64, (n_units, n_options)
+            Retention that the unit adds to its layer, or its own for the worst unit, or less its
+            loss.
+        weights : ndarray of float64, (n_units,)
+
+        Raises
+        ------
+        InputError
+            If losses or bits are asked for and were not measured for such units.
+        """
+        scores, request = self.scores, self.request
+        if request.objective == "loss":
+            values = -self.losses().min(axis=0)
+            return values, np.ones(values.shape[0])
+        ranks = evictable_rank(scores, self.tokens, self.context)
+        if request.weights is not None:
+            curves, weights = self._weighted(bits)
+            return interpolate_curves(curves, scores.ranks, ranks), weights
+        n_layers = len(scores.shape.full_layers)
+        only = 0 if scores.n_samples == 1 else self.sample
+        if request.level == "head" and only is not None and request.bits is None:
+            # The measured curves, weighed by the heads' shares of their layers. What a head adds to
+            # its layer is the product, with a long context a second copy of gigabytes.
+            layers = list(scores.shape.full_layers)
+            curves, shares = scores.curves[only], scores.head_shares[only, layers].ravel()
+            curves = _of_full_layers(scores, curves).reshape(-1, scores.ranks.size)
+            weights = np.ones_like(shares) if request.objective == "worst" else shares / n_layers
+            return interpolate_curves(curves, scores.ranks, ranks), weights
+        curves = self._added(bits)
+        values = interpolate_curves(curves, scores.ranks, ranks)
+        if request.objective == "worst":  # a unit's own retention, not what it adds to its layer's
+            whole = curves if bits == 16 else self._added(16)
+            return values / whole[:, -1:], np.ones(values.shape[0])
+        return values, np.full(values.shape[0], 1.0 / n_layers)
+
+    def _added(self, bits: int) -> FloatArray:
+        """What each unit adds to its layer's retention at every rank, ``(n_units, n_points)``."""
+        added = _of_full_layers(self.scores, self.scores.contributions(self.sample, bits=bits))
+        if self.request.level == "layer":
+            curves: FloatArray = added.sum(axis=1)
+            return curves
+        return added.reshape(-1, self.scores.ranks.size)
+
+    def _weighted(self, bits: int) -> tuple[FloatArray, FloatArray]:
+        """Curves and weights of units, such that keeping everything is worth 1."""
+        scores, sample = self.scores, self.sample
+        weights = head_weights(scores.shape, self.request.weights or ())
+        curves = _of_full_layers(scores, scores.contributions(sample, bits=bits))
+        worth = weights * _of_full_layers(scores, scores.contributions(sample))[..., -1]
+        if self.request.level == "head":
+            return curves.reshape(-1, curves.shape[2]), weights.ravel() / worth.sum()
+        # A layer's curve, its heads as they weigh; of one that weighs nothing, all the same.
+        total = worth.sum(axis=1, keepdims=True)
+        shares = np.where(total > 0, weights, 1.0)
+        summed = (shares[..., None] * curves).sum(axis=1) / np.where(total > 0, total, 1.0)
+        return summed, total[:, 0] / total.sum()
+
+    def offered_policies(self) -> tuple[int, ...]:
+        """Places in `ScoreProfile.policies` of those that units can choose from.
+
+        Raises
+        ------
+        InputError
+            If the request names one whose losses were not measured.
+        """
+        scores, asked = self.scores, self.request.loss_policies
+        if asked is None:
+            return tuple(range(len(scores.policies)))
+        return places_of(scores.policy, scores.loss_policies, asked)
+
+    def losses(self) -> FloatArray:
+        """Loss of each unit at each budget with each policy on offer, nats per token.
+
+        Returns
+        -------
+        ndarray of float64, (n_policies, n_units, n_options)
+
+        Raises
+        ------
+        InputError
+            If they were not measured for such units or policies.
+        """
+        scores, layers = self.scores, list(self.scores.shape.full_layers)
+        curves = loss_curves(scores, self.sample)[list(self.offered_policies())][:, layers]
+        if self.request.weights is not None:
+            weights = head_weights(scores.shape, self.request.weights)
+            if curves.shape[2] == 1 and np.any(weights != weights[:, :1]):
+                raise InputError(
+                    "the loss curves of this score profile were measured on whole layers, so heads "
+                    "of a layer cannot weigh differently; give one weight a layer"
+                )
+            curves = curves * weights[:, : curves.shape[2], None]
+        if self.request.level == "layer":
+            curves = curves.sum(axis=2)
+        elif curves.shape[2] == scores.shape.n_kv_heads:
+            curves = curves.reshape(curves.shape[0], -1, curves.shape[-1])
+        else:
+            raise InputError(
+                "the loss curves of this score profile were measured on whole layers, so they "
+                f"cannot tell KV heads apart; ask for {option('level', 'layer')}, or measure every "
+                "head"
+            )
+        return loss_at(scores, curves, self.tokens, self.context)
+
+    def best_policies(self, tokens: IntArray) -> IntArray | None:
+        """The policy that loses least in each unit at its own options, of equal ones the first.
+
+        At equal bytes nothing but the loss counts, so that the problem of choosing budgets and
+        policies together is the one over each unit's least losses, exactly.
+
+        Parameters
+        ----------
+        tokens : ndarray of int64, (n_units, n_options)
+            Some of the budgets for each unit.
+
+        Returns
+        -------
+        ndarray of int64, (n_units, n_options), or None
+            Places in `ScoreProfile.policies`; None where only the scorer's own is on offer.
+        """
+        if (places := self.offered_policies()) == (0,):
+            return None
+        best = np.asarray(places, dtype=np.int64)[self.losses().argmin(axis=0)]
+        return np.take_along_axis(best, np.searchsorted(self.tokens, tokens), axis=1)
 
 
 def _of_full_layers(scores: ScoreProfile, curves: FloatArray) -> FloatArray:
     """Curves of the layers with full attention; a view if those are all."""
     layers = scores.shape.full_layers
     return curves if len(layers) == scores.shape.n_layers else curves[list(layers)]
-
-
-def _unit_curves(
-    scores: ScoreProfile, request: Request, sample: int | None, bits: int = 16
-) -> FloatArray:
-    """What each unit adds to the retention of its layer at every rank, `(n_units, n_points)`."""
-    contributions = _of_full_layers(scores, scores.contributions(sample, bits=bits))
-    if request.level == "layer":
-        curves: FloatArray = contributions.sum(axis=1)
-        return curves
-    return contributions.reshape(-1, scores.ranks.size)
-
-
-def _weighted_curves(
-    scores: ScoreProfile, request: Request, sample: int | None, bits: int
-) -> tuple[FloatArray, FloatArray]:
-    """Curves and weights of units, such that keeping everything is worth 1."""
-    assert request.weights is not None  # only called then
-    weights = head_weights(scores.shape, request.weights)
-    curves = _of_full_layers(scores, scores.contributions(sample, bits=bits))
-    worth = weights * _of_full_layers(scores, scores.contributions(sample))[..., -1]
-    if request.level == "head":
-        return curves.reshape(-1, curves.shape[2]), weights.ravel() / worth.sum()
-    # A layer's curve, its heads as they weigh; of one that weighs nothing, all the same.
-    total = worth.sum(axis=1, keepdims=True)
-    shares = np.where(total > 0, weights, 1.0)
-    summed = (shares[..., None] * curves).sum(axis=1) / np.where(total > 0, total, 1.0)
-    return summed, total[:, 0] / total.sum()
 
 
 def head_weights(shape: ModelShape, weights: tuple[object, ...]) -> FloatArray:
@@ -152,60 +219,6 @@ def head_weights(shape: ModelShape, weights: tuple[object, ...]) -> FloatArray:
             "least one above 0"
         )
     return decided / mean
-
-
-def unit_losses(
-    scores: ScoreProfile, request: Request, context: int, tokens: IntArray, sample: int | None
-) -> FloatArray:
-    """Loss of each unit at each option with each policy on offer, nats per token.
-
-    Parameters
-    ----------
-    scores, request, context, tokens, sample
-        See `unit_values`.
-
-    Returns
-    -------
-    ndarray of float64, (n_policies, n_units, n_options)
-
-    Raises
-    ------
-    InputError
-        If they were not measured for such units or policies.
-    """
-    layers = list(scores.shape.full_layers)
-    curves = loss_curves(scores, sample)[list(offered_policies(scores, request))][:, layers]
-    if request.weights is not None:
-        weights = head_weights(scores.shape, request.weights)
-        if curves.shape[2] == 1 and np.any(weights != weights[:, :1]):
-            raise InputError(
-                "the loss curves of this score profile were measured on whole layers, so heads of "
-                "a layer cannot weigh differently; give one weight a layer"
-            )
-        curves = curves * weights[:, : curves.shape[2], None]
-    if request.level == "layer":
-        curves = curves.sum(axis=2)
-    elif curves.shape[2] == scores.shape.n_kv_heads:
-        curves = curves.reshape(curves.shape[0], -1, curves.shape[-1])
-    else:
-        raise InputError(
-            "the loss curves of this score profile were measured on whole layers, so they cannot "
-            f"tell KV heads apart; ask for {option('level', 'layer')}, or measure every head"
-        )
-    return loss_at(scores, curves, tokens, context)
-
-
-def offered_policies(scores: ScoreProfile, request: Request) -> tuple[int, ...]:
-    """Places in `ScoreProfile.policies` of those that units can choose from.
-
-    Raises
-    ------
-    InputError
-        If the request names one whose losses were not measured.
-    """
-    if request.loss_policies is None:
-        return tuple(range(len(scores.policies)))
-    return places_of(scores.policy, scores.loss_policies, request.loss_policies)
 
 
 def group_values(
@@ -455,10 +468,8 @@ def predicted_loss_interval(
     *,
     bits: IntArray | None = None,
     policies: IntArray | None = None,
-    confidence: float = 0.95,
-    seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Percentile bootstrap interval of the predicted loss over the measured samples.
+    """Percentile bootstrap interval, 95%, of the predicted loss over the measured samples.
 
     It says how sure the sum of single-unit losses is on such text, not how far single losses are
     from those of all units together.
@@ -467,8 +478,6 @@ def predicted_loss_interval(
     ----------
     scores, budgets, context_tokens, bits, policies
         As in `predicted_loss`.
-    confidence : float
-    seed : int
 
     Returns
     -------
@@ -480,5 +489,5 @@ def predicted_loss_interval(
         for s in range(scores.n_samples)
     ]
     losses = np.array([loss for loss in each if loss is not None])
-    ends = interval([losses], confidence=confidence, seed=seed)
+    ends = interval([losses], seed=0)
     return None if ends is None else (ends[0], ends[1])

@@ -10,11 +10,9 @@ import numpy as np
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import CacheCosts, check_size, head_cost
 from kvalloc.allocation.curves import (
+    UnitCurves,
     least_loss_tokens,
     loss_curves,
-    offered_policies,
-    unit_losses,
-    unit_values,
 )
 from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.sharing import choose_groups, grouped
@@ -203,7 +201,10 @@ def formulate(
     check_size(shape, request.cost, context, request.page, request.batch)
     costs = cache_costs(scores, request)
     tokens = _option_tokens(scores, request, context)
-    options, weights = _options(scores, request, context, tokens, sample)
+    units = UnitCurves(
+        scores=scores, request=request, context=context, tokens=tokens, sample=sample
+    )
+    options, weights = _options(units)
     heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
     full_layers = np.asarray(shape.full_layers, dtype=np.int64)
     layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
@@ -217,14 +218,12 @@ def formulate(
         tail = 1.0 / scores.n_samples if request.tail is None else request.tail
     if tail < 1.0:
         aggregate = Aggregate.TAIL
-        scenarios = _workload_values(scores, request, context, tokens, options)
+        scenarios = _workload_values(units, options)
         values, weights = scenarios.mean(axis=0), np.ones(layers.size)
     problem = AllocationProblem(
         tokens=options.tokens,
         bits=None if request.bits is None else options.bits,
-        policies=_policies(scores, request, context, tokens, sample, options)
-        if request.objective == "loss"
-        else None,
+        policies=units.best_policies(options.tokens) if request.objective == "loss" else None,
         values=values,
         costs=options.costs,
         option_counts=options.counts,
@@ -311,16 +310,11 @@ def _group_cap(
     )
 
 
-def _options(
-    scores: ScoreProfile,
-    request: Request,
-    context: int,
-    tokens: IntArray,
-    sample: int | None,
-) -> tuple[Undominated, FloatArray]:
+def _options(units: UnitCurves) -> tuple[Undominated, FloatArray]:
     """Options of all units, and the units' weights."""
-    shape, widths = scores.shape, tuple(request.bits or (16,))
-    valued = [unit_values(scores, request, context, tokens, sample, bits) for bits in widths]
+    shape, request, tokens = units.scores.shape, units.request, units.tokens
+    widths = tuple(request.bits or (16,))
+    valued = [units.values(bits) for bits in widths]
     heads = (shape.n_kv_heads if request.level == "layer" else 1) * request.batch
     costs = heads * np.concatenate(
         [head_cost(request.cost, tokens, bits, shape, request.page) for bits in widths]
@@ -340,42 +334,17 @@ def _options(
     return options, weights
 
 
-def _workload_values(
-    scores: ScoreProfile, request: Request, context: int, tokens: IntArray, options: Undominated
-) -> FloatArray:
+def _workload_values(units: UnitCurves, options: Undominated) -> FloatArray:
     """Weighted value of each option in each sample, ``(n_samples, n_units, n_options)``."""
-    if request.bits is not None or options.values.shape[1] != tokens.size:
+    if units.request.bits is not None or options.values.shape[1] != units.tokens.size:
         # Options are left out that the mean of the samples does not need: another sample might.
         raise InputError(
             "the worst of several samples is decided for tokens and stored bytes only; leave out "
             "bits and the other cost, or ask for the mean of the workloads"
         )
-    each = (
-        unit_values(scores, request, context, tokens, sample, 16)
-        for sample in range(scores.n_samples)
-    )
+    samples = range(units.scores.n_samples)
+    each = (replace(units, sample=sample).values(16) for sample in samples)
     return np.stack([weights[:, None] * values for values, weights in each])
-
-
-def _policies(
-    scores: ScoreProfile,
-    request: Request,
-    context: int,
-    tokens: IntArray,
-    sample: int | None,
-    options: Undominated,
-) -> IntArray | None:
-    """The policy that loses least in each unit at each option, of equal ones the first.
-
-    At equal bytes nothing but the loss counts, so that the problem of choosing budgets and
-    policies together is the one over each unit's least losses, exactly. Places in
-    `ScoreProfile.policies`, ``(n_units, n_options)``; None where only the scorer's own is on offer.
-    """
-    if (places := offered_policies(scores, request)) == (0,):
-        return None
-    losses = unit_losses(scores, request, context, tokens, sample)
-    best = np.asarray(places, dtype=np.int64)[losses.argmin(axis=0)]
-    return np.take_along_axis(best, np.searchsorted(tokens, options.tokens), axis=1)
 
 
 def _check_context(scores: ScoreProfile, context: int, request: Request) -> None:
