@@ -204,7 +204,7 @@ def level_sets(choices: Choices, prices: Prices, most: int) -> LevelSets | None:
             price = 0.5 * (cheap + dear)
         if price <= 1e-9 * prices.per_byte or dear - cheap == 0.0:
             break
-        sets = LevelSets.of(choices, prices_at(choices, price, per_cap, prices.starts), most)
+        sets = LevelSets.of(choices, prices_at(choices, price, per_cap, prices.start), most)
         if choices.better(_bound(choices, best), _bound(choices, sets)):
             best = sets
         if dear and cheap and dear - cheap < 1e-7 * dear:

@@ -4,11 +4,11 @@ At given prices every row picks its best option on its own; the sum bounds the w
 prices (Lagrangian relaxation). Without caps the best price is found exactly by a secant search on
 the breakpoints of the dual function; with caps it is read from the dual of the linear relaxation,
 which has the same optimum (Geoffrion, 1974: a multiple-choice row has the integrality property).
+Only options on the upper hull of a row have a part in it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,6 @@ from kvalloc.solvers._choices import Choices
 
 ROUNDS = 100
 """Secant steps; about ten are needed for 640 rows of 64 options, and any price gives a bound."""
-
-COLUMN_ROUNDS = 20
-"""Linear programs solved to find the prices of caps; three to six are common."""
-
-NEAR_COLUMNS = 2
-"""Options per row, on average, that one round adds."""
 
 NOISE = 1e-13
 """What sums of a few thousand terms of size one may lose; losses below it count as none."""
@@ -50,8 +44,8 @@ class Prices:
         Worth of a byte of each cap.
     loss : ndarray of float64, (n_rows, n_columns)
         How much less an option nets than its row's best; inf where there is none.
-    starts : tuple of ndarray of int64, (n_rows,)
-        Picks to repair: feasible ones where that was possible.
+    start : ndarray of int64, (n_rows,)
+        A pick to repair: a feasible one where that was possible.
     only_cost : bool
         The target asks for nothing: worth has no part in the losses, which are bytes.
     """
@@ -61,7 +55,7 @@ class Prices:
     per_byte: float
     per_cap: tuple[float, ...]
     loss: FloatArray
-    starts: tuple[IntArray, ...]
+    start: IntArray
     only_cost: bool = False
 
     def room(self, choices: Choices, known: float, gap: float = 0.0) -> float:
@@ -121,11 +115,11 @@ def best_prices(choices: Choices) -> Prices:
     if not choices.minimise:
         free = np.argmax(choices.worth, axis=1).astype(np.int64)
         if choices.satisfies(free):
-            return prices_at(choices, 0.0, np.zeros(0), (free,))
+            return prices_at(choices, 0.0, np.zeros(0), free)
     if choices.caps:
-        return _by_linear_program(choices)
+        return _by_linear_program(choices, upper_hull(choices))
     price, under, over = _secant(choices)
-    return prices_at(choices, price, np.zeros(0), (over if choices.minimise else under,))
+    return prices_at(choices, price, np.zeros(0), over if choices.minimise else under)
 
 
 def _prices_of_floors(choices: Choices) -> Prices:
@@ -139,7 +133,7 @@ def _prices_of_floors(choices: Choices) -> Prices:
         per_byte=1.0,
         per_cap=(0.0,) * len(choices.caps),
         loss=loss,
-        starts=(choices.floors,),
+        start=choices.floors,
         only_cost=True,
     )
 
@@ -187,9 +181,7 @@ def too_much(choices: Choices, picked: IntArray) -> bool:
     return choices.cost(picked) > choices.budget_bytes
 
 
-def prices_at(
-    choices: Choices, per_byte: float, per_cap: FloatArray, starts: tuple[IntArray, ...]
-) -> Prices:
+def prices_at(choices: Choices, per_byte: float, per_cap: FloatArray, start: IntArray) -> Prices:
     """The Lagrangian bound and the losses at prices, whatever they are."""
     # Costs above the floors, so that large costs at small prices do not eat the digits.
     floors = choices.costs[choices.index, choices.floors]
@@ -216,49 +208,12 @@ def prices_at(
         per_byte=per_byte,
         per_cap=tuple(per_cap.tolist()) or (0.0,) * len(choices.caps),
         loss=loss,
-        starts=starts,
+        start=start,
     )
 
 
-def _by_linear_program(choices: Choices) -> Prices:
-    """Prices and a first pick from the linear relaxation, by column generation.
-
-    Only options near the best responses at the last prices are in the program; a bound over all
-    options that meets its value shows that no other one is needed (Dantzig and Wolfe, 1960).
-    """
-    hull = upper_hull(choices)
-    bare = dataclasses.replace(choices, caps=())
-    first = prices_at(bare, _secant(bare)[0], np.zeros(0), ())
-    columns = _near(hull, first.loss)
-    columns[choices.index, choices.floors] = True
-    if choices.minimise:  # within the caps, the options that are worth most may be needed
-        columns[choices.index, np.argmax(choices.worth, axis=1)] = True
-    best: Prices | None = None
-    for _ in range(COLUMN_ROUNDS):
-        value, prices = _relaxed(choices, columns)
-        if best is None or choices.better(best.bound, prices.bound):
-            best = prices
-        best = dataclasses.replace(best, starts=prices.starts)
-        proven = prices.relaxed_bytes if choices.minimise else prices.bound
-        more = _near(hull, prices.loss) & ~columns
-        if abs(proven - value) <= 1e-10 * max(1.0, abs(value)) or not more.any():
-            break
-        columns |= more
-    assert best is not None  # there is at least one round
-    return best
-
-
-def _near(hull: BoolArray, loss: FloatArray) -> BoolArray:
-    """Each row's best response and the hull's options that lose least."""
-    inside = loss[hull]
-    wanted = min(inside.size - 1, NEAR_COLUMNS * loss.shape[0])
-    near: BoolArray = hull & (loss <= np.partition(inside, wanted)[wanted])
-    near[np.arange(loss.shape[0]), np.argmin(loss, axis=1)] = True
-    return near
-
-
-def _relaxed(choices: Choices, among: BoolArray) -> tuple[float, Prices]:
-    """Value and prices of the linear relaxation over some options, rounded down for a start."""
+def _by_linear_program(choices: Choices, among: BoolArray) -> Prices:
+    """Prices of the linear relaxation over some options, and its solution rounded down."""
     from scipy import sparse
     from scipy.optimize import linprog
 
@@ -286,7 +241,7 @@ def _relaxed(choices: Choices, among: BoolArray) -> tuple[float, Prices]:
     )
     if answer.status == 2 and not np.array_equal(among, choices.exists):
         # Too few options to meet the target; with all of them it may be met.
-        return _relaxed(choices, choices.exists)
+        return _by_linear_program(choices, choices.exists)
     if answer.status == 2:
         raise _beyond_caps(choices)
     if answer.status != 0:
@@ -302,8 +257,7 @@ def _relaxed(choices: Choices, among: BoolArray) -> tuple[float, Prices]:
     shares[rows, columns] = answer.x
     # The cheapest option that a row takes a share of: all costs fall, so capacity and caps hold.
     down = np.argmax(shares > 1e-7, axis=1).astype(np.int64)
-    value = answer.fun * cost_scale if choices.minimise else -answer.fun * worth_scale
-    return float(value), prices_at(choices, per_byte, per_cap, (down,))
+    return prices_at(choices, per_byte, per_cap, down)
 
 
 def _beyond_caps(choices: Choices) -> InfeasibleError:
@@ -312,7 +266,7 @@ def _beyond_caps(choices: Choices) -> InfeasibleError:
     prices = best_prices(free)
     tight = [cap.name for cap, price in zip(free.caps, prices.per_cap, strict=True) if price > 0]
     names = ", ".join(tight[:5]) + (f" and {len(tight) - 5} more" if len(tight) > 5 else "")
-    nearest = free.value(prices.starts[0])
+    nearest = free.value(prices.start)
     return InfeasibleError(
         f"a target of {choices.target_value:g} cannot be met within the caps of {names}; "
         f"{nearest:g} can; raise the caps or ask for that",
