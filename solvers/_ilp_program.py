@@ -494,9 +494,10 @@ def by_cp_sat(program: Program, limits: Limits) -> Answer:
     name = f"CP-SAT {str(solver.status_name(status)).lower()}"
     if status == cp_model.INFEASIBLE:
         return Answer(values=None, bound=None, status=name, infeasible=True)
-    values = None
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        values = np.array([solver.value(v) for v in variables], dtype=np.int64)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        # Stopped early it has no bound, and says 0.
+        return Answer(values=None, bound=None, status=name)
+    values = np.array([solver.value(v) for v in variables], dtype=np.int64)
     return Answer(values=values, bound=float(solver.best_objective_bound), status=name)
 
 

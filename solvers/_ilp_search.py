@@ -36,9 +36,6 @@ from kvalloc.solvers._levels import LevelSets, level_sets
 from kvalloc.solvers._prices import Prices, best_prices
 from kvalloc.solvers._repair import best_known
 
-CORE_OPTIONS = 3
-"""Options per row, on average, that the first program holds."""
-
 REPAIR_SECONDS = 5.0
 """Longest search for a choice to start from."""
 
@@ -348,7 +345,7 @@ class Search:
         start = best_known(few, prices, self.repair_until) if placement is None else None
         return self._core(few, prices, placement, Found(picked=start, bound=0.0), None)
 
-    # Cores: the options that lose little first.
+    # Cores: only the options that lose little enough to be part of something better.
 
     def _core(
         self,
@@ -358,46 +355,25 @@ class Search:
         known: Found,
         most: int | None,
     ) -> Found:
-        """The best pick over a growing core of options.
+        """The best pick, by a program over the options that could be part of a better one.
 
-        With the dual bound U and losses l, a pick with an option of loss l is worth at most
-        U - l. So a core of all options that lose at most t is enough as soon as its optimum is at
-        least U - t.
+        With the dual bound U and losses l, a pick with an option of loss l is worth at most U - l.
         """
         best = Found(picked=known.picked, bound=prices.bound, ranks=known.ranks)
-        threshold = math.inf
-        tail = self.problem.aggregate is Aggregate.TAIL
-        if not tail and (known.picked is not None or placement is not None):
-            # A few options of each row.
-            losses = prices.loss[choices.exists]
-            wanted = min(losses.size - 1, CORE_OPTIONS * choices.n_rows)
-            threshold = float(np.partition(losses, wanted)[wanted])
-        while True:
-            room = self._room(choices, prices, best)
-            if room < 0 or self.seconds_left <= 0 or self._is_closed(choices, best):
-                break
-            threshold = min(threshold, room)
-            kept = self._kept(choices, prices, threshold, best.picked)
-            whole = bool(np.array_equal(kept, choices.exists))
+        room = self._room(choices, prices, best)
+        if room >= 0 and self.seconds_left > 0 and not self._is_closed(choices, best):
+            kept = self._kept(choices, prices, room, best.picked)
             asked = self._ask(choices, kept, placement, best.picked, most)
-            if asked.infeasible and best.picked is None:
-                if whole:
-                    return dataclasses.replace(asked, bound=prices.bound)
-                threshold = math.inf
-                continue
-            best = self._better(choices, best, dataclasses.replace(asked, bound=best.bound))
-            room = self._room(choices, prices, best)
-            # What no pick of the core can beat, and none with an option outside of it.
-            bounds = [asked.bound] if whole else [asked.bound, prices.beyond(choices, threshold)]
-            if best.picked is not None and asked.infeasible:
-                bounds[0] = choices.objective(best.picked)
-            if best.picked is not None and room <= threshold:
-                bounds[1:] = [choices.objective(best.picked)]
-            bound = choices.tighter(best.bound, choices.looser(*bounds))
+            if best.picked is None and asked.infeasible:
+                return dataclasses.replace(asked, bound=prices.bound)
+            bound = asked.bound
+            if best.picked is not None:  # what is not in the program beats it by the gap at most
+                objective = choices.objective(best.picked)
+                beyond = prices.beyond(choices, room) if self.options.gap else objective
+                bound = beyond if asked.infeasible else choices.looser(bound, beyond)
+            bound = choices.tighter(prices.bound, bound)
+            best = self._better(choices, best, dataclasses.replace(asked, bound=bound))
             best = dataclasses.replace(best, bound=bound)
-            if whole or room <= threshold or self._is_closed(choices, best):
-                break
-            threshold = room
         if best.picked is None:
             return best
         objective = choices.objective(best.picked)  # where nothing can beat it, its own bound
@@ -424,13 +400,12 @@ class Search:
         return prices.room(choices, choices.objective(best.picked), self.options.gap)
 
     def _kept(
-        self, choices: Choices, prices: Prices, threshold: float, best: IntArray | None
+        self, choices: Choices, prices: Prices, room: float, best: IntArray | None
     ) -> BoolArray:
-        if not math.isfinite(threshold):
-            return choices.exists.copy()
-        kept = prices.worth_keeping(threshold) & choices.exists
-        if best is not None:
-            kept[choices.index, best] = True
+        if best is None:
+            return choices.exists
+        kept = prices.worth_keeping(room) & choices.exists
+        kept[choices.index, best] = True
         return kept
 
     def _ask(

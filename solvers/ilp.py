@@ -37,9 +37,9 @@ class ILP(Solver):
     allowed, and one for each option and rank where units have to be placed.
 
     Units that share a budget are merged first. The Lagrangian dual then says how much each option
-    loses at the best prices; the first program holds only options that lose little (a core), and
-    what it finds shows which others could still be part of something better. Those are few or
-    none, so the second program, if there is one, is small and its optimum is that of the whole.
+    loses at the best prices, and a choice repaired from it which options could be part of something
+    better (a core). Those are few or none, so the program over them is small and its optimum is
+    that of the whole.
     Where few different budgets are allowed, the dual bound of every set of budgets is known from
     a dynamic program over them, and only the sets that could be best are solved.
     Curves need not be concave and costs need not be equal. Values are mapped to whole numbers,

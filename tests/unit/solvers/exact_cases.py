@@ -189,7 +189,7 @@ def hand_problem(**changes: Any) -> AllocationProblem:
 def put_every_option_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """No option is left out by the dual bound, no budget by the bounds of sets."""
 
-    def all_options(self, choices, prices, threshold, best):
+    def all_options(self, choices, prices, room, best):
         return choices.exists.copy()
 
     monkeypatch.setattr(Search, "_kept", all_options)

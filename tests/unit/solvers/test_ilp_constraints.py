@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from kvalloc.problem import (
     Termination,
 )
 from kvalloc.solvers._choices import Choices
-from kvalloc.solvers._ilp_program import stdout_kept_clean
+from kvalloc.solvers._ilp_program import BACKENDS, Limits, encode, stdout_kept_clean
 from kvalloc.solvers._levels import level_sets
 from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers.ilp import ILP
@@ -237,3 +238,15 @@ def test_what_a_library_prints_does_not_reach_stdout(capfd: pytest.CaptureFixtur
     out, err = capfd.readouterr()
     assert out == "after\n"
     assert err == "HighsMipSolverData::..."
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_a_back_end_that_had_no_time_proves_no_bound(backend: str) -> None:
+    """CP-SAT says 0 where it has none: what was known was then called optimal."""
+    problem = medium_problem(1, n_layers=30, n_options=64, constraints=(MaxDistinct(most=3),))
+    choices = Choices.of(problem)
+    whole = encode(choices, choices.exists, most=3, placement=None, hint=None)
+    limits = Limits(deadline=time.monotonic(), absolute_gap=0.0, workers=1)
+    answer = BACKENDS[backend](whole.program, limits)
+    best = solve_problem(problem, ILP()).objective
+    assert whole.bound(answer.bound) >= best
