@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import gap_text, hanging, note, print_json, print_table, size
+from kvalloc.cli.output import gap_text, hanging, note, print_json, print_table, size, wants_json
 from kvalloc.cli.solve import (
     LOSS_NOTE,
     RETENTION_NOTE,
@@ -41,8 +41,6 @@ def compare(
     solver_option: Annotated[list[str] | None, Option("NAME:KEY=VALUE")] = None,
     average: str = "curves",
     time_limit: float | None = None,
-    json: bool = False,
-    quiet: bool = False,
     **asked: Unpack[RequestOptions],
 ) -> None:
     """Show what every solver makes of one target, side by side.
@@ -71,16 +69,16 @@ def compare(
         request=request,
         time_limit=time_limit,
         average=average,  # type: ignore[arg-type]  # solving checks it
-        notify=lambda line: note(line, quiet=quiet),
-        watch=lambda name: slow(f"solving with {name}", quiet=quiet),
+        notify=note,
+        watch=lambda name: slow(f"solving with {name}"),
     )
-    if json:
+    if wants_json():
         print_json([_row(one) for one in attempts])
         return
     _print_table(attempts)
-    note(f"note: {RETENTION_NOTE}", quiet=quiet)
+    note(f"note: {RETENTION_NOTE}")
     if any(one.profile is not None and one.profile.predicted_loss is not None for one in attempts):
-        note(f"note: {LOSS_NOTE}", quiet=quiet)
+        note(f"note: {LOSS_NOTE}")
 
 
 def _row(attempt: Attempt) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import duration, json_text, size
+from kvalloc.cli.output import duration, json_text, size, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.cli.values import check_time_limit
 from kvalloc.errors import InputError, SolverError
@@ -47,8 +47,6 @@ def demo(
     seed: Annotated[int, Option("N")] = 0,
     time_limit: float = 320.0,
     quick: bool = False,
-    json: bool = False,
-    quiet: bool = False,
 ) -> None:
     """Profile a real model, solve with every solver, and ask through the smaller caches.
 
@@ -82,12 +80,10 @@ def demo(
         begun=begun,
         time_limit=time_limit,
         folder=output_dir,
-        silent=json,
-        quiet=quiet,
     )
     record = run.all_steps()
     run.text(f"All of it took {duration(time.monotonic() - begun)}.")
-    if json:
+    if wants_json():
         print(record)
 
 
@@ -133,14 +129,12 @@ class _Demo:
     begun: float
     time_limit: float
     folder: Path
-    silent: bool
-    quiet: bool
 
     def all_steps(self) -> str:
         """One after the other; returns the document of results."""
         from kvalloc.evaluate.showcase import Experiment
 
-        loaded = load("demo", {}, quiet=self.quiet)
+        loaded = load("demo", {})
         scores = self.measure(loaded)
         decisions = self.decide(scores)
         capacity = _greedy_bytes(decisions)
@@ -164,7 +158,7 @@ class _Demo:
         start, amount = time.perf_counter(), self.much
         model, tokenizer, texts = loaded.model, loaded.tokenizer, default_texts()
         samples, context = amount.samples, amount.context_tokens
-        with ProgressBar("profiling", unit="layers", quiet=self.quiet) as bar:
+        with ProgressBar("profiling", unit="layers") as bar:
             scores = profile(
                 model, tokenizer, texts, samples=samples, context=context, progress=bar
             )
@@ -207,10 +201,10 @@ class _Demo:
         self.lines("", f"3. Apply: the same {size(capacity)} of {size(full)} for every solver")
         context, tokenizer = self.much.context_tokens, loaded.tokenizer
         cases = make_needle_cases(tokenizer, self.n_questions, context, seed=self.seed)
-        with slow("asking the full cache", quiet=self.quiet):
+        with slow("asking the full cache"):
             questions = Questions(loaded.model, tokenizer, cases)
         granted, share = decide(scores, memory=capacity), capacity / full
-        with ProgressBar("asking", unit="solvers", quiet=self.quiet) as bar:
+        with ProgressBar("asking", unit="solvers") as bar:
             asked, missing = ask_each(
                 granted, share, questions, deadline=self.until(_ASK_UNTIL), progress=bar
             )
@@ -227,7 +221,7 @@ class _Demo:
 
         self.lines("", "4. Harm: decide by what the answers lose, at the same bytes")
         start, until = time.perf_counter(), self.until(_LOSSES_UNTIL)
-        with ProgressBar("measuring losses", unit="steps", quiet=self.quiet) as bar:
+        with ProgressBar("measuring losses", unit="steps") as bar:
             losses = profile_losses(
                 loaded,
                 self.much.loss_prompts,
@@ -250,7 +244,7 @@ class _Demo:
         )
         rules = loss_rules(losses, self.much.context_tokens)
         rules[LOSS](share).save(self.folder / "least_loss.json")
-        with slow("asking", quiet=self.quiet):
+        with slow("asking"):
             asked = [questions.ask(name, share, rule(share)) for name, rule in rules.items()]
         self.lines("", *summary_table(asked))
         return asked, rules
@@ -268,7 +262,7 @@ class _Demo:
         self.lines("", "5. Search: needles found and mean KL at other shares of the entries")
         rules = rules | rules_of(scores, {one.solver: one.profile.level for one in asked})
         shares, until = self.much.shares, self.until(1.0)
-        with ProgressBar("searching", unit="seconds at most", quiet=self.quiet) as bar:
+        with ProgressBar("searching", unit="seconds at most") as bar:
             ladder = climb(rules, questions, shares=shares, deadline=until, progress=bar)
         self.lines(*ladder_table(ladder, list(rules)))
         return ladder
@@ -300,7 +294,7 @@ class _Demo:
 
     def lines(self, *lines: str) -> None:
         """Lines as they are; nothing where JSON is wanted."""
-        if not self.silent:
+        if not wants_json():
             print("\n".join(lines), flush=True)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import print_fields, print_json, size
+from kvalloc.cli.output import print_fields, print_result, size
 from kvalloc.report.terminal import number_text
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
+    from kvalloc.allocation.comparison import ProfileDifference
 
 EXAMPLES = """\
   kvalloc diff uniform.json greedy.json
@@ -18,7 +19,7 @@ EXAMPLES = """\
 
 
 @takes()
-def diff(first: str, second: str, json: bool = False, quiet: bool = False) -> None:
+def diff(first: str, second: str) -> None:
     """Show which layers keep more and which keep less in the second of two budget profiles.
 
     Parameters
@@ -32,11 +33,10 @@ def diff(first: str, second: str, json: bool = False, quiet: bool = False) -> No
     from kvalloc.formats.shipped_profiles import load_profile
 
     found = compare_profiles(load_profile(first), load_profile(second))
-    if json:
-        print_json({"same": found.same, **vars(found)})
-        return
-    if quiet:
-        return
+    print_result({"same": found.same, **vars(found)}, lambda: _show(found))
+
+
+def _show(found: ProfileDifference) -> None:
     before, after = found.retained_bytes
     print_fields(
         {

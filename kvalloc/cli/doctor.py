@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import typer
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import print_json
+from kvalloc.cli.output import is_quiet, print_json, wants_json
 from kvalloc.errors import KVAllocError, one_line
 
 CORE = ("numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich")
@@ -46,7 +46,7 @@ class Finding:
 
 
 @takes()
-def doctor(json: bool = False, quiet: bool = False) -> None:
+def doctor() -> None:
     """Show what is installed, what is missing, and how to get it.
 
     The exit code is 0 unless something is broken that every command needs. With --quiet only what
@@ -54,10 +54,10 @@ def doctor(json: bool = False, quiet: bool = False) -> None:
     """
     findings = examine()
     broken = any(finding.core and finding.advice for finding in findings)
-    if json:
+    if wants_json():
         print_json({"ok": not broken, "findings": findings})
     else:
-        _show([f for f in findings if f.advice] if quiet else findings)
+        _show([f for f in findings if f.advice] if is_quiet() else findings)
     if broken:
         raise typer.Exit(CORE_BROKEN)
 

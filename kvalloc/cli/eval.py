@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvalloc.allocation.request import Request
 from kvalloc.cli.options import ModelFlags, takes
-from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, size
+from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, size, wants_json
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
 from kvalloc.units import Option, parse_fraction
@@ -104,7 +104,7 @@ SETTINGS = ("dtype", *STANDING, "samples", "seed", "metric", "adapt", "target_re
 
 
 @takes(EvalOptions, ModelFlags)
-def eval(model: str, json: bool = False, quiet: bool = False, **given: Any) -> None:
+def eval(model: str, **given: Any) -> None:
     """Measure what budget profiles do to a model's answers, the full cache beside them.
 
     All caches get the same prompts, made by rule from texts that no shipped profile was measured
@@ -126,15 +126,15 @@ def eval(model: str, json: bool = False, quiet: bool = False, **given: Any) -> N
     files = _files(asked["profile"]) if "into_profile" in asked else {}
     peers = read_peers(asked["peer"], profiles.values())
     wanted = _wanted(asked)
-    loaded = load(model, given, quiet=quiet)
+    loaded = load(model, given)
     methods = _cache_methods(loaded, profiles, asked) | peer_methods(peers, loaded.tokenizer)
     cases = _cases(loaded, wanted, asked)
     context = asked.get("context", DEFAULT_CONTEXT)
     for name, budgets in profiles.items():
         share = budgets.retained_bytes / budgets.full_bytes
         what = f"{budgets.solver}, {budgets.level} level, {share:.1%} of the bytes"
-        note(f"{name}: {what}", quiet=quiet or json)
-    with ProgressBar("evaluating", unit="prompts", quiet=quiet) as progress:
+        note(f"{name}: {what}", beside_json=False)
+    with ProgressBar("evaluating", unit="prompts") as progress:
         prompts = evaluate(
             loaded.model, loaded.tokenizer, cases, methods, context=context, progress=progress
         )
@@ -153,8 +153,8 @@ def eval(model: str, json: bool = False, quiet: bool = False, **given: Any) -> N
         save_evaluation(record, asked["output"])
     for name, file in files.items():
         profiles[name].replace(evaluation=evaluation_of(record, name)).save(file)
-    _note_slid_out(rows[0], quiet=quiet)
-    if json:
+    _note_slid_out(rows[0])
+    if wants_json():
         print_json(rows)
     else:
         _print_rows(rows)
@@ -277,13 +277,12 @@ def _cases(
     return cases
 
 
-def _note_slid_out(full: dict[str, Any], *, quiet: bool) -> None:
+def _note_slid_out(full: dict[str, Any]) -> None:
     """Say where the full cache's shares are not of what it stores."""
     if full["retained_bytes"] > full["full_bytes"]:
         note(
             f"{full['name']}: {size(full['full_bytes'])} are needed, which shares are of; "
             f"transformers stores {size(full['retained_bytes'])}, since {SLID_OUT}",
-            quiet=quiet,
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import duration, note, print_json, print_table, size
+from kvalloc.cli.output import duration, note, print_result, print_table, size
 from kvalloc.cli.solve import LOSS_NOTE, value_heading
 from kvalloc.cli.values import check_time_limit, load_scores, solver_options
 from kvalloc.errors import InputError
@@ -40,8 +40,6 @@ def frontier(
     solver_option: list[str] | None = None,
     time_limit: float | None = None,
     png: Annotated[Path | None, Option("OUT.png")] = None,
-    json: bool = False,
-    quiet: bool = False,
     **asked: Unpack[RequestOptions],
 ) -> None:
     """Trace the best retention, or the least loss, at every size.
@@ -68,7 +66,7 @@ def frontier(
     profile = load_scores(scores)
     start = time.perf_counter()
     request, problem, said = choose_objective(profile, request, chosen)
-    with ProgressBar(f"tracing with {solver}", unit="sizes", quiet=quiet) as progress:
+    with ProgressBar(f"tracing with {solver}", unit="sizes") as progress:
         traced = trace_request(
             profile,
             request,
@@ -80,21 +78,17 @@ def frontier(
         )
     seconds = time.perf_counter() - start
     if said:
-        note(said, quiet=quiet)
+        note(said)
     if png is not None:
         from kvalloc.report.figure import draw_frontier
 
         title = f"{profile.shape.model_id}, {solver}, {request.level} level"
         draw_frontier(traced, png, title=title)
-    if json:
-        asked_for = {"level": request.level, "objective": request.objective}
-        how = {"solver": solver, **asked_for, "seconds": seconds}
-        print_json({**how, "points": [_plain(point) for point in traced]})
-    elif not quiet:
-        _print_table(traced, request)
-        note(f"{len(traced)} sizes in {duration(seconds)}")
-        if any(point.predicted_loss is not None for point in traced):
-            note(f"note: {LOSS_NOTE}")
+    how = {"solver": solver, "level": request.level, "objective": request.objective}
+    print_result(
+        {**how, "seconds": seconds, "points": [_plain(point) for point in traced]},
+        lambda: _show(traced, request, seconds),
+    )
 
 
 def _check_picture(png: Path | None) -> None:
@@ -111,7 +105,7 @@ def _plain(point: FrontierPoint) -> dict[str, Any]:
     return {"bytes": point.cost_bytes, **{name: getattr(point, name) for name in names}}
 
 
-def _print_table(traced: list[FrontierPoint], request: Request) -> None:
+def _show(traced: list[FrontierPoint], request: Request, seconds: float) -> None:
     """One line a size, with a bar of what is kept of the score mass."""
     from kvalloc.report.terminal import bar, can_print_bars
 
@@ -134,3 +128,6 @@ def _print_table(traced: list[FrontierPoint], request: Request) -> None:
         for point in traced
     ]
     print_table(list(rows[0]), [list(row.values()) for row in rows])
+    note(f"{len(traced)} sizes in {duration(seconds)}")
+    if lossy:
+        note(f"note: {LOSS_NOTE}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions, Target
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import SLID_OUT, duration, note, print_json, size
+from kvalloc.cli.output import SLID_OUT, duration, is_quiet, note, print_json, size, wants_json
 from kvalloc.cli.progress import load, slow
 from kvalloc.cli.values import plugin_options, typed_options
 from kvalloc.errors import InputError, nearest, option, plain
@@ -105,8 +105,6 @@ class Asked:
     """
 
     model: str
-    json: bool
-    quiet: bool
     typed: Mapping[str, Any]
     """What was typed, options of a target too."""
 
@@ -143,7 +141,7 @@ class Asked:
 
 
 @takes(RequestOptions, Asked, only={RequestOptions: OF_A_PROMPT})
-def generate(model: str, json: bool = False, quiet: bool = False, **typed: Any) -> None:
+def generate(model: str, **typed: Any) -> None:
     """Answer a prompt, or questions about a long one, with a reduced cache.
 
     The cache keeps of the prompt only what the budget profile grants, or what is decided for the
@@ -154,7 +152,7 @@ def generate(model: str, json: bool = False, quiet: bool = False, **typed: Any) 
     token is taken, so that answers can be compared.
     """
     own = {name: value for name, value in typed.items() if name not in OF_A_PROMPT}
-    asked = Asked(model=model, json=json, quiet=quiet, typed=typed, **own)
+    asked = Asked(model=model, typed=typed, **own)
     if asked.cache is None:
         _check_reduction(asked)
     elif given := asked.given(*_REDUCING):
@@ -309,7 +307,7 @@ def _load_with_cache(asked: Asked) -> tuple[LoadedModel, Any]:
         Request.parse(**target)
     require_run_packages()
     options = _policy_options(asked, budgets)
-    loaded = load(asked.model, asked.typed, quiet=asked.quiet)
+    loaded = load(asked.model, asked.typed)
     if asked.full:
         from transformers import DynamicCache
 
@@ -375,13 +373,12 @@ def _shape(loaded: LoadedModel) -> ModelShape:
     return shape_of(loaded.model, model_id=loaded.model_id)
 
 
-def _note_short(cache: Any, n_tokens: int, *, quiet: bool) -> None:
+def _note_short(cache: Any, n_tokens: int) -> None:
     """Say so where a prompt was too short to be reduced."""
     if not getattr(cache, "reduced", True):
         note(
             f"note: of a prompt of {n_tokens:,} token{'s' if n_tokens > 1 else ''} these budgets "
             "leave nothing out: everything is kept",
-            quiet=quiet,
         )
 
 
@@ -477,8 +474,8 @@ def _answer_prompt(asked: Asked) -> None:
             "--max-new-tokens"
         )
     answer = _answered(loaded, inputs, cache, asked)
-    _note_short(cache, n_tokens, quiet=asked.quiet)
-    if asked.json:
+    _note_short(cache, n_tokens)
+    if wants_json():
         profile = None if asked.full else asked.profile
         print_json({"model": loaded.model_id, "profile": profile, **answer})
         return
@@ -489,8 +486,8 @@ def _answer_prompt(asked: Asked) -> None:
     kept = _kept_text(cache, answer["prompt_retained_bytes"], answer["prompt_full_bytes"])
     with_answer = size(answer["retained_bytes"])
     many = f"{n_tokens:,} prompt and {answer['new_tokens']:,} new tokens"
-    note(f"[{many}; {times}]", quiet=asked.quiet)
-    note(f"[cache of the prompt {kept}, {with_answer} with the answer]", quiet=asked.quiet)
+    note(f"[{many}; {times}]")
+    note(f"[cache of the prompt {kept}, {with_answer} with the answer]")
 
 
 def _tokenized(loaded: LoadedModel, text: str, chat: bool | None) -> dict[str, Any]:
@@ -509,8 +506,8 @@ def _answered(loaded: LoadedModel, inputs: Any, cache: Any, asked: Asked) -> dic
 
     n_tokens = int(inputs["input_ids"].shape[1])
     with ExitStack() as waiting, quiet_transformers():
-        waiting.enter_context(slow("reading the prompt", quiet=asked.quiet))
-        clock = _clock(loaded.tokenizer, cache, stream=not asked.json, waiting=waiting)
+        waiting.enter_context(slow("reading the prompt"))
+        clock = _clock(loaded.tokenizer, cache, stream=not wants_json(), waiting=waiting)
         try:
             ids = loaded.model.generate(
                 **inputs,
@@ -578,18 +575,17 @@ def _ask_document(asked: Asked) -> None:
         "profile": asked.profile,
         **reading.as_dict(),
     }
-    quiet = asked.quiet or asked.json
-    note(reading.summary(facts["retained_bytes"], facts["full_bytes"]), quiet=quiet)
+    note(reading.summary(facts["retained_bytes"], facts["full_bytes"]))
     if asked.save_cache is not None:
         stored = _save(reading, asked.save_cache)
-        note(f"saved as {asked.save_cache}, {size(stored)}", quiet=quiet)
+        note(f"saved as {asked.save_cache}, {size(stored)}")
     asker = _Asker(reading, asked)
     for question in asked.question:
         asker.check_room(question)  # all of them before the first answer
     rows = [asker.ask(question) for question in asked.question]
     if asked.ask or (asked.cache is not None and not asked.question):
-        rows = _ask_typed(asker, quiet=quiet, keep_turns=asked.keep_turns)
-    if asked.json:
+        rows = _ask_typed(asker, keep_turns=asked.keep_turns)
+    if wants_json():
         print_json({**facts, "answers": rows})
 
 
@@ -662,7 +658,7 @@ def _read(asked: Asked) -> _Reading:
     loaded, cache = _load_with_cache(asked)
     form = DocumentForm.of(loaded.tokenizer, asked.chat)
     ids = form.document_ids(loaded.tokenizer, text)
-    with slow(f"reading {name}", quiet=asked.quiet):
+    with slow(f"reading {name}"):
         _check_room(loaded, len(ids), _room(form, loaded, asked))
         device = loaded.model.get_input_embeddings().weight.device
         prompt = torch.tensor([ids], device=device)
@@ -672,7 +668,7 @@ def _read(asked: Asked) -> _Reading:
         if asked.save_cache is not None and hasattr(cache, "evict"):
             cache.evict()  # nobody asks before it is saved: the document's own end decides
         seconds = time.perf_counter() - start
-    _note_short(cache, len(ids), quiet=asked.quiet)
+    _note_short(cache, len(ids))
     return _Reading(loaded=loaded, cache=cache, form=form, name=name, read_seconds=seconds)
 
 
@@ -689,7 +685,7 @@ def _loaded(asked: Asked, path: Path) -> _Reading:
             f"{path} holds {dtype} entries, and --dtype is {asked.dtype}; leave out --dtype, or "
             "read the document again"
         )
-    loaded = load(asked.model, {**asked.typed, "dtype": dtype}, quiet=asked.quiet)
+    loaded = load(asked.model, {**asked.typed, "dtype": dtype})
     from kvalloc.runtime.loading import filled_cache
 
     form = DocumentForm.of(
@@ -753,8 +749,8 @@ class _Asker:
         from kvalloc.evaluate.caches import end_tokens
 
         self._reading, self._asked = reading, asked
-        self._stream = not asked.json
-        self._quiet = asked.quiet or asked.json
+        self._stream = not wants_json()
+        self._quiet = is_quiet() or wants_json()
         self._ends = end_tokens(reading.loaded.model, reading.loaded.tokenizer)
         # Of the answer before: its last token was never fed, as nothing followed it.
         self._unfed: list[int] = []
@@ -848,7 +844,7 @@ class _Asker:
         return found, seconds
 
 
-def _ask_typed(asker: _Asker, *, quiet: bool, keep_turns: bool) -> list[dict[str, Any]]:
+def _ask_typed(asker: _Asker, *, keep_turns: bool) -> list[dict[str, Any]]:
     """Answer questions as they are typed; in a terminal a mistake or Ctrl-C ends no more than one.
 
     Raises
@@ -858,7 +854,7 @@ def _ask_typed(asker: _Asker, *, quiet: bool, keep_turns: bool) -> list[dict[str
     """
     rows = []
     interactive = sys.stdin is not None and sys.stdin.isatty()
-    for question in _typed_questions(quiet=quiet):
+    for question in _typed_questions():
         try:
             rows.append(asker.ask(_check_text(question, "the question"), show=not interactive))
         except InputError as error:
@@ -876,7 +872,7 @@ def _ask_typed(asker: _Asker, *, quiet: bool, keep_turns: bool) -> list[dict[str
     return rows
 
 
-def _typed_questions(*, quiet: bool) -> Iterator[str]:
+def _typed_questions() -> Iterator[str]:
     """Questions from stdin, a line each: prompted for in a terminal, where an empty line ends."""
     if sys.stdin is None:
         return
@@ -891,7 +887,7 @@ def _typed_questions(*, quiet: bool) -> Iterator[str]:
         return
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and a history for input())
-    if not quiet:
+    if not (is_quiet() or wants_json()):
         _say("Ask; an empty line or Ctrl-D ends.", "dim")
     while True:
         try:

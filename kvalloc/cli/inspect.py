@@ -17,6 +17,7 @@ from kvalloc.cli.output import (
     print_json,
     print_table,
     size,
+    wants_json,
 )
 from kvalloc.errors import InputError, ProfileFileError, plain
 from kvalloc.report.terminal import bar, number_text, terminal_width
@@ -40,7 +41,7 @@ _SCALES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 @takes()
-def inspect(file: str, json: bool = False, quiet: bool = False) -> None:
+def inspect(file: str) -> None:
     """Show what a score profile, a budget profile or a saved cache holds.
 
     A budget profile is drawn as one bar a layer; of a score profile the tokens are shown that each
@@ -55,15 +56,15 @@ def inspect(file: str, json: bool = False, quiet: bool = False) -> None:
     if kind == "budget profile":
         from kvalloc.formats.shipped_profiles import load_profile
 
-        _show_budgets(file, load_profile(file), json=json)
+        _show_budgets(file, load_profile(file))
     elif kind == "saved cache":
         from kvalloc.formats.saved_cache import SavedCacheHeader
 
-        _show_saved(file, *SavedCacheHeader.read(file), json=json)
+        _show_saved(file, *SavedCacheHeader.read(file))
     else:
         from kvalloc.formats.score_profile import ScoreProfile
 
-        _show_scores(file, ScoreProfile.load(file), json=json, quiet=quiet)
+        _show_scores(file, ScoreProfile.load(file))
 
 
 def _kind(file: str) -> str:
@@ -111,9 +112,9 @@ def _kind(file: str) -> str:
         ) from error
 
 
-def _show_budgets(file: str, profile: BudgetProfile, *, json: bool) -> None:
+def _show_budgets(file: str, profile: BudgetProfile) -> None:
     least, mean, most = budget_spread(profile)
-    if json:
+    if wants_json():
         spread = {"min_tokens": least, "mean_tokens": mean, "max_tokens": most}
         known = {"predicted_loss": profile.predicted_loss}  # null, where the file leaves it out
         print_json({"file": file, **known, **profile.record(), **spread})
@@ -202,9 +203,9 @@ def _policy_text(policy: Policy) -> str:
     return f"{label}{policy.name}{_parameters(policy.parameters)} by {by}"
 
 
-def _show_scores(file: str, profile: ScoreProfile, *, json: bool, quiet: bool) -> None:
+def _show_scores(file: str, profile: ScoreProfile) -> None:
     needed = {level: tokens_for(profile, level) for level in LEVELS}
-    if json:
+    if wants_json():
         tokens = {f"{level:g}": tokens for level, tokens in needed.items()}
         facts = {"file": file, "kind": "kvalloc.score_profile", **_score_facts(profile)}
         print_json({**facts, "tokens_for_retention": tokens})
@@ -233,7 +234,6 @@ def _show_scores(file: str, profile: ScoreProfile, *, json: bool, quiet: bool) -
     note(
         "tokens per KV head that keep 50%, 90% and 99% of a layer's score mass, sinks and window "
         "included",
-        quiet=quiet,
     )
 
 
@@ -349,9 +349,7 @@ def _parameters(parameters: dict[str, Any]) -> str:
     return f" ({listed})" if listed else ""
 
 
-def _show_saved(
-    file: str, header: SavedCacheHeader, tensors: Mapping[str, StoredTensor], *, json: bool
-) -> None:
+def _show_saved(file: str, header: SavedCacheHeader, tensors: Mapping[str, StoredTensor]) -> None:
     """What a saved cache holds, without a model."""
     profile, notes = header.profile, header.notes
     alone = header.batch == 1  # rows of a batch may be padded, which their number does not tell
@@ -371,7 +369,7 @@ def _show_saved(
         "bits": profile.bits,
         "share_groups": profile.share_groups,
     }
-    if json:
+    if wants_json():
         budgets = {"context_tokens": profile.context_tokens, "budgets": profile.budgets}
         print_json({"file": file, "kind": "kvalloc.cache", **facts, **budgets})
         return

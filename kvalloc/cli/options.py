@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypedDict, Union, get_args, get_orig
 import typer
 from typer.core import TyperCommand
 
+from kvalloc.cli.output import printing
 from kvalloc.units import Option
 
 
@@ -82,6 +83,8 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of a function: an argument or a flag for everything that it takes.
 
+    Every command gets ``--json`` and ``--quiet``, which `kvalloc.cli.output` knows.
+
     A flag is named, typed and grouped as its parameter or field is; its help and its default are
     those of a numpydoc docstring: the function's own, or `Common`'s, or that of ``options``. A
     parameter without a default is an argument, or a required flag where it is keyword-only.
@@ -121,17 +124,23 @@ def takes(
             for name, one in own.items()
         }
         first = {name: flags[name] for name, one in own.items() if one.default is one.empty}
-        hidden = inspect.Parameter("_", inspect.Parameter.KEYWORD_ONLY, default=None)
+        other = inspect.Parameter("_", inspect.Parameter.KEYWORD_ONLY, default=None)
+        switch = other.replace(default=False)
 
         @functools.wraps(command)
-        def run(**values: Any) -> None:
-            command(**{n: value for n, value in values.items() if n in own or value is not None})
+        def run(*, json: bool, quiet: bool, **values: Any) -> None:
+            typed = {n: value for n, value in values.items() if n in own or value is not None}
+            with printing(json=json, quiet=quiet):
+                command(**typed)
 
+        always = {name: _flag(name, bool, helps) for name in ("json", "quiet")}
         described: Any = run
-        described.__annotations__ = {**first, **fields, **flags}
+        described.__annotations__ = {**first, **fields, **flags, **always}
         described.__signature__ = inspect.Signature(
             [
-                own.get(name, hidden).replace(name=name, kind=hidden.kind, annotation=flag)
+                own.get(name, switch if name in always else other).replace(
+                    name=name, kind=other.kind, annotation=flag
+                )
                 for name, flag in described.__annotations__.items()
             ]
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,39 @@ if TYPE_CHECKING:
 
 SLID_OUT = "layers with a sliding window keep the whole prompt until the next token"
 """Why transformers' own cache may store more than a model needs right after a prompt."""
+
+
+_json: ContextVar[bool] = ContextVar("kvalloc_json", default=False)
+_quiet: ContextVar[bool] = ContextVar("kvalloc_quiet", default=False)
+
+
+@contextmanager
+def printing(*, json: bool = False, quiet: bool = False) -> Iterator[None]:
+    """Let what is printed inside be as ``--json`` and ``--quiet`` ask for it."""
+    tokens = _json.set(json), _quiet.set(quiet)
+    try:
+        yield
+    finally:
+        _json.reset(tokens[0])
+        _quiet.reset(tokens[1])
+
+
+def wants_json() -> bool:
+    """Whether stdout is for one JSON document."""
+    return _json.get()
+
+
+def is_quiet() -> bool:
+    """Whether only what was asked for is printed."""
+    return _quiet.get()
+
+
+def print_result(data: Any, show: Callable[[], None]) -> None:
+    """What a command found: as JSON, or as ``show`` prints it for people, or not at all."""
+    if wants_json():
+        print_json(data)
+    elif not is_quiet():
+        show()
 
 
 def print_json(data: Any) -> None:
@@ -36,9 +71,9 @@ def _as_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value.tolist()
 
 
-def note(message: str, *, quiet: bool = False) -> None:
-    """One line on stderr."""
-    if not quiet:
+def note(message: str, *, beside_json: bool = True) -> None:
+    """One line on stderr, unless that is to be quiet."""
+    if not is_quiet() and (beside_json or not wants_json()):
         print(plain(message), file=sys.stderr, flush=True)
 
 

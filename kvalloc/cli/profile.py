@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.cli.calibrating import PromptOptions, read_prompt_options
 from kvalloc.cli.options import ModelFlags, takes
-from kvalloc.cli.output import duration, print_fields, print_json, size
+from kvalloc.cli.output import duration, print_fields, print_result, size
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
 from kvalloc.measure.profiling import ProfileOptions, read_options
@@ -39,8 +39,6 @@ def profile(
     *,
     output: Annotated[Path, Option("OUT.safetensors")],
     resume: bool = False,
-    json: bool = False,
-    quiet: bool = False,
     **given: Any,
 ) -> None:
     """Measure on text what each layer and KV head can do without.
@@ -68,13 +66,13 @@ def profile(
             "say how many with --samples"
         )
     start = time.perf_counter()
-    loaded = load(model, given, quiet=quiet)
+    loaded = load(model, given)
     texts = prompts(loaded.tokenizer) or [*default_texts()]
     if made:
         wanted["samples"] = len(texts)
     # losses are counted as the layers of a prefill that take as long
     unit = "steps" if "loss" in wanted else "layers"
-    with ProgressBar("profiling", unit=unit, quiet=quiet) as progress:
+    with ProgressBar("profiling", unit=unit) as progress:
         measured = measured_profile(
             loaded.model,
             loaded.tokenizer,
@@ -85,7 +83,8 @@ def profile(
             model_id=loaded.model_id,
             **wanted,
         )
-    _report(measured, output, time.perf_counter() - start, json=json, quiet=quiet)
+    told = measured, output, time.perf_counter() - start
+    print_result(_facts(*told), lambda: _show(*told))
 
 
 def _wanted(given: Mapping[str, Any], output: Path, *, resume: bool) -> ProfileOptions:
@@ -103,46 +102,37 @@ def _wanted(given: Mapping[str, Any], output: Path, *, resume: bool) -> ProfileO
     return wanted
 
 
-def _report(
-    measured: ScoreProfile, output: Path, seconds: float, *, json: bool, quiet: bool
-) -> None:
-    file_bytes = output.stat().st_size
-    if json:
-        stated = (
-            "scorer scorer_parameters context_tokens sinks window interpolation_error "
-            "text_description loss_tokens"
-        )
-        policies = [policy.title for policy in measured.policies]
-        probed = measured.loss_probed
-        print_json(
-            {
-                "output": output,
-                "model": measured.shape.model_id,
-                "samples": measured.n_samples,
-                **{name: getattr(measured, name) for name in stated.split()},
-                "loss_policies": policies if measured.has_losses else None,
-                "loss_probes": None if probed is None else int(probed.sum()),
-                "seconds": seconds,
-                "file_bytes": file_bytes,
-            }
-        )
-        return
-    if quiet:
-        return
+def _facts(measured: ScoreProfile, output: Path, seconds: float) -> dict[str, Any]:
+    """What was measured, as plain values."""
+    stated = (
+        "scorer scorer_parameters context_tokens sinks window interpolation_error "
+        "text_description loss_tokens"
+    )
+    policies, probed = [policy.title for policy in measured.policies], measured.loss_probed
+    return {
+        "output": output,
+        "model": measured.shape.model_id,
+        "samples": measured.n_samples,
+        **{name: getattr(measured, name) for name in stated.split()},
+        "loss_policies": policies if measured.has_losses else None,
+        "loss_probes": None if probed is None else int(probed.sum()),
+        "seconds": seconds,
+        "file_bytes": output.stat().st_size,
+    }
+
+
+def _show(measured: ScoreProfile, output: Path, seconds: float) -> None:
     from kvalloc.cli.inspect import losses_text
 
+    many = "1 sample" if measured.n_samples == 1 else f"{measured.n_samples} samples"
     print_fields(
         {
             "model": measured.shape.model_id,
-            "measured": f"{_counted(measured.n_samples)} of up to {measured.context_tokens:,} "
-            f"tokens with {measured.scorer}, {measured.sinks} sinks, window {measured.window}",
+            "measured": f"{many} of up to {measured.context_tokens:,} tokens with "
+            f"{measured.scorer}, {measured.sinks} sinks, window {measured.window}",
             "losses": losses_text(measured) if measured.has_losses else "",
             "text": measured.text_description,
             "time": f"{duration(seconds)}, loading included",
-            "written": f"{output} ({size(file_bytes)})",
+            "written": f"{output} ({size(output.stat().st_size)})",
         }
     )
-
-
-def _counted(samples: int) -> str:
-    return "1 sample" if samples == 1 else f"{samples} samples"

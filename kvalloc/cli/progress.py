@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.cli.output import duration, note
+from kvalloc.cli.output import duration, is_quiet, note
 
 if TYPE_CHECKING:
     from kvalloc.models.loading import LoadedModel
@@ -22,17 +22,16 @@ LINE_EVERY_SECONDS = 30.0
 
 
 @contextmanager
-def slow(text: str, *, quiet: bool = False) -> Iterator[None]:
+def slow(text: str) -> Iterator[None]:
     """Show a spinner with the elapsed time while work of unknown length takes long.
 
     Parameters
     ----------
     text : str
         What is being done.
-    quiet : bool
-        Show nothing. Nothing is shown either where stderr is not a terminal.
+        Nothing is shown where stderr is not a terminal.
     """
-    if quiet or not sys.stderr.isatty():
+    if is_quiet() or not sys.stderr.isatty():
         yield
         return
     shown: list[Any] = []
@@ -69,17 +68,15 @@ class ProgressBar:
         What is being done.
     unit : str
         What is counted.
-    quiet : bool
-        Show nothing.
 
     Examples
     --------
-    >>> with ProgressBar("profiling", unit="layers", quiet=True) as progress:
+    >>> with ProgressBar("profiling", unit="layers") as progress:
     ...     progress(1, 2)
     """
 
-    def __init__(self, text: str, *, unit: str, quiet: bool = False) -> None:
-        self._text, self._unit, self._quiet = text, unit, quiet
+    def __init__(self, text: str, *, unit: str) -> None:
+        self._text, self._unit = text, unit
         self._bar: Any = None
         self._task: Any = None
         self._begun: float | None = None
@@ -87,7 +84,7 @@ class ProgressBar:
         self._last_line = 0.0
 
     def __enter__(self) -> ProgressBar:
-        if self._quiet or not sys.stderr.isatty():
+        if is_quiet() or not sys.stderr.isatty():
             return self
         from rich.console import Console
         from rich.progress import (
@@ -123,7 +120,7 @@ class ProgressBar:
         """Tell how far it is."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
-        elif not self._quiet:
+        elif not is_quiet():
             self._maybe_line(done, total)
 
     def _maybe_line(self, done: int, total: int) -> None:
@@ -142,7 +139,7 @@ class ProgressBar:
         note(f"{self._text}: {done} of {total} {self._unit}{left}")
 
 
-def load(model: str, given: Mapping[str, Any], *, quiet: bool = False) -> LoadedModel:
+def load(model: str, given: Mapping[str, Any]) -> LoadedModel:
     """The model that the user named, with a note where loading takes long.
 
     Parameters
@@ -150,7 +147,6 @@ def load(model: str, given: Mapping[str, Any], *, quiet: bool = False) -> Loaded
     model : str
     given : mapping
         Among others what was typed of `kvalloc.cli.options.ModelFlags`.
-    quiet : bool
 
     Raises
     ------
@@ -159,10 +155,10 @@ def load(model: str, given: Mapping[str, Any], *, quiet: bool = False) -> Loaded
     """
     from kvalloc.models.loading import load_model
 
-    with slow(f"loading {model}", quiet=quiet):
+    with slow(f"loading {model}"):
         return load_model(
             model,
             dtype=given.get("dtype", "float32"),
             device=given.get("device"),
-            notify=lambda line: note(line, quiet=quiet),
+            notify=note,
         )

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from kvalloc.allocation.request import RANK_TOLERANCE, Request, RequestOptions, Target
 from kvalloc.cli.options import ModelFlags, takes
-from kvalloc.cli.output import duration, gap_text, note, print_fields, print_json, size
+from kvalloc.cli.output import (
+    duration,
+    gap_text,
+    note,
+    print_fields,
+    print_result,
+    size,
+    wants_json,
+)
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.cli.values import check_time_limit, load_scores, solver_options
 from kvalloc.errors import InputError, option
@@ -78,8 +86,6 @@ def solve(
     average: str = "curves",
     time_limit: float | None = None,
     output: Annotated[Path | None, Option("OUT.json")] = None,
-    json: bool = False,
-    quiet: bool = False,
     **asked: Any,
 ) -> None:
     """Decide how many entries each layer and KV head keeps.
@@ -99,30 +105,32 @@ def solve(
     request = Request.parse(**asked)  # refuses before the scores are read
     _check_refinement(given, output, average=average)
     check_time_limit(time_limit)
-    _check_output(output, scores, json=json)
+    _check_output(output, scores)
     chosen = solver_options(solver, solver_option or [])
     profile = load_scores(scores)
     start = time.perf_counter()
     how: dict[str, Any] = {"solver": solver, "solver_options": chosen, "time_limit": time_limit}
     if "refine" in given and output is not None:
-        decided = _refined(profile, request, given, output, how, quiet=quiet)
+        decided = _refined(profile, request, given, output, how)
     else:
-        with slow(f"solving with {solver}", quiet=quiet):
+        with slow(f"solving with {solver}"):
             decided = decide(
                 profile,
                 request=request,
                 average=average,  # type: ignore[arg-type]  # solving checks it
-                notify=lambda line: note(line, quiet=quiet),
+                notify=note,
                 **how,
             )
     seconds = time.perf_counter() - start
     if output is not None and "refine" not in given:
         decided.save(output)
-    if json:
-        interval = {"predicted_loss_interval": loss_interval(decided, profile)}
-        print_json({**decision_row(decided, seconds), **interval, **_decision(decided, output)})
-    elif not quiet:
-        print_fields(_summary(decided, profile, seconds, output))
+    data = {
+        **decision_row(decided, seconds),
+        **_decision(decided),
+        "predicted_loss_interval": _loss_interval(decided, profile),
+        "output": output,
+    }
+    print_result(data, lambda: print_fields(_summary(decided, data)))
 
 
 def _check_refinement(given: Mapping[str, Any], output: Path | None, *, average: str) -> None:
@@ -155,8 +163,6 @@ def _refined(
     given: Mapping[str, Any],
     output: Path,
     how: dict[str, Any],
-    *,
-    quiet: bool,
 ) -> BudgetProfile:
     """Refine and save, with a bar; what was measured is in ``OUT.json.partial`` until then.
 
@@ -169,7 +175,6 @@ def _refined(
     output : Path
     how : dict
         Solver, its options and the time limit.
-    quiet : bool
 
     Raises
     ------
@@ -187,8 +192,8 @@ def _refined(
     how = {**how, **({"rounds": given["rounds"]} if "rounds" in given else {})}
     prompts = refinement_prompts(files)[0] if files else None
     check_output(output, resume=resume)
-    loaded = load(given["refine"], given, quiet=quiet)
-    with ProgressBar("refining", unit="prompts", quiet=quiet) as progress:
+    loaded = load(given["refine"], given)
+    with ProgressBar("refining", unit="prompts") as progress:
         decided = refine(
             scores,
             loaded.model,
@@ -203,7 +208,7 @@ def _refined(
             **how,
         )
     if decided.refinement is not None and decided.refinement["note"]:
-        note(decided.refinement["note"], quiet=quiet)
+        note(decided.refinement["note"])
     return decided
 
 
@@ -267,7 +272,7 @@ def decision_row(decided: BudgetProfile, seconds: float) -> dict[str, Any]:
     }
 
 
-def loss_interval(decided: BudgetProfile, scores: ScoreProfile) -> tuple[float, float] | None:
+def _loss_interval(decided: BudgetProfile, scores: ScoreProfile) -> tuple[float, float] | None:
     """How sure a predicted loss is on such text; None where it is unknown or was refined."""
     import numpy as np
 
@@ -469,11 +474,11 @@ def bound_text(decided: BudgetProfile) -> str:
     return f"{text} ({decided.bound_source}), gap {gap_text(decided.gap)}"
 
 
-def _check_output(output: Path | None, scores: Path, *, json: bool) -> None:
+def _check_output(output: Path | None, scores: Path) -> None:
     from kvalloc.files import check_writable
 
     if output is None:
-        if not json:
+        if not wants_json():
             raise InputError(
                 "say where the budget profile goes with -o OUT.json, or print the result with "
                 "--json"
@@ -484,7 +489,7 @@ def _check_output(output: Path | None, scores: Path, *, json: bool) -> None:
     check_writable(output)
 
 
-def _decision(decided: BudgetProfile, output: Path | None) -> dict[str, Any]:
+def _decision(decided: BudgetProfile) -> dict[str, Any]:
     names = (
         "requested context_tokens batch level page_tokens budgets bits ranks unit_policies "
         "refinement"
@@ -492,7 +497,6 @@ def _decision(decided: BudgetProfile, output: Path | None) -> dict[str, Any]:
     return {
         **{name: getattr(decided, name) for name in names.split()},
         "policies": [policy.title for policy in decided.policies],
-        "output": output,
     }
 
 
@@ -521,21 +525,19 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
     }
 
 
-def _summary(
-    decided: BudgetProfile, scores: ScoreProfile, seconds: float, output: Path | None
-) -> dict[str, str]:
+def _summary(decided: BudgetProfile, data: Mapping[str, Any]) -> dict[str, str]:
     heads = decided.budgets.size
     fields = decision_fields(decided)
-    fields["solver"] += f", {duration(seconds)}"
+    fields["solver"] += f", {duration(data['seconds'])}"
     fields["tokens"] = (
         f"{decided.retained_tokens / heads:,.1f} of {decided.full_tokens / heads:,.1f} per KV head "
         f"on average ({decided.retained_tokens:,} entries)"
     )
     fields["note"] = "" if decided.retention is None else RETENTION_NOTE
-    if decided.predicted_loss is not None and decided.refinement is None:
-        if (sure := loss_interval(decided, scores)) is not None:
+    if data["predicted_loss_note"] is not None:
+        if (sure := data["predicted_loss_interval"]) is not None:
             interval = f"95% interval over samples {sure[0]:.4g} to {sure[1]:.4g}"
             fields["predicted loss"] += f" ({interval})"
-        fields["loss note"] = LOSS_NOTE
-    fields["written"] = "" if output is None else str(output)
+        fields["loss note"] = data["predicted_loss_note"]
+    fields["written"] = str(data["output"] or "")
     return fields

@@ -8,7 +8,7 @@ import textwrap
 from typing import Any
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import print_json
+from kvalloc.cli.output import is_quiet, print_json, wants_json
 from kvalloc.cli.values import plugin_options
 from kvalloc.errors import KVAllocError, plain
 from kvalloc.problem.registry import POLICIES, SCORERS, SOLVERS, load, names
@@ -16,7 +16,7 @@ from kvalloc.report.terminal import terminal_width
 
 
 @takes()
-def solvers(json: bool = False, quiet: bool = False) -> None:
+def solvers() -> None:
     """List the solvers that are installed, with their options.
 
     Those of other packages are found too, through the entry-point group kvalloc.solvers.
@@ -24,11 +24,11 @@ def solvers(json: bool = False, quiet: bool = False) -> None:
     from kvalloc.problem.solver import Solver
 
     hint = "use one: kvalloc solve ... --solver NAME --solver-option KEY=VALUE"
-    _list(SOLVERS, Solver, json=json, hint="" if quiet else hint)
+    _list(SOLVERS, Solver, hint)
 
 
 @takes()
-def scorers(json: bool = False, quiet: bool = False) -> None:
+def scorers() -> None:
     """List the scorers that are installed, with their parameters.
 
     Those of other packages are found too, through the entry-point group kvalloc.scorers.
@@ -36,11 +36,11 @@ def scorers(json: bool = False, quiet: bool = False) -> None:
     from kvalloc.scorers import Scorer
 
     hint = "use one: kvalloc profile ... --scorer NAME --window N --pool N"
-    _list(SCORERS, Scorer, json=json, hint="" if quiet else hint)
+    _list(SCORERS, Scorer, hint)
 
 
 @takes()
-def policies(json: bool = False, quiet: bool = False) -> None:
+def policies() -> None:
     """List the policies that are installed, with their parameters.
 
     Each goes with any budget profile. Those of other packages are found too, through the
@@ -55,13 +55,13 @@ def policies(json: bool = False, quiet: bool = False) -> None:
         "use one: kvalloc generate ... --policy NAME --policy-option KEY=VALUE; a scorer's name "
         "stands for score with that scorer"
     )
-    _list(POLICIES, EvictionPolicy, json=json, hint="" if quiet else hint)
+    _list(POLICIES, EvictionPolicy, hint)
 
 
-def _list(group: str, base: type[Any], *, json: bool, hint: str) -> None:
+def _list(group: str, base: type[Any], hint: str) -> None:
     """Print every plug-in of a group: what it is, or why it cannot be used; then the hint."""
     rows = [_describe(group, name, base) for name in names(group)]
-    if json:
+    if wants_json():
         print_json(rows)
         return
     width = terminal_width()
@@ -76,7 +76,7 @@ def _list(group: str, base: type[Any], *, json: bool, hint: str) -> None:
             print(f"{name:<{indent}}{line}".rstrip())
     if not rows:
         print("none is registered: kvalloc is on the path, but not installed")
-    elif hint:
+    elif not is_quiet():
         print(f"\n{hint}")
 
 

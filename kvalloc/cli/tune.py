@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from kvalloc.cli.calibrating import PromptOptions, read_prompt_options
 from kvalloc.cli.options import ModelFlags, takes
-from kvalloc.cli.output import print_json, print_table, size
+from kvalloc.cli.output import print_result, print_table, size
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
 from kvalloc.units import Option
@@ -68,8 +68,6 @@ def tune(
     output: Annotated[Path, Option("OUT.json")],
     budget: Annotated[list[str], Option("20%")],
     resume: bool = False,
-    json: bool = False,
-    quiet: bool = False,
     **given: Any,
 ) -> None:
     """Decide budgets and policies of all heads together, on what the reduced cache really does.
@@ -97,11 +95,11 @@ def tune(
     if not given.keys() & {"text", "prompts", "tasks"}:
         raise InputError("there is nothing to tune on; give --tasks, --prompts or --text")
     wanted = _wanted(given)
-    loaded = load(model, given, quiet=quiet)
+    loaded = load(model, given)
     texts = prompts(loaded.tokenizer)
     if made:
         wanted["samples"] = len(texts)
-    with ProgressBar("tuning", unit="steps", quiet=quiet) as progress:
+    with ProgressBar("tuning", unit="steps") as progress:
         found = tune_each(
             loaded.model,
             loaded.tokenizer,
@@ -114,10 +112,7 @@ def tune(
             **wanted,
         )
         rows = [_row(file, tuned) for file, tuned in zip(files, found, strict=True)]
-    if json:
-        print_json(rows)
-    elif not quiet:
-        _print(rows)
+    print_result(rows, lambda: _print(rows))
 
 
 def _files(output: Path, shares: list[float], *, resume: bool) -> list[Path]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import hanging, print_json
+from kvalloc.cli.output import hanging, print_result
 from kvalloc.cli.values import load_scores
+
+if TYPE_CHECKING:
+    from kvalloc.allocation.audit import Check
 
 EXAMPLES = """\
   kvalloc verify p.json s.safetensors
@@ -19,7 +23,7 @@ NOT_TRUE = 1
 
 
 @takes()
-def verify(profile: str, scores: Path, json: bool = False, quiet: bool = False) -> None:
+def verify(profile: str, scores: Path) -> None:
     """Recompute what a budget profile states.
 
     Objective, bytes, target, constraints and bound, from the two files alone: nothing that the
@@ -30,14 +34,15 @@ def verify(profile: str, scores: Path, json: bool = False, quiet: bool = False) 
 
     checks = recompute(load_profile(profile), load_scores(scores))
     passed = all(check.passed for check in checks)
-    if json:
-        print_json({"passed": passed, "checks": checks})
-    elif not quiet:
-        width = max(len(check.name) for check in checks)
-        for check in checks:
-            mark = "ok   " if check.passed else "WRONG"
-            both = f"stated {check.stated}, found {check.found}"
-            said = check.stated if check.stated == check.found else both
-            print(f"{mark}  {check.name:<{width}}  {hanging(said, width + 9)}")
+    print_result({"passed": passed, "checks": checks}, lambda: _show(checks))
     if not passed:
         raise typer.Exit(NOT_TRUE)
+
+
+def _show(checks: list[Check]) -> None:
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        mark = "ok   " if check.passed else "WRONG"
+        both = f"stated {check.stated}, found {check.found}"
+        said = check.stated if check.stated == check.found else both
+        print(f"{mark}  {check.name:<{width}}  {hanging(said, width + 9)}")

@@ -130,7 +130,8 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch):
 
 def test_quiet_shows_nothing(monkeypatch):
     terminal = in_terminal(monkeypatch)
-    with ProgressBar("x", unit="layers", quiet=True) as progress, slow("x", quiet=True):
+    monkeypatch.setattr("kvalloc.cli.progress.PATIENCE_SECONDS", 0.0)
+    with output.printing(quiet=True), ProgressBar("x", unit="layers") as progress, slow("x"):
         progress(1, 2)
     assert terminal.getvalue() == ""
 
