@@ -124,8 +124,8 @@ def takes(
             for name, one in own.items()
         }
         first = {name: flags[name] for name, one in own.items() if one.default is one.empty}
-        other = inspect.Parameter("_", inspect.Parameter.KEYWORD_ONLY, default=None)
-        switch = other.replace(default=False)
+        always = {name: _flag(name, bool, helps) for name in ("json", "quiet")}
+        defaults = {name: one.default for name, one in own.items()} | dict.fromkeys(always, False)
 
         @functools.wraps(command)
         def run(*, json: bool, quiet: bool, **values: Any) -> None:
@@ -133,13 +133,15 @@ def takes(
             with printing(json=json, quiet=quiet):
                 command(**typed)
 
-        always = {name: _flag(name, bool, helps) for name in ("json", "quiet")}
         described: Any = run
         described.__annotations__ = {**first, **fields, **flags, **always}
         described.__signature__ = inspect.Signature(
             [
-                own.get(name, switch if name in always else other).replace(
-                    name=name, kind=other.kind, annotation=flag
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=defaults.get(name),
+                    annotation=flag,
                 )
                 for name, flag in described.__annotations__.items()
             ]

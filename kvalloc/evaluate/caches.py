@@ -95,10 +95,7 @@ def next_logits(
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The tokens that end an answer, by the model's and by the tokenizer's word."""
-    ends: set[int] = set()
-    for marks in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
-        if isinstance(marks, int):
-            ends.add(marks)
-        elif marks is not None:
-            ends.update(int(mark) for mark in marks)
-    return ends
+    from kvalloc.runtime.holding import end_tokens as of_model
+
+    mark = tokenizer.eos_token_id
+    return {*of_model(model), *(() if mark is None else (mark,))}

@@ -91,25 +91,6 @@ def test_a_saved_document_answers_as_one_just_read(folder, name):
         assert loaded.json["answers"][-1]["question_tokens"] == 2
 
 
-def test_the_answers_are_those_of_the_same_text_in_one_piece(folder):
-    """With the full cache, where nothing depends on what came when."""
-    documented = run("generate", folder / "tiny", "--full", "--prompt-file", folder / "doc.txt",
-                     "--max-new-tokens", 6, "--question", QUESTIONS[1], "--json")  # fmt: skip
-    plain = run("generate", folder / "tiny", "--full", "--max-new-tokens", 6, "--json",
-                "--prompt", f"{prose(120)}\n\n{QUESTIONS[1]}\n")  # fmt: skip
-    assert documented.json["answers"][0]["answer"] == plain.json["answer"]
-    assert documented.json["retained_bytes"] == documented.json["full_bytes"]
-
-
-def test_more_than_the_model_needs_is_explained(folder):
-    """The full cache of a model with sliding layers, right after a document."""
-    asked = ("--full", "--prompt-file", folder / "doc.txt", "--question", QUESTIONS[0])
-    for name, explained in (("gemma", True), ("tiny", False)):
-        ran = run("generate", folder / name, *asked, "--max-new-tokens", 1)
-        assert ran.code == 0, ran.err
-        assert ("sliding window keep the whole prompt" in ran.err) == explained
-
-
 def test_a_conversation_sees_its_own_turns(folder):
     asked = asking(folder, QUESTIONS[1], QUESTIONS[1])
     apart = [row["answer"] for row in run(*asked, "--json").json["answers"]]
