@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvalloc.models import structure
+
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
@@ -95,7 +97,5 @@ def next_logits(
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The tokens that end an answer, by the model's and by the tokenizer's word."""
-    from kvalloc.runtime.holding import end_tokens as of_model
-
     mark = tokenizer.eos_token_id
-    return {*of_model(model), *(() if mark is None else (mark,))}
+    return {*structure.end_tokens(model), *(() if mark is None else (mark,))}
