@@ -44,7 +44,7 @@ OF_A_PROMPT = (*(kind.keyword for kind in TARGETS if kind.keyword != "target_los
 _REDUCING = (
     *OF_A_PROMPT,
     *("profile", "full", "solver", "adapt", "measured_tokens", "hold"),
-    *("policy", "policy_option", "decode_every"),
+    *("policy", "policy_option", "decode_every", "bounded"),
 )
 """Options that say how a prompt is reduced: a saved cache was reduced when it was saved."""
 
@@ -95,6 +95,9 @@ class Asked:
     decode_every : int
         Keep the budget while answering, too: go back to it every N tokens. By default the answer
         is never evicted.
+    bounded : float
+        Where the policy looks at what follows the prompt: keep TIMES the budgets until then, such
+        as 2, instead of the whole prompt.
     allow_other_model : bool
         Accept a profile of a model of the same sizes.
     dtype : str
@@ -126,6 +129,7 @@ class Asked:
     policy: Annotated[str | None, Option("NAME")] = None
     policy_option: Annotated[Sequence[str], Option("KEY=VALUE")] = ()
     decode_every: Annotated[int | None, Option("N", least=1)] = None
+    bounded: Annotated[float | None, Option("TIMES")] = None
     allow_other_model: Annotated[bool, Option()] = False
     dtype: Annotated[str | None, Option("NAME")] = None
     device: Annotated[str | None, Option("NAME")] = None
@@ -195,8 +199,8 @@ def _check_reduction(asked: Asked) -> None:
         raise InputError(f"{reached[0]} reduces the cache and --full does not; give one of them")
     if asked.policy_option and asked.policy is None:
         raise InputError("--policy-option belongs to a policy; name it with --policy")
-    if asked.full and asked.given("policy", "decode_every"):
-        raise InputError("--policy and --decode-every keep to budgets; they do not go with --full")
+    if asked.full and (keeping := asked.given("policy", "decode_every", "bounded")):
+        raise InputError(f"{keeping[0]} keeps to budgets; it does not go with --full")
     if asked.adapt is not None and (asked.profile is None or asked.full):
         raise InputError("--adapt moves the budgets of a --profile; give one")
     of_prompt = asked.given("hold", "measured_tokens")
@@ -317,6 +321,7 @@ def _load_with_cache(asked: Asked) -> tuple[LoadedModel, Any]:
         "policy": asked.policy,
         "policy_options": options,
         "decode_every": asked.decode_every,
+        "bounded": asked.bounded,
     }
     if budgets is not None:
         other = asked.allow_other_model

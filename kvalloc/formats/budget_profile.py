@@ -353,6 +353,7 @@ class BudgetProfile(FileRecord):
         adapt: float | None = None,
         measured_tokens: int | None = None,
         hold: bool = False,
+        bounded: float | None = None,
     ) -> Cache:
         """A transformers cache that keeps these budgets.
 
@@ -379,6 +380,9 @@ class BudgetProfile(FileRecord):
         hold : bool
             With adapt: measure nothing beforehand, but hold the prompt's full cache and decide
             from it, then evict.
+        bounded : float, optional
+            Where the policy looks at what follows the prompt: keep this multiple of the budgets
+            until then, 2 for example, instead of the whole prompt.
 
         Returns
         -------
@@ -399,6 +403,7 @@ class BudgetProfile(FileRecord):
             "policy": policy,
             "policy_options": policy_options,
             "decode_every": decode_every,
+            "bounded": bounded,
         }
         # The core must not depend on torch: the runtime is looked up by name when it is wanted.
         where, name = "kvalloc.runtime", "make_cache"

@@ -39,6 +39,7 @@ def apply(
     policy: str | Policy | None = None,
     policy_options: Mapping[str, Any] | None = None,
     decode_every: int | None = None,
+    bounded: float | None = None,
     **asked: Unpack[PromptOptions],
 ) -> Applied:
     """From now on, each ``model.generate()`` reduces its prompt.
@@ -70,7 +71,7 @@ def apply(
         it, and then evict. Nearly as fast as a stored profile, at the peak memory of a full cache.
     allow_other_model : bool
         With a profile: accept that of a model of another name with the same sizes.
-    policy, policy_options, decode_every : optional
+    policy, policy_options, decode_every, bounded : optional
         As for `kvalloc.runtime.make_cache`.
     **asked
         What each prompt is to reach, and how that is measured and decided; see
@@ -90,6 +91,7 @@ def apply(
         "policy": policy,
         "policy_options": policy_options,
         "decode_every": decode_every,
+        "bounded": bounded,
     }
     measured: dict[str, Any] = {"measured_tokens": measured_tokens, "hold": hold}
     if profile is None:

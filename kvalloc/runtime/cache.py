@@ -65,9 +65,10 @@ class BudgetCache(Cache):
         prompt_tokens: int | None = None,
         decode_every: int | None = None,
         decide: Decide | None = None,
+        bounded: float | None = None,
     ) -> None:
         super().__init__(layers=layers)
-        plan = Plan.of(profile, model, decide=decide, decode_every=decode_every)
+        plan = Plan.of(profile, model, decide=decide, decode_every=decode_every, bounded=bounded)
         self._prompt = Prompt(plan, self.layers, Arrival(profile, prompt_tokens, decode_every))
         self.decoder = plan.decoder
         self._model_name = plan.name

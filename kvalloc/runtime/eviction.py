@@ -196,6 +196,8 @@ class Eviction:
         For layers that are stored at fewer bits from now on: those of each KV head, (n_kv_heads,).
     following : int
         How many of the latest tokens are no candidates, and stay.
+    chooser : EvictionPolicy, optional
+        Who chooses now, where `policy` does so later, for which it notes what it needs.
     """
 
     policy: EvictionPolicy
@@ -206,6 +208,7 @@ class Eviction:
     remember: bool = True
     bits: Mapping[int, IntArray] = field(default_factory=dict)
     following: int = 0
+    chooser: EvictionPolicy | None = None
 
     late: ClassVar[bool] = False
     """Whether the queries are those noted while the prompt arrived."""
@@ -246,7 +249,10 @@ class Eviction:
 
     def _wanted_rows(self) -> int:
         """How many of the prompt's last queries the policy is to see."""
-        return self.policy.query_rows(self.prompt_tokens)
+        rows = self.policy.query_rows(self.prompt_tokens)
+        return (
+            rows if self.chooser is None else max(rows, self.chooser.query_rows(self.prompt_tokens))
+        )
 
     def _sizes(self, layer: BudgetLayer, states: AttentionStates) -> tuple[int, int]:
         return int(states.keys.shape[0]), int(states.keys.shape[1])
@@ -426,7 +432,8 @@ class Eviction:
 
     def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
         """What the policy keeps of a piece, (batch, n_kv_heads, n_tokens)."""
-        return self.policy.keep(states, budgets, sinks=self.sinks, window=self.window)
+        chooser = self.policy if self.chooser is None else self.chooser
+        return chooser.keep(states, budgets, sinks=self.sinks, window=self.window)
 
     def _part_budgets(self, targets: IntArray, part: Part, found: Candidates) -> Tensor:
         """Entries to keep of a piece, (batch, n_kv_heads)."""
@@ -436,7 +443,7 @@ class Eviction:
     def _chosen(self, found: Candidates, kept: Tensor) -> Choice:
         """What is stored of a piece of which that is kept."""
         combined = None
-        if not bool(kept.all()):
+        if self.chooser is None and not bool(kept.all()):
             combined = self.policy.combine(found.states, kept, sinks=self.sinks, window=self.window)
         bias = found.bias
         if combined is not None and combined.logit_bias is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.arrival import Step
@@ -147,17 +149,19 @@ class LateEviction(Eviction):
         Returns
         -------
         list of Tensor, each (n_kv_heads, n_evictable)
-            One a row; n_evictable is 0 where a row has no more than sinks and window.
+            One a row; n_evictable is 0 where a row has no more than sinks and window. A head that
+            has fewer than another has -inf at its end.
         """
         assert isinstance(self.policy, Score | Weighted)  # `budget_fault` refuses others
-        found: list[Tensor] = []
+        by_row: list[list[Tensor]] = [[] for _ in range(layer.batch)]
         for part in parts(self._grain(layer), *self._sizes(layer, states)):
             own = self._candidates(layer, states, part).states
             end = max(int(own.keys.shape[2]) - self.window, self.sinks)
             scores = self.policy.scores(own, sinks=self.sinks)
             self.scored[states.layer, part] = scores
-            found += scores[..., self.sinks : end]
-        return found
+            for place, evictable in enumerate(scores[..., self.sinks : end]):
+                by_row[place if part[0] is None else part[0]] += evictable
+        return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row]
 
     def row_states(
         self, layer: BudgetLayer, states: AttentionStates, row: int | None

@@ -72,6 +72,7 @@ def make_cache(
     policy_options: Mapping[str, Any] | None = None,
     decode_every: int | None = None,
     decide: Decide | None = None,
+    bounded: float | None = None,
 ) -> BudgetCache:
     """A cache for one conversation that keeps the profile's budgets of its prompt.
 
@@ -100,6 +101,10 @@ def make_cache(
         Decides the budgets of each row when the prompt has come, see `Decide`; the profile then
         says which entries are kept, and holds for later prompts no more than for this one.
         `kvalloc.online.per_prompt` makes such callables.
+    bounded : float, optional
+        For policies that look at what follows the prompt: hold no full cache until then, but keep
+        this multiple of the budgets while the prompt is read, 2 for example. By default they hold
+        the whole prompt.
 
     Returns
     -------
@@ -132,6 +137,7 @@ def make_cache(
         prompt_tokens=prompt_tokens,
         decode_every=decode_every,
         decide=decide,
+        bounded=bounded,
     )
 
 

@@ -87,6 +87,11 @@ class Plan:
         Whether a prompt is held whole until it is complete, or longer where `awaited` is not 0.
     limit : int or None
         Tokens that the model was made for.
+    bounded : float or None
+        While a prompt is read and until enough has followed, at most this multiple of its budgets
+        is kept; None for no bound.
+    early : EvictionPolicy or None
+        Who chooses what that is.
     """
 
     profile: BudgetProfile
@@ -99,6 +104,8 @@ class Plan:
     wanted: Wanted
     holds: bool
     limit: int | None
+    bounded: float | None
+    early: EvictionPolicy | None
 
     def __deepcopy__(self, memo: object) -> Plan:
         return self
@@ -111,6 +118,7 @@ class Plan:
         *,
         decide: Decide | None,
         decode_every: int | None,
+        bounded: float | None,
     ) -> Plan:
         """The plan of a cache.
 
@@ -126,6 +134,11 @@ class Plan:
         holds = bool(wanted) or deciding or policy.holds or profile.by_prompt
         if holds and decode_every is not None:
             refusals.refuse_decoding(looks=bool(wanted), decides=deciding)
+        if bounded is not None:
+            scorers = [scorer for each in wanted.values() for scorer in each]
+            refusals.check_bounded(
+                profile, bounded, decides=deciding, awaits=awaited_tokens(scorers)
+            )
         return cls(
             profile=profile,
             policy=policy,
@@ -135,8 +148,10 @@ class Plan:
             bits=packed_layers(profile),
             groups=groups_by_layer(profile.share_groups),
             wanted=wanted,
-            holds=holds,
+            holds=holds and bounded is None,
             limit=context_limit(model),
+            bounded=bounded,
+            early=None if bounded is None else policy.early,
         )
 
     @property
@@ -291,7 +306,7 @@ class Prompt:
         if failed and arrival.prompt_tokens is not None:
             self._broken = self._broken or refusals.broken_off(arrival.prompt_tokens)
         arrival.complete = arrival.prompt_tokens is not None and not failed
-        if self.plan.holds and arrival.complete:
+        if (self.plan.holds or self.plan.bounded is not None) and arrival.complete:
             self._complete_held()
         elif arrival.decode_every is None:
             for layer in self._budget_layers:
@@ -349,15 +364,20 @@ class Prompt:
         self._decide_on_arrival(batch, arguments, mask)
         step = self.arrival.step(self._n_seen, batch, new_tokens, mask)
         self._targets = {}
-        if holds := self._holds(step):
+        holds = self._holds(step)
+        if step.budgets is not None and self.plan.bounded is not None:
+            more = np.ceil(step.budgets * self.plan.bounded).astype(np.int64)
+            step = replace(step, budgets=more, remember=True)
+        if not step.follows and (holds or self.plan.bounded is not None):
             self._begin_held(arguments, step)
-        else:
-            refusals.check_chunk(self.plan.policy, step)
+        if not holds:
+            refusals.check_chunk(self.plan.policy, step, bounded=self.plan.bounded is not None)
         if self._followers is not None:
             self._following = self._followers.after(step, self.plan.awaited)
         if step.budgets is not None and not holds:
             for index in self.plan.profile.shape.full_layers:
-                always = step.completes and self.plan.is_packed(index)
+                packs = step.completes and self.plan.bounded is None
+                always = packs and self.plan.is_packed(index)
                 stored = self._layers[index].stored_counts()
                 targets = step.targets(index, stored, always=always)
                 if targets is not None:
@@ -392,8 +412,11 @@ class Prompt:
             prompt_tokens=step.prompt_tokens,
             visible=step.new_visible,
             remember=step.remember,
-            bits=bits if step.settles else {},
+            bits=bits if step.settles and self.plan.bounded is None else {},
+            chooser=self.plan.early,
         )
+        if not step.follows and self.plan.bounded is not None:
+            self._note_seen(states)
         if not layer.awaits_eviction:
             eviction.observe(layer, states)
             return
@@ -419,7 +442,7 @@ class Prompt:
             )
         if completed:
             self.arrival.commit(step)
-            if self._holds(step):
+            if not step.follows and (self.plan.holds or self.plan.bounded is not None):
                 self._end_held(step)
             elif following is not None:
                 self._followers = following[0]
@@ -481,7 +504,12 @@ class Prompt:
             refusals.check_read(self.plan.policy, targets.values())
 
     def _note_held(self, layer: BudgetLayer, states: AttentionStates, step: Step) -> None:
-        """Note what of a layer's states is the same for the whole prompt, and the last queries."""
+        """Note what evicting later needs."""
+        self._note_seen(states)
+        self._late(step.prompt_tokens, step.new_visible).hold_queries(layer, states)
+
+    def _note_seen(self, states: AttentionStates) -> None:
+        """Note what of a layer's states is the same for the whole prompt."""
         self._seen[states.layer] = replace(
             states,
             queries=states.queries[:1, :, :0].clone(),  # a view would keep them all alive
@@ -489,7 +517,6 @@ class Prompt:
             values=states.values[:, :, :0].clone(),
             mask=None,
         )
-        self._late(step.prompt_tokens, step.new_visible).hold_queries(layer, states)
 
     def _late(self, prompt_tokens: int, visible: Tensor | None, **more: Any) -> LateEviction:
         policy = self.profile.policy
@@ -590,6 +617,8 @@ class Prompt:
         if visible is not None:
             following_visible = none_if_all(visible[:, columns:])
             visible = none_if_all(visible[:, :columns])
+        if self.plan.bounded is not None:  # the padding of the prompt has gone
+            visible = None
         self._broken = refusals.HALF_WAY
         eviction = self._late(
             columns,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from math import inf
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
 __all__ = [
     "HALF_WAY",
     "broken_off",
+    "check_bounded",
     "check_chunk",
     "check_crop",
     "check_decoding",
@@ -227,7 +229,46 @@ def _merging(name: str) -> str:
     return f"the policy {name} merges entries, for which it has to see the whole prompt"
 
 
-def check_chunk(policy: EvictionPolicy, step: Step) -> None:
+def check_bounded(profile: BudgetProfile, bounded: object, *, decides: bool, awaits: int) -> None:
+    """Refuse to bound the memory of late eviction where that cannot be right.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+    bounded : object
+        The multiple of the budgets that is kept at first.
+    decides : bool
+        Whether budgets are decided from the held prompt.
+    awaits : int
+        Tokens that its policies wait for.
+
+    Raises
+    ------
+    InputError
+        If it is no number of at least 1.
+    UnsupportedRequestError
+        If nothing is waited for, layers share entries, or the whole prompt decides budgets.
+    """
+    name = option("bounded")
+    if isinstance(bounded, bool) or not isinstance(bounded, int | float) or not 1 <= bounded < inf:
+        raise InputError(f"{name} is {bounded!r}, expected a multiple of the budgets >= 1")
+    _refuse(
+        not awaits,
+        f"{name} bounds what is kept until tokens have followed the prompt, and this profile waits "
+        "for none: it evicts while the prompt is read; leave it out",
+    )
+    _refuse(
+        decides,
+        f"{option('hold')} decides from the whole prompt, of which {name} keeps a part; leave out "
+        "one of them",
+    )
+    _refuse(
+        profile.share_groups,
+        f"in this profile {shared_text(profile.share_groups)}, which choose once; leave out {name}",
+    )
+
+
+def check_chunk(policy: EvictionPolicy, step: Step, *, bounded: bool = False) -> None:
     """Refuse a chunk of a prompt where the policy has to see all of it at once.
 
     Raises
@@ -238,7 +279,7 @@ def check_chunk(policy: EvictionPolicy, step: Step) -> None:
     """
     whole = step.follows or (step.seen == 0 and step.completes)
     _refuse(
-        policy.combines and step.budgets is not None and not whole,
+        policy.combines and step.budgets is not None and not whole and not bounded,
         f"{_merging(policy.name)}; send it in one piece, or choose another policy",
     )
     _refuse(

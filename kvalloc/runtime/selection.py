@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
@@ -240,6 +241,7 @@ def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntAr
     ----------
     scores : sequence of Tensor, each (n_kv_heads, n_evictable)
         For each layer, of the entries that can be evicted; comparable across layers and heads.
+        Layers may differ in their number, and a head may have -inf at its end: no entry.
     total : int
         Entries that all heads keep together, sinks and window included.
     protected : int
@@ -252,9 +254,17 @@ def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntAr
         Among equal scores the earlier layer wins, and in it the earlier head.
     """
     device = scores[0].device
-    joined = torch.stack([own.to(device, torch.float32) for own in scores])
-    n_evictable = int(joined.shape[-1])
-    wanted = min(max(total - protected * (joined.shape[0] * joined.shape[1]), 0), joined.numel())
+    n_evictable = max(int(own.shape[-1]) for own in scores)
+    joined = torch.stack(
+        [
+            nn.functional.pad(
+                own.to(device, torch.float32), (0, n_evictable - own.shape[-1]), value=-inf
+            )
+            for own in scores
+        ]
+    )
+    there = int((joined > -inf).sum())
+    wanted = min(max(total - protected * (joined.shape[0] * joined.shape[1]), 0), there)
     if n_evictable == 0 or wanted == 0:
         return np.full(tuple(joined.shape[:2]), protected, dtype=np.int64)
     least = joined.reshape(-1).topk(wanted, sorted=False).values.min()

@@ -131,6 +131,23 @@ class Scorer(Parameterized, ABC):
         return None
 
     @property
+    def early(self) -> Scorer:
+        """The one that ranks while the prompt is read, where memory is bounded; this by default.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If there is none, as nothing can be said before the tokens after the prompt are seen.
+        """
+        if self.later is not None:
+            raise UnsupportedRequestError(
+                f"the scorer {self.name} says nothing before the prompt is complete, so memory "
+                f"cannot be bounded while it is read; leave out {option('bounded')}, or choose "
+                "another scorer"
+            )
+        return self
+
+    @property
     def later_key(self) -> Hashable:
         """What `observe_later` depends on: scorers of equal keys share what one of them noted."""
         return (self.name, *sorted(self.parameters().items()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypeAlias, TypedDict, Unpack
 
 from kvalloc.models.attention import AttentionStates, Observed
@@ -208,6 +208,11 @@ class EvictionPolicy(Parameterized, ABC):
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
         """Scorers that have to see tokens after the prompt before `keep` can choose in a layer."""
         return (self.scorer,) if self.scorer.later is not None else ()
+
+    @property
+    def early(self) -> EvictionPolicy:
+        """Who chooses while the prompt is read, where memory is bounded: see `Scorer.early`."""
+        return replace(self, scorer=self.scorer.early)
 
     def reader(self, *, sinks: int, window: int) -> Reader | None:
         """A filter for one cache that leaves entries unread while tokens are decoded.

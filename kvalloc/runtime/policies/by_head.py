@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
@@ -67,6 +67,12 @@ class ByHead(CombinedPolicy):
             heads = torch.from_numpy(np.flatnonzero(places == place)).to(kept.device)
             kept[:, heads] = self.policies[place].keep(states, budgets, **limits)[:, heads]
         return kept
+
+    @property
+    def early(self) -> ByHead:
+        """Each head's own; see `EvictionPolicy.early`."""
+        early = tuple(policy.early for policy in self.policies)
+        return replace(self, scorer=early[0].scorer, policies=early)
 
     def later_scorers(self, layer: int) -> tuple[Scorer, ...]:
         """Those of the policies that some head of the layer has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
@@ -95,6 +95,12 @@ class Weighted(CombinedPolicy):
     def holds(self) -> bool:
         """Whether that policy wants the prompt held."""
         return self.combining is not None and self.combining.holds
+
+    @property
+    def early(self) -> Weighted:
+        """The same mixture of what each scorer says early; see `EvictionPolicy.early`."""
+        early = tuple(scorer.early for scorer in self.scorers)
+        return replace(self, scorer=early[0], scorers=early, combining=None)
 
     def _used(self, layer: int) -> list[int]:
         """Places of the scorers that count in any head of a layer."""

@@ -1,0 +1,134 @@
+"""Late eviction in bounded memory: a multiple of the budgets first, the budgets afterwards."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prompt_runs import padded_rows, run
+
+from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.formats.budget_profile import Policy
+from kvalloc.runtime import make_cache
+from kvalloc.runtime.prompt import State
+
+CONTEXT, AWAITED = 90, 5
+
+
+def late(tiny: ModuleType, model: Any, level: str = "head") -> Any:
+    parameters = {"tokens": AWAITED, "pool": 3}
+    profile = tiny.make_profile(model, CONTEXT, 0.3, scorer="lookahead", parameters=parameters)
+    return tiny.by_head(profile, spread=9) if level == "head" else profile
+
+
+def mixed(tiny: ModuleType, model: Any) -> Any:
+    """Each prompt hands out the entries, and what is evicted goes into what stays."""
+    profile = late(tiny, model)
+    other = Policy(
+        scorer="snapkv", scorer_parameters={"window": tiny.WINDOW}, sinks=tiny.SINKS, window=4
+    )
+    weights = np.random.default_rng(1).uniform(0.1, 2.0, (*profile.budgets.shape, 2))
+    own = profile.policy.replace(
+        name="attention_matching", parameters={"rows": 12, "following": AWAITED}
+    )
+    return profile.replace(
+        policy=own, other_policies=(other,), unit_weights=weights, by_prompt=True
+    )
+
+
+@pytest.fixture
+def model(tiny: ModuleType) -> Any:
+    return tiny.tiny_model()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("chunk", [CONTEXT, 25])
+def test_twice_the_budget_is_kept_until_enough_has_followed(
+    tiny: ModuleType, family: str, level: str, chunk: int
+) -> None:
+    model = tiny.tiny_model(family)
+    profile, ids = late(tiny, model, level), tiny.prompt(CONTEXT, 2)
+    cache = make_cache(profile, model, bounded=2, prompt_tokens=CONTEXT)
+    shadow, full = tiny.Shadow(model), list(profile.shape.full_layers)
+    budgets = profile.budgets_for(CONTEXT)[full]
+    for part in ids.split(chunk, dim=1):
+        assert tiny.worst(run(model, part, cache), shadow.logits(part)) < 1e-4
+        shadow.follow(cache)
+    assert cache.state is State.HELD
+    assert (cache.kept_tokens[full] == np.minimum(2 * budgets, CONTEXT)).all()
+    early = tiny.kept_of(cache)
+    for tokens in (3, 2, 1, 6):
+        asked = tiny.prompt(tokens, 2, seed=tokens)
+        assert tiny.worst(run(model, asked, cache), shadow.logits(asked)) < 1e-4
+        shadow.follow(cache)
+    followed = cache.get_seq_length() - CONTEXT
+    assert (cache.kept_tokens[full] - followed == budgets).all()
+    for layer, kept in tiny.kept_of(cache).items():
+        for row, head in np.ndindex(2, 2):
+            before = set(early[layer][row, head].tolist())
+            assert set(kept[row, head].tolist()) <= before | {-1}
+
+
+@pytest.mark.parametrize("kind", [late, mixed])
+def test_a_bound_that_does_not_bind_keeps_what_late_eviction_keeps(
+    tiny: ModuleType, model: Any, kind: Any
+) -> None:
+    profile, ids = kind(tiny, model), tiny.prompt(CONTEXT, 2)
+    caches = profile.cache(model), profile.cache(model, bounded=90.0)
+    for cache in caches:
+        run(model, ids, cache)
+        assert not cache.reduced
+        run(model, tiny.prompt(AWAITED, 2, seed=3), cache)
+        assert cache.reduced
+    assert tiny.same_kept(*caches)
+    question = tiny.prompt(4, 2, seed=7)
+    one, other = (run(model, question, cache) for cache in caches)
+    assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_prompts_that_hand_out_their_entries_keep_the_total(tiny: ModuleType, model: Any) -> None:
+    """Of padded rows as well, each of which is as if it were alone."""
+    profile = mixed(tiny, model)
+    rows = [tiny.prompt(n, seed=n) for n in (CONTEXT, 61)]
+    ids, mask, positions = padded_rows(rows, "left")
+    cache = profile.cache(model, bounded=2)
+    run(model, ids, cache, mask, position_ids=positions)
+    asked = tiny.prompt(AWAITED, 2, seed=4)
+    places = positions[:, -1:] + 1 + torch.arange(AWAITED)
+    whole = torch.cat([mask, torch.ones_like(asked)], dim=1)
+    run(model, asked, cache, whole, position_ids=places)
+    for row, own in enumerate(rows):
+        alone = profile.cache(model, bounded=2)
+        run(model, own, alone)
+        run(model, asked[row : row + 1], alone)
+        total = profile.budgets_for(own.shape[1]).sum()
+        assert (alone.kept_tokens - AWAITED).sum() == total
+        assert (cache.kept_tokens_by_row[row] == alone.kept_tokens).all()
+
+
+def test_what_cannot_be_bounded_is_refused(tiny: ModuleType, model: Any) -> None:
+    profile = late(tiny, model)
+    for wrong in (0.5, True, "2", float("inf")):
+        with pytest.raises(InputError, match="expected a multiple of the budgets >= 1"):
+            profile.cache(model, bounded=wrong)
+    with pytest.raises(UnsupportedRequestError, match="waits for none"):
+        profile.cache(model, bounded=2, policy="xkv")
+    with pytest.raises(UnsupportedRequestError, match="waits for none"):
+        profile.cache(model, bounded=2, policy="reconstruction")
+    with pytest.raises(UnsupportedRequestError, match="decides from the whole prompt"):
+        profile.cache(model, bounded=2, adapt=0.3, hold=True)
+    with pytest.raises(UnsupportedRequestError, match="leave out decode_every"):
+        profile.cache(model, bounded=2, decode_every=2)
+    budgets = profile.budgets.copy()
+    budgets[3] = budgets[2]
+    with pytest.raises(UnsupportedRequestError, match="choose once; leave out bounded"):
+        profile.replace(budgets=budgets, share_groups=((2, 3),)).cache(model, bounded=2)
+    repeats = profile.policy.replace(scorer="reconstruction", scorer_parameters={"window": 4})
+    table = np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 2
+    both = profile.replace(other_policies=(repeats,), unit_policies=table)
+    with pytest.raises(UnsupportedRequestError, match="reconstruction says nothing before"):
+        both.cache(model, bounded=2)
