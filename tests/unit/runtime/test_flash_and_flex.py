@@ -132,7 +132,7 @@ HELD = {
 def test_prompts_that_are_held_whole(
     tiny: ModuleType, attention: str, scorer: str, family: str, side: str
 ) -> None:
-    """The passes over a held prompt run on it as well: the entries of sdpa, and the oracle's word.
+    """Repeated or waiting for what follows: the entries of sdpa, and the oracle's word.
 
     In one piece and in chunks, which come to the same.
     """
@@ -152,8 +152,8 @@ def test_prompts_that_are_held_whole(
             own = mask[:, : own.shape[1] + part.shape[1]]
             found = run(model, part, cache, own if side != "none" else None)
             assert tiny.worst(found, shadow.logits(part, own), own) < 1e-4
-        shadow.follow(cache)
         for tokens in (5, 1):
+            shadow.follow(cache)
             own = torch.nn.functional.pad(own, (0, tokens), value=1)
             question = tiny.prompt(tokens, 2, seed=tokens)
             found = run(model, question, cache, own if side != "none" else None)

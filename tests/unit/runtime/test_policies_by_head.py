@@ -194,7 +194,7 @@ def test_layers_with_one_policy_ask_only_that_one(tiny: ModuleType) -> None:
 
         object.__setattr__(each, "keep", watched)  # the dataclass is frozen
     cache = profile.cache(model)
-    cache._policy = policy
+    object.__setattr__(cache._prompt.plan, "policy", policy)
     run(model, tiny.prompt(CONTEXT), cache)
     wanted = [
         (profile.policies[int(profile.unit_policies[layer, 0])].scorer, layer)
