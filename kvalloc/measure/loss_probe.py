@@ -125,7 +125,8 @@ class LossProbe:
         self._layers = layers_of(model)
         self._scorer, self._sinks, self._shape = scorer, sinks, shape
         question = prompt_ids[:0] if question_ids is None else question_ids.to(prompt_ids.device)
-        self._unmeasured = max(0, int(question.numel()) - 1)
+        self._n_question = int(question.numel())
+        self._unmeasured = max(0, self._n_question - 1)
         self._capacity = prompt_ids.numel() + question.numel() + continuation_tokens
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -301,7 +302,7 @@ class LossProbe:
             ids, more = self.prompt_ids[None], self.continuation_ids[None]
             self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
             if awaited := getattr(cache, "awaited_tokens", 0):
-                self._show_following(cache, more[:, :awaited])
+                self._show_following(cache, more[:, : max(awaited, self._n_question)])
             logits = self._model(input_ids=more, past_key_values=cache).logits
             return float(self.divergence(logits).mean())
 
@@ -440,13 +441,14 @@ class LossProbe:
             self.prompt_states = {}
 
     def _followed(self, layer: int, scorers: Sequence[Scorer]) -> dict[Hashable, Observed]:
-        """What scorers note of the first tokens of the continuation."""
+        """What scorers note of the question's last tokens, or the first of the continuation."""
         tokens, states = awaited_tokens(scorers), self._states[layer]
+        end = max(tokens, self._n_question)
         voting = replace(
             states,
-            queries=states.queries[:, :, :tokens],
-            keys=self._with_stored(states.keys[:, :, :tokens], self._keys[layer]),
-            values=self._with_stored(states.values[:, :, :tokens], self._values[layer]),
+            queries=states.queries[:, :, max(end - tokens, 0) : end],
+            keys=self._with_stored(states.keys[:, :, :end], self._keys[layer]),
+            values=self._with_stored(states.values[:, :, :end], self._values[layer]),
             mask=None,
         )
         return following_notes(scorers, voting, self.n_tokens, sinks=self._sinks)

@@ -38,7 +38,7 @@ KINDS = {
         "combine": None,
     },
 }
-DRAFT, RECONSTRUCTION = "lookahead:window=4:tokens=3", "reconstruction:window=4:chunk=25"
+LOOKAHEAD, RECONSTRUCTION = "lookahead:window=4:tokens=3", "reconstruction:window=4:chunk=25"
 MOVES = {"fixed": FixedBudgets, "mixed": MixedScores}
 both = pytest.mark.parametrize("kind", KINDS)
 
@@ -181,10 +181,17 @@ def test_sliding_layers_hold_what_a_sliding_cache_holds(kind):
 
 
 def cache_loss(model, profile, ids, following):
-    """KL of the predictions after each following token, whole forward against the real runtime."""
+    """KL of the predictions after each following token, whole forward against the real runtime.
+
+    What a cache waits for is read, taken back when it has evicted, and read again.
+    """
     cache = profile.cache(model)
     with torch.no_grad():
         model(ids, past_key_values=cache)
+        if awaited := cache.awaited_tokens:
+            model(following[:, :awaited], past_key_values=cache)
+            cache.evict()
+            cache.crop(ids.shape[1])
         reduced = model(following, past_key_values=cache).logits[0]
         full = model(torch.cat([ids, following], dim=1)).logits[0, ids.shape[1] :]
     return divergence(full, reduced).kl
@@ -194,10 +201,10 @@ def cache_loss(model, profile, ids, following):
     ("kind", "changes"),
     [
         ("fixed", {}),
-        ("fixed", {"scorer": DRAFT, "policies": ("reconstruction:chunk=25",)}),
+        ("fixed", {"scorer": LOOKAHEAD, "policies": ("reconstruction:chunk=25",)}),
         ("fixed", {"scorer": RECONSTRUCTION, "policies": ("lookahead:tokens=6", "h2o")}),
         ("mixed", {}),
-        ("mixed", {"combine": "attention_matching:rows=20:draft=3"}),
+        ("mixed", {"combine": "attention_matching:rows=20:following=3"}),
     ],
 )
 def test_the_stated_loss_is_that_of_the_profiles_cache(model, kind, changes):
@@ -261,7 +268,11 @@ def test_what_is_descended_on_by_prompt_is_what_the_cache_keeps(model):
     cache = profile.cache(model)
     with torch.no_grad():
         model(ids, past_key_values=cache)
+        first = read.probe.continuation_ids[None, : cache.awaited_tokens]
+        model(first, past_key_values=cache)
+    cache.evict()
     kept = moves.handed_out(read, decision) + job.protected
+    cache.crop(ids.shape[1])
     assert cache.kept_tokens.tolist() == kept.tolist()
     expected = cache_loss(model, profile, ids, read.probe.continuation_ids[None])
     (loss,) = hard_losses(job, moves, [read], decision)
@@ -272,11 +283,11 @@ def test_what_is_descended_on_by_prompt_is_what_the_cache_keeps(model):
 def test_combining_changes_what_is_stated_and_not_what_is_decided(model):
     (plain,), (found,) = (
         tuned(model, "mixed", combine=combine)
-        for combine in ("none", "attention_matching:rows=20:draft=3")
+        for combine in ("none", "attention_matching:rows=20:following=3")
     )
     profile = found.profile
     assert profile.policy.name == "attention_matching"
-    assert (profile.policy.parameters["rows"], profile.policy.parameters["draft"]) == (20, 3)
+    assert (profile.policy.parameters["rows"], profile.policy.parameters["following"]) == (20, 3)
     assert {policy.name for policy in profile.other_policies} == {"score"}
     assert np.array_equal(profile.unit_weights, plain.profile.unit_weights)
     assert np.array_equal(profile.budgets, plain.profile.budgets)

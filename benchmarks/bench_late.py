@@ -1,0 +1,165 @@
+"""Late eviction: what it takes beside a full cache, and what bounded memory loses.
+
+    python benchmarks/bench_late.py [--lengths 2048 8192] [--repeats 5] [--profile NAME]
+
+With a profile that waits for tokens after the prompt (the shipped one of 20%): prefill and 64
+greedy tokens over the same with a full cache, in turns; the eviction itself (`cache.evict`) over
+the prefill; K and V bytes held and stored over those of the full cache; and KL(full cache ||
+reduced cache) of the 64 tokens after the eviction, for late eviction and for eviction bounded to
+twice the budget first. Real text, SmolLM2-135M. Some twenty minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from _common import describe_where, ratios, timed_in_turns, where_it_ran
+from bench_runtime import prompt_ids
+from transformers import DynamicCache
+
+import kvalloc
+from kvalloc.models.loading import load_model
+
+NEW = 64
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    loaded = load_model(arguments.model, dtype=arguments.dtype, device=arguments.device)
+    profile = kvalloc.load_profile(arguments.profile)
+    ids = prompt_ids(loaded, max(*arguments.lengths, arguments.kl_tokens * arguments.samples))
+    where = where_it_ran("kvalloc", "torch", "transformers")
+    rows = [
+        speed(loaded.model, profile, ids[:, :length], arguments.repeats)
+        for length in arguments.lengths
+    ]
+    losses = harm(loaded.model, profile, ids, arguments)
+    if arguments.json:
+        print(json.dumps({"speed": rows, "kl": losses, "where": where}, indent=1))
+        return 0
+    print(describe_where(where))
+    print(f"{arguments.profile}, {arguments.dtype}")
+    for row in rows:
+        print(describe(row))
+    print(
+        f"KL of {NEW} tokens after the eviction, {arguments.samples} texts of "
+        f"{arguments.kl_tokens} tokens: late {losses['late']:.5f}, bounded to twice the budget "
+        f"{losses['bounded']:.5f} nats a token, {losses['bounded'] / losses['late']:.2f}x "
+        f"(text by text {min(losses['ratios']):.2f} to {max(losses['ratios']):.2f})"
+    )
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="late eviction, against a full cache")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--profile", default="smollm2-135m-instruct-loss-20")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=6)
+    parser.add_argument("--kl-tokens", type=int, default=1000)
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def full(model: Any) -> Any:
+    return DynamicCache(config=model.config)
+
+
+@torch.inference_mode()
+def written(model: Any, cache: Any, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, Any]:
+    """A prompt and so many greedy tokens after it, one by one."""
+    tokens = []
+    for number in range(new + 1):
+        ids = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+        if number < new:
+            tokens.append(ids)
+    return torch.cat(tokens, dim=1), cache
+
+
+@torch.inference_mode()
+def speed(model: Any, profile: Any, ids: torch.Tensor, repeats: int) -> dict[str, Any]:
+    """Times of prefill and answer in turns, of the eviction alone, and stored bytes."""
+    make = {"full": lambda: full(model), "late": lambda: profile.cache(model)}
+    runs = {name: (lambda new=new: written(model, new(), ids, NEW)) for name, new in make.items()}
+    seconds = timed_in_turns(runs, repeats=repeats)
+    prefills, evictions = [], []
+    for _ in range(repeats):
+        cache = profile.cache(model)
+        begun = time.perf_counter()
+        out = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+        prefills.append(time.perf_counter() - begun)
+        awaited = cache.awaited_tokens
+        while cache.awaited_tokens > 1:
+            out = model(input_ids=out, past_key_values=cache).logits.argmax(-1)
+        before, full_bytes = cache.retained_bytes, cache.full_bytes
+        begun = time.perf_counter()
+        cache.evict()
+        evictions.append(time.perf_counter() - begun)
+    shares = np.array(evictions) / np.array(prefills)
+    return {
+        "tokens": ids.shape[1],
+        "awaited": awaited,
+        "ratio": ratios(seconds, "late", "full"),
+        "eviction_share": [float(np.median(shares)), float(shares.min()), float(shares.max())],
+        "prefill_seconds": float(np.median(prefills)),
+        "held_over_full": before / full_bytes,
+        "stored_over_full": cache.retained_bytes / full_bytes,
+    }
+
+
+@torch.inference_mode()
+def harm(
+    model: Any, profile: Any, ids: torch.Tensor, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """KL along what the full cache writes, after the tokens that are waited for."""
+    found: dict[str, list[float]] = {"late": [], "bounded": []}
+    for place in range(arguments.samples):
+        first = place * arguments.kl_tokens
+        prompt = ids[:, first : first + arguments.kl_tokens]
+        waits = profile.cache(model)
+        model(input_ids=prompt, past_key_values=waits, logits_to_keep=1)
+        awaited = waits.awaited_tokens
+        answer, _ = written(model, full(model), prompt, awaited + NEW)
+        head, tail = answer[:, :awaited], answer[:, awaited:]
+        plain, logits = full(model), {}
+        for name, cache in (
+            ("full", plain),
+            ("late", profile.cache(model)),
+            ("bounded", profile.cache(model, bounded=2)),
+        ):
+            model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+            model(input_ids=head, past_key_values=cache, logits_to_keep=1)
+            said = model(input_ids=tail, past_key_values=cache).logits[0]
+            logits[name] = said.float().log_softmax(-1)
+        for name, own in found.items():
+            terms = logits["full"].exp() * (logits["full"] - logits[name])
+            own.append(float(terms.sum(-1).mean()))
+    return {
+        "late": float(np.mean(found["late"])),
+        "bounded": float(np.mean(found["bounded"])),
+        "ratios": [b / a for a, b in zip(found["late"], found["bounded"], strict=True)],
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    ratio, (share, least, most) = row["ratio"], row["eviction_share"]
+    return (
+        f"{row['tokens']:>5} tokens: prefill and {NEW} tokens {ratio['ratio']:.3f}x a full cache "
+        f"[{ratio['ratio_quartile_1']:.3f}, {ratio['ratio_quartile_3']:.3f}] (target 1.05), "
+        f"evicting after {row['awaited']} tokens {share:.3f} of the prefill of "
+        f"{row['prefill_seconds']:.2f} s [{least:.3f}, {most:.3f}] (target 0.15); K and V held "
+        f"{row['held_over_full']:.3f} of the full cache's, stored {row['stored_over_full']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
