@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo check test coverage test-matrix fuzz-saved test-threads test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
+.PHONY: help demo check kernel test coverage test-matrix fuzz-saved test-sanitized test-threads test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -88,10 +88,14 @@ check: lint types imports ## for every few edits: lint, types, imports, and the 
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
 	--no-loadscope-reorder
 
-test: $(READY) ## all tests, those with the real model included
+# Built in place, where no installation has done it: in a worktree that PYTHONPATH names.
+kernel: $(READY) ## build the kernel for the CPU in place, where there is a C compiler
+	$(BIN)/python setup.py -q build_ext --inplace
+
+test: $(READY) kernel ## all tests, those with the real model included
 	$(TESTS) --durations=15
 
-coverage: $(READY) ## the same, and which lines of the package no test runs
+coverage: $(READY) kernel ## the same, and which lines of the package no test runs
 	$(TESTS) --cov --cov-report=term:skip-covered --cov-report=html
 
 # Every policy in every arrival on every model, each with every setting of all else: minutes, about
@@ -105,6 +109,9 @@ test-matrix: $(READY) ## every policy x arrival x model of the runtime against t
 fuzz-saved: $(READY) ## 10,000 crafted files of saved caches: refused or answered, never a crash
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s --hostile-files $(or $(FILES),10000) \
 		tests/unit/runtime/test_hostile_caches.py
+
+test-sanitized: $(READY) ## the CPU's kernel under AddressSanitizer, 10,000 crafted files included
+	$(BIN)/python benchmarks/bench_sanitized.py
 
 test-threads: $(READY) ## threads over one model, 200 rounds on each attention implementation
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thread-rounds 200 tests/unit/runtime/test_hooks.py
@@ -181,4 +188,5 @@ bench-quality: $(READY) $(PEERS_READY) ## shipped profiles against kvpress on he
 
 clean: ## remove the environment, caches and build products
 	rm -rf .venv .venv-kvpress .venv-gemma .venv-oldest build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -f kvalloc/runtime/attention/_cpu.*so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvalloc.runtime.attention import cpu, triton
-from kvalloc.runtime.attention.c_library import Compiled
 
 WITH, WITHOUT = "with_kernel", "without_kernel"
 
@@ -31,10 +30,6 @@ def kernel_choice(name: str) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "cpu_attention", noted)
         if name == WITHOUT:
-            patch.setattr(cpu, "compiled", _not_compiled)
+            patch.setattr(cpu, "kernel_library", lambda: "a test wants none")
             patch.setattr(triton, "_installed", lambda: False)
         yield calls
-
-
-def _not_compiled(source: object) -> Compiled:
-    return Compiled(reason="a test wants none")

@@ -15,9 +15,6 @@
 #ifdef __F16C__
 #include <immintrin.h>
 #endif
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #define LANES 8
 #define BLOCK 64 /* entries read together; as many share a key scale */
@@ -498,50 +495,79 @@ static void answer(const arguments *given, int64_t segment, int64_t first, int64
     }
 }
 
+/* What all threads of a call share. */
+typedef struct {
+    const arguments *given;
+    float *memory, *found;
+    int64_t all_entries, threads;
+} work;
+
+/* The functions of the OpenMP library that torch itself has loaded: a second one beside it would
+   have its own threads, and both wait by spinning. Not linked, so that none need be there. */
+static struct {
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel */
+    void (*barrier)(void); /* GOMP_barrier */
+    int (*thread)(void), (*threads)(void); /* omp_get_thread_num, omp_get_num_threads */
+} openmp;
+
+void use_openmp(void *parallel, void *barrier, void *thread, void *threads) {
+    memcpy(&openmp.parallel, &parallel, sizeof parallel);
+    memcpy(&openmp.barrier, &barrier, sizeof barrier);
+    memcpy(&openmp.thread, &thread, sizeof thread);
+    memcpy(&openmp.threads, &threads, sizeof threads);
+}
+
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+const char source_digest[] = TEXT(SOURCE_DIGEST);
+
+static int64_t floats_of_thread(const arguments *given) {
+    int64_t key_width = width_of(given->key_dim), value_width = width_of(given->value_dim);
+    return given->n_rows * key_width + BLOCK * (key_width + value_width) + 2 * key_width;
+}
+
+static void run_thread(void *data) {
+    const work *all = data;
+    const arguments *given = all->given;
+    int together = all->threads > 1;
+    int64_t thread = together ? openmp.thread() : 0, n_threads = together ? openmp.threads() : 1;
+    int64_t key_width = width_of(given->key_dim), value_width = width_of(given->value_dim);
+    scratch mine = {.key_width = key_width, .value_width = value_width};
+    mine.queries = all->memory + thread * floats_of_thread(given);
+    mine.keys = mine.queries + given->n_rows * key_width;
+    mine.values = mine.keys + BLOCK * key_width;
+    mine.steps = mine.values + BLOCK * value_width;
+    mine.leasts = mine.steps + key_width;
+    int64_t all_entries = all->all_entries;
+    int64_t start = all_entries * thread / n_threads;
+    int64_t end = all_entries * (thread + 1) / n_threads;
+    if (start < end) read_share(given, thread, start, end, &mine, all->found);
+    if (together) openmp.barrier();
+    int64_t before = 0, first = 0;
+    for (int64_t s = 0; s < given->n_segments; s++) {
+        int64_t after = before + entries_of(given, s), last = first - 1;
+        if (after > before) { /* else nobody read it, and its softmax is that of nothing */
+            while (all_entries * (first + 1) / n_threads <= before) first++;
+            for (last = first; all_entries * (last + 1) / n_threads < after;) last++;
+        }
+        if (s % n_threads == thread) answer(given, s, first, last, all->found);
+        before = after;
+    }
+}
+
 /* Returns 0, or 1 if there is no memory to work with. */
 int attend(const arguments *given) {
-    int64_t key_width = width_of(given->key_dim), value_width = width_of(given->value_dim);
-    int64_t threads = given->threads, all_entries = 0;
-    for (int64_t s = 0; s < given->n_segments; s++) all_entries += entries_of(given, s);
-    int64_t useful = all_entries / LEAST_SHARE;
-    threads = useful < 1 ? 1 : useful < threads ? useful : threads;
-    int64_t each = given->n_rows * key_width + BLOCK * (key_width + value_width) + 2 * key_width;
-    int64_t one = given->n_rows * (2 + value_width);
-    int64_t parts = threads + given->n_segments;
-    float *memory = malloc(sizeof(float) * (threads * each + parts * one));
-    if (!memory) return 1;
-    float *found = memory + threads * each;
-#ifdef _OPENMP
-#pragma omp parallel num_threads((int)threads)
-#endif
-    {
-        int64_t thread = 0, n_threads = 1;
-#ifdef _OPENMP
-        thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
-#endif
-        float *own = memory + thread * each;
-        scratch mine = {.queries = own, .key_width = key_width, .value_width = value_width};
-        mine.keys = mine.queries + given->n_rows * key_width;
-        mine.values = mine.keys + BLOCK * key_width;
-        mine.steps = mine.values + BLOCK * value_width;
-        mine.leasts = mine.steps + key_width;
-        int64_t start = all_entries * thread / n_threads;
-        int64_t end = all_entries * (thread + 1) / n_threads;
-        if (start < end) read_share(given, thread, start, end, &mine, found);
-#ifdef _OPENMP
-#pragma omp barrier
-#endif
-        int64_t before = 0, first = 0;
-        for (int64_t s = 0; s < given->n_segments; s++) {
-            int64_t after = before + entries_of(given, s), last = first - 1;
-            if (after > before) { /* else nobody read it, and its softmax is that of nothing */
-                while (all_entries * (first + 1) / n_threads <= before) first++;
-                for (last = first; all_entries * (last + 1) / n_threads < after;) last++;
-            }
-            if (s % n_threads == thread) answer(given, s, first, last, found);
-            before = after;
-        }
-    }
-    free(memory);
+    work all = {.given = given, .threads = openmp.parallel ? given->threads : 1};
+    for (int64_t s = 0; s < given->n_segments; s++) all.all_entries += entries_of(given, s);
+    int64_t useful = all.all_entries / LEAST_SHARE;
+    all.threads = useful < 1 ? 1 : useful < all.threads ? useful : all.threads;
+    int64_t own = all.threads * floats_of_thread(given);
+    int64_t one = given->n_rows * (2 + width_of(given->value_dim));
+    all.memory = malloc(sizeof(float) * (own + (all.threads + given->n_segments) * one));
+    if (!all.memory) return 1;
+    all.found = all.memory + own;
+    if (all.threads > 1) openmp.parallel(run_thread, &all, (unsigned)all.threads, 0);
+    else run_thread(&all);
+    free(all.memory);
     return 0;
 }

@@ -2,28 +2,38 @@
 
 What `kvalloc.runtime.attention.triton` is on CUDA: each entry is read once, as it is stored
 (float32, half precision, codes of 8 or 4 bits), by threads that share all entries of a layer
-equally, however different segments are. `cpu.c` is compiled on first use where there is a compiler
-(`kvalloc.runtime.attention.c_library`); elsewhere torch's operations do the same, slower.
+equally, however different segments are. `cpu.c` is built when kvalloc is installed where there is a
+compiler (setup.py), and by ``make kernel``; without it torch's operations do the same, slower.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import logging
+import os
+import platform
+import re
+import sys
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvalloc.runtime.attention.c_library import compiled
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import FlatEntries
 
-__all__ = ["MOST_ROWS", "CpuBackend", "unavailable"]
+__all__ = ["MOST_ROWS", "SWITCH", "CpuBackend", "unavailable"]
+
+SWITCH = "KVALLOC_CPU_KERNEL"
+"""Environment variable: at 0 torch's operations do the work; else the path of another build."""
 
 MOST_ROWS = 256
 """Query rows of a segment, those of all new tokens and of all heads that ask: what the kernel has
 room for. A question of 50 tokens takes 0.5 to 0.8 of the time that torch's operations take."""
 
+_LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("cpu.c")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PACKED_KINDS = {8: 3, 4: 4}
@@ -73,9 +83,63 @@ class CpuBackend:
 
 
 def unavailable() -> str | None:
-    """Why there is no kernel on this machine; None where there is one, compiled now if need be."""
-    found = compiled(_SOURCE)
-    return None if found.library is not None else found.reason
+    """Why there is no kernel on this machine; None where there is one."""
+    found = kernel_library()
+    return found if isinstance(found, str) else None
+
+
+@cache
+def kernel_library() -> ctypes.CDLL | str:
+    """The kernel, loaded once in a process; or why it cannot be, which is also logged."""
+    found = _load()
+    if isinstance(found, str):
+        _LOG.info("cpu.c is not used, torch's operations are: %s", found)
+        return found
+    symbols = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+    library = next(
+        (one for one in map(ctypes.CDLL, openmp_libraries()) if _has(one, symbols)), None
+    )
+    if library is not None:
+        found.use_openmp(*(ctypes.cast(getattr(library, one), ctypes.c_void_p) for one in symbols))
+    # The threads of a process do not follow it into a fork: there the kernel works alone.
+    os.register_at_fork(after_in_child=lambda: found.use_openmp(None, None, None, None))
+    return found
+
+
+def _load() -> ctypes.CDLL | str:
+    given = os.environ.get(SWITCH)
+    if given == "0":
+        return f"{SWITCH} is 0"
+    if sys.platform != "linux" or sys.byteorder != "little":
+        return f"it is for Linux on little-endian processors, and this is {platform.platform()}"
+    capability = torch.backends.cpu.get_cpu_capability()  # AVX2, AVX512
+    if platform.machine() == "x86_64" and not capability.startswith("AVX"):
+        return "the processor has no AVX2"
+    reason = "it was not built: install kvalloc where there is a C compiler, or 'make kernel'"
+    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest().encode()
+    for path in [Path(given)] if given else sorted(_SOURCE.parent.glob("_cpu.*so")):
+        try:
+            library = ctypes.CDLL(str(path))
+            own = (ctypes.c_char * len(digest)).in_dll(library, "source_digest").raw
+        except (OSError, ValueError) as error:
+            reason = f"{path.name} cannot be loaded ({error})"
+            continue
+        if own == digest:
+            return library
+        reason = f"{path.name} was built from another cpu.c; install kvalloc anew, or 'make kernel'"
+    return reason
+
+
+def openmp_libraries() -> list[str]:
+    """The OpenMP libraries that are loaded, torch's own first."""
+    maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
+    found = set(re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*)$", maps, re.MULTILINE))
+    home = str(Path(torch.__file__).parent)
+    return sorted(found, key=lambda path: (not path.startswith(home), path))
+
+
+def _has(library: ctypes.CDLL, symbols: tuple[str, ...]) -> bool:
+    return all(hasattr(library, name) for name in symbols)
 
 
 def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Tensor:
@@ -120,8 +184,8 @@ def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Te
         scaling=call.scaling,
         softcap=call.softcap or 0.0,
     )
-    library = compiled(_SOURCE).library
-    assert library is not None
+    library = kernel_library()
+    assert isinstance(library, ctypes.CDLL)
     if library.attend(ctypes.byref(given)):
         raise MemoryError("no memory for attention over kept entries")
     return output.to(call.queries.dtype)

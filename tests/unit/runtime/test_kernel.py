@@ -1,0 +1,157 @@
+"""The kernel for the CPU as a built file: which one is taken, and that all works without it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_tools import run
+
+from kvalloc.runtime.attention import cpu
+from kvalloc.runtime.attention.call import AttentionCall
+from kvalloc.runtime.attention.cpu import SWITCH, CpuBackend, kernel_library
+from kvalloc.runtime.kept import FlatEntries
+
+ROOT = Path(__file__).resolve().parents[3]
+needs_kernel = pytest.mark.skipif(
+    cpu.unavailable() is not None, reason=f"no kernel here: {cpu.unavailable()}"
+)
+
+
+@pytest.fixture(autouse=True)
+def load_anew() -> Iterator[None]:
+    kernel_library.cache_clear()
+    yield
+    kernel_library.cache_clear()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """As much of the project as a build of it needs."""
+    folder = tmp_path / "tree"
+    skipped = shutil.ignore_patterns("__pycache__", "*.so", "*.txt")
+    for name in ("kvalloc", "solvers", "profiles"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=skipped)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def attended(threads: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    kept, new = (torch.randn(2, 2, n, 16, generator=generator) for n in (700, 1))
+    queries = torch.randn(2, 4, 1, 16, generator=generator)
+    call = AttentionCall(queries=queries, keys=new, values=new, scaling=0.25)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return CpuBackend().attend(call, FlatEntries.even(kept, kept))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_its_threads_are_those_of_torch() -> None:
+    """No second OpenMP library comes into the process, and their number changes nothing much."""
+    before = cpu.openmp_libraries()
+    alone = attended()
+    torch.testing.assert_close(attended(threads=2), alone, rtol=1e-5, atol=1e-6)
+    assert cpu.openmp_libraries() == before
+
+
+@needs_kernel
+def test_a_forked_process_goes_on_alone() -> None:
+    """The threads that the parent has used are not there, and nobody waits for them."""
+    expected = attended(threads=2)
+    child = os.fork()
+    if child == 0:
+        try:
+            same = torch.allclose(attended(threads=2), expected, rtol=1e-5, atol=1e-6)
+            os._exit(0 if same else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(attended(threads=2), expected)
+
+
+@needs_kernel
+def test_without_an_openmp_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = attended(threads=2)
+    kernel_library.cache_clear()
+    library = kernel_library()
+    assert isinstance(library, ctypes.CDLL)
+    library.use_openmp(None, None, None, None)
+    torch.testing.assert_close(attended(threads=2), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    assert cpu.unavailable() == f"{SWITCH} is 0"
+    kernel_library.cache_clear()
+    monkeypatch.setenv(SWITCH, str(tmp_path / "none.so"))
+    assert "none.so cannot be loaded" in str(cpu.unavailable())
+
+
+def test_where_it_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    source = shutil.copy(cpu._SOURCE, tmp_path)
+    monkeypatch.setattr(cpu, "_SOURCE", Path(source))
+    assert "it was not built" in str(cpu.unavailable())
+
+
+@needs_kernel
+def test_one_that_was_built_from_another_source_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its arguments may be others; and the right one is taken wherever it stands among them."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    (built,) = cpu._SOURCE.parent.glob("_cpu.*so")
+    source = tmp_path / "cpu.c"
+    source.write_bytes(cpu._SOURCE.read_bytes())
+    (tmp_path / "_cpu.a.so").write_bytes(b"broken off")
+    shutil.copy(built, tmp_path / "_cpu.b.so")
+    monkeypatch.setattr(cpu, "_SOURCE", source)
+    assert cpu.unavailable() is None
+    kernel_library.cache_clear()
+    source.write_text(source.read_text() + "\n")
+    assert "_cpu.b.so was built from another cpu.c" in str(cpu.unavailable())
+
+
+@pytest.mark.parametrize("compiler", [None, "no-such-compiler"])
+def test_a_wheel_carries_it_where_there_is_a_compiler(
+    tree: Path, tmp_path: Path, compiler: str | None
+) -> None:
+    """And is built all the same where there is none."""
+    environment = {**os.environ, **({"CC": compiler} if compiler else {})}
+    command = "from setuptools.build_meta import build_wheel; build_wheel({!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", command.format(str(tmp_path))],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    held = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    expected = 1 if compiler is None and cpu.unavailable() is None else 0
+    assert len(held) == expected
+    assert all(name.startswith("kvalloc/runtime/attention/_cpu.") for name in held)
+
+
+def test_the_command_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    ran: Any = run("doctor", "--json")
+    assert ran.code == 0
+    findings = {one["name"]: one for one in ran.json["findings"]}
+    assert SWITCH in findings["CPU kernel"]["advice"]
+    assert not findings["CPU kernel"]["core"]
