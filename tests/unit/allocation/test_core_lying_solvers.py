@@ -201,8 +201,3 @@ def test_solve_checks_a_solver_object_too() -> None:
         solve(scores, budget=0.5, solver=floors)
     with pytest.raises(InputError, match="solver_options go with a solver's name"):
         solve(scores, budget=0.5, solver=floors, solver_options={"beta": 3})
-
-
-def test_optimal_without_a_bound_cannot_even_be_said() -> None:
-    with pytest.raises(SolverError, match="without a bound that shows it"):
-        Solution(choice=GOOD, objective=1.0, bound=None, termination=Termination.OPTIMAL)

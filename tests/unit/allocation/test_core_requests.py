@@ -149,6 +149,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         (make_shared_scores, fields, words)
         for fields, words in (
             ({"share_groups": "1-2"}, "first two layers"),
+            ({"share_groups": [(2, 4)]}, "not a run"),
+            ({"share_groups": [(2,)]}, "not a run"),
             ({"share_groups": "2-3,3-4"}, "not after"),
             ({"share_groups": "4-6"}, "no full attention"),
             ({"share_groups": "2-5"}, "share_length=4"),

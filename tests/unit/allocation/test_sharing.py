@@ -17,6 +17,7 @@ from kvalloc.allocation.sharing import choose_groups
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.cli.main import main
 from kvalloc.errors import InfeasibleError, InputError
+from kvalloc.formats.sharing_groups import runs_of, segments_of
 from kvalloc.problem import Sense
 from kvalloc.problem.registry import get_solver
 
@@ -126,8 +127,6 @@ def test_layers_that_rank_alike_are_grouped_first():
     raw = rng.random((1, 6, 1, 25)) ** 3
     raw[:, 5] = raw[:, 4] * 2
     from factories import curves_of, joint_curves
-
-    from kvalloc.formats.sharing_groups import runs_of
 
     runs = runs_of(range(6), 2)
     scores = make_scores(
@@ -244,6 +243,14 @@ def test_too_few_groups_say_how_many_are_needed():
     with pytest.raises(InfeasibleError, match=r"share_groups=4") as error:
         solve(make_shared_scores(2, longest=2), budget="35%", share_groups=3)
     assert error.value.nearest == 4
+
+
+def test_layers_stand_alone_or_in_their_group():
+    groups = ((2, 3), (4, 5, 6))
+    assert segments_of(range(8), groups) == ((0,), (1,), (2, 3), (4, 5, 6), (7,))
+    assert runs_of([0, 1, 2, 4, 5], 4).tolist() == [[4, 2]]  # not over what is not full attention
+    with pytest.raises(InputError, match="at most 4 layers"):
+        make_shared_scores(longest=2).shared_contributions((2, 3, 4, 5, 6))
 
 
 def test_formulating_needs_groups_that_are_chosen():

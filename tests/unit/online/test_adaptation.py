@@ -16,7 +16,6 @@ from kvalloc.allocation.curves import mean_retention
 from kvalloc.allocation.decision import solve
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.online.adaptation import adapt_budgets, check_adapt, may_move
 
 
@@ -131,8 +130,7 @@ def test_bit_widths_ranks_and_caps_keep_their_totals() -> None:
 
 
 def test_equal_heads_stay_equal() -> None:
-    scores = make_scores(2, n_samples=1)
-    profile = solve(scores, budget=0.5, level="head", equal_heads=True)
+    profile = solve(make_scores(2, n_samples=1), budget=0.5, level="head", equal_heads=True)
     moved = adapt_budgets(profile, make_scores(9, n_samples=1), 0.4).budgets
     assert (moved[:, 0] == moved[:, 1]).all()
     assert moved.sum() == profile.budgets.sum()
@@ -142,30 +140,16 @@ def test_equal_heads_stay_equal() -> None:
 def test_sliding_layers_stay_as_they_are() -> None:
     shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=12)
     profile = solve(make_scores(shape=shape, n_samples=1), budget=0.6)
-    prompt = make_scores(4, shape=shape, n_samples=1)
-    curves = prompt.curves.copy()
-    curves[:, 1] = 1.0
-    prompt = make_scores(4, shape=shape, n_samples=1, curves=curves)
-    adapted = adapt_budgets(profile, prompt, 0.3)
+    adapted = adapt_budgets(profile, make_scores(4, shape=shape, n_samples=1), 0.3)
     assert (adapted.budgets[1] == 11).all()
     assert adapted.budgets.sum() == profile.budgets.sum()
 
 
-def test_limits_of_the_decision_hold_for_the_prompt() -> None:
-    scores = make_scores(2, n_samples=1)
-    profile = solve(scores, budget=0.5, min_tokens=15, max_tokens=24)
-    moved = adapt_budgets(profile, make_scores(9, n_samples=1), 1.0).budgets
-    assert (moved.min() >= 15, moved.max() <= 24) == (True, True)
-
-
-def test_what_is_recorded_can_be_saved(tmp_path: Any) -> None:
-    profile = solve(make_scores(2, n_samples=1), target_retention=0.8)
-    adapted = adapt_budgets(profile, make_scores(9, n_samples=1), 0.25)
-    adapted.save(tmp_path / "a.json")
-    again = BudgetProfile.load(tmp_path / "a.json")
-    assert (again.budgets == adapted.budgets).all()
-    assert again.requested["adapt"] == 0.25
-    assert "25%" in again.detail
+def test_limits_of_the_decision_hold_for_the_prompt_and_what_moved_is_recorded() -> None:
+    profile = solve(make_scores(2, n_samples=1), budget=0.5, min_tokens=15, max_tokens=24)
+    adapted = adapt_budgets(profile, make_scores(9, n_samples=1), 1.0)
+    assert (adapted.budgets.min() >= 15, adapted.budgets.max() <= 24) == (True, True)
+    assert "100%" in adapted.detail
     assert adapted.bound is not None
     assert adapted.bound >= adapted.objective - 1e-9
 
@@ -176,19 +160,27 @@ def test_what_is_no_limit_is_refused(limit: Any) -> None:
         check_adapt(make_budget_profile(np.full((3, 2), 20)), limit)
 
 
-def test_profiles_that_cannot_move_are_refused() -> None:
-    few = make_budget_profile(np.full((3, 2), 20), requested={"max_distinct": 2})
-    with pytest.raises(UnsupportedRequestError, match="without max_distinct"):
-        check_adapt(few, 0.2)
-    shape = make_shape(n_layers=5)
-    together = make_budget_profile(np.full((5, 2), 20), shape=shape)
-    together = together.replace(share_groups=((2, 3),))
-    scores: ScoreProfile = make_scores(shape=shape, n_samples=1)
-    with pytest.raises(UnsupportedRequestError, match="without share_groups"):
-        adapt_budgets(together, scores, 0.2)
-    several = make_budget_profile(np.full((3, 2), 20))
-    other = several.policy.replace(label="other")
-    table = np.ones((3, 2), dtype=np.int64)
-    several = several.replace(other_policies=(other,), unit_policies=table)
-    with pytest.raises(UnsupportedRequestError, match="heads of this profile keep others"):
-        check_adapt(several, 0.2)
+FEW = make_budget_profile(np.full((3, 2), 20))
+DEEP = make_budget_profile(np.full((5, 2), 20), shape=make_shape(n_layers=5))
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        (FEW.replace(requested={"max_distinct": 2}), "without max_distinct"),
+        (FEW.replace(by_prompt=True), "hands out the budgets"),
+        (DEEP.replace(share_groups=((2, 3),)), "without share_groups"),
+        (
+            FEW.replace(
+                other_policies=(FEW.policy.replace(label="other"),),
+                unit_policies=np.ones((3, 2), dtype=np.int64),
+            ),
+            "heads of this profile keep others",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_profiles_that_cannot_move_are_refused(profile: BudgetProfile, words: str) -> None:
+    scores = make_scores(shape=profile.shape, n_samples=1)
+    with pytest.raises(UnsupportedRequestError, match=words):
+        adapt_budgets(profile, scores, 0.2)
