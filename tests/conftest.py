@@ -8,6 +8,11 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A test never fails for being slow: the machine may have other work.
+settings.register_profile("kvalloc", deadline=None)
+settings.load_profile("kvalloc")
 
 # Set before any test imports a hub client: a test must never wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -58,7 +58,7 @@ def test_stored_bytes_at_16_are_those_of_the_dtype() -> None:
     assert tables.tolist() == [[3 * 512, _by_hand(70, 4, 64, 4)]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000))
 def test_only_dominated_options_are_dropped(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -115,7 +115,7 @@ def _tiny_scores(seed: int) -> ScoreProfile:
     return make_bits(seed, shape=shape_of(n_layers=2, n_kv_heads=1, head_dim=32), context_tokens=17)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 10_000), st.floats(0.3, 0.95), st.booleans())
 def test_exact_solvers_find_what_brute_force_finds(seed: int, share: float, dear: bool) -> None:
     """Over the undropped products of tokens and bits, so that what is dropped is checked too."""

@@ -23,7 +23,7 @@ LOSS: dict[str, Any] = {"objective": "loss"}
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["layer", "head"]), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_options_are_the_envelope_and_name_who_reached_it(
     seed: int, level: Any, whole_layers: bool
 ) -> None:

@@ -29,7 +29,7 @@ def random_profile(rng: np.random.Generator, level: str, context: int, **more: A
     return make_budget_profile(table, level=level, context_tokens=context, **more)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     level=st.sampled_from(["layer", "head"]),
@@ -55,7 +55,7 @@ def test_total_and_limits_hold_at_every_length(
         assert adapted.requested["adapt"] == limit
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), limit=st.floats(0.1, 0.6))
 def test_no_choice_within_the_limits_is_better(seed: int, limit: float) -> None:
     rng = np.random.default_rng(seed)
