@@ -64,6 +64,9 @@ def doctor() -> None:
 
 def examine() -> list[Finding]:
     """Look at everything that kvalloc uses, without failing at what is missing."""
+    from kvalloc.problem import Solver
+    from kvalloc.scorers import Scorer
+
     run = "running models needs it: pip install 'kvalloc[run]'"
     findings = [_python(), _kvalloc()]
     findings += [_package(name, advice="pip install --upgrade kvalloc", core=True) for name in CORE]
@@ -73,7 +76,13 @@ def examine() -> list[Finding]:
     ]
     if importlib.util.find_spec("torch") is not None:
         findings += [_torch(), _cpu_kernel()]
-    findings += [_plugins("solvers"), _plugins("scorers"), _shipped(), _demo_model(), _cache()]
+    findings += [
+        _plugins("solvers", Solver),
+        _plugins("scorers", Scorer),
+        _shipped(),
+        _demo_model(),
+        _cache(),
+    ]
     return findings
 
 
@@ -138,13 +147,13 @@ def _cpu_kernel() -> Finding:
     return Finding("CPU kernel", advice=advice)
 
 
-def _plugins(kind: str) -> Finding:
+def _plugins(kind: str, base: type) -> Finding:
     from kvalloc.problem.registry import load, names
 
     group, broken = f"kvalloc.{kind}", []
     for name in (found := names(group)):
         try:
-            load(group, name)
+            load(group, name, base)
         except KVAllocError:
             broken.append(name)
     advice = ""

@@ -16,7 +16,8 @@ from kvalloc.cli.output import SLID_OUT, duration, is_quiet, note, print_json, s
 from kvalloc.cli.progress import load, slow
 from kvalloc.cli.values import plugin_options, typed_options
 from kvalloc.errors import InputError, nearest, option, plain
-from kvalloc.prompts.chat import DocumentForm, chat_text, wants_chat
+from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
+from kvalloc.prompts.examples import chat_text
 from kvalloc.units import Option, parse_fraction
 
 if TYPE_CHECKING:
@@ -498,7 +499,8 @@ def _answer_prompt(asked: Asked) -> None:
 def _tokenized(loaded: LoadedModel, text: str, chat: bool | None) -> dict[str, Any]:
     tokenizer, in_chat = loaded.tokenizer, wants_chat(loaded.tokenizer, chat)
     if in_chat:
-        text = chat_text(tokenizer, [{"role": "user", "content": text}])
+        messages = [{"role": "user", "content": text}]
+        text = chat_text(tokenizer, messages, way_out=without_chat())
     # a chat template writes the special tokens itself
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not in_chat)
     device = loaded.model.get_input_embeddings().weight.device

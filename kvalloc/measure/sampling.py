@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import InputError, one_line, option
-from kvalloc.prompts.examples import encode
+from kvalloc.errors import InputError, option
+from kvalloc.prompts.examples import encode, prompt_ids
 from kvalloc.prompts.splits import refuse_held_out
 from kvalloc.prompts.texts import Document, Prompt
 
@@ -167,7 +167,7 @@ def _sort_out(
 
 def _of_prompt(prompt: Prompt, tokenizer: Any, context_tokens: int, least_tokens: int) -> Sample:
     """One sample; after a text that ends in a word a space comes before the answer."""
-    ids = cut_middle(_tokenise(prompt, tokenizer), context_tokens)
+    ids = cut_middle(np.asarray(prompt_ids(tokenizer, prompt), dtype=np.int64), context_tokens)
     if ids.size < least_tokens:
         raise InputError(
             f"{prompt.where}: the prompt has {ids.size} tokens, but sinks and window leave "
@@ -192,23 +192,6 @@ def _given(ids: tuple[int, ...], text: str, tokenizer: Any) -> IntArray | None:
     if ids:
         return np.asarray(ids, dtype=np.int64)
     return _encode(tokenizer, text) if text else None
-
-
-def _tokenise(prompt: Prompt, tokenizer: Any) -> IntArray:
-    if prompt.token_ids:
-        return np.asarray(prompt.token_ids, dtype=np.int64)
-    if not prompt.messages:
-        return _encode(tokenizer, prompt.text, special=True)
-    try:
-        text = tokenizer.apply_chat_template(
-            list(prompt.messages), tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # a template is a program of its own and fails in its own ways
-        raise InputError(
-            f"{prompt.where}: the tokenizer cannot apply its chat template ({one_line(error)}); "
-            "give the prompt as text"
-        ) from error
-    return _encode(tokenizer, text)  # the template writes the special tokens
 
 
 def _encode(tokenizer: Any, text: str, *, special: bool = False) -> IntArray:

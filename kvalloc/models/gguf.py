@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import io
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -91,31 +90,26 @@ def _convert(file: Path, target: Path, dtype: str) -> Path:
     base = target.parent
     try:
         base.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=base))
-    except OSError as error:
-        raise InputError(
-            f"cannot write to the cache folder {base} ({error.strerror}); set "
-            "KVALLOC_CACHE to a folder that can be written to"
-        ) from error
-    try:
-        _unpack(file, temporary, dtype)
-        for written in temporary.iterdir():
-            with open(written, "rb") as handle:
-                os.fsync(handle.fileno())
-        temporary.chmod(0o755)
-        try:
-            temporary.rename(target)
-        except OSError:
-            # another process was faster: its folder is as good, ours goes away below
-            if not target.is_dir():
-                raise
+        with tempfile.TemporaryDirectory(
+            prefix=".converting-", dir=base, ignore_cleanup_errors=True
+        ) as hidden:
+            folder = Path(hidden) / target.name
+            folder.mkdir()
+            _unpack(file, folder, dtype)
+            for written in folder.iterdir():
+                with open(written, "rb") as handle:
+                    os.fsync(handle.fileno())
+            try:
+                folder.rename(target)
+            except OSError:
+                # another process was faster: its folder is as good, ours goes away
+                if not target.is_dir():
+                    raise
     except OSError as error:
         raise InputError(
             f"cannot keep the unpacked {file.name} in {base} ({error}); make room, or "
-            "set KVALLOC_CACHE to another folder"
+            "set KVALLOC_CACHE to a folder that can be written to"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 

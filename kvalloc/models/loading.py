@@ -110,14 +110,14 @@ def load_model(
     return LoadedModel(model=model, tokenizer=tokenizer, model_id=model_id)
 
 
-def shape_of(model: Any, *, model_id: str | None = None, revision: str | None = None) -> ModelShape:
+def shape_of(model: Any, *, model_id: str | None = None) -> ModelShape:
     """The sizes of a model's KV cache, read from its config.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         A decoder-only model.
-    model_id, revision : str, optional
+    model_id : str, optional
         Instead of what the config says.
 
     Returns
@@ -143,7 +143,7 @@ def shape_of(model: Any, *, model_id: str | None = None, revision: str | None = 
     layer_types, sliding_window = _layer_types(config, name, n_layers)
     return ModelShape(
         model_id=model_id if model_id is not None else _known_as(model),
-        revision=revision if revision is not None else getattr(whole, "_commit_hash", None),
+        revision=getattr(whole, "_commit_hash", None),
         n_layers=n_layers,
         n_query_heads=n_query_heads,
         n_kv_heads=_size(config, name, "num_key_value_heads") if grouped else n_query_heads,

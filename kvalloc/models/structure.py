@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "check_decoder_only",
@@ -102,14 +105,7 @@ def known_weights(model: Any) -> dict[str, str | None]:
     weights = [embedding.weight, *(w for layer in ends for w in layer.parameters() if w.ndim == 2)]
     if any(weight.is_meta or not weight.is_floating_point() for weight in weights):
         return unknown
-    samples = []
-    for weight in weights:
-        count = min(_SAMPLES, weight.numel())
-        places = torch.arange(count) * (weight.numel() - 1) // max(1, count - 1)
-        rows, columns = places // weight.shape[1], places % weight.shape[1]
-        where = rows.to(weight.device), columns.to(weight.device)
-        samples.append(weight.detach()[where].cpu().float())
-    values = torch.cat(samples)
+    values = torch.cat([_samples(weight) for weight in weights])
     exact = all(weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
     raw = values.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     signs = "".join("1" if positive else "0" for positive in (values > 0).tolist())
@@ -131,16 +127,18 @@ def weights_digest(module: Any) -> str:
     module : nn.Module
         A model, or its decoder.
     """
-    import torch
-
     hasher = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         hasher.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        if parameter.is_meta or not parameter.numel():
-            continue
-        flat = parameter.detach().reshape(-1)
-        count = min(_SAMPLES, flat.numel())
-        places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
-        found = flat[places.to(flat.device)].float().cpu()
-        hasher.update(found.numpy().tobytes())
+        if not parameter.is_meta and parameter.numel():
+            hasher.update(_samples(parameter).numpy().tobytes())
     return hasher.hexdigest()
+
+
+def _samples(weight: Tensor) -> Tensor:
+    """Up to `_SAMPLES` elements, spread evenly, as float32 on the CPU."""
+    import torch
+
+    count = min(_SAMPLES, weight.numel())
+    places = torch.arange(count) * (weight.numel() - 1) // max(1, count - 1)
+    return weight.detach().reshape(-1)[places.to(weight.device)].float().cpu()

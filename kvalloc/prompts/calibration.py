@@ -97,23 +97,19 @@ def calibration_prompts(
         for number, (length, standing) in enumerate(forms)
         for task in find_tasks(kinds)
     ]
-    made = []
+    made, every = [], begun_every or n_prompts + 1
     for place, (task, length, after, own_seed) in enumerate(series):
         n_cases = len(range(place, n_prompts, len(series)))
         if n_cases:
             cases = task.make(tokenizer, n_cases, length, own_seed, split=chosen, after=after)
             made.append(
                 [
-                    _prompt(tokenizer, case, task.name, begun=_begun(number, begun_every))
+                    _prompt(tokenizer, case, task.name, begun=number % every == every - 1)
                     for number, case in enumerate(cases)
                 ]
             )
     rounds = max(map(len, made))
     return [prompts[index] for index in range(rounds) for prompts in made if index < len(prompts)]
-
-
-def _begun(number: int, every: int) -> bool:
-    return every > 0 and number % every == every - 1
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, case: Case, task: str, *, begun: bool) -> Prompt:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvalloc.errors import InputError, one_line, option
-from kvalloc.prompts.examples import encode
+from kvalloc.errors import InputError, option
+from kvalloc.prompts.examples import chat_text, encode
 
 _DOCUMENT, _QUESTION, _ANSWER, _NEXT = (
     f"kvalloc{name}marks" for name in ("doc", "ask", "say", "go")
@@ -27,22 +27,9 @@ def wants_chat(tokenizer: Any, chat: bool | None) -> bool:
     return has_form if chat is None else chat
 
 
-def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Messages in the model's chat form, up to where its answer begins.
-
-    Raises
-    ------
-    InputError
-        If the form cannot be applied.
-    """
-    template = tokenizer.apply_chat_template
-    try:
-        return str(template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program of its own and fails in its own ways
-        raise InputError(
-            f"the model's chat form cannot be applied ({one_line(error)}); use "
-            f"{option('no_chat', keyword='chat=False')}"
-        ) from error
+def without_chat() -> str:
+    """The way out where a chat form is of no use."""
+    return f"use {option('no_chat', keyword='chat=False')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +73,11 @@ class DocumentForm:
             return cls()
         first = {"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}
         answer = {"role": "assistant", "content": _ANSWER}
-        alone = chat_text(tokenizer, [first])
-        several = chat_text(tokenizer, [first, answer, {"role": "user", "content": _NEXT}])
+        way_out = without_chat()
+        alone, several = (
+            chat_text(tokenizer, messages, way_out=way_out)
+            for messages in ([first], [first, answer, {"role": "user", "content": _NEXT}])
+        )
         before, _, rest = alone.partition(_DOCUMENT)
         between, _, after = rest.partition(_QUESTION)
         turn, _, rest = several.partition(_ANSWER)[2].partition(_NEXT)
@@ -95,7 +85,7 @@ class DocumentForm:
         if not whole:
             raise InputError(
                 "the model's chat form cannot be taken apart into a document and questions about "
-                f"it; use {option('no_chat', keyword='chat=False')}"
+                f"it; {way_out}"
             )
         return cls(before=before, after=after, turn=turn, special=False)
 

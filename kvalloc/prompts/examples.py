@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError, one_line, option
 from kvalloc.prompts.cases import Case, Expected, Turn
+from kvalloc.prompts.texts import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -164,6 +165,53 @@ def encode(tokenizer: Any, text: str, *, special: bool = False) -> tuple[int, ..
     return tuple(int(token) for token in ids)
 
 
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    where: str = "",
+    way_out: str = "use a model without one",
+) -> str:
+    """Messages in the model's chat form, up to where its answer begins.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+    messages : sequence of mapping
+    where, way_out : str
+        Beginning and end of the message where that fails.
+
+    Raises
+    ------
+    InputError
+        If the form cannot be applied.
+    """
+    template = tokenizer.apply_chat_template
+    try:
+        return str(template(list(messages), tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program of its own and fails in its own ways
+        raise InputError(
+            f"{where}the model's chat template cannot be applied ({one_line(error)}); {way_out}"
+        ) from error
+
+
+def prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
+    """Tokens of a prompt, as they are given, or of its text or chat.
+
+    Raises
+    ------
+    InputError
+        If the tokenizer cannot write a chat.
+    """
+    if prompt.token_ids:
+        return prompt.token_ids
+    if not prompt.messages:
+        return encode(tokenizer, prompt.text, special=True)
+    where = f"{prompt.where}: "
+    text = chat_text(tokenizer, prompt.messages, where=where, way_out="give the prompt as text")
+    return encode(tokenizer, text)  # the template writes the special tokens
+
+
 def _chats(tokenizer: Any, example: Example) -> bool:
     return example.chat and bool(getattr(tokenizer, "chat_template", None))
 
@@ -174,7 +222,7 @@ def _first(tokenizer: Any, example: Example) -> tuple[str, str]:
     if not _chats(tokenizer, example):
         return example.context, _plain(example, question)
     content = f"{example.context}{example.joint}{question.text}"
-    whole = _chat(tokenizer, [{"role": "user", "content": content}]) + question.prefix
+    whole = chat_text(tokenizer, [{"role": "user", "content": content}]) + question.prefix
     at = whole.find(example.context)
     if at < 0:
         raise InputError("the model's chat template changes the text; use a model without one")
@@ -191,7 +239,7 @@ def _later(tokenizer: Any, example: Example, question: Question) -> str:
         {"role": "assistant", "content": _ANSWER_MARK},
         {"role": "user", "content": question.text},
     ]
-    whole = _chat(tokenizer, messages)
+    whole = chat_text(tokenizer, messages)
     at = whole.rfind(_ANSWER_MARK)
     if at < 0:
         raise InputError("the model's chat template leaves out answers before; ask one turn")
@@ -201,7 +249,3 @@ def _later(tokenizer: Any, example: Example, question: Question) -> str:
 def _plain(example: Example, question: Question) -> str:
     lead = "\n" if question.text and question.prefix else ""
     return f"{example.joint}{question.text}{lead}{question.prefix}"
-
-
-def _chat(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -178,7 +178,8 @@ def prompt_of(fields: dict[str, Any], name: str, line: int) -> Prompt:
     if not (isinstance(messages, list) and all(isinstance(one, dict) for one in messages)):
         messages = []
     text = "" if messages else texts["prompt"] or texts["text"] or joined
-    answer = _answer(fields, where)
+    named = ("answer", "answers")
+    answer = next((one for name in named for one in given_answers(fields, name, where)), "")
     if not messages and not text:
         raise InputError(
             f"{where} has no text to measure; each line holds one with {PROMPT_FIELDS}"
@@ -311,16 +312,19 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) and value.strip() else ""
 
 
-def _answer(fields: dict[str, Any], where: str) -> str:
-    """The first one that is given; empty where there is none."""
-    for name in ("answer", "answers"):
-        given = fields.get(name)
-        answers = given if isinstance(given, list) else [given]
-        if not all(one is None or isinstance(one, str) for one in answers):
-            raise InputError(
-                f"{where}: the field {name!r} holds an answer that is not a string; write it as "
-                "one, or leave it out"
-            )
-        for answer in filter(_text, answers):
-            return str(answer).strip()
-    return ""
+def given_answers(fields: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
+    """What a field gives as answer, one or a list, without empty ones.
+
+    Raises
+    ------
+    InputError
+        If one is not a string.
+    """
+    given = fields.get(name)
+    answers = given if isinstance(given, list) else [given]
+    if not all(one is None or isinstance(one, str) for one in answers):
+        raise InputError(
+            f"{where}: the field {name!r} holds an answer that is not a string; write it as "
+            "one, or leave it out"
+        )
+    return tuple(text.strip() for one in answers if (text := _text(one)))

@@ -21,11 +21,6 @@ class H2O(Scorer):
     Early entries are seen by more rows, which this score does not even out; see `A2SF`. A prompt
     in chunks gives the same score, as long as nothing is evicted before it is complete.
 
-    Parameters
-    ----------
-    window : int
-        Last tokens that are never evicted, tokens.
-
     References
     ----------
     H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models (Zhang et

@@ -21,11 +21,6 @@ class KeyDiff(Scorer):
     Needs no queries, and the keys are all there when a prompt that came in chunks is complete, so
     chunks make no difference. Scores lie in 0..2.
 
-    Parameters
-    ----------
-    window : int
-        Last tokens that are never evicted, tokens.
-
     References
     ----------
     KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in

@@ -23,11 +23,6 @@ class KNorm(Scorer):
     scores to add up, so a retention curve made of these is ours: use it as a policy rather than to
     decide budgets.
 
-    Parameters
-    ----------
-    window : int
-        Last tokens that are never evicted, tokens.
-
     References
     ----------
     A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (Devoto et al., 2024).

@@ -21,11 +21,6 @@ class Streaming(Scorer):
     and heads, and every solver that fills curves gives equal budgets: use it as a policy, and
     another scorer to decide budgets.
 
-    Parameters
-    ----------
-    window : int
-        Last tokens that are never evicted, tokens.
-
     References
     ----------
     Efficient Streaming Language Models with Attention Sinks (Xiao et al., 2024): 4 sinks and the

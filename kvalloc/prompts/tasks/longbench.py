@@ -10,31 +10,35 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvalloc.errors import InputError, option
-from kvalloc.prompts.cases import Case, Expected
-from kvalloc.prompts.examples import Example, Question, encode, render
+from kvalloc.prompts.cases import Case
+from kvalloc.prompts.examples import Example, Question, prompt_ids, render
 from kvalloc.prompts.metrics import find_metric
 from kvalloc.prompts.tasks.task import PromptRequest, Task
-from kvalloc.prompts.texts import Prompt, check_context, prompt_of, read_objects
+from kvalloc.prompts.texts import (
+    Prompt,
+    check_context,
+    given_answers,
+    prompt_of,
+    read_objects,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind(Expected):
-    """How a dataset's records are asked and scored.
+class Kind(Question):
+    """How a dataset's records are asked and scored; ``{input}`` is the record's own.
 
     Attributes
     ----------
-    request : str
-        What is asked for; ``{input}`` is the record's own.
     chat : bool
         Whether a model with a chat template is given a chat.
     """
 
-    request: str = "{input}"
+    text: str = "{input}"
     chat: bool = True
 
 
@@ -47,20 +51,20 @@ _WHICH = (
 _COUNT = "How many different paragraphs are above? Answer with the number only. {input}"
 
 KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("narrativeqa", "qasper"), Kind(metric="f1", max_new_tokens=128, request=_QA)),
-    "multifieldqa_en": Kind(metric="f1", max_new_tokens=64, request=_QA),
+    **dict.fromkeys(("narrativeqa", "qasper"), Kind(metric="f1", max_new_tokens=128, text=_QA)),
+    "multifieldqa_en": Kind(metric="f1", max_new_tokens=64, text=_QA),
     **dict.fromkeys(
-        ("hotpotqa", "2wikimqa", "musique"), Kind(metric="f1", max_new_tokens=32, request=_QA)
+        ("hotpotqa", "2wikimqa", "musique"), Kind(metric="f1", max_new_tokens=32, text=_QA)
     ),
     **dict.fromkeys(
         ("gov_report", "qmsum", "multi_news"),
-        Kind(metric="rouge-l", max_new_tokens=512, request=_SUM),
+        Kind(metric="rouge-l", max_new_tokens=512, text=_SUM),
     ),
     "trec": Kind(metric="classification", max_new_tokens=64, first_line=True, chat=False),
     "triviaqa": Kind(metric="f1", max_new_tokens=32, first_line=True, chat=False),
     "samsum": Kind(metric="rouge-l", max_new_tokens=128, first_line=True, chat=False),
-    "passage_retrieval_en": Kind(metric="retrieval", max_new_tokens=32, request=_WHICH),
-    "passage_count": Kind(metric="count", max_new_tokens=32, request=_COUNT),
+    "passage_retrieval_en": Kind(metric="retrieval", max_new_tokens=32, text=_WHICH),
+    "passage_count": Kind(metric="count", max_new_tokens=32, text=_COUNT),
     **dict.fromkeys(("lcc", "repobench-p"), Kind(metric="edit", max_new_tokens=64, chat=False)),
 }
 """LongBench's English and code datasets; those of LongBench-E (``_e``) are scored alike."""
@@ -79,18 +83,15 @@ class Record:
     ----------
     prompt : Prompt
         File, line, and the text of a plain prompt.
-    context : str
-        LongBench's field; empty in a plain prompt.
     question : Question
-        What is asked about the context, and the right answers.
-    chat : bool
-        See `Kind`.
+        What is asked, and the right answers.
+    example : Example or None
+        LongBench's context with the question; None for a plain prompt.
     """
 
     prompt: Prompt
-    context: str
     question: Question
-    chat: bool
+    example: Example | None = None
 
 
 def read_records(path: str | Path, *, metric: str | None = None) -> list[Record]:
@@ -170,16 +171,18 @@ def _record(prompt: Prompt, fields: dict[str, Any], metric: str | None) -> Recor
         raise InputError(f"{where} has no field 'input'; give it the question, or an empty string")
     if is_longbench and not isinstance(asked, str):
         raise InputError(f"{where}: the field 'input' is not a string; give it the question")
-    question = Question(
-        text=kind.request.format(input=asked.strip()).strip() if is_longbench else "",
-        answers=answers,
-        metric=metric,
-        classes=tuple(classes),
-        first_line=kind.first_line,
-        max_new_tokens=kind.max_new_tokens,
+    text = kind.text.format(input=asked.strip()).strip() if is_longbench else ""
+    question = replace(kind, text=text, answers=answers, metric=metric, classes=tuple(classes))
+    if not is_longbench:
+        return Record(prompt=prompt, question=question)
+    example = Example(
+        context=fields["context"].strip(),
+        questions=(question,),
+        source=where,
+        joint="\n\n" if kind.chat else "\n",
+        chat=kind.chat,
     )
-    context = fields["context"].strip() if is_longbench else ""
-    return Record(prompt=prompt, context=context, question=question, chat=kind.chat)
+    return Record(prompt=prompt, question=question, example=example)
 
 
 def _kind(fields: dict[str, Any], where: str) -> Kind:
@@ -196,36 +199,29 @@ def _kind(fields: dict[str, Any], where: str) -> Kind:
 
 def _answers(fields: dict[str, Any], where: str) -> tuple[str, ...]:
     name = "answers" if "answers" in fields else "answer"
-    given = fields.get(name)
-    if given is None:
+    if fields.get(name) is None:
         raise InputError(f"{where} has no 'answer' or 'answers'; give it one")
-    answers = [one.strip() for one in ([given] if isinstance(given, str) else given)]
-    if not any(answers):
+    answers = given_answers(fields, name, where)
+    if not answers:
         raise InputError(
             f"{where}: the field {name!r} holds no answer; give a right answer as a string, or a "
             "list of such"
         )
-    return tuple(filter(None, answers))
+    return answers
 
 
 def _case(request: PromptRequest, record: Record, longest: int | None) -> Case:
-    if not record.context:
+    example = record.example
+    if example is None:
         return _plain_case(request, record)
 
     def made(context: str) -> Case:
-        example = Example(
-            context=context,
-            questions=(record.question,),
-            source=record.prompt.where,
-            joint="\n\n" if record.chat else "\n",
-            chat=record.chat,
-        )
-        return render(request.tokenizer, example, after=request.after)
+        return render(request.tokenizer, replace(example, context=context), after=request.after)
 
-    case = made(record.context)
+    case = made(example.context)
     if longest is None or case.n_tokens <= longest:
         return case
-    words = record.context.split(" ")
+    words = example.context.split(" ")
 
     def without_middle(kept: int) -> Case:
         """With so many first and last words, as LongBench cuts what is too long."""
@@ -249,10 +245,5 @@ def _plain_case(request: PromptRequest, record: Record) -> Case:
             f"{prompt.where} has no field 'context' beside 'input', so no question can come after "
             f"the compression; give both, or leave out {option('question', 'after')}"
         )
-    if prompt.messages:
-        chat: Any = list(prompt.messages)
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        ids = encode(tokenizer, str(text))
-    else:
-        ids = encode(tokenizer, prompt.text, special=True)
+    ids = prompt_ids(tokenizer, prompt)
     return Case(input_ids=ids, turns=(record.question.turn(()),), source=prompt.where)

@@ -152,7 +152,9 @@ def test_doctor_fails_when_the_core_is_broken(monkeypatch):
 
 
 def test_doctor_names_broken_plugins_but_goes_on(broken):
-    assert "broken cannot be loaded" in findings()["solvers"]["advice"]
+    found = findings()
+    for kind in ("solvers", "scorers"):  # also what is loaded, and is neither
+        assert "broken, stranger cannot be loaded" in found[kind]["advice"]
 
 
 def test_doctor_finds_a_cache_folder_that_cannot_be_written_to(monkeypatch, tmp_path):

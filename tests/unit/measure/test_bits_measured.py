@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from cli_tools import run, save_tiny_model
 from tiny_models import WordTokenizer, tiny_model, tiny_profile, words
 
 from kvalloc.allocation.decision import solve
-from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime.quantization import output_fidelity, quantised_keys, quantised_values
 
@@ -63,24 +61,12 @@ def test_quantised_as_by_loops(tokens, head_dim, bits):
                 assert agree > 0.999
 
 
-def test_the_error_is_half_a_step_at_most():
-    torch.manual_seed(1)
-    values = torch.randn(1, 1, 50, 64)
-    for bits in (8, 4):
-        error = (quantised_values(values, bits) - values).abs().amax(dim=-1)
-        spread = values.amax(dim=-1) - values.amin(dim=-1)
-        step = spread / (2**bits - 1)
-        # Half a step, and what float16 loses of scale and minimum.
-        assert bool((error <= 0.5 * step + 2e-3 * values.abs().amax()).all())
-    assert quantised_keys(values, 16) is values
-    assert quantised_values(values, 16) is values
-
-
 def test_constant_and_huge_numbers_come_back():
     constant = torch.full((1, 1, 70, 5), 1.5)
     assert torch.equal(quantised_keys(constant, 4), constant)
     huge = torch.tensor([[[[1e6, -1e6, 0.0]]]])
     assert bool(torch.isfinite(quantised_values(huge, 4)).all())
+    assert quantised_keys(huge, 16) is quantised_values(huge, 16) is huge
     half = torch.randn(1, 2, 9, 4).half()
     assert quantised_keys(half, 8).dtype == torch.float16
 
@@ -168,16 +154,3 @@ def test_a_profile_holds_what_was_measured(kind):
     assert matched == 2
     told = solve(found, budget="25%", bits=(16, 8, 4))
     assert told.bits is not None
-
-
-def test_from_the_command_line(tmp_path):
-    model = save_tiny_model(tmp_path / "model", tiny_model())
-    text, out = tmp_path / "t.txt", tmp_path / "s.safetensors"
-    text.write_text(words(300))
-    ran = run("profile", model, "--text", text, "--context", 60, "--samples", 2, "--bits", "16,8,4",
-              "-o", out)  # fmt: skip
-    assert ran.code == 0
-    scores = ScoreProfile.load(out)
-    assert scores.bit_widths is not None
-    decided = run("solve", out, "--budget", "25%", "--bits", "16,8,4", "--json").json
-    assert {width for row in decided["bits"] for width in row} <= {16, 8, 4}

@@ -115,12 +115,6 @@ def test_caps_and_sinks_matter_here(ids: Any) -> None:
     assert weights.sum(dim=-1).min() < 0.9
 
 
-def test_sdpa_leaves_out_the_cap_and_so_does_the_score(ids: Any) -> None:
-    states, _ = states_of(model_of("llama", "sdpa"), ids)[0]
-    assert states.softcap is None
-    assert states.sink_logits is None
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_output_projection_is_that_of_the_layer(family: str, ids: Any) -> None:
     model = model_of(family)

@@ -19,7 +19,9 @@ from kvalloc.models.loading import load_model, shape_of
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_the_shape_of_a_model(kind):
-    shape = shape_of(tiny_model(kind), model_id="someone/tiny", revision="abc")
+    model = tiny_model(kind)
+    model.config._commit_hash = "abc"
+    shape = shape_of(model, model_id="someone/tiny")
     assert shape.model_id == "someone/tiny"
     assert shape.revision == "abc"
     assert (shape.n_layers, shape.n_query_heads, shape.n_kv_heads) == (3, 6, 2)

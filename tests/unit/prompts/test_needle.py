@@ -6,7 +6,7 @@ import pytest
 from letters import Letters, read
 
 from kvalloc.errors import InputError
-from kvalloc.prompts.needle import NeedleCase, make_needle_cases
+from kvalloc.prompts.needle import make_needle_cases
 from kvalloc.prompts.splits import split_texts
 from kvalloc.prompts.tasks.needles import NEEDLE, QUESTION
 
@@ -40,13 +40,6 @@ def test_key_and_number_stand_in_needle_and_question_only(chat):
         assert len(case.number) == 7
         assert prompt.split(needle)[0].rstrip().endswith((".", "!", "?"))
         assert ("<user>Read the text" in prompt) is chat
-
-
-@pytest.mark.parametrize("answer", ["1234567.", "it is 1,234,567, I think", "12 34 567"])
-def test_found_means_digit_for_digit(answer):
-    case = NeedleCase(input_ids=(1,), key="anchor", number="1234567", depth=0.5, source="s")
-    assert case.turns[0].is_found(answer)
-    assert not case.turns[0].is_found(answer.replace("7", "78"))
 
 
 @pytest.mark.parametrize(

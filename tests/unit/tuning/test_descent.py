@@ -13,16 +13,14 @@ import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.evaluate.kl import divergence
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.measure.checkpoint import Checkpoint, checkpoint_folder
+from kvalloc.measure.checkpoint import checkpoint_folder
 from kvalloc.measure.loss_probe import LossProbe
-from kvalloc.measure.sampling import choose_samples
 from kvalloc.models.loading import LoadedModel, shape_of
 from kvalloc.problem.registry import SCORERS, names
 from kvalloc.prompts.texts import Prompt
-from kvalloc.runtime.policies import policies_of
 from kvalloc.scorers import get_scorer
 from kvalloc.tuning import tune, tune_each
-from kvalloc.tuning.descent import DescentJob, hard_losses, held_out, read_prompt, threshold
+from kvalloc.tuning.descent import held_out, threshold
 from kvalloc.tuning.fixed_budgets import FixedBudgets, shares_of
 from kvalloc.tuning.score_mixing import MixedScores
 
@@ -218,66 +216,6 @@ def test_the_stated_loss_is_that_of_the_profiles_cache(model, kind, changes):
     assert expected > 1e-4
     assert found.course.held_out_losses[0] == pytest.approx(expected, rel=1e-3, abs=1e-5)
     assert found.profile.predicted_loss == pytest.approx(expected, rel=1e-3, abs=1e-5)
-
-
-def test_the_stated_loss_of_a_question_after_is_that_of_the_profiles_cache(model):
-    """The context is compressed, the question is read then, and the answer's tokens count."""
-    from transformers import DynamicCache
-
-    tokenizer = WordTokenizer()
-    texts = [
-        Prompt(text=one.text, question=words(7, seed=50 + place), answer=words(4, seed=90 + place))
-        for place, one in enumerate(prompts())
-    ]
-    (found,) = tuned(model, texts=texts)
-    (index,) = held_out(3, QUICK["held_out"], 0)
-    asked = texts[index]
-    question = tokenizer(asked.question)["input_ids"]
-    fed = torch.tensor([question + tokenizer(asked.answer)["input_ids"]])
-    logits = []
-    for cache in (DynamicCache(config=model.config), found.profile.cache(model)):
-        with torch.no_grad():
-            model(input_ids=torch.tensor([tokenizer(asked.text)["input_ids"]]),
-                  past_key_values=cache)  # fmt: skip
-            logits.append(model(input_ids=fed, past_key_values=cache).logits[0].log_softmax(-1))
-    right, mine = (one[len(question) - 1 :] for one in logits)
-    kl = float((right.exp() * (right - mine)).sum(-1).mean())
-    assert kl > 1e-4
-    assert found.course.held_out_losses[0] == pytest.approx(kl, rel=1e-3, abs=1e-5)
-
-
-def test_what_is_descended_on_by_prompt_is_what_the_cache_keeps(model):
-    (found,) = tuned(model, "mixed")
-    profile, tokenizer = found.profile, WordTokenizer()
-    samples = choose_samples(
-        prompts(1), tokenizer, context_tokens=CONTEXT, least_tokens=8, sampling_ratio=1.0
-    )
-    job = DescentJob(
-        shape=shape_of(model),
-        share=0.4,
-        context=CONTEXT,
-        policies=(profile.policy, *profile.other_policies),
-        own=profile.policy,
-        descent=quick("mixed"),
-        moves=MixedScores,
-    )
-    read = read_prompt(model, samples.samples[0], job)
-    moves = MixedScores(job, read.table.device)
-    decision = {"weights": profile.unit_weights.astype(np.float32)}
-    ids = torch.from_numpy(samples.samples[0].token_ids)[None]
-    cache = profile.cache(model)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        first = read.probe.continuation_ids[None, : cache.awaited_tokens]
-        model(first, past_key_values=cache)
-    cache.evict()
-    kept = moves.handed_out(read, decision) + job.protected
-    cache.crop(ids.shape[1])
-    assert cache.kept_tokens.tolist() == kept.tolist()
-    expected = cache_loss(model, profile, ids, read.probe.continuation_ids[None])
-    (loss,) = hard_losses(job, moves, [read], decision)
-    assert loss == pytest.approx(expected, rel=1e-3)
-    assert len(policies_of(profile).scorers) == 4
 
 
 def test_combining_changes_what_is_stated_and_not_what_is_decided(model):
@@ -574,25 +512,3 @@ def test_the_command_by_prompt(command, tmp_path):
     ran = command(*asked, "--combine", "none")
     assert (ran.code, "--combine goes with --by-prompt" in ran.err) == (2, True)
     assert run("diff", out, out).code == 0
-
-
-def test_the_command_goes_on_after_a_kill(command, tmp_path, monkeypatch):
-    out, whole = tmp_path / "p.json", tmp_path / "whole.json"
-    asked = ("--by-prompt", "--steps", 2, "--budget", "60%")
-    assert command(*asked, output=whole).code == 0
-    save = Checkpoint.save
-
-    def killed(self, *given):
-        save(self, *given)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "save", killed)
-        ran = command(*asked)
-    assert (ran.code, "the same command and --resume" in ran.err) == (130, True)
-    assert not out.exists()
-    ran = command(*asked)
-    assert (ran.code, "unfinished work" in ran.err) == (2, True)
-    assert command(*asked, "--resume").code == 0
-    assert out.read_bytes() == whole.read_bytes()
-    assert not list(tmp_path.glob("*.partial"))

@@ -290,12 +290,6 @@ def test_what_cannot_be_refined_is_refused(model, scores):
         run(scores, tiny_model(num_hidden_layers=2), budget=0.3)
 
 
-def test_running_text_gives_pieces(model, scores):
-    decided = run(scores, model, [words(60 * 18)], budget=0.4, rounds=1)
-    assert decided.refinement is not None
-    assert decided.refinement["tasks"] == ["text"] * 16
-
-
 @pytest.mark.parametrize("target", [{"budget": "40%"}, {"target_loss": 0.4}])
 def test_the_stated_loss_is_of_prompts_that_decide_nothing(monkeypatch, model, scores, target):
     """Whatever they lose after the split is drawn, the budgets and the rounds are the same."""
