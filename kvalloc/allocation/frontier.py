@@ -166,8 +166,8 @@ def trace_request(
     sizes: Sizes,
     *,
     problem: AllocationProblem | None = None,
-    time_limit: float | None = None,
     notify: Callable[[int, int], None] | None = None,
+    time_limit: float | None = None,
 ) -> list[FrontierPoint]:
     """What `frontier` does with a request.
 

@@ -8,7 +8,8 @@ import importlib.util
 import os
 import platform
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import typer
 
@@ -75,7 +76,7 @@ def examine() -> list[Finding]:
         _package(name, advice=f"pip install {name}, for {use}") for name, use in OPTIONAL.items()
     ]
     if importlib.util.find_spec("torch") is not None:
-        findings += [_torch(), _cpu_kernel()]
+        findings += [_tried("compute", _compute), _tried("CPU kernel", _cpu_kernel)]
     findings += [
         _plugins("solvers", Solver),
         _plugins("scorers", Scorer),
@@ -111,36 +112,37 @@ def _package(name: str, *, advice: str, core: bool = False) -> Finding:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         version = "of unknown version"
-    try:
+
+    def look() -> Finding:
         if core:  # small enough to try; torch is tried separately
             importlib.import_module(name)
+        return Finding(name)
+
+    return replace(_tried(name, look), found=version, core=core)
+
+
+def _tried(name: str, look: Callable[[], Finding]) -> Finding:
+    """What looking at it found, or that it cannot be imported."""
+    try:
+        return look()
     except Exception as error:  # a broken installation fails in any way
         advice = f"it cannot be imported ({one_line(error)}); reinstall it"
-        return Finding(name, version, advice, core=core)
-    return Finding(name, version, core=core)
+        return Finding(name, advice=advice)
 
 
-def _torch() -> Finding:
-    try:
-        import torch
+def _compute() -> Finding:
+    import torch
 
-        threads = f"{torch.get_num_threads()} threads"
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        names = [torch.cuda.get_device_name(index) for index in range(count)]
-    except Exception as error:  # as above
-        advice = f"torch cannot be imported ({one_line(error)}); reinstall it"
-        return Finding("compute", advice=advice)
-    devices = ", ".join(f"cuda:{index} {name}" for index, name in enumerate(names))
-    return Finding("compute", f"{threads}, {devices or 'no CUDA device'}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(count)]
+    devices = ", ".join(names) or "no CUDA device"
+    return Finding("compute", f"{torch.get_num_threads()} threads, {devices}")
 
 
 def _cpu_kernel() -> Finding:
-    try:
-        from kvalloc.runtime.attention.cpu import unavailable
+    from kvalloc.runtime.attention.cpu import unavailable
 
-        reason = unavailable()
-    except Exception as error:  # as above
-        reason = f"kvalloc.runtime cannot be imported ({one_line(error)})"
+    reason = unavailable()
     if reason is None:
         return Finding("CPU kernel", "compiled")
     advice = f"decoding from a reduced cache on the CPU is slower without it: {reason}"
