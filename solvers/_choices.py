@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any
@@ -237,6 +238,14 @@ class Choices:
         less = dataclasses.replace(self, worth=np.where(allowed, self.worth, -np.inf))
         less.check_feasible()
         return less
+
+    def cap_rows(self, kept: BoolArray) -> Iterator[tuple[IntArray, IntArray]]:
+        """For each cap, places among the options kept, and the bytes that those draw."""
+        place = np.full(self.worth.shape, -1, dtype=np.int64)
+        place[kept] = np.arange(int(kept.sum()))
+        for cap in self.caps:
+            where = place[cap.rows]
+            yield where[where >= 0], cap.costs[where >= 0]
 
     def check_feasible(self) -> None:
         """Raise when capacity, target or one cap alone cannot be met."""

@@ -253,7 +253,8 @@ def encode(
     if choices.capacity_bytes is not None:
         room = (min(choices.capacity_bytes, 2**62) - base_bytes) // choices.grain
         program.add(picks, cost, upper=room)
-    _add_caps(program, choices, kept)
+    for cap, (where, costs) in zip(choices.caps, choices.cap_rows(kept), strict=True):
+        program.add(where, costs, upper=cap.capacity_bytes)
     if most is not None:
         _add_levels(program, choices.tokens[rows, columns], most)
     placed = None
@@ -343,15 +344,6 @@ def _worth_in_scenarios(choices: Choices, rows: IntArray, columns: IntArray) -> 
         options = choices.option_of[unit, columns[own]]
         worth[:, own] += problem.weights[unit] * problem.scenarios[:, unit, options]
     return worth
-
-
-def _add_caps(program: Program, choices: Choices, kept: BoolArray) -> None:
-    position = np.full(choices.worth.shape, -1, dtype=np.int64)
-    position[kept] = np.arange(int(kept.sum()))
-    for cap in choices.caps:
-        where = position[cap.rows]
-        there = where >= 0
-        program.add(where[there], cap.costs[there], upper=cap.capacity_bytes)
 
 
 def _add_levels(program: Program, tokens: IntArray, most: int) -> None:

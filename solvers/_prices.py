@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -231,9 +230,14 @@ def _by_linear_program(choices: Choices, among: BoolArray) -> Prices:
     limits = np.array([limit, *(cap.capacity_bytes / cost_scale for cap in choices.caps)])
     one = sparse.csr_matrix((np.ones(n), (rows, np.arange(n))), shape=(choices.n_rows, n))
     goods = (-worth / worth_scale, costs / cost_scale)
+    limited = [(np.arange(n), goods[1 - int(choices.minimise)])]  # capacity or target, then caps
+    limited += [(where, drawn / cost_scale) for where, drawn in choices.cap_rows(among)]
+    at_row = np.repeat(np.arange(len(limited)), [where.size for where, _ in limited])
+    at_column = np.concatenate([where for where, _ in limited])
+    drawn = np.concatenate([drawn for _, drawn in limited])
     answer = linprog(
         goods[int(choices.minimise)],
-        A_ub=_limited(choices, among, goods[1 - int(choices.minimise)], cost_scale),
+        A_ub=sparse.csr_matrix((drawn, (at_row, at_column)), shape=(len(limited), n)),
         b_ub=limits,
         A_eq=one,
         b_eq=np.ones(choices.n_rows),
@@ -271,24 +275,6 @@ def _beyond_caps(choices: Choices) -> InfeasibleError:
         f"a target of {choices.target_value:g} cannot be met within the caps of {names}; "
         f"{nearest:g} can; raise the caps or ask for that",
         nearest=nearest,
-    )
-
-
-def _limited(choices: Choices, among: BoolArray, main: FloatArray, cost_scale: float) -> Any:
-    """The rows for capacity (target) and caps, over the options among which is chosen."""
-    from scipy import sparse
-
-    position = np.full(choices.worth.shape, -1, dtype=np.int64)
-    position[among] = np.arange(main.size)
-    data, at_row, at_column = [main], [np.zeros(main.size, dtype=np.int64)], [np.arange(main.size)]
-    for number, cap in enumerate(choices.caps, start=1):
-        where = position[cap.rows]
-        data.append(cap.costs[where >= 0] / cost_scale)
-        at_column.append(where[where >= 0])
-        at_row.append(np.full(at_column[-1].size, number))
-    return sparse.csr_matrix(
-        (np.concatenate(data), (np.concatenate(at_row), np.concatenate(at_column))),
-        shape=(1 + len(choices.caps), main.size),
     )
 
 

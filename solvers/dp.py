@@ -133,7 +133,9 @@ def _search(
     fixed = np.flatnonzero(decided >= 0)
     offset = int(steps[fixed, decided[fixed]].sum())
     lost = float(prices.loss[fixed, decided[fixed]].sum())
-    last = _last_state(choices, known)
+    # Grains above the floors that a pick worth looking at can cost.
+    most = choices.cost(known) if choices.minimise else choices.budget_bytes
+    last = (most - choices.floor_bytes) // choices.grain
     labels, first, stages, visited = np.array([lost]), offset, [], 1
     for row in np.flatnonzero(decided < 0).tolist():
         if time.monotonic() > deadline:
@@ -151,12 +153,6 @@ def _search(
     if best is None or choices.better(choices.objective(known), choices.objective(best)):
         return known, visited
     return best, visited
-
-
-def _last_state(choices: Choices, known: IntArray) -> int:
-    """Grains above the floors that a pick worth looking at can cost."""
-    most = choices.cost(known) if choices.minimise else choices.budget_bytes
-    return (most - choices.floor_bytes) // choices.grain
 
 
 def _advance(

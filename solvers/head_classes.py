@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting import IntArray
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
 from kvalloc.solvers._options import numbers
@@ -93,8 +93,8 @@ class HeadClasses(Solver):
     ) -> Solution:
         """As many retrieval heads as fit, or the fewest that the target needs."""
         choice = self._streaming(problem)
-        units = np.arange(problem.n_units)
-        extra = problem.costs[units, problem.last_options] - problem.costs[units, choice]
+        units, last = problem.units, problem.last_options
+        extra = problem.costs[units, last] - problem.costs[units, choice]
         order = self._order(problem, choice, extra)
         retrieval = 0
         for unit in order.tolist():
@@ -126,18 +126,13 @@ class HeadClasses(Solver):
 
     def _streaming(self, problem: AllocationProblem) -> IntArray:
         """Each head's smallest option that holds sinks and recent, ``(n_units,)``."""
-        too_small = problem.tokens < self._streaming_tokens
-        too_small &= np.arange(problem.n_options)[None, :] < problem.option_counts[:, None]
+        too_small = (problem.tokens < self._streaming_tokens) & problem.exists
         streaming: IntArray = np.minimum(too_small.sum(axis=1), problem.last_options)
         return streaming
 
     def _order(self, problem: AllocationProblem, streaming: IntArray, extra: IntArray) -> IntArray:
         """Heads that could become retrieval heads, the most important first; ties to the lower."""
-        units = np.arange(problem.n_units)
-        last = problem.last_options
-        loss: FloatArray = problem.weights * (
-            problem.values[units, last] - problem.values[units, streaming]
-        )
+        loss = problem.gains(streaming, problem.last_options)
         rank = loss / np.maximum(extra, 1) if self.importance is None else self.importance
         able = np.flatnonzero((extra > 0) & (loss > 0))
         order: IntArray = able[np.argsort(-rank[able], kind="stable")]

@@ -255,11 +255,8 @@ def _two_groups(similarity: FloatArray, small_share: float) -> FloatArray:
     if ordered[0] == ordered[-1]:
         return np.ones(similarity.size)
     cuts = np.flatnonzero(np.diff(ordered) > 0) + 1
-    spread = [float(np.var(ordered[:cut]) * cut) for cut in cuts]
-    spread = [
-        left + float(np.var(ordered[cut:]) * (ordered.size - cut))
-        for left, cut in zip(spread, cuts, strict=True)
-    ]
+    halves = [(ordered[:cut], ordered[cut:]) for cut in cuts]
+    spread = [sum(float(np.var(half) * half.size) for half in pair) for pair in halves]
     cut = int(cuts[int(np.argmin(spread))])
     similar = similarity >= ordered[cut]
     n_similar = int(similar.sum())

@@ -9,20 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import make_bits, make_problem, make_scores, make_shape
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvalloc.accounting.costs import GATHER_CONSTANT_BYTES, gather_bytes, head_cost
 from kvalloc.allocation.audit import verify
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
-from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.problem import AllocationProblem, dual_bound
-from kvalloc.problem.registry import get_solver, solver_names
-from kvalloc.testing import brute_force
 
 
 def test_the_example_of_mpcache_table_2() -> None:
@@ -156,56 +150,3 @@ def test_a_problem_whose_costs_could_overflow_is_refused() -> None:
     huge = np.array([[0, 2**61], [0, 2**61]])
     with pytest.raises(InputError, match="add up to more than"):
         make_problem([[0.0, 1.0]] * 2, costs=huge, capacity=10)
-
-
-# Units of unequal cost
-
-
-def _unequal(seed: int, *, dear: bool, concave: bool) -> AllocationProblem:
-    """Layers of other dtypes, bits fixed for each, and grouped heads: one price a unit."""
-    rng = np.random.default_rng(seed)
-    tokens = np.arange(3, 3 + 5)
-    factors = rng.choice([64, 128, 256, 384, 33], 4)
-    gains = rng.random((4, 5))
-    if concave:
-        gains = -np.sort(-gains, axis=1)
-    values = np.cumsum(gains, axis=1) if concave else gains
-    costs = (tokens[None, :] * factors[:, None]).astype(np.int64)
-    goal: dict[str, Any] = {"capacity": int(rng.integers(costs[:, 0].sum(), costs[:, -1].sum()))}
-    if dear:
-        goal = {"target": float(rng.uniform(values[:, 0].sum(), values.max(axis=1).sum()))}
-    return make_problem(values, tokens=np.broadcast_to(tokens, (4, 5)), costs=costs, **goal)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 100_000), st.booleans(), st.booleans())
-def test_exact_solvers_take_a_price_for_each_unit(seed: int, dear: bool, concave: bool) -> None:
-    problem = _unequal(seed, dear=dear, concave=concave)
-    best = brute_force(problem)
-    assert best is not None
-    bound = dual_bound(problem).bound
-    slack = 1e-9 * max(1.0, abs(best.objective))
-    assert bound <= best.objective + slack if dear else bound >= best.objective - slack
-    for name in ("dp", "ilp", "auto"):
-        answer = solve_problem(problem, get_solver(name))
-        assert answer.objective == pytest.approx(best.objective, abs=1e-9), name
-
-
-@pytest.mark.parametrize("dear", [False, True])
-def test_every_solver_is_right_or_refuses(dear: bool) -> None:
-    """What it claims is recomputed; rules that hand out entries of one size say so."""
-    for seed in range(4):
-        problem = _unequal(seed, dear=dear, concave=True)
-        best = brute_force(problem)
-        assert best is not None
-        for name in solver_names():
-            solver = get_solver(name)
-            if solver.can_solve(problem) is not True:
-                continue
-            try:
-                answer = solve_problem(problem, solver)
-            except InfeasibleError:
-                continue  # a rule may not reach a target that others do
-            worse = answer.objective - best.objective
-            assert (worse if dear else -worse) >= -1e-9, name
-    assert get_solver("greedy").can_solve(_unequal(0, dear=dear, concave=True)) is not True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
 from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, Solver, Termination
 from kvalloc.solvers._ilp_search import NOTHING, Search
-from kvalloc.testing import brute_force, tiny_problem
+from kvalloc.testing import brute_force
 from kvalloc.testing.problems import CURVES, SIDES
 
 SLACK = 1e-10
@@ -32,20 +32,6 @@ def kinds(*sides: str, curves: Sequence[str] = tuple(CURVES), worst: bool = Fals
     """Names of tiny problems with these side constraints."""
     scope = "worst:" if worst else ""
     return [f"{scope}{c}" + ("" if s == "plain" else f"+{s}") for s in sides for c in curves]
-
-
-def tiny_cases(
-    count: int, which: Sequence[str], *, seed: int = 0
-) -> Iterator[tuple[str, AllocationProblem]]:
-    """Tiny problems of the kinds in turn, both senses, heads and layers."""
-    for number in range(count):
-        kind, turn = which[number % len(which)], number // len(which)
-        sense = (Sense.MAX_VALUE, Sense.MIN_COST)[turn % 2]
-        level = ("head", "layer")[turn // 2 % 2]
-        yield (
-            f"{kind} {seed + number} {sense.value} {level}",
-            tiny_problem(kind, seed=seed + number, sense=sense, level=level),
-        )
 
 
 def check_all(

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from factories import make_problem
 
@@ -13,7 +12,6 @@ from kvalloc.problem import Sense, Termination, registry
 from kvalloc.testing import larger_problem, tiny_problem, tiny_problems
 
 AUTO = registry.get_solver("auto")
-INSTALLED = set(registry.solver_names())
 
 
 @pytest.mark.parametrize(
@@ -34,8 +32,6 @@ INSTALLED = set(registry.solver_names())
     ],
 )
 def test_it_picks_the_cheapest_exact_solver(kind, picked):
-    if picked not in INSTALLED:
-        pytest.skip(f"{picked} is not there yet")
     answer = solve_problem(tiny_problem(kind, seed=4), AUTO)
     assert answer.detail.startswith(f"{picked}: ")
     assert answer.termination is Termination.OPTIMAL
@@ -104,10 +100,3 @@ heavy = [name for name in ("ortools", "scipy", "networkx", "torch") if name in s
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_choices_do_not_depend_on_what_was_asked_before():
-    problems = [tiny_problem(kind, seed=2) for kind in ("concave", "losses", "concave")]
-    answers = [solve_problem(problem, AUTO).choice.tolist() for problem in problems]
-    assert answers[0] == answers[2]
-    assert np.all(np.array(answers[1]) >= 0)

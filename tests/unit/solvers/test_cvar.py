@@ -9,7 +9,6 @@ import pytest
 from exact_cases import (
     SLACK,
     TAILS,
-    tiny_cases,
     workloads,
 )
 from factories import make_problem
@@ -20,12 +19,12 @@ from kvalloc.problem import Aggregate, Sense, Termination
 from kvalloc.problem.registry import get_solver
 from kvalloc.solvers.cvar import CVaR
 from kvalloc.solvers.ilp import ILP
-from kvalloc.testing import brute_force
+from kvalloc.testing import brute_force, tiny_problems
 
 
 def test_it_is_near_the_optimum_of_tiny_problems() -> None:
     gaps = []
-    for name, problem in tiny_cases(96, TAILS, seed=9000):
+    for name, problem in tiny_problems(96, kinds=TAILS, seed=9000):
         optimum = brute_force(problem)
         if optimum is None or problem.sense is Sense.MIN_COST:
             continue

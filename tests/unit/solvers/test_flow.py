@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import networkx as nx
 import numpy as np
 import pytest
-from exact_cases import (
-    hand_problem,
-    medium_problem,
-)
+from exact_cases import hand_problem, medium_problem
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError
@@ -66,35 +62,6 @@ def test_tree_and_integer_program_agree(target: bool) -> None:
         program = solve_problem(problem, get_solver("ilp"))
         assert tree.objective == pytest.approx(program.objective, rel=1e-11)
         assert tree.bound == tree.objective
-
-
-def test_networkx_finds_the_same() -> None:
-    problem = tree_problem(11, tight=0.35)
-    step = problem.step_bytes or 1
-    graph = nx.DiGraph()
-    steps = problem.spendable_steps
-    scale = 10**9
-    graph.add_node("model", demand=-steps)
-    graph.add_node("sink", demand=steps)
-    graph.add_edge("model", "sink", capacity=steps, weight=0)
-    for cap in problem.constraints:
-        assert isinstance(cap, GroupCap)
-        room = (cap.capacity_bytes - int(problem.costs[list(cap.units), 0].sum())) // step
-        if cap.name.startswith("device"):
-            graph.add_edge("model", cap.name, capacity=room, weight=0)
-        else:
-            device = f"device {cap.units[0] // 9}"
-            graph.add_edge(device, cap.name, capacity=room, weight=0)
-            for unit in cap.units:
-                graph.add_edge(cap.name, unit, weight=0, capacity=steps)
-                for k in range(int(problem.last_options[unit])):
-                    gain = problem.values[unit, k + 1] - problem.values[unit, k]
-                    graph.add_edge(unit, (unit, k), capacity=1, weight=0)
-                    graph.add_edge((unit, k), "sink", capacity=1, weight=-round(gain * scale))
-    cost, _ = nx.network_simplex(graph)
-    floors = problem.objective_value(np.zeros(problem.n_units, dtype=np.int64))
-    answer = solve_problem(problem, Flow())
-    assert answer.objective == pytest.approx(floors - cost / scale, abs=1e-6)
 
 
 def test_without_caps_it_is_greedy() -> None:

@@ -15,7 +15,6 @@ from exact_cases import (
     kinds,
     medium_problem,
     put_every_option_in_the_program,
-    tiny_cases,
 )
 
 from kvalloc.allocation.verification import solve_problem
@@ -34,7 +33,7 @@ from kvalloc.solvers._ilp_program import BACKENDS, Limits, encode, stdout_kept_c
 from kvalloc.solvers._levels import level_sets
 from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers.ilp import ILP
-from kvalloc.testing import brute_force, tiny_problem
+from kvalloc.testing import brute_force, tiny_problem, tiny_problems
 
 HEADS_SHARE = SameBudget(groups=tuple(tuple(range(3 * n, 3 * n + 3)) for n in range(6)))
 DEVICES = (
@@ -55,7 +54,9 @@ def test_presolve_keeps_every_solution() -> None:
 def test_a_search_for_a_placement_that_is_cut_short_claims_nothing(monkeypatch) -> None:
     """Budgets and ranks together may never end: without a time limit they get a minute."""
     monkeypatch.setattr("kvalloc.solvers._ilp_search.JOINT_SECONDS", 0.0)
-    cases = tiny_cases(200, kinds("rank_balance", curves=("concave", "losses")), seed=70_000)
+    cases = tiny_problems(
+        200, kinds=kinds("rank_balance", curves=("concave", "losses")), seed=70_000
+    )
     ends = check_all(ILP(), cases, exact=False, may_give_up=True)
     assert ends["optimal"] > 100
     assert ends["gave up"] + ends["heuristic"] > 0  # else nothing was cut short
