@@ -7,6 +7,7 @@ costs more, with all other units as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -102,14 +103,18 @@ def most_undecided(
     """
     if figures.size <= most:
         return figures
-    at = (figures.units, figures.options)
-    chosen = (figures.units, choice[figures.units])
-    weights = problem.weights[figures.units]
-    values = weights * (problem.values[chosen] - problem.values[at])
-    costs = problem.costs[chosen] - problem.costs[at]
-    lost = values - price * costs
+    units, chosen = figures.units, choice[figures.units]
+    costs = problem.costs[units, chosen] - problem.costs[units, figures.options]
+    lost = expected_changes(problem, choice, figures) - price * costs
     kept = np.sort(np.argsort(lost, kind="stable")[:most])
-    return Figures(units=figures.units[kept], options=figures.options[kept])
+    return Figures(units=units[kept], options=figures.options[kept])
+
+
+def expected_changes(problem: AllocationProblem, choice: IntArray, figures: Figures) -> FloatArray:
+    """What the curves say that each figure adds to the loss of the choice, ``(n_figures,)``."""
+    units, values = figures.units, problem.values
+    changes: FloatArray = values[units, choice[units]] - values[units, figures.options]
+    return problem.weights[units] * changes
 
 
 def kinds_of(problem: AllocationProblem) -> IntArray:
@@ -133,7 +138,7 @@ def _nearest(kept: FloatArray, allowed: BoolArray, where: float) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Region:
+class Region(Figures):
     """The options of each unit that measurements around a choice say something about.
 
     Attributes
@@ -144,8 +149,6 @@ class Region:
         Change of the loss at such an option, as a sum over measured figures of these shares.
     """
 
-    units: IntArray
-    options: IntArray
     shares: FloatArray
 
 
@@ -220,19 +223,13 @@ def corrected(
     options = allowed.options[places]
     units = np.arange(problem.n_units)[:, None]
     values = -(loss / problem.n_units + allowed.shares @ changes)[places]
-    return (
-        replace(
-            problem,
-            tokens=problem.tokens[units, options],
-            values=values,
-            costs=problem.costs[units, options],
-            bits=None if problem.bits is None else problem.bits[units, options],
-            policies=None if problem.policies is None else problem.policies[units, options],
-            option_counts=counts,
-            weights=np.ones(problem.n_units),
-        ),
-        options,
-    )
+    tables = {name: getattr(problem, name) for name in ("tokens", "costs", "bits", "policies")}
+    picked: dict[str, Any] = {
+        name: table[units, options] for name, table in tables.items() if table is not None
+    }
+    weights = np.ones(problem.n_units)
+    small = replace(problem, **picked, values=values, option_counts=counts, weights=weights)
+    return small, options
 
 
 def moved(

@@ -17,6 +17,7 @@ from kvalloc.tuning.correction import (
     Figures,
     Region,
     corrected,
+    expected_changes,
     most_undecided,
     moved,
     neighbours,
@@ -338,11 +339,7 @@ class Search:
         for index in self._split.learn.prompts.tolist():
             rows.append(self.prompts.measure(index, curves, best.choice, figures).changes)
             self._steps.advance()
-        weights, values = curves.weights[figures.units], curves.values
-        chosen = best.choice[figures.units]
-        expected = weights * (
-            values[figures.units, chosen] - values[figures.units, figures.options]
-        )
+        expected = expected_changes(curves, best.choice, figures)
         return figures, shrink_by_folds(np.stack(rows), expected, self._split.learn.tasks)
 
     def _point(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import scorer_oracle
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scorer_oracle import make_states
@@ -37,7 +37,6 @@ def after_a_later_pass(scorer, states, sinks):
     return replace(states, later={scorer.later_key: noted})
 
 
-@settings(deadline=None)  # a busy machine is not a defect
 @given(
     seed=st.integers(0, 10**6),
     n_tokens=st.integers(1, 40),
@@ -71,7 +70,6 @@ def test_scores_keep_the_contract(seed, n_tokens, n_new, window, sinks, pool, gr
     assert not scores[..., max(n_tokens - window, 0) :].any()
 
 
-@settings(deadline=None)  # a busy machine is not a defect
 @given(
     seed=st.integers(0, 10**6),
     n_tokens=st.integers(2, 40),

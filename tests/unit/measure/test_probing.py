@@ -24,7 +24,7 @@ def test_probes_are_spent_by_expected_improvement_by_hand():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_as_many_as_asked_where_something_is_at_stake(seed, most):
     random = np.random.default_rng(seed)
     losses = -np.sort(-random.exponential(size=(3, 8, 4)), axis=-1)
@@ -61,7 +61,7 @@ def test_estimates_are_scaled_to_what_was_measured_by_hand():
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_measured_figures_stay_and_right_estimates_do_not_move(seed):
     random = np.random.default_rng(seed)
     estimates = random.exponential(size=(3, 5, 4))

@@ -59,7 +59,7 @@ def test_classification_counts_the_labels_that_were_said(said, right, expected):
     assert classification(said, right, LABELS) == pytest.approx(expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=4))
 def test_scores_are_shares_and_a_right_answer_is_right(said, answers):
     for name in ("contains", "exact", "f1", "rouge-l", "edit", "all"):

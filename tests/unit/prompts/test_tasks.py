@@ -33,7 +33,7 @@ def make(name, seed=0, n_cases=3, n_tokens=N_CHARACTERS, *, chat=True, **options
 
 
 def for_seeds(test):
-    return settings(max_examples=4, deadline=None)(given(seed=st.integers(0, 10**6))(test))
+    return settings(max_examples=4)(given(seed=st.integers(0, 10**6))(test))
 
 
 def read_all(name, split):
@@ -41,7 +41,7 @@ def read_all(name, split):
 
 
 @pytest.mark.parametrize("name", TASKS)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     seed=st.integers(0, 10**6),
     n_tokens=st.integers(4000, 8000),
@@ -60,7 +60,7 @@ def test_lengths_are_met_and_the_same_seed_gives_the_same(name, seed, n_tokens, 
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name not in TEXT_TASKS])
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 10**6), chat=st.booleans())
 def test_the_question_after_is_the_rest_of_the_prompt(name, seed, chat):
     inside, after = (make(name, seed, chat=chat, after=after) for after in (False, True))
@@ -70,7 +70,7 @@ def test_the_question_after_is_the_rest_of_the_prompt(name, seed, chat):
 
 
 @pytest.mark.parametrize("name", IN_CONTEXT)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 10**6), split=st.sampled_from(SPLITS))
 def test_every_answer_is_in_what_is_compressed(name, seed, split):
     turns = min(3, TASKS[name].most_turns)
@@ -97,7 +97,7 @@ def test_needles_belong_to_the_key_that_is_asked_for(seed):
             assert case.turns[0].answers == (told[key],)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 10**6), split=st.sampled_from(SPLITS))
 def test_pairs_belong_to_the_key_that_is_asked_for(seed, split):
     for case in make("pairs", seed, split=split, after=True, turns=4):
@@ -124,7 +124,7 @@ def test_tracked_variables_hold_the_value_when_the_assignments_are_followed(seed
         assert {n for n, v in held.items() if v == value} == set(case.turns[0].answers)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 10**6), n_tokens=st.integers(2000, 9000))
 def test_the_words_asked_for_are_the_most_common(seed, n_tokens):
     listed = {"common-words": r"\d+\. (\w+)", "frequent-words": r"\b([a-z]{6})\b"}

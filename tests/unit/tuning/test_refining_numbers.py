@@ -145,7 +145,7 @@ def test_shrinkage_by_hand():
     np.testing.assert_allclose(shrink(changes, expected, ["a", "a"], float("inf")), changes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(2, 6), st.floats(0.01, 8))
 def test_shrinkage_stays_between_pooled_and_measured(seed, n, spread):
     random = np.random.default_rng(seed)
@@ -179,7 +179,7 @@ def test_folds_choose_little_shrinkage_for_signal_and_much_for_noise():
 
 
 @given(st.integers(0, 50))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_neighbours_lie_on_both_sides_where_there_is_room(seed):
     problem = make_problem(seed % 5)
     choice = np.random.default_rng(seed).integers(0, problem.option_counts)
@@ -212,7 +212,7 @@ def test_the_most_undecided_lose_least_at_the_price():
 
 
 @given(st.integers(0, 1000), st.floats(0.3, 1.0))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_corrected_curves_pass_through_what_was_measured(seed, reach):
     problem = make_problem(seed % 5)
     random = np.random.default_rng(seed)
@@ -240,7 +240,7 @@ def test_corrected_curves_pass_through_what_was_measured(seed, reach):
 
 
 @given(st.integers(0, 1000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_moved_curves_hold_what_was_measured_and_keep_their_shape_elsewhere(seed):
     problem = make_problem(seed % 5)
     random = np.random.default_rng(seed)
