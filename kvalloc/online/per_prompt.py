@@ -7,7 +7,7 @@ same solvers as everywhere decide, then the prompt is prefilled with eviction.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -69,19 +69,13 @@ class PromptOptions(RequestOptions, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptTarget:
-    """What `PromptOptions` mean, checked.
+class _Measurement:
+    """How a prompt is measured.
 
     Attributes
     ----------
-    request : Request
-        What is to be reached.
     scorer : Scorer
         Whose scores are measured.
-    solver : str
-        Who decides.
-    solver_options : mapping
-        Its options.
     sinks : int
         First tokens, never evicted.
     measured_tokens : int or None
@@ -92,23 +86,53 @@ class PromptTarget:
     Raises
     ------
     InputError
-        If a value is out of range, there is no such solver or scorer, or not exactly one target.
+        If a value is out of range, or they do not go together.
     """
 
-    request: Request
     scorer: Scorer
-    solver: str = "auto"
-    solver_options: Mapping[str, Any]
     sinks: int = 4
     measured_tokens: int | None = None
     hold: bool = False
 
     def __post_init__(self) -> None:
-        get_solver(self.solver, **self.solver_options)
         if self.sinks < 0:
             raise InputError(f"sinks is {self.sinks!r}, expected a number of tokens >= 0")
-        protected = self.sinks + self.scorer.window
-        _check_measurement(self.scorer, protected, self.measured_tokens, self.hold)
+        if not self.hold:
+            self.scorer.check_prompt_only()
+        elif self.measured_tokens is not None:
+            raise InputError(
+                "a held prompt is measured whole and without another prefill, so "
+                f"{option('measured_tokens')} spares nothing; leave out one of them"
+            )
+        check_measured_tokens(self.measured_tokens, self.sinks + self.scorer.window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTarget(_Measurement):
+    """What `PromptOptions` mean, checked, beside how a prompt is measured.
+
+    Attributes
+    ----------
+    request : Request
+        What is to be reached.
+    solver : str
+        Who decides.
+    solver_options : mapping
+        Its options.
+
+    Raises
+    ------
+    InputError
+        If a value is out of range, there is no such solver or scorer, or not exactly one target.
+    """
+
+    request: Request
+    solver: str = "auto"
+    solver_options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        get_solver(self.solver, **self.solver_options)
+        super().__post_init__()
 
     @classmethod
     def parse(
@@ -156,24 +180,11 @@ class PromptTarget:
         )
 
 
-def _check_measurement(
-    scorer: Scorer, protected_tokens: int, measured_tokens: int | None, hold: bool
-) -> None:
-    if not hold:
-        scorer.check_prompt_only()
-    elif measured_tokens is not None:
-        raise InputError(
-            "a held prompt is measured whole and without another prefill, so "
-            f"{option('measured_tokens')} spares nothing; leave out one of them"
-        )
-    check_measured_tokens(measured_tokens, protected_tokens)
-
-
 States = Mapping[int, AttentionStates]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PromptDecider:
+class _PromptDecider(_Measurement):
     """Measures each row of a prompt, and decides; see `kvalloc.runtime.deciding.DecideHeld`.
 
     Attributes
@@ -184,17 +195,11 @@ class _PromptDecider:
         Whether there is something to decide for a row of so many tokens.
     decided : callable
         The budgets of a row, from its scores and the number of rows.
-    scorer, sinks, measured_tokens, hold
-        How a row is measured; see `PromptTarget`.
     """
 
     otherwise: BudgetProfile
     is_open: Callable[[int], bool]
     decided: Callable[[ScoreProfile, int], BudgetProfile]
-    scorer: Scorer
-    sinks: int
-    measured_tokens: int | None
-    hold: bool
 
     def __call__(self, decoder: nn.Module, rows: Sequence[IntArray]) -> list[BudgetProfile]:
         return self.from_states(decoder, rows, [None] * len(rows))
@@ -275,10 +280,7 @@ def make_prompt_cache(
         otherwise=undecided,
         is_open=lambda tokens: tokens > target.sinks + target.scorer.window,
         decided=decided,
-        scorer=target.scorer,
-        sinks=target.sinks,
-        measured_tokens=target.measured_tokens,
-        hold=target.hold,
+        **{one.name: getattr(target, one.name) for one in fields(_Measurement)},
     )
     return make_cache(undecided, model, **options, decide=decider)
 
@@ -334,7 +336,6 @@ def make_adapting_cache(
     check_adapt(profile, adapt)
     limit, own = adapt, profile.policy
     scorer = get_scorer(own.scorer, **own.scorer_parameters)
-    _check_measurement(scorer, own.protected_tokens, measured_tokens, hold)
     changed = with_policy(profile, policy, policy_options)
 
     def decided(scores: ScoreProfile, rows: int) -> BudgetProfile:
