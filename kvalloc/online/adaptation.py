@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -111,27 +112,22 @@ def adapt_budgets(profile: BudgetProfile, scores: ScoreProfile, limit: float) ->
     full = list(profile.shape.full_layers)
     moved = room.base + (steps - room.down) * profile.page_tokens
     budgets[full] = moved.reshape(len(full), -1)
-    return profile.replace(
-        predicted_loss=None,
-        worst_sample_retention=None,
-        cost_bytes=None,
-        full_cost_bytes=None,
-        value_per_mib=None,
-        price_source="",
-        context_tokens=context,
-        budgets=budgets,
-        detail=f"moved by at most {limit:.0%} towards one prompt: {checked.detail}",
-        decided_by=checked.decided_by or "auto",
-        sense=problem.sense.value,
-        objective=problem.objective(steps),
-        bound=checked.bound,
-        bound_source=checked.bound_source,
-        termination=checked.termination.value,
-        requested={**profile.requested, "adapt": float(limit)},
-        retention=mean_retention(scores, budgets, context),
-        score_digest=scores.digest,
-        problem_digest=problem.digest(),
-    )
+    unknown = ("predicted_loss", "worst_sample_retention", "cost_bytes", "full_cost_bytes")
+    changes: dict[str, Any] = {
+        **dict.fromkeys((*unknown, "value_per_mib")),
+        **checked.stated(),
+        "price_source": "",
+        "context_tokens": context,
+        "budgets": budgets,
+        "detail": f"moved by at most {limit:.0%} towards one prompt: {checked.detail}",
+        "sense": problem.sense.value,
+        "objective": problem.objective(steps),
+        "requested": {**profile.requested, "adapt": float(limit)},
+        "retention": mean_retention(scores, budgets, context),
+        "score_digest": scores.digest,
+        "problem_digest": problem.digest(),
+    }
+    return profile.replace(**changes)
 
 
 def _unit_level(profile: BudgetProfile) -> Level:
