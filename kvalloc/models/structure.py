@@ -16,6 +16,7 @@ __all__ = [
     "context_limit",
     "decoder_layers",
     "decoder_of",
+    "is_compiled",
     "end_tokens",
     "known_weights",
     "rotary_settings",
@@ -37,6 +38,22 @@ def decoder_of(model: Any) -> Any:
 def decoder_layers(model: Any) -> Any:
     """The decoder's layers in order; None where the decoder has no ``layers``."""
     return getattr(decoder_of(model), "layers", None) or None
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether ``torch.compile`` has taken a model, its decoder, a layer, or a part of a layer.
+
+    What is compiled reads once which attention it goes through, and a cache may come later.
+    torch has no public name for it: these are those of 2.9 to 2.13.
+    """
+    decoder = decoder_of(model)
+    layers = list(decoder_layers(decoder) or ())
+    parts = [part for layer in layers for part in vars(layer)["_modules"].values()]
+    for one in (model, decoder, *layers, *parts):
+        own = vars(one)  # asked once a forward: a module takes long to say what it does not have
+        if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
+            return True
+    return False
 
 
 def text_config(model: Any) -> Any:

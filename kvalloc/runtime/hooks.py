@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvalloc.errors import UnsupportedRequestError
+from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, AttentionSwitch, Compute
 
 __all__ = ["HookedCache", "hooked_models", "retain"]
@@ -29,6 +29,8 @@ __all__ = ["HookedCache", "hooked_models", "retain"]
 @runtime_checkable
 class HookedCache(Protocol):
     """What the hooks ask of a cache."""
+
+    layers: list[Any]
 
     def begin_forward(
         self, decoder: nn.Module, arguments: Mapping[str, Any]
@@ -42,10 +44,15 @@ class HookedCache(Protocol):
         """Clean up after a forward, also one that failed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OpenForward:
     cache: HookedCache
     token: Token[Any] | None = None
+    attended: int = 0
+
+    def attend(self, states: AttentionStates, compute: Compute) -> Any:
+        self.attended += 1
+        return self.cache.attend(states, compute)
 
 
 @dataclass(slots=True)
@@ -135,8 +142,8 @@ def _before(
         changed = cache.begin_forward(module, arguments)
         # It has checked that this is the cache's own model, so it carries the hooks.
         entry = _installed[module]
-        token = entry.switch.enter(cache.attend)
-        entry.open_forwards[threading.get_ident()] = _OpenForward(cache, token)
+        forward = entry.open_forwards[threading.get_ident()] = _OpenForward(cache)
+        forward.token = entry.switch.enter(forward.attend)
     return None if changed is None else ((), {**arguments, **changed})
 
 
@@ -171,6 +178,14 @@ def _close(entry: _Installed, *, completed: bool) -> None:
     forward = entry.open_forwards.pop(threading.get_ident(), None)
     if forward is not None and forward.token is not None:
         entry.switch.leave(forward.token)
+        missed = len(forward.cache.layers) - forward.attended
+        if completed and missed > 0:
+            forward.cache.end_forward(completed=False)
+            raise UnsupportedModelError(
+                f"the attention of {missed} layers did not go through transformers' attention "
+                'interface; load the model with attn_implementation="sdpa", and do not compile its '
+                "layers"
+            )
         forward.cache.end_forward(completed=completed)
 
 

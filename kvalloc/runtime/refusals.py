@@ -17,6 +17,7 @@ from kvalloc.errors import InputError, SolverError, UnsupportedRequestError, opt
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.models.attention import base_implementation
+from kvalloc.models.structure import is_compiled
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.attention.masks import MaskKind, mask_kind
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
@@ -171,8 +172,7 @@ def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
     config = getattr(model, "generation_config", None)
     kind = getattr(config, "cache_implementation", None)
     chunk = getattr(config, "prefill_chunk_size", None)
-    compiled = getattr(model, "_compiled_call_impl", None) is not None
-    _refuse(hasattr(model, "_orig_mod") or compiled, COMPILED)
+    _refuse(is_compiled(model), COMPILED)
     _refuse(getattr(config, "compile_config", None) is not None, COMPILED)
     _refuse(
         kind not in (None, "dynamic"),
@@ -424,7 +424,8 @@ def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows:
     weights = arguments.get("output_attentions")
     if weights is None:
         weights = getattr(decoder.config, "output_attentions", False)
-    _refuse(_is_compiled(), COMPILED)
+    # Looked for once a prompt; `hooks` notices layers that are compiled after it.
+    _refuse(_is_compiling() or (stored_rows == 0 and is_compiled(decoder)), COMPILED)
     _refuse(arguments.get("use_cache") is False, UNUSED)
     _refuse(decoder.training and _is_checkpointed(decoder), CHECKPOINTED)
     _refuse(
@@ -475,7 +476,7 @@ def _is_checkpointed(decoder: nn.Module) -> bool:
     return any(found)
 
 
-def _is_compiled() -> bool:
+def _is_compiling() -> bool:
     """Whether this runs inside ``torch.compile``, also where its tracing has broken off."""
     if torch.compiler.is_compiling():
         return True

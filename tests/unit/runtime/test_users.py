@@ -1,0 +1,280 @@
+"""What users of transformers do, one by one: it works with a reduced cache, or is refused by name.
+
+Layers on two devices are in test_several_devices.py, compiled whole models in test_refusals.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from torch import nn
+
+import kvalloc
+from kvalloc.errors import KVAllocError, UnsupportedModelError, UnsupportedRequestError
+
+CONTEXT, NEW = 60, 6
+TRIED = ("5.2", "5.23")
+"""Versions of transformers whose private names `kvalloc.models` uses were tried, first and last."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: ModuleType) -> Any:
+    """A word for each number of the vocabulary."""
+    words = {"<pad>": 0, "<end>": 1} | {
+        f"w{number}": number for number in range(2, tiny.VOCABULARY)
+    }
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own, pad_token="<pad>", eos_token="<end>", unk_token="<pad>"
+    )
+
+
+def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **more: Any) -> Any:
+    mask = torch.ones_like(ids) if mask is None else mask
+    settings = {"max_new_tokens": NEW, "do_sample": False, **more}
+    with torch.no_grad():
+        return model.generate(ids, attention_mask=mask, **settings)
+
+
+def pipeline(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
+    ids = tiny.prompt(CONTEXT)
+    run = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text = tokenizer.decode(ids[0])
+    options = {"max_new_tokens": NEW, "do_sample": False, "return_full_text": False}
+    told = run(text, past_key_values=cache(), **options)
+    found = tokenizer(told[0]["generated_text"], return_tensors="pt")["input_ids"]
+    return found, generate(model, ids, past_key_values=cache())[:, CONTEXT:]
+
+
+def streamer(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
+    ids, told = tiny.prompt(CONTEXT), []
+
+    class Kept(transformers.TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            told.append(text)
+
+    streamed = generate(model, ids, past_key_values=cache(), streamer=Kept(tokenizer))
+    assert tokenizer("".join(told), return_tensors="pt")["input_ids"].tolist() == streamed.tolist()
+    return streamed, generate(model, ids, past_key_values=cache())
+
+
+def chat_turns(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
+    """The second call gets the whole text; the same as a question after what was kept."""
+    kept, ids = cache(), tiny.prompt(CONTEXT)
+    first = generate(model, ids, past_key_values=kept)
+    other = copy.deepcopy(kept)
+    text = torch.cat([first, tiny.prompt(5, seed=1)], dim=1)
+    found = generate(model, text, past_key_values=kept)
+    with torch.no_grad():
+        token = model(text[:, other.get_seq_length() :], past_key_values=other).logits[:, -1:]
+    return found[:, len(text[0])], token.argmax(dim=-1)[:, 0]
+
+
+def left_padding(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
+    """A padded row is answered as it is alone."""
+    ids, mask = tiny.prompt(CONTEXT, 2), torch.ones(2, CONTEXT, dtype=torch.long)
+    mask[1, :20] = 0
+    found = generate(model, ids, mask, past_key_values=cache())
+    alone = generate(model, ids[1:, 20:], past_key_values=cache())
+    return found[1, CONTEXT:], alone[0, CONTEXT - 20 :]
+
+
+def beams(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
+    ids = tiny.prompt(CONTEXT, 2)
+    both = generate(model, ids, past_key_values=cache(), num_beams=3)
+    alone = [generate(model, row[None], past_key_values=cache(), num_beams=3) for row in ids]
+    return both, torch.cat(alone)
+
+
+def sampling(tiny: ModuleType, tokenizer: Any, model: Any, cache: Callable[[], Any]) -> Any:
+    """Several answers of one prompt are those of a prompt that is repeated."""
+    found = []
+    for ids, count in ((tiny.prompt(CONTEXT), 3), (tiny.prompt(CONTEXT).repeat(3, 1), 1)):
+        torch.manual_seed(3)
+        options = {"do_sample": True, "num_return_sequences": count}
+        found.append(generate(model, ids, past_key_values=cache(), **options))
+    return found
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("use", [pipeline, streamer, chat_turns, left_padding, beams, sampling])
+def test_it_works(tiny: ModuleType, tokenizer: Any, use: Any, level: str) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    profile = tiny.by_head(profile, 6) if level == "head" else profile
+    caches: list[Any] = []
+
+    def cache() -> Any:
+        caches.append(profile.cache(model))
+        return caches[-1]
+
+    found, expected = use(tiny, tokenizer, model, cache)
+    assert torch.equal(found, expected)
+    assert caches
+    assert all(one.retained_bytes < one.full_bytes for one in caches)
+
+
+# Models that are not quite as they were made
+
+
+class _Adapted(nn.Module):
+    """A linear layer with two small ones beside it, as PEFT puts it in the layer's place."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base_layer.out_features, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.up(self.down(states))
+        return self.base_layer(states) + added
+
+
+class _Wrapper(nn.Module):
+    """A model around another that answers for it, as PEFT's does."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+
+def adapters(tiny: ModuleType, folder: Path) -> Any:
+    model = tiny.tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = _Adapted(layer.self_attn.q_proj)
+        layer.self_attn.v_proj = _Adapted(layer.self_attn.v_proj)
+    return _Wrapper(model)
+
+
+def peft_lora(tiny: ModuleType, folder: Path) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(tiny.tiny_model(), config)
+
+
+def device_map(tiny: ModuleType, folder: Path) -> Any:
+    pytest.importorskip("accelerate")
+    tiny.tiny_model().save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu").eval()
+
+
+def half_precision(tiny: ModuleType, folder: Path) -> Any:
+    return tiny.tiny_model("llama", "sdpa", torch.bfloat16)
+
+
+def quantised_weights(tiny: ModuleType, folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(tiny.tiny_model(), {nn.Linear})
+
+
+MODELS = [adapters, peft_lora, device_map, half_precision, quantised_weights]
+
+
+@pytest.mark.parametrize("made", MODELS)
+def test_the_model_works(tiny: ModuleType, tmp_path: Path, made: Any) -> None:
+    """With all entries kept to the bit as without kvalloc, and with fewer it stores fewer."""
+    model = made(tiny, tmp_path)
+    plain = tiny.make_profile(tiny.tiny_model(), CONTEXT, 1.0)
+    ids = tiny.prompt(CONTEXT)
+    expected = generate(model, ids)
+    for profile in (plain, tiny.by_head(tiny.make_profile(tiny.tiny_model(), CONTEXT, 0.4), 6)):
+        cache = profile.cache(model, allow_other_model=True)
+        found = generate(model, ids, past_key_values=cache)
+        assert found.shape == expected.shape
+        assert profile is not plain or torch.equal(found, expected)
+    assert cache.retained_bytes < 0.7 * cache.full_bytes
+
+
+# What cannot be served
+
+
+def compiled_layer(tiny: ModuleType, model: Any) -> None:
+    model.model.layers[1].compile(backend="eager")
+
+
+def compiled_attention(tiny: ModuleType, model: Any) -> None:
+    model.model.layers[1].self_attn.compile(backend="eager")
+
+
+def layer_in_torch_compile(tiny: ModuleType, model: Any) -> None:
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+
+
+def compiled_model(tiny: ModuleType, model: Any) -> None:
+    model.compile(backend="eager")
+
+
+@pytest.mark.parametrize(
+    "change", [compiled_layer, compiled_attention, layer_in_torch_compile, compiled_model]
+)
+def test_compiled_parts_are_refused(tiny: ModuleType, change: Any) -> None:
+    """Before the cache is made, before its prompt comes, and after it."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4), 6)
+    empty, filled = profile.cache(model), profile.cache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=filled)
+    change(tiny, model)
+    with pytest.raises(UnsupportedRequestError, match=r"without torch\.compile"):
+        profile.cache(model)
+    if change is compiled_model:  # a plain call compiles it; see test_refusals
+        return
+    with torch.no_grad():
+        with pytest.raises(UnsupportedRequestError, match=r"without torch\.compile"):
+            model(ids, past_key_values=empty)
+        with pytest.raises(UnsupportedModelError, match="do not compile its layers"):
+            model(tiny.prompt(1), past_key_values=filled)
+        with pytest.raises(UnsupportedRequestError, match="half-way"):
+            model(tiny.prompt(1), past_key_values=filled)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
+        ({"assistant_model": True}, "assisted generation"),
+        ({"cache_implementation": "static"}, "static"),
+        ({"use_cache": False}, "use_cache"),
+        ({"output_attentions": True}, "output_attentions"),
+    ],
+)
+def test_generate_refuses_in_one_line(tiny: ModuleType, options: Any, said: str) -> None:
+    model = tiny.tiny_model("llama", "eager")
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    if "assistant_model" in options:
+        options = {"assistant_model": tiny.tiny_model()}
+    with kvalloc.apply(model, profile), pytest.raises(KVAllocError, match=said) as caught:
+        generate(model, tiny.prompt(CONTEXT), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_private_names_of_transformers_are_those_that_were_tried(tiny: ModuleType) -> None:
+    """`kvalloc.models` uses them, each in one function; another version may have other names."""
+    first, last = (tuple(map(int, version.split("."))) for version in TRIED)
+    own = tuple(map(int, transformers.__version__.split(".")[:2]))
+    model = tiny.tiny_model()
+    assert model.config._attn_implementation == "sdpa"  # models.attention
+    assert type(model.model)._supports_attention_backend  # models.attention
+    assert model.config._name_or_path == "tiny"  # models.loading
+    assert first <= own <= last, f"add {transformers.__version__} to what was tried: all is there"
