@@ -35,16 +35,8 @@ from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, KVAllocError
-from kvalloc.problem import (
-    AllocationProblem,
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SameBudget,
-    Sense,
-    Solver,
-    Termination,
-)
+from kvalloc.problem import AllocationProblem, Sense, Solver, Termination
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
 from kvalloc.problem.registry import get_solver, solver_names
 from kvalloc.solvers.auto import Auto
 from kvalloc.testing import KINDS, larger_problem

@@ -12,16 +12,8 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    MaxDistinct,
-    RankBalance,
-    Sense,
-    TailBound,
-    is_closed,
-    tail_bound,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, Sense, TailBound, is_closed, tail_bound
+from kvalloc.problem.constraints import MaxDistinct, RankBalance
 from kvalloc.solvers import _tail_repair
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import (

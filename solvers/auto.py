@@ -11,18 +11,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SameBudget,
-    SideConstraint,
-    Solution,
-    Solver,
-    deadline_after,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.solver import Solution, Solver, deadline_after
 
 EXACT_TAIL_OPTIONS = 1500
 """With more options than this, the exact optimum over several workloads takes too long."""

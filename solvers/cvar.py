@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    Solution,
-    Solver,
-    deadline_after,
-    tail_bound,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, Solution, Solver, deadline_after
+from kvalloc.problem.bounds import tail_bound
 from kvalloc.solvers._tail_repair import best_known
 
 

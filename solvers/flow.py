@@ -11,15 +11,8 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.rounding import round_up_to_grain
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import (
-    AllocationProblem,
-    GroupCap,
-    Sense,
-    SideConstraint,
-    Solution,
-    Solver,
-    steps_above,
-)
+from kvalloc.problem import AllocationProblem, Sense, SideConstraint, Solution, Solver, steps_above
+from kvalloc.problem.constraints import GroupCap
 from kvalloc.solvers._thresholds import fewest_gains, largest_gains
 
 

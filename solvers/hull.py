@@ -10,13 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.problem import (
-    AllocationProblem,
-    SameBudget,
-    SideConstraint,
-    Solution,
-    Solver,
-)
+from kvalloc.problem import AllocationProblem, SameBudget, SideConstraint, Solution, Solver
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import upper_hull
 

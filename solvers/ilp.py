@@ -9,19 +9,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from kvalloc.errors import InfeasibleError, InputError, SolverError
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SameBudget,
-    SideConstraint,
-    Solution,
-    Solver,
-    Termination,
-    deadline_after,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, SideConstraint
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
+from kvalloc.problem.solver import Solution, Solver, Termination, deadline_after
 from kvalloc.solvers._ilp_program import BACKENDS
 from kvalloc.solvers._ilp_search import Options, Search
 

@@ -5,15 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvalloc.errors import SolverError
-from kvalloc.problem import (
-    AllocationProblem,
-    GroupCap,
-    SameBudget,
-    SideConstraint,
-    Solution,
-    Solver,
-    deadline_after,
-)
+from kvalloc.problem import AllocationProblem, SideConstraint, Solution, Solver, deadline_after
+from kvalloc.problem.constraints import GroupCap, SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._prices import best_prices
 from kvalloc.solvers._repair import best_known

@@ -11,17 +11,9 @@ import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    GroupCap,
-    SameBudget,
-    Sense,
-    SideConstraint,
-    Solution,
-    Solver,
-    first_where,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, first_where
+from kvalloc.problem.constraints import GroupCap, SameBudget
+from kvalloc.problem.solver import Solution, Solver
 from kvalloc.solvers._choices import Choices
 
 MOST_LEVELS = 1_000_000

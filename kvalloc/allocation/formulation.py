@@ -18,17 +18,8 @@ from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.sharing import choose_groups, grouped
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SameBudget,
-    Sense,
-    SideConstraint,
-    Solver,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint, Solver
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
 from kvalloc.problem.dominance import Undominated, undominated
 from kvalloc.shape import ModelShape
 

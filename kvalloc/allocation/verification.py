@@ -15,18 +15,9 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverError
 from kvalloc.formats.budget_profile import relative_gap
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    GroupCap,
-    Sense,
-    Solution,
-    Solver,
-    Termination,
-    bound_at,
-    cheapest_reaching,
-    dual_bound,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, Sense, Solution, Solver, Termination
+from kvalloc.problem.bounds import bound_at, cheapest_reaching, dual_bound
+from kvalloc.problem.constraints import GroupCap
 
 PROOF_TOLERANCE = 1e-10
 """Objective and bound this close, relative to the larger of 1 and the objective, are equal."""

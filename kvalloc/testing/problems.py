@@ -10,16 +10,8 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SameBudget,
-    Sense,
-    SideConstraint,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, Sense, SideConstraint
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
 
 CURVES = {
     "concave": "concave curves, one cost per entry",

@@ -19,15 +19,8 @@ from kvalloc.allocation.infeasibility import (
     least_that_works,
     relax,
 )
-from kvalloc.problem import (
-    AllocationProblem,
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SameBudget,
-    Sense,
-    SideConstraint,
-)
+from kvalloc.problem import AllocationProblem, Sense, SideConstraint
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
 from kvalloc.testing import brute_force, tiny_problem
 
 KINDS = (

@@ -14,14 +14,8 @@ from factories import (
 )
 
 from kvalloc.errors import InfeasibleError
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    Sense,
-    best_response,
-    dual_bound,
-    steps_above,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, Sense
+from kvalloc.problem.bounds import best_response, dual_bound, steps_above
 from kvalloc.testing import brute_force
 
 SEEDS = range(2000, 2300)

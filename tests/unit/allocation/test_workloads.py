@@ -15,14 +15,7 @@ from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
 from kvalloc.allocation.request import Request
 from kvalloc.errors import InfeasibleError, InputError
-from kvalloc.problem import (
-    Aggregate,
-    AllocationProblem,
-    Sense,
-    dual_bound,
-    tail_bound,
-    tail_value,
-)
+from kvalloc.problem import Aggregate, AllocationProblem, Sense, dual_bound, tail_bound, tail_value
 from kvalloc.testing import brute_force, tiny_problems
 
 TAILS = [

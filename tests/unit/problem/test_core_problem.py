@@ -10,15 +10,8 @@ import pytest
 from factories import concave_values, make_problem, random_hard_problem
 
 from kvalloc.errors import InfeasibleError, InputError, ModelMismatchError
-from kvalloc.problem import (
-    AllocationProblem,
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SameBudget,
-    Sense,
-    dual_bound,
-)
+from kvalloc.problem import AllocationProblem, Sense, dual_bound
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
 from kvalloc.shape import ModelShape
 
 SHAPE: dict[str, Any] = {

@@ -21,15 +21,8 @@ from factories import make_problem
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import (
-    Aggregate,
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SideConstraint,
-    Termination,
-    registry,
-)
+from kvalloc.problem import Aggregate, SideConstraint, Termination, registry
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance
 from kvalloc.testing import SolverContract, tiny_problems
 
 # Options for tiny problems, and what a rule does not promise.

@@ -19,15 +19,8 @@ from exact_cases import (
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import (
-    GroupCap,
-    MaxDistinct,
-    RankBalance,
-    SameBudget,
-    Sense,
-    SideConstraint,
-    Termination,
-)
+from kvalloc.problem import Sense, SideConstraint, Termination
+from kvalloc.problem.constraints import GroupCap, MaxDistinct, RankBalance, SameBudget
 from kvalloc.solvers._choices import Choices
 from kvalloc.solvers._ilp_program import BACKENDS, Limits, encode, stdout_kept_clean
 from kvalloc.solvers._levels import level_sets

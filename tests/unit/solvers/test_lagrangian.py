@@ -12,12 +12,7 @@ from exact_cases import (
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import (
-    GroupCap,
-    SameBudget,
-    Termination,
-    dual_bound,
-)
+from kvalloc.problem import GroupCap, SameBudget, Termination, dual_bound
 from kvalloc.solvers.lagrangian import Lagrangian
 
 
