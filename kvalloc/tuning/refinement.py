@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from kvalloc.allocation.decision import to_budget_profile
+from kvalloc.allocation.decision import solver_of, to_budget_profile
 from kvalloc.allocation.formulation import PosedRequest, formulate
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.errors import InputError
@@ -16,7 +16,7 @@ from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.checkpoint import job_record, kept_work
 from kvalloc.models.loading import shape_of
 from kvalloc.problem import Solver
-from kvalloc.problem.registry import get_solver, options_of
+from kvalloc.problem.registry import options_of
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.tuning.measurement import JointProbes
 from kvalloc.tuning.rounds import Search, Settings
@@ -119,7 +119,8 @@ def refine(
     given: dict[str, Any] = dict(options)
     own = {name: given.pop(name) for name in SETTINGS if name in given}
     settings = Settings(**own)
-    solver, named = _solver(given.pop("solver", "auto"), given.pop("solver_options", None))
+    named: dict[str, Any] | None = given.pop("solver_options", None)
+    solver = solver_of(given.pop("solver", "auto"), named)
     request = refinement_request(given)
     shape = shape_of(model, model_id=model_id)
     scores.shape.require_same_model(shape)
@@ -163,7 +164,7 @@ def refine(
             PosedRequest(request=request, problem=best.problem),
             best.checked,
             solver_name=solver.name,
-            solver_options=named,
+            solver_options=options_of(solver) if named is None else named,
         ).replace(
             predicted_loss=told["predicted_loss"],
             refinement={
@@ -199,12 +200,3 @@ def refinement_request(asked: dict[str, Any]) -> Request:
     if request.weights is not None:
         raise InputError("refining measures what units weigh; leave out the weights")
     return replace(request, objective="loss")
-
-
-def _solver(solver: str | Solver, options: dict[str, Any] | None) -> tuple[Solver, dict[str, Any]]:
-    """The solver, and the options that the profile states."""
-    if not isinstance(solver, Solver):
-        return get_solver(solver, **(options or {})), dict(options or {})
-    if options:
-        raise InputError("solver_options go with a solver's name; this solver has its options set")
-    return solver, options_of(solver)
