@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.runtime.kept import Piece, RaggedEntries
+from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
@@ -33,12 +32,6 @@ class Choice:
     positions: Tensor
     bias: Tensor | None
     kept: Tensor
-
-    def piece(self, row: int, head: int) -> Piece:
-        """One head of it, as `RaggedEntries.collect` takes it."""
-        bias = None if self.bias is None else self.bias[row, head]
-        kept = self.kept[row, head].nonzero()[:, 0]
-        return self.keys[row, head], self.values[row, head], self.positions[row, head], bias, kept
 
 
 def store_choices(
@@ -63,64 +56,65 @@ def store_choices(
     following : int
         How many of the latest tokens stay as they are, behind what is kept.
     """
+    entries = _collected(targets, chosen)
     if bits is not None:
-        layer.keep_ragged(PackedEntries.collect(targets, _by_place(chosen), bits), following)
+        layer.keep_ragged(PackedEntries.collect(targets, entries.piece, bits), following)
     elif (targets == targets[0, 0]).all():
-        _store_even(layer, targets, chosen, following)
+        layer.keep_even(entries, following)
     else:
-        _store_ragged(layer, targets, chosen, following)
+        layer.keep_ragged(entries, following)
 
 
-def _store_even(
-    layer: BudgetLayer, targets: IntArray, chosen: Iterator[tuple[Part, Choice]], following: int
-) -> None:
-    shape = (*targets.shape, int(targets[0, 0]))
-    latest = layer.latest(following)
-    keys, values = (
-        own.new_empty(*targets.shape, shape[-1] + following, own.shape[-1]) for own in latest
-    )
-    for stored, new in zip((keys, values), latest, strict=True):
-        stored[:, :, shape[-1] :] = new
-    indices = torch.empty(shape, dtype=torch.int32, device=keys.device)
+def _collected(targets: IntArray, chosen: Iterator[tuple[Part, Choice]]) -> RaggedEntries:
+    """What is kept of all pieces, in fresh storage; one gather each, without asking the device."""
+    total, end = int(targets.sum()), 0
+    store: list[Tensor] = []
     bias: Tensor | None = None
-    for (part_row, part_head), choice in chosen:
-        for row, head in np.ndindex(*choice.kept.shape[:2]):
-            place = (
-                row if part_row is None else part_row,
-                head if part_head is None else part_head,
-            )
-            own = choice.piece(row, head)
-            for target, source in zip((keys, values, indices), own[:3], strict=True):
-                torch.index_select(source, 0, own[4], out=target[place][: shape[-1]])
-            if own[3] is not None:
-                if bias is None:
-                    bias = torch.zeros(shape, dtype=torch.float32, device=keys.device)
-                torch.index_select(own[3], 0, own[4], out=bias[place])
-    layer.keep_even(keys, values, indices, bias)
+    for (row, head), choice in chosen:
+        first, end = end, end + int(targets[_one(row), _one(head)].sum())
+        sources = [choice.keys, choice.values, choice.positions[..., None]]
+        store = store or [own.new_empty(total, own.shape[-1]) for own in sources]
+        if choice.bias is not None and bias is None:  # nothing goes of a row before: it has none
+            bias = choice.bias.new_zeros(total, 1)
+        pairs = list(zip(store, sources, strict=True))
+        pairs += [] if choice.bias is None or bias is None else [(bias, choice.bias[..., None])]
+        if end == first:
+            continue
+        places = choice.kept.nonzero_static(size=end - first)
+        for target, source in pairs:
+            entries, index = _flat(source, places)
+            torch.index_select(entries, 0, index, out=target[first:end])
+    keys, values, positions = store
+    return RaggedEntries(
+        keys=keys,
+        values=values,
+        positions=positions[:, 0],
+        bias=None if bias is None else bias[:, 0],
+        lengths=targets,
+    )
 
 
-def _store_ragged(
-    layer: BudgetLayer, targets: IntArray, chosen: Iterator[tuple[Part, Choice]], following: int
-) -> None:
-    first = next(chosen)
-    piece = _by_place(chain([first], chosen))
-    biased = first[1].bias is not None
-    layer.keep_ragged(RaggedEntries.collect(targets, piece, biased=biased), following)
+def _one(number: int | None) -> slice:
+    return slice(None) if number is None else slice(number, number + 1)
 
 
-def _by_place(chosen: Iterator[tuple[Part, Choice]]) -> Callable[[int, int], Piece]:
-    """What is kept of each row and head, asked for in order, from choices of larger pieces."""
-    current: tuple[Part, Choice] | None = None
+def _flat(states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries one after the other as they are stored, (n, dim), and where those of places are.
 
-    def piece(row: int, head: int) -> Piece:
-        nonlocal current
-        if current is None or current[0][0] not in (None, row) or current[0][1] not in (None, head):
-            current = None  # freed before the next one is made
-            current = next(chosen)
-        (part_row, part_head), choice = current
-        return choice.piece(row if part_row is None else 0, head if part_head is None else 0)
-
-    return piece
+    Parameters
+    ----------
+    states : Tensor, (batch, n_kv_heads, n_tokens, dim)
+        Copied only if its vectors do not stand at multiples of their size.
+    places : Tensor of int64, (n_kept, 3)
+    """
+    dim = int(states.shape[-1])
+    if states.stride(-1) != 1 or any(step % dim for step in states.stride()[:3]):
+        states = states.contiguous()
+    steps = [step // dim for step in states.stride()[:3]]
+    last = sum((size - 1) * step for size, step in zip(states.shape[:3], steps, strict=True))
+    index = sum(place * step for place, step in zip(places.unbind(1), steps, strict=True))
+    assert isinstance(index, Tensor)
+    return states.as_strided((last + 1, dim), (dim, 1)), index
 
 
 #: What a policy decides by, for each piece of a layer that has to give up entries.

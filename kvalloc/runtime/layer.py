@@ -310,24 +310,19 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self._apart.add(keys, values)
         return self._apart.states
 
-    def keep_even(
-        self, keys: Tensor, values: Tensor, indices: Tensor, logit_bias: Tensor | None
-    ) -> None:
-        """From now on store these entries, as many for each row and KV head, and free the rest.
+    def keep_even(self, entries: RaggedEntries, following: int = 0) -> None:
+        """From now on store these entries, as many for each row and KV head, and the latest tokens.
 
-        Parameters
-        ----------
-        keys, values : Tensor, (batch, n_kv_heads, n_kept + n_following, head_dim)
-            Contiguous, in storage of their own; what followed comes behind what is kept.
-        indices : Tensor of int32, (batch, n_kv_heads, n_kept)
-            Columns they stood in, increasing.
-        logit_bias : Tensor of float32, (batch, n_kv_heads, n_kept), or None
-            Added to their logits.
+        Those stand apart from what is kept; all else is freed.
         """
+        shape = (*entries.lengths.shape, int(entries.lengths[0, 0]))
+        latest = Following(*self.latest(following)) if following else None
+        keys, values = (own.view(*shape, own.shape[-1]) for own in (entries.keys, entries.values))
         self._initialize(keys, values)
         self._held = self.entries = None
-        self.keys, self.values = keys, values
-        self.kept_indices, self.logit_bias = indices, logit_bias
+        self._dense, self._apart = (keys, values), latest
+        self.kept_indices = entries.positions.view(shape)
+        self.logit_bias = None if entries.bias is None else entries.bias.view(shape)
 
     def latest(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the latest tokens, (batch, n_kv_heads, tokens, head_dim), as views."""

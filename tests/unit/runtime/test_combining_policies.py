@@ -13,6 +13,7 @@ import torch
 from prompt_runs import policy, run
 from scorer_oracle import make_states
 
+from kvalloc.runtime import make_cache
 from kvalloc.runtime.policies import merge as merge_file
 
 CONTEXT = 120
@@ -208,3 +209,22 @@ def test_rows_move_with_their_bias(tiny: ModuleType) -> None:
     run(model, ids[[1, 0]], again)
     expected = run(model, question, again)
     torch.testing.assert_close(swapped, expected, atol=1e-4, rtol=0)
+
+
+def test_a_row_that_keeps_everything_leaves_the_others_their_biases(tiny: ModuleType) -> None:
+    """Its own entries have none; each row is as it would be alone."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT, 2)
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4))
+    mask = torch.ones_like(ids)
+    mask[0, :-5] = 0
+    together, alone = (make_cache(profile, model, policy="compensate") for _ in range(2))
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=together)
+        model(ids[1:], past_key_values=alone)
+    for layer, own in zip(together.layers, alone.layers, strict=True):
+        assert layer.entries.lengths[0].tolist() == [5, 5]
+        for head in range(tiny.N_KV_HEADS):
+            bias, expected = layer.entries.piece(1, head)[3], own.entries.piece(0, head)[3]
+            assert (expected != 0).any()
+            torch.testing.assert_close(bias, expected, atol=1e-5, rtol=1e-5)
+            assert not layer.entries.piece(0, head)[3].any()
