@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from transformers import DynamicCache  # noqa: E402
 
 import kvalloc  # noqa: E402
 from kvalloc.models.loading import load_model  # noqa: E402
-from kvalloc.runtime import make_cache  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -161,26 +159,6 @@ def test_after_the_window_has_slid_it_equals_the_oracle_and_the_account(
     shadow.logits(prompt, logits_to_keep=1)
     shadow.follow(again)
     held(model, again, shadow, ids, (7, 1))
-
-
-@pytest.mark.parametrize("announced", [True, False])
-def test_chunks_equal_the_oracle_and_end_at_the_budgets(
-    loaded: Any, ids: Any, work: Path, announced: bool
-) -> None:
-    model, profile = loaded.model, kvalloc.load_profile(str(work / "layer.json"))
-    cache = make_cache(profile, model, prompt_tokens=PROMPT if announced else None)
-    shadow, chunk = runtime_oracle.Shadow(model), 200
-    with nullcontext() if announced else cache.prefill():
-        for start in range(0, PROMPT, chunk):
-            tokens = min(chunk, PROMPT - start)
-            held(model, cache, shadow, ids, (tokens,))
-            shadow.follow(cache)
-            seen = start + tokens
-            most = profile.retained_bytes_at(PROMPT if announced else seen)
-            assert storage_bytes(cache) == cache.retained_bytes <= most
-    assert cache.retained_bytes == profile.retained_bytes_at(PROMPT)
-    shadow.follow(cache)
-    held(model, cache, shadow, ids, (5, 1))
 
 
 def test_a_document_is_read_saved_and_asked_about(file: Path, work: Path) -> None:
