@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 KINDS = ("needle", "pairs", "kl", "code")
 """Tasks that ask for different things: retrieval from prose and from lists, prose, and code."""
 
-N_PROMPTS = 8
-"""Two of each kind."""
-
 FORM_SEEDS = 1_000_003
 """Between the seeds of two forms, that is a length and where the question stands."""
 

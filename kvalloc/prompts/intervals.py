@@ -17,6 +17,7 @@ import numpy as np
 from kvalloc.accounting import FloatArray
 
 RESAMPLES = 2000
+CONFIDENCE = 0.95
 
 
 def resampled_means(tasks: Sequence[FloatArray], *, seed: int = 0) -> list[FloatArray]:
@@ -42,10 +43,9 @@ def interval(
     tasks: Sequence[FloatArray],
     of: Callable[[FloatArray], FloatArray] = lambda means: means,
     *,
-    confidence: float = 0.95,
     seed: int = 0,
 ) -> list[float] | None:
-    """Percentile bootstrap interval of a mean over tasks, prompts drawn within their task.
+    """95% percentile bootstrap interval of a mean over tasks, prompts drawn within their task.
 
     Parameters
     ----------
@@ -54,7 +54,6 @@ def interval(
     of : callable
         What is wanted of the means, ``(RESAMPLES,)`` or ``(RESAMPLES, n_values)``, such as the
         ratio of two columns; gives ``(RESAMPLES,)``.
-    confidence : float
     seed : int
 
     Returns
@@ -67,6 +66,6 @@ def interval(
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
         drawn = of(np.mean(resampled_means(tasks, seed=seed), axis=0))
-    tail = 50 * (1 - confidence)
+    tail = 50 * (1 - CONFIDENCE)
     ends = np.percentile(drawn, (tail, 100 - tail))
     return [float(end) for end in ends] if np.isfinite(drawn).all() else None

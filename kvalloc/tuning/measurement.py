@@ -79,11 +79,6 @@ class JointProbes:
         self._policies = [policy_of(policy) for policy in scores.loss_policies]
         self._probes: OrderedDict[int, LossProbe] = OrderedDict()
 
-    @property
-    def n_prompts(self) -> int:
-        """Number of prompts."""
-        return len(self._samples.samples)
-
     def measure(
         self, index: int, problem: AllocationProblem, choice: IntArray, figures: Figures
     ) -> Measured:

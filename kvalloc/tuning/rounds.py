@@ -13,6 +13,7 @@ from kvalloc.allocation.verification import CheckedSolution, solve_problem
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.measure.job import Steps
 from kvalloc.problem import AllocationProblem, Solver
+from kvalloc.prompts.intervals import CONFIDENCE
 from kvalloc.tuning.correction import (
     Figures,
     Region,
@@ -230,7 +231,7 @@ class Search:
             "choosing_loss": self._split.choose.mean(best.losses),
             "measured_loss": measured,
             "measured_interval": of_measured,
-            "confidence": 0.95,
+            "confidence": CONFIDENCE,
             "agrees": within or abs(predicted - measured) <= WITHIN * measured,
             "measured_by_task": {
                 task: float(best.losses[report.prompts[names == task]].mean())

@@ -15,6 +15,9 @@ SPREADS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, float("inf"))
 """How far units may differ from the pooled curve, relative to their expected change; 0 keeps the
 pooled curve alone, infinity every measurement as it is."""
 
+FOLDS = 5
+"""How often some prompts are left out, at most the number of prompts."""
+
 LARGEST_FACTOR = 10.0
 """The pooled curve is at most so many times what was expected."""
 
@@ -108,17 +111,13 @@ def shrink(
     return shrunk
 
 
-def shrink_by_folds(
-    changes: FloatArray, expected: FloatArray, tasks: Sequence[str], *, n_folds: int = 5
-) -> Shrunk:
+def shrink_by_folds(changes: FloatArray, expected: FloatArray, tasks: Sequence[str]) -> Shrunk:
     """The same with the spread that foretells left-out prompts best.
 
     Parameters
     ----------
     changes, expected, tasks
         See `shrink`.
-    n_folds : int
-        At most the number of prompts.
 
     Returns
     -------
@@ -126,7 +125,7 @@ def shrink_by_folds(
     """
     names = np.asarray(tasks)
     errors = np.zeros(len(SPREADS))
-    parts = list(folds(tasks, min(n_folds, names.size))) if names.size > 1 else []
+    parts = list(folds(tasks, min(FOLDS, names.size))) if names.size > 1 else []
     for kept, left_out in parts:
         learnt = [str(task) for task in names[kept]]
         for index, spread in enumerate(SPREADS):
