@@ -1,12 +1,17 @@
-"""What budget rules share: a rule says who gets how much of a total; this finds the total."""
+"""What budget rules share: a rule says who gets how much of a total; this finds the total.
+
+And their lists of numbers, from code or from a command line.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvalloc.accounting import IntArray
-from kvalloc.errors import InfeasibleError
+import numpy as np
+
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import AllocationProblem, Sense, Solution
 
 Rule = Callable[[int], IntArray]
@@ -79,3 +84,39 @@ def mean_budget_tokens(problem: AllocationProblem, steps: int) -> float:
 def tokens_per_step(problem: AllocationProblem) -> int:
     """Tokens between neighbouring options: 1, or a page."""
     return int(problem.tokens[0, 1] - problem.tokens[0, 0]) if problem.n_options > 1 else 1
+
+
+def numbers(given: Sequence[float] | str, *, what: str) -> FloatArray:
+    """A list of numbers that an option of a solver holds.
+
+    Parameters
+    ----------
+    given : sequence of float or str
+        Numbers, or a text such as ``"0.5,0.3"``.
+    what : str
+        How to call it in an error, such as ``"proportional: weights"``.
+
+    Returns
+    -------
+    ndarray of float64, (n,)
+
+    Raises
+    ------
+    InputError
+        If it is empty, or not all are finite numbers >= 0.
+
+    Examples
+    --------
+    >>> numbers("0.5, 0.25", what="demo: weights").tolist()
+    [0.5, 0.25]
+    """
+    try:
+        parts = given.replace(",", " ").split() if isinstance(given, str) else given
+        found = np.asarray([float(part) for part in parts], dtype=np.float64)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"{what} are {str(given)[:80]!r}, expected numbers such as 0.5,0.3"
+        ) from None
+    if found.size == 0 or not np.all(np.isfinite(found)) or float(found.min()) < 0:
+        raise InputError(f"{what} must be finite numbers >= 0, at least one")
+    return found

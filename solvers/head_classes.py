@@ -10,7 +10,7 @@ import numpy as np
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InfeasibleError, InputError
 from kvalloc.problem import AllocationProblem, Sense, Solution, Solver
-from kvalloc.solvers._options import numbers
+from kvalloc.solvers._rules import numbers
 
 
 class HeadClasses(Solver):

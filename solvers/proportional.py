@@ -12,8 +12,7 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.problem import AllocationProblem, Solution, Solver
-from kvalloc.solvers._options import numbers
-from kvalloc.solvers._rules import mean_budget_tokens, share_out, tokens_per_step
+from kvalloc.solvers._rules import mean_budget_tokens, numbers, share_out, tokens_per_step
 
 RULES = ("entropy", "normalized_entropy", "threshold", "given", "two_groups")
 
