@@ -1,0 +1,72 @@
+"""What early and bounded eviction promise at their peak, read from allocations at every layer."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from live_storage import LiveStorage
+
+TOKENS, LAYERS, AWAITED = 1000, 12, 8
+SHARE = 0.2
+
+
+class Watched:
+    """The most bytes alive, above what a forward without a cache has alive, layer by layer."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.layers = model.get_decoder().layers
+
+    def peaks(self, run: Any) -> list[int]:
+        """Most bytes alive from the beginning of each layer to that of the next, and at the end."""
+        found: list[int] = []
+        with LiveStorage() as storage:
+
+            def mark(*_: Any) -> None:
+                found.append(storage.peak_bytes)
+                storage.peak_bytes = storage.bytes
+
+            hooks = [layer.register_forward_pre_hook(mark) for layer in self.layers]
+            with torch.no_grad():
+                run()
+            mark()
+        for hook in hooks:
+            hook.remove()
+        return found[1:]
+
+
+def profile_of(tiny: ModuleType, model: Any, scorer: str, level: str) -> Any:
+    parameters = {"tokens": AWAITED} if scorer == "lookahead" else {}
+    profile = tiny.make_profile(model, TOKENS, SHARE, scorer=scorer, parameters=parameters)
+    return tiny.by_head(profile, spread=60) if level == "head" else profile
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["early", "bounded"])
+def test_the_peak_of_every_layer_is_what_the_mode_promises(
+    tiny: ModuleType, mode: str, dtype: torch.dtype, level: str, padded: bool
+) -> None:
+    model = tiny.tiny_model(dtype=dtype, num_hidden_layers=LAYERS)
+    watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :300] = 0
+    layer = 2 * TOKENS * tiny.N_KV_HEADS * 2 * tiny.HEAD_DIM * dtype.itemsize
+    profile = profile_of(tiny, model, "xkv" if mode == "early" else "lookahead", level)
+    cache = profile.cache(model, bounded=2 if mode == "bounded" else None)
+
+    def prefill(cache: Any) -> None:
+        model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
+
+    alone = watched.peaks(
+        lambda: model(ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
+    )
+    above = [a - b for a, b in zip(watched.peaks(lambda: prefill(cache)), alone, strict=True)]
+    times = 1 if mode == "early" else 2
+    kept = times * profile.retained_bytes_at(TOKENS) * 2
+    assert max(above) <= kept + layer
