@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import typer
 
@@ -19,6 +20,7 @@ from kvalloc.errors import KVAllocError, one_line
 
 CORE = ("numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich")
 RUN = ("torch", "transformers", "gguf")
+KERNELS = ("CPU kernel", "CUDA kernel")
 OPTIONAL = {"matplotlib": "the picture of 'kvalloc demo'"}
 
 CORE_BROKEN = 1
@@ -76,7 +78,8 @@ def examine() -> list[Finding]:
         _package(name, advice=f"pip install {name}, for {use}") for name, use in OPTIONAL.items()
     ]
     if importlib.util.find_spec("torch") is not None:
-        findings += [_tried("compute", _compute), _tried("CPU kernel", _cpu_kernel)]
+        findings.append(_tried("compute", _compute))
+        findings += [_tried(name, partial(_kernel, name)) for name in KERNELS]
     findings += [
         _plugins("solvers", Solver),
         _plugins("scorers", Scorer),
@@ -139,14 +142,17 @@ def _compute() -> Finding:
     return Finding("compute", f"{torch.get_num_threads()} threads, {devices}")
 
 
-def _cpu_kernel() -> Finding:
-    from kvalloc.runtime.attention.cpu import unavailable
+def _kernel(name: str) -> Finding:
+    """One that reads a reduced cache; where none serves, torch's operations do."""
+    import torch
 
-    reason = unavailable()
-    if reason is None:
-        return Finding("CPU kernel", "compiled")
-    advice = f"decoding from a reduced cache on the CPU is slower without it: {reason}"
-    return Finding("CPU kernel", advice=advice)
+    from kvalloc.runtime.attention.backends import BACKENDS
+
+    (backend,) = (one for one in BACKENDS if one.name == name)
+    reason = backend.unavailable()
+    if reason is None or (name == "CUDA kernel" and not torch.cuda.is_available()):
+        return Finding(name, reason or "compiled")
+    return Finding(name, advice=f"decoding from a reduced cache is slower without it: {reason}")
 
 
 def _plugins(kind: str, base: type) -> Finding:

@@ -67,7 +67,7 @@ def chosen(call: AttentionCall, kept: FlatEntries) -> Backend:
 
 @cache
 def _log_once(name: str, reason: str) -> None:
-    _LOG.info("attention by %s is not used: %s", name, reason)
+    _LOG.info("the %s does not serve attention: %s", name, reason)
 
 
 @cache

@@ -56,7 +56,7 @@ class _Arguments(ctypes.Structure):
 class CpuBackend:
     """Entries on the CPU, read by compiled code."""
 
-    name = "C on the CPU"
+    name = "CPU kernel"
 
     def unavailable(self) -> str | None:
         """Why there is no compiled code on this machine."""

@@ -40,13 +40,13 @@ _TILE_BLOCKS = 4
 class TritonBackend:
     """Entries on CUDA, read by kernels in Triton."""
 
-    name = "Triton on CUDA"
+    name = "CUDA kernel"
 
     def unavailable(self) -> str | None:
         """Whether Triton or a CUDA device is missing."""
-        if not _installed():
-            return "Triton is not installed"
-        return None if torch.cuda.is_available() else "there is no CUDA device"
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        return None if _installed() else "Triton is not installed"
 
     def refusal(self, call: AttentionCall, kept: FlatEntries) -> str | None:
         """Entries elsewhere, types that it does not read, gradients, codes of an odd width."""

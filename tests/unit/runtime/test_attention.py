@@ -303,11 +303,11 @@ def test_what_it_does_not_answer() -> None:
         call = AttentionCall(queries=queries, keys=given[0], values=given[1], scaling=1.0)
         return chosen(call, FlatEntries.even(*given[-2:])).name
 
-    assert backend(queries, keys, keys) == "C on the CPU"
+    assert backend(queries, keys, keys) == "CPU kernel"
     assert backend(queries.double(), keys.double(), keys.double()) == "torch"
     many = torch.randn(1, 6, MOST_ROWS // 3 + 1, 8)
     assert backend(many, keys, keys) == "torch"
-    assert backend(many[:, :, 1:], keys, keys) == "C on the CPU"
+    assert backend(many[:, :, 1:], keys, keys) == "CPU kernel"
     for place in range(5):
         given = [queries, keys, keys, keys, keys]
         given[place] = given[place].bfloat16()
@@ -315,7 +315,7 @@ def test_what_it_does_not_answer() -> None:
         given[place] = given[place].float().requires_grad_()
         assert backend(*given) == "torch"
         with torch.no_grad():
-            assert backend(*given) == "C on the CPU"
+            assert backend(*given) == "CPU kernel"
 
 
 def test_why_a_backend_is_not_used_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -326,8 +326,8 @@ def test_why_a_backend_is_not_used_is_logged_once(caplog: pytest.LogCaptureFixtu
         for _ in range(3):
             attend(call, [FlatEntries.even(states, states)])
     assert caplog.messages == [
-        "attention by Triton on CUDA is not used: the entries are not on CUDA",
-        "attention by C on the CPU is not used: it does not read torch.float64",
+        "the CUDA kernel does not serve attention: the entries are not on CUDA",
+        "the CPU kernel does not serve attention: it does not read torch.float64",
     ]
 
 

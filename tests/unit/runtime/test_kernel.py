@@ -155,3 +155,6 @@ def test_the_command_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
     findings = {one["name"]: one for one in ran.json["findings"]}
     assert SWITCH in findings["CPU kernel"]["advice"]
     assert not findings["CPU kernel"]["core"]
+    if not torch.cuda.is_available():
+        assert findings["CUDA kernel"]["found"] == "there is no CUDA device"
+        assert not findings["CUDA kernel"]["advice"]
