@@ -685,7 +685,9 @@ def _loaded(asked: Asked, path: Path) -> _Reading:
     from kvalloc.models.loading import require_run_packages
 
     require_run_packages()
+    start = time.perf_counter()
     header, tensors = SavedCacheHeader.read(path)  # before the model is loaded
+    seconds = time.perf_counter() - start
     dtype, notes = header.dtype, header.notes
     if asked.dtype not in (None, dtype):
         raise InputError(
@@ -700,7 +702,7 @@ def _loaded(asked: Asked, path: Path) -> _Reading:
     )
     start = time.perf_counter()
     cache = filled_cache(path, header, tensors, loaded.model, asked.allow_other_model)
-    seconds = time.perf_counter() - start
+    seconds += time.perf_counter() - start
     if cache.batch != 1:
         raise InputError(
             f"{path} holds {cache.batch} texts at once, and questions are about one; save a cache "
