@@ -207,13 +207,13 @@ def test_nacl_with_more_proxies_than_budget_keeps_the_last_ones() -> None:
         ("mpcache", {"coarse_tokens": 8}, "no multiple"),
         ("mpcache", {"alpha": 2.0}, "alpha is 2.0"),
         ("mpcache", {"fine_share": 0.0}, "fine_share is 0.0"),
-        ("attention_matching", {"rows": 0, "draft": 0}, "nothing to match"),
+        ("attention_matching", {"rows": 0, "following": 0}, "nothing to match"),
         ("attention_matching", {"rows": -1}, "policy attention_matching: rows is -1"),
-        ("attention_matching", {"draft": 1.5}, "policy attention_matching: draft is 1.5"),
-        ("attention_matching", {"rows": 0, "draft_weight": 0}, "draft_weight is 0"),
+        ("attention_matching", {"following": 1.5}, "policy attention_matching: following is 1.5"),
+        ("attention_matching", {"rows": 0, "following_weight": 0}, "following_weight is 0"),
         ("attention_matching", {"value_ridge": 0.0}, "value_ridge is 0.0, expected a number above"),
         ("attention_matching", {"bias_ridge": -1.0}, "bias_ridge is -1"),
-        ("attention_matching", {"draft_weight": float("nan")}, "draft_weight is nan"),
+        ("attention_matching", {"following_weight": float("nan")}, "following_weight is nan"),
     ],
 )
 def test_parameters_out_of_range(name: str, parameters: dict[str, Any], said: str) -> None:
@@ -237,6 +237,7 @@ def check_against_the_oracle(tiny: ModuleType, model: Any, profile: Any, name: s
     cache = profile.cache(model, policy=name)
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(7, 2, seed=1)
     run(model, ids, cache)
+    cache.evict()
     full = list(profile.shape.full_layers)
     assert (cache.kept_tokens[full] == profile.budgets[full]).all()
     oracle = tiny.Oracle(model, ids, tiny.kept_of(cache))
@@ -264,12 +265,15 @@ def test_chunks_keep_the_same_entries(tiny: ModuleType, name: str) -> None:
         whole = profile.cache(model, policy=name)
         in_chunks = make_cache(profile, model, policy=name, prompt_tokens=CONTEXT)
         run(model, ids, whole)
-        if merging(name) and not in_chunks._policy.holds:
+        if merging(name) and not in_chunks._prompt.plan.policy.holds:
             with pytest.raises(UnsupportedRequestError, match="in one piece"):
                 run(model, ids[:, :50], in_chunks)
             continue
         for chunk in ids.split(sizes, dim=1):
             run(model, chunk, in_chunks)
+        for cache in (whole, in_chunks):  # some wait for what follows
+            run(model, tiny.prompt(16, 2, seed=3), cache)
+            assert cache.reduced
         assert tiny.same_kept(whole, in_chunks)
 
 
@@ -279,9 +283,9 @@ def test_head_budgets_go_with_any_policy_and_any_chunks(tiny: ModuleType, name: 
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5))
     ids, question = tiny.prompt(CONTEXT, 2), tiny.prompt(5, 2, seed=1)
     cache = make_cache(profile, model, policy=name, prompt_tokens=CONTEXT)
-    in_one = merging(name) and not cache._policy.holds
+    in_one = merging(name) and not cache._prompt.plan.policy.holds
     sizes = [CONTEXT] if in_one else [50, 3, CONTEXT - 60, 7]
-    if cache._reader is not None:
+    if cache._prompt.reader is not None:
         with pytest.raises(UnsupportedRequestError, match="same number"):
             run(model, ids, cache)
         return
@@ -289,6 +293,8 @@ def test_head_budgets_go_with_any_policy_and_any_chunks(tiny: ModuleType, name: 
     for chunk in ids.split(sizes, dim=1):
         assert tiny.worst(run(model, chunk, cache), shadow.logits(chunk)) < 1e-4
         shadow.follow(cache)
+    cache.evict()
+    shadow.follow(cache)
     assert (cache.kept_tokens_by_row == profile.budgets).all()
     found = run(model, question, cache)
     if merging(name):
@@ -357,7 +363,7 @@ def test_a_profile_remembers_its_policy(tiny: ModuleType, tmp_path: Any) -> None
 
 
 def test_parameters_build_the_policy_again() -> None:
-    own = {"attention_matching": {"rows": 5, "draft": 0, "biases": False}}
+    own = {"attention_matching": {"rows": 5, "following": 0, "biases": False}}
     for name in policy_names():
         made = policy(name, **own.get(name, {}))
         assert get_policy(name, scorer=made.scorer, **made.parameters()) == made
