@@ -77,7 +77,9 @@ ASKED: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "asked"), ASKED, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("make", "asked"), ASKED, ids=lambda value: getattr(value, "__name__", str(value))[:60]
+)
 def test_what_solve_writes_is_true_and_comes_back(make: Any, asked: Any, tmp_path: Path) -> None:
     scores = make()
     profile = kvalloc.solve(scores, **asked)
