@@ -58,7 +58,7 @@ def test_what_shipped_mixtures_match_is_a_fraction_of_what_dropping_loses(tmp_pa
     shipped.save(matching)
     ran = run(
         *("eval", "demo", "--profile", matching, "--profile", dropping, "--tasks", "kl"),
-        *("--samples", 2, "--context", 512, "--json", "--quiet"),
+        *("--samples", 3, "--context", 512, "--json", "--quiet"),
     )
     assert ran.code == 0, ran.err
     _, matched, dropped = ran.json

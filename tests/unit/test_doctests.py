@@ -13,7 +13,7 @@ import kvalloc
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(kvalloc.__path__, "kvalloc.")
-    if not module.ispkg and not module.name.endswith("__main__")
+    if not module.ispkg and not module.name.endswith(("__main__", "._cpu"))  # C, for ctypes
 )
 
 NEEDS = {"kvalloc.runtime.attention.triton": "triton", "kvalloc.interop.lm_eval": "lm_eval"}

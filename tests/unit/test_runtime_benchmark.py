@@ -101,7 +101,8 @@ def test_every_set_of_rounds_begins_at_the_prompt(model: Any, profile: Any) -> N
     assert all(cache.get_seq_length() == CONTEXT for cache in caches.values())
     for level in ("layer", "head"):  # the middle of three rounds of four tokens
         middle = 6 * tiny.N_LAYERS * tiny.N_KV_HEADS * ENTRY_BYTES
-        assert read[level] == 3 * (stored_bytes(caches[level]) + middle)
+        following = read[level] / 3 - stored_bytes(caches[level])
+        assert middle <= following <= middle * 9 / 8  # tokens are added to storage with room
     assert bench_runtime.decoded_in_turns(model, caches, arguments)[1] == read
 
 

@@ -1,4 +1,4 @@
-"""What early and bounded eviction promise at their peak, read from allocations at every layer."""
+"""What each mode of eviction promises at its peak, read from allocations at every layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from live_storage import LiveStorage
+
+from kvalloc.models.loading import shape_of
 
 TOKENS, LAYERS, AWAITED = 1000, 12, 8
 SHARE = 0.2
@@ -70,3 +72,30 @@ def test_the_peak_of_every_layer_is_what_the_mode_promises(
     times = 1 if mode == "early" else 2
     kept = times * profile.retained_bytes_at(TOKENS) * 2
     assert max(above) <= kept + layer
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_late_eviction_holds_little_more_than_the_full_cache(
+    tiny: ModuleType, dtype: torch.dtype, padded: bool
+) -> None:
+    model = tiny.tiny_model(dtype=dtype, num_hidden_layers=30, head_dim=64)  # as SmolLM2's
+    watched, ids = Watched(model), tiny.prompt(TOKENS, 2)
+    mask = torch.ones(2, TOKENS + AWAITED, dtype=torch.long)
+    if padded:
+        mask[1, :300] = 0
+    shape = shape_of(model)
+    options = {"scorer": "lookahead", "parameters": {"tokens": AWAITED}, "shape": shape}
+    cache = tiny.make_profile(model, TOKENS, SHARE, **options).cache(model)
+
+    def answer(**kept: Any) -> None:
+        model(ids, attention_mask=mask[:, :TOKENS], logits_to_keep=1, **kept)
+        for n in range(AWAITED):
+            seen = mask[:, : TOKENS + n + 1] if kept.get("past_key_values") is not None else None
+            model(ids[:, n : n + 1], attention_mask=seen, **kept)
+
+    alone = watched.peaks(lambda: answer(use_cache=False))
+    held = watched.peaks(lambda: answer(past_key_values=cache))
+    assert cache.reduced
+    full = 2 * (TOKENS + AWAITED) * 30 * shape.n_kv_heads * shape.bytes_per_entry
+    assert max(a - b for a, b in zip(held, alone, strict=True)) <= 1.05 * full
