@@ -379,13 +379,20 @@ def _shape(loaded: LoadedModel) -> ModelShape:
     return shape_of(loaded.model, model_id=loaded.model_id)
 
 
-def _note_short(cache: Any, n_tokens: int) -> None:
-    """Say so where a prompt was too short to be reduced."""
-    if not getattr(cache, "reduced", True):
+def _note_whole(cache: Any, n_tokens: int) -> None:
+    """Say why nothing of a prompt was evicted: it is too short, or too little has followed it."""
+    if getattr(cache, "reduced", True):
+        return
+    if awaited := cache.awaited_tokens:
         note(
-            f"note: of a prompt of {n_tokens:,} token{'s' if n_tokens > 1 else ''} these budgets "
-            "leave nothing out: everything is kept",
+            f"note: nothing is evicted yet: these budgets wait until {awaited} more "
+            f"token{'s have' if awaited > 1 else ' has'} followed the prompt"
         )
+        return
+    note(
+        f"note: of a prompt of {n_tokens:,} token{'s' if n_tokens > 1 else ''} these budgets "
+        "leave nothing out: everything is kept",
+    )
 
 
 def _decided_here(cache: Any) -> BudgetProfile | None:
@@ -480,7 +487,7 @@ def _answer_prompt(asked: Asked) -> None:
             "--max-new-tokens"
         )
     answer = _answered(loaded, inputs, cache, asked)
-    _note_short(cache, n_tokens)
+    _note_whole(cache, n_tokens)
     if wants_json():
         profile = None if asked.full else asked.profile
         print_json({"model": loaded.model_id, "profile": profile, **answer})
@@ -675,7 +682,7 @@ def _read(asked: Asked) -> _Reading:
         if asked.save_cache is not None and hasattr(cache, "evict"):
             cache.evict()  # nobody asks before it is saved: the document's own end decides
         seconds = time.perf_counter() - start
-    _note_short(cache, len(ids))
+    _note_whole(cache, len(ids))
     return _Reading(loaded=loaded, cache=cache, form=form, name=name, read_seconds=seconds)
 
 

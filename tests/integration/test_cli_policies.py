@@ -30,6 +30,12 @@ def test_generate_picks_entries_by_any_name(generate, name):
     assert ran.json["scorer"] == ("xkv" if is_policy else name)
 
 
+def test_an_answer_that_ends_before_the_eviction_says_so(generate):
+    ran = run(*generate("--policy", "lookahead", "--max-new-tokens", 5))  # 4 of them are fed
+    assert ran.json["retained_bytes"] == ran.json["full_bytes"]
+    assert "note: nothing is evicted yet: these budgets wait until 4 more tokens have" in ran.err
+
+
 def test_options_are_of_their_types(generate):
     options = ("--policy-option", "seed=3", "--policy-option", "random-share=0.5")
     ran = run(*generate("--policy", "nacl", *options))
