@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvalloc.accounting import IntArray
-from kvalloc.errors import UnsupportedModelError, UnsupportedRequestError
+from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates
 from kvalloc.models.structure import context_limit, decoder_of
@@ -434,12 +434,6 @@ class Prompt:
         if step is None:  # it was interrupted, and `reset` has tidied up before this
             return
         unseen = [layer for layer in self._budget_layers if layer.awaits_eviction]
-        if completed and unseen:
-            self._broken = refusals.HALF_WAY
-            raise UnsupportedModelError(
-                f"the attention of {self.plan.name} did not go through transformers' attention "
-                'interface, so nothing was evicted; load it with attn_implementation="sdpa"'
-            )
         if completed:
             self.arrival.commit(step)
             if not step.follows and (self.plan.holds or self.plan.bounded is not None):
