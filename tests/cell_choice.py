@@ -13,9 +13,11 @@ import numpy as np
 from kernel_choice import WITH
 from runtime_cells import FACTORS, SCORERS, Cell, comparable, refusal, scorer_of
 
-PRODUCT = ("policy", "arrival", "family")
+PRODUCT = ("policy", "arrival", "mode")
 OTHERS = tuple(name for name in FACTORS if name not in PRODUCT)
 NAMES = list(FACTORS)
+CANDIDATES = 200
+"""So many cells of each triple of the product are looked at: of all, it would take a minute."""
 KERNEL_CALLS = "kernel calls"
 """The property of a cell's test: its setting of the kernel, and how often that was called."""
 
@@ -35,6 +37,12 @@ def chosen_cells(asked: Callable[[str], Any]) -> list[Cell]:
 
 def all_cells() -> Iterator[Cell]:
     return filter(comparable, itertools.product(*FACTORS.values()))
+
+
+def cells_of(triple: Cell) -> Iterator[Cell]:
+    """All cells of one of the product."""
+    rest = itertools.product(*(FACTORS[name] for name in OTHERS))
+    return filter(comparable, (triple + each for each in rest))
 
 
 def drawn_cells(number: int, seed: int) -> list[Cell]:
@@ -81,17 +89,17 @@ def covering_cells() -> list[Cell]:
 
 @functools.cache
 def product_cells() -> list[Cell]:
-    """Every policy in every arrival on every model, each with every setting of every other factor.
+    """Every policy in every arrival and mode, each with every setting of every other factor.
 
-    For each of these triples cells are taken until all settings of the other factors have been met:
-    by cells that are answered as long as they meet new ones, then by cells that are refused. Of
-    those that meet as many new ones it is the one whose pairs of settings, the scorer's among them,
-    have been met least so far, so that all settings and all pairs take turns.
+    For each of these triples cells are taken, out of `CANDIDATES` drawn at random, until all
+    settings of the other factors have been met: by cells that are answered as long as they meet new
+    ones, then by cells that are refused. Of those that meet as many new ones it is the one whose
+    pairs of settings, the scorer's among them, have been met least so far, so that all settings and
+    all pairs take turns.
     """
-    turns, cells = Turns(), []
+    turns, cells, draw = Turns(), [], random.Random(0)
     for triple in itertools.product(*(FACTORS[name] for name in PRODUCT)):
-        every = (triple + rest for rest in itertools.product(*(FACTORS[n] for n in OTHERS)))
-        candidates = list(filter(comparable, every))
+        candidates = draw.sample(list(cells_of(triple)), CANDIDATES)
         refused = np.array([refusal(cell) is not None for cell in candidates])
         cells += [candidates[place] for place in turns.take(candidates, refused)]
     return cells
@@ -101,7 +109,7 @@ class Turns:
     """How often pairs of settings have been met."""
 
     def __init__(self) -> None:
-        self.settings = [*FACTORS.values(), SCORERS]
+        self.settings = [*FACTORS.values(), list(itertools.product(FACTORS["mode"], SCORERS))]
         sizes = [len(settings) for settings in self.settings]
         self.met = {
             (i, j): np.zeros((sizes[i], sizes[j]))
@@ -113,7 +121,7 @@ class Turns:
         """Places of the cells that are taken of one triple's."""
         codes = np.array(
             [
-                [self.settings[i].index(value) for i, value in enumerate((*cell, scorer_of(cell)))]
+                [self.settings[i].index(value) for i, value in enumerate((*cell, scoring(cell)))]
                 for cell in candidates
             ]
         )
@@ -142,6 +150,11 @@ class Turns:
         )
 
 
+def scoring(cell: Cell) -> tuple[str, str]:
+    """Mode and scorer of a cell: each mode has scorers of its own."""
+    return cell[2], scorer_of(cell)
+
+
 # What became of them
 
 
@@ -166,7 +179,7 @@ def told(cells: Sequence[Cell]) -> list[str]:
     triples = len({cell[: len(PRODUCT)] for cell in cells})
     whole = int(np.prod([len(FACTORS[name]) for name in PRODUCT]))
     lines = [
-        f"{len(cells):,} cells of {triples} of {whole} policies x arrivals x models: "
+        f"{len(cells):,} cells of {triples} of {whole} policies x arrivals x modes: "
         f"{len(cells) - number:,} answered as the oracle, {number:,} refused:"
     ]
     for (policy, said), some in sorted(refused.items()):
@@ -174,7 +187,8 @@ def told(cells: Sequence[Cell]) -> list[str]:
         everywhere = len(arrivals) == len(FACTORS["arrival"])
         within = "every arrival" if everywhere else ", ".join(arrivals)
         lines.append(f"  {len(some):5,}  {policy}: {said!r} in {within}")
-    never = len(list(itertools.product(*FACTORS.values()))) - len(list(all_cells()))
+    beside = [name for name in NAMES if name not in ("arrival", "family", "attention")]
+    never = int(np.prod([len(FACTORS[name]) for name in beside]))
     lines.append(
         f"left out of all {never:,}: different_lengths on gemma3 with padding_only, where a model "
         "without a reduced cache counts its windows otherwise, too"
@@ -199,14 +213,13 @@ def kernels_told(ran: Sequence[tuple[str, int]], unavailable: str | None) -> str
 
 def impossible() -> dict[Cell, str]:
     """Triples of the product that are refused whatever the rest is, and why."""
-    found: dict[Cell, set[str]] = collections.defaultdict(set)
-    answered = set()
-    for cell in all_cells():
-        said = refused_as(cell)
-        if said is None:
-            answered.add(cell[: len(PRODUCT)])
+    found: dict[Cell, str] = {}
+    for triple in itertools.product(*(FACTORS[name] for name in PRODUCT)):
+        said: set[str] = set()
+        for cell in cells_of(triple):
+            if (own := refused_as(cell)) is None:
+                break
+            said.add(own)
         else:
-            found[cell[: len(PRODUCT)]].add(said)
-    return {
-        triple: " | ".join(sorted(said)) for triple, said in found.items() if triple not in answered
-    }
+            found[triple] = " | ".join(sorted(said))
+    return found

@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole-matrix",
         action="store_true",
-        help="every policy x arrival x model of the runtime, not a selection (hours)",
+        help="every cell of the runtime's matrix, not a selection (hours)",
     )
     parser.addoption(
         "--matrix-cells", type=int, help="as many of them, drawn at random with --matrix-seed"
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--matrix-product",
         action="store_true",
-        help="of the matrix, every policy x arrival x model with every setting of all else",
+        help="of the matrix, every policy x arrival x mode with every setting of all else",
     )
     parser.addoption("--matrix-shard", help="of these cells one part, such as 2/8")
     parser.addoption(

@@ -1,4 +1,4 @@
-"""The cells of the runtime's matrix: every policy, in every arrival, on every model.
+"""The cells of the runtime's matrix: every policy, in every arrival, in every mode of eviction.
 
 Where entries are stored at fewer bits, the oracle's own ones are held against them, and it goes on
 with the numbers that are stored: the tolerance of what is computed from them is that of any cell.
@@ -34,12 +34,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 COMBINING = [n for n in policy_names() if policy_class(n).combine is not EvictionPolicy.combine]
 HOLDING = [n for n in policy_names() if policy_class(n).holds is not EvictionPolicy.holds]
 RANKING = [n for n in policy_names() if issubclass(policy_class(n), RankedPolicy)]
-LATER = [name for name in scorer_names() if get_scorer(name).later is not None]
 SCORERS = scorer_names()
+LATER = {name: own.later.kind for name in SCORERS if (own := get_scorer(name)).later is not None}
 READING = [n for n in policy_names() if policy_class(n).reader is not EvictionPolicy.reader]
 # The filter at decoding reads less than what is stored; here it reads all, so that the oracle of
 # what is stored holds. What it leaves out is the subject of test_mpcache.py.
 OPTIONS = {"mpcache": {"coarse_share": 1.0, "fine_share": 1.0}}
+# This policy waits for tokens by itself, which early eviction does not.
+EARLY_OPTIONS = {"attention_matching": {"following": 0}}
+BOUNDED = 1.5
+"""So many times the budgets stay at first where memory is bounded: fewer than the prompt has."""
 
 
 GROUP = (2, 3)
@@ -55,12 +59,14 @@ class Setting:
         model: Any,
         tolerance: float,
         policy: str,
+        mode: str,
         scorer: str,
         level: str,
         bits: str,
         sharing: str,
     ) -> None:
         self.tiny, self.model, self.tolerance, self.policy = tiny, model, tolerance, policy
+        self.mode = mode
         profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=None)
         profile = tiny.by_head(profile, spread=9) if level == "head" else profile
         if sharing == "shared":
@@ -72,9 +78,15 @@ class Setting:
         self.profile = profile
 
     def cache(self, **changes: Any) -> Any:
-        options = OPTIONS.get(self.policy)
+        own = (EARLY_OPTIONS if self.mode == "early" else {}) | OPTIONS
+        options, bounded = own.get(self.policy), BOUNDED if self.mode == "bounded" else None
         return make_cache(
-            self.profile, self.model, policy=self.policy, policy_options=options, **changes
+            self.profile,
+            self.model,
+            policy=self.policy,
+            policy_options=options,
+            bounded=bounded,
+            **changes,
         )
 
     def shadow(self) -> Any:
@@ -277,34 +289,40 @@ def reorder(at: Setting) -> None:
     at.ask(2, cache, shadow)
 
 
-def generated(at: Setting, ids: torch.Tensor, **options: Any) -> tuple[Any, Any, Any]:
-    """What `generate` gives, its cache, and an oracle of the prompt with the same rows."""
-    cache = at.cache()
+def generated(
+    at: Setting, ids: torch.Tensor, **options: Any
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """What `generate` gives, its new tokens, and the oracle's logits of them.
+
+    With late eviction it goes on after the tokens that are awaited, and evicts amid them. Where
+    memory is bounded it does not get so far: what went early could no longer be seen.
+    """
+    cache, shadow = at.cache(), at.shadow()
+    at.run(ids, probe := at.cache())
+    awaited = probe.awaited_tokens if at.mode == "late" else 0
     found = at.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
-        max_new_tokens=4,
+        max_new_tokens=awaited + 4,
         return_dict_in_generate=True,
         output_logits=True,
         output_scores=True,
         **options,
     )
-    shadow = at.shadow()
-    first = shadow.logits(ids.repeat_interleave(found.sequences.shape[0] // len(ids), dim=0))
-    return found, first[:, -1:], (shadow, cache)
+    new = found.sequences[:, CONTEXT:]
+    assert at.mode != "late" or not cache.awaited_tokens
+    logits = [shadow.logits(ids.repeat_interleave(len(new) // len(ids), dim=0))[:, -1:]]
+    logits += [shadow.logits(new[:, :awaited])] if awaited else []
+    at.follow(shadow, cache)
+    return found, new, torch.cat([*logits, shadow.logits(new[:, awaited:-1])], dim=1)
 
 
 def beams(at: Setting) -> None:
     """The scores of both beams are what the oracle gives their tokens."""
-    ids = at.tiny.prompt(CONTEXT)
-    found, first, (shadow, cache) = generated(
-        at, ids, num_beams=2, num_return_sequences=2, do_sample=False
-    )
-    at.follow(shadow, cache)
-    new = found.sequences[:, CONTEXT:]
-    logits = torch.cat([first, shadow.logits(new[:, :-1])], dim=1).log_softmax(-1)
-    expected = logits.gather(-1, new[..., None])[..., 0].mean(dim=1)
+    ids, options = at.tiny.prompt(CONTEXT), {"num_return_sequences": 2, "do_sample": False}
+    found, new, logits = generated(at, ids, num_beams=2, **options)
+    expected = logits.log_softmax(-1).gather(-1, new[..., None])[..., 0].mean(dim=1)
     assert (found.sequences_scores.float() - expected).abs().max() <= at.tolerance
 
 
@@ -312,10 +330,7 @@ def sampled(at: Setting) -> None:
     """num_return_sequences: rows of one prompt that part after it."""
     torch.manual_seed(0)
     ids = at.tiny.prompt(CONTEXT)
-    found, first, (shadow, cache) = generated(at, ids, num_return_sequences=2, do_sample=True)
-    at.follow(shadow, cache)
-    new = found.sequences[:, CONTEXT:]
-    expected = torch.cat([first, shadow.logits(new[:, :-1])], dim=1)
+    found, _, expected = generated(at, ids, num_return_sequences=2, do_sample=True)
     at.near(torch.stack(found.logits, dim=1), expected)
 
 
@@ -371,10 +386,8 @@ class Noted(BaseStreamer):
 
 def streaming(at: Setting) -> None:
     ids, streamer = at.tiny.prompt(CONTEXT), Noted()
-    found, first, (shadow, cache) = generated(at, ids, streamer=streamer, do_sample=False)
+    found, _, expected = generated(at, ids, streamer=streamer, do_sample=False)
     assert streamer.tokens == [*found.sequences[0].tolist(), -1]
-    at.follow(shadow, cache)
-    expected = torch.cat([first, shadow.logits(found.sequences[:, CONTEXT:-1])], dim=1)
     at.near(torch.stack(found.logits, dim=1), expected)
 
 
@@ -401,6 +414,7 @@ ARRIVALS: dict[str, Callable[..., None]] = {
 FACTORS: dict[str, list[str]] = {
     "policy": policy_names(),
     "arrival": list(ARRIVALS),
+    "mode": ["early", "late", "bounded"],
     "family": ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"],
     "level": ["layer", "head"],
     "attention": ["sdpa", "eager", "flex_attention", "padding_only"],
@@ -418,8 +432,17 @@ def comparable(cell: Cell) -> bool:
 
 
 def scorer_of(cell: Cell) -> str:
-    """The scorers in turn: none of them may matter to what the oracle says."""
-    return SCORERS[sum(map(ord, "".join(cell))) % len(SCORERS)]
+    """The scorers of a mode in turn: none of them may matter to what the oracle says."""
+    scorers = scorers_of(cell[0], cell[2])
+    return scorers[sum(map(ord, "".join(cell))) % len(scorers)]
+
+
+@functools.cache
+def scorers_of(policy: str, mode: str) -> list[str]:
+    """Scorers with which a policy evicts in a mode: who waits by itself goes with others, too."""
+    kinds = {"early": (None,), "late": ("following", "repeat"), "bounded": ("following",)}[mode]
+    kinds += (None,) if policy in HOLDING else ()
+    return [name for name in SCORERS if LATER.get(name) in kinds]
 
 
 @functools.cache
@@ -446,18 +469,18 @@ def model_of(
 
 def refusal(cell: Cell) -> str | None:
     """What is said where a policy cannot do it: some see a whole prompt, or equal rows, only."""
-    scorer = scorer_of(cell)
-    policy, arrival, _, level, _, _, bits, sharing, _ = cell
+    policy, arrival, mode, _, level, _, _, bits, sharing, _ = cell
     if bits != "16_bits" and policy in READING:
         return "compares keys"
     if sharing == "shared" and policy not in RANKING:
         return "chooses for each layer on its own"
+    if sharing == "shared" and mode == "bounded":
+        return "which choose once"
     if arrival == "assisted":
         return None  # for every policy, see there
-    if scorer == "reconstruction" and arrival == "inputs_embeds":
+    if scorer_of(cell) == "reconstruction" and arrival == "inputs_embeds":
         return "came as inputs_embeds"
-    held = scorer in LATER or policy in HOLDING
-    if policy in COMBINING and "chunks" in arrival and not held:
+    if policy in COMBINING and "chunks" in arrival and mode == "early" and policy not in HOLDING:
         return "merges entries"
     uneven = level == "head" or arrival in ("left_padding", "different_lengths", "padded_chunks")
     if policy in READING and uneven:
@@ -467,10 +490,9 @@ def refusal(cell: Cell) -> str | None:
 
 def answers_as_the_oracle(tiny: ModuleType, cell: Cell, folder: Path) -> None:
     """The assertions of one cell."""
-    policy, arrival, family, level, attention, dtype, bits, sharing, _ = cell
+    policy, arrival, mode, family, level, attention, dtype, bits, sharing, _ = cell
     model, tolerance = model_of(tiny, family, attention, dtype, sharing)
-    scorer = scorer_of(cell)
-    at = Setting(tiny, model, tolerance, policy, scorer, level, bits, sharing)
+    at = Setting(tiny, model, tolerance, policy, mode, scorer_of(cell), level, bits, sharing)
     call = functools.partial(ARRIVALS[arrival], at)
     call = functools.partial(call, folder) if arrival == "saved" else call
     said = refusal(cell)

@@ -31,7 +31,7 @@ def test_a_cache_that_was_read_elsewhere(
     """The same bytes and entries on the other device, and the oracle's answers there."""
     first, second = (on_cpu, tiny) if to_device else (tiny, on_cpu)
     reads, asks = (
-        Setting(own, own.tiny_model(family), 1e-4, "score", "xkv", level, bits, "alone")
+        Setting(own, own.tiny_model(family), 1e-4, "score", "early", "xkv", level, bits, "alone")
         for own in (first, second)
     )
     cache, shadow = reads.prompted()

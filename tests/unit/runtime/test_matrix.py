@@ -1,7 +1,7 @@
-"""Every policy, in every arrival, on every model, against the oracle.
+"""Every policy, in every arrival, in every mode of eviction, against the oracle.
 
 `make test` runs a selection in which any two settings (a policy and an arrival, an arrival and a
-model, ...) meet at least once; `make test-matrix` the product of the three, each with every setting
+mode, ...) meet at least once; `make test-matrix` the product of the three, each with every setting
 of all else, or the whole, or as many as it is asked for.
 """
 
@@ -19,7 +19,6 @@ from cell_choice import (
     KERNEL_CALLS,
     OTHERS,
     PRODUCT,
-    all_cells,
     chosen_cells,
     covering_cells,
     impossible,
@@ -29,7 +28,14 @@ from cell_choice import (
     told,
 )
 from kernel_choice import WITH, WITHOUT, kernel_choice
-from runtime_cells import FACTORS, SCORERS, Cell, answers_as_the_oracle, comparable, scorer_of
+from runtime_cells import (
+    FACTORS,
+    Cell,
+    answers_as_the_oracle,
+    comparable,
+    scorer_of,
+    scorers_of,
+)
 
 from kvalloc.runtime.attention import cpu
 
@@ -66,7 +72,8 @@ def test_the_kernel_is_called_where_it_is_asked_for(tiny: ModuleType, tmp_path: 
     """A question after head-level budgets goes through it, and without it answers all the same."""
     if cpu.unavailable() is not None:
         pytest.skip(f"no kernel here: {cpu.unavailable()}")
-    settings = ("score", "question_of_5", "llama", "head", "sdpa", "float32", "16_bits", "alone")
+    what = ("score", "question_of_5", "early", "llama")
+    settings = (*what, "head", "sdpa", "float32", "16_bits", "alone")
     for name in FACTORS["kernel"]:
         with kernel_choice(name) as calls:
             answers_as_the_oracle(tiny, (*settings, name), tmp_path)
@@ -113,29 +120,41 @@ def test_the_product_leaves_nothing_out(product: list[Cell]) -> None:
 
 
 def test_what_is_impossible_is_known() -> None:
-    """Assisted generation; rows of different length with `mpcache`; cropping sliding layers."""
-    policies, families = FACTORS["policy"], FACTORS["family"]
+    """Assisted generation; chunks of what merges early; rows of different length with `mpcache`."""
+    policies, modes = FACTORS["policy"], FACTORS["mode"]
     uneven = ("left_padding", "different_lengths", "padded_chunks")
-    expected = set(itertools.product(policies, ["assisted"], families))
-    expected |= set(itertools.product(["mpcache"], uneven, families))
-    expected |= set(itertools.product(policies, ["crop"], ["gemma3"]))
+    chunks = ("chunks", "unannounced_chunks", "padded_chunks")
+    expected = set(itertools.product(policies, ["assisted"], modes))
+    expected |= set(itertools.product(["mpcache"], uneven, modes))
+    expected |= set(itertools.product(["compensate", "merge"], chunks, ["early"]))
     assert set(impossible()) == expected
 
 
 def test_in_the_product_settings_and_pairs_take_turns(product: list[Cell]) -> None:
-    """But bits: at fewer `mpcache` is refused, and each such refusal is one cell more."""
-    chosen = [(*cell[len(PRODUCT) :], scorer_of(cell)) for cell in product]
-    settings = [*(FACTORS[name] for name in OTHERS), SCORERS]
+    """But bits: at fewer `mpcache` is refused, and each such refusal is one cell more.
+
+    The scorers take turns within a mode; those that wait by nature count for policies that do so
+    anyway, too.
+    """
+    chosen = [cell[len(PRODUCT) :] for cell in product]
+    settings = [FACTORS[name] for name in OTHERS]
     for (i, one), (j, other) in itertools.combinations(enumerate(settings), 2):
         counts = collections.Counter((cell[i], cell[j]) for cell in chosen)
         met = [counts[pair] for pair in itertools.product(one, other)]
         assert 0 < max(met) < 1.7 * min(met), (i, j)
+    for policy, mode in (("score", "early"), ("score", "late"), ("attention_matching", "bounded")):
+        scorers = scorers_of(policy, mode)
+        counts = collections.Counter(
+            scorer_of(cell) for cell in product if (cell[0], cell[2]) == (policy, mode)
+        )
+        assert set(counts) == set(scorers)
+        assert max(counts.values()) < 1.7 * min(counts.values())
 
 
 def test_refusals_are_counted_and_named(product: list[Cell]) -> None:
     head, *lines, last = told(product)
     refused = [cell for cell in product if refused_as(cell) is not None]
-    assert f"{len(product):,} cells of 756 of 756" in head
+    assert f"{len(product):,} cells of 378 of 378" in head
     assert (
         f"{len(product) - len(refused):,} answered as the oracle, {len(refused):,} refused" in head
     )
@@ -158,7 +177,7 @@ def test_cells_are_counted_by_what_read_their_entries() -> None:
 
 def test_shards_are_the_whole() -> None:
     def asked(shard: str | None) -> list[Cell]:
-        return chosen_cells({"--matrix-shard": shard, "--whole-matrix": True}.get)
+        return chosen_cells({"--matrix-shard": shard, "--matrix-product": True}.get)
 
     shards = [asked(f"{place}/7") for place in range(1, 8)]
-    assert sorted(itertools.chain(*shards)) == sorted(asked(None)) == sorted(all_cells())
+    assert sorted(itertools.chain(*shards)) == sorted(asked(None)) == sorted(product_cells())
