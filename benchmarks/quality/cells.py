@@ -1,9 +1,11 @@
-"""Measure cells: one method on one held-out prompt at one share of its entries.
+"""Measure cells: every method on the same held-out prompts, at the same bytes of a 16-bit cache.
 
-    .venv-kvpress/bin/python benchmarks/quality/cells.py --profiles NAME NAME -o cells.jsonl
+    .venv-kvpress/bin/python benchmarks/quality/cells.py --shares 20 10 --samples 4
 
-Runs in the environment with kvpress, peers and kvalloc's profiles side by side in one process.
-Every cell is a line of the output; cells that stand there already are not measured again.
+Runs in the environment with kvpress, peers and kvalloc side by side in one process. A cell is a
+kind of prompts; each has a file of its own, a line for each prompt and method. It can be stopped
+at any time: what stands there is not measured again. Several processes share the work where each
+is given other ``--cells``.
 """
 
 from __future__ import annotations
@@ -14,246 +16,212 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quality.digests import digest_of_case
-from quality.tables import HELD_OUT, SEED, read_rows
+from quality.tables import HELD_OUT, POSITIONS, SEED, cell_file, read_rows
 
 import kvalloc
-from kvalloc.evaluate.kl import divergence
-from kvalloc.evaluate.methods import CacheMethod, answer_greedily
-from kvalloc.evaluate.scoring import read_turns
-from kvalloc.interop.kvpress import KvpressMethod, PeerName, read_peer_name
-from kvalloc.models.loading import load_model
+from kvalloc.accounting.costs import stored_bytes
+from kvalloc.errors import KVAllocError
+from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache, rounded_cache
+from kvalloc.evaluate.scoring import Outcome, measure
+from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
+from kvalloc.interop.kvpress import KvpressMethod, read_peer_name
+from kvalloc.models.loading import load_model, shape_of
+from kvalloc.prompts.cases import Case
 from kvalloc.prompts.tasks import TASKS
 
 PEERS = (
-    *("SnapKV", "PyramidKV", "StreamingLLM", "TOVA", "ExpectedAttention", "KeyDiff"),
-    *("CriticalKV(SnapKV)", "AdaKV(SnapKV)", "CriticalAdaKV(SnapKV)"),
-    *("AdaKV(ExpectedAttention)", "KVzip"),
+    *("KVzip", "SnapKV", "CriticalKV(SnapKV)", "TOVA", "ExpectedAttention", "PyramidKV"),
+    *("StreamingLLM", "KeyDiff", "AdaKV(SnapKV)", "CriticalAdaKV(SnapKV)"),
+    "AdaKV(ExpectedAttention)",
 )
-TASK_NAMES = ("needle", "pairs", "labels", "kl", "code")
-ASKING = ("needle", "pairs", "labels")
-"""Tasks whose answers are held against the right ones; of the others the loss counts."""
-AFTER = ("needle", "pairs")
-"""Tasks that are also asked after the compression (context only)."""
-SHARES = (0.5, 0.2, 0.1)
-AFTER_SHARES = (0.4, 0.2)
-AFTER_PEERS = ("SnapKV", "CriticalAdaKV(SnapKV)", "KVzip")
-"""Context only is asked of fewer."""
+ROUNDED = ("KVzip", "SnapKV", "CriticalKV(SnapKV)")
+"""Presses that are also rounded to 8 and 4 bits, with as many more entries."""
+PLAIN = (8, 4)
+CELLS: dict[str, tuple[str, dict[str, bool]]] = {
+    "text": ("kl", {}),
+    "own-answer": ("own", {}),
+    "facts-inside": ("facts", {}),
+    "facts-after": ("facts", {"after": True}),
+    "facts-second-turn": ("facts", {"opened": True}),
+}
+"""Task of each cell, and where its question stands."""
+OF = 12
+"""Prompts that are drawn at once; their order goes to and fro over the depths of the needles."""
+ORDER = sorted(range(OF), key=lambda number: 5 * number % OF)
+MOST_KEPT = 0.98
+"""A press that keeps more is plain rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """A held-out prompt: where it stands in its task, and its case."""
+class Named:
+    """A method by its name and the share of a 16-bit cache's bytes that it is asked for."""
 
-    task: str
-    after: bool
-    number: int
-    context: int
-    split: str
-    seed: int
-    case: Any
-
-    @property
-    def digest(self) -> str:
-        return digest_of_case(self.case)
+    name: str
+    share: float | None
+    method: Any
 
 
 def main() -> int:
     asked = parse_arguments()
-    loaded = load_model("demo")
-    profiles = {
-        after: [profile_of(name) for name in names]
-        for after, names in ((False, asked.profiles), (True, asked.after_profiles))
-    }
-    done = {key_of(row) for row in read_rows(asked.output)}
+    loaded = load_model(asked.model)
+    methods = [
+        one for one in methods_of(loaded, asked) if not asked.methods or label(one) in asked.methods
+    ]
     until = time.monotonic() + asked.seconds
-    with asked.output.open("a", encoding="utf-8") as out:
-        for prompt in prompts(loaded.tokenizer, asked):
-            methods = dict(methods_for(loaded, profiles[prompt.after], prompt, asked))
-            for row in measured(loaded, prompt, methods, done):
-                out.write(json.dumps(row) + "\n")
-                out.flush()
-            if time.monotonic() > until:
-                print(f"stopped after {asked.seconds:.0f} s; run again to go on", file=sys.stderr)
-                return 3
+    for number in ORDER[: asked.samples]:
+        for cell in asked.cells:
+            for row in measured(loaded, cell, number, methods, asked):
+                file = cell_file(loaded.model_id, cell)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps(row) + "\n")
+                if time.monotonic() > until:
+                    print(f"stopped after {asked.seconds:.0f} s; run again to go on")
+                    return 3
     return 0
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="quality cells on held-out prompts")
-    parser.add_argument("--profiles", nargs="*", default=[], help="budget profiles, one a share")
-    parser.add_argument("--after-profiles", nargs="*", default=[], help="the same, context only")
-    parser.add_argument("--tasks", nargs="*", default=list(TASK_NAMES))
-    parser.add_argument("--after", nargs="*", default=list(AFTER), help="asked after, too")
-    parser.add_argument("--peers", nargs="*", default=list(PEERS))
-    parser.add_argument("--after-peers", nargs="*", default=list(AFTER_PEERS))
-    parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
-    parser.add_argument("--after-shares", nargs="*", type=float, default=list(AFTER_SHARES))
-    parser.add_argument("--prompts", type=int, default=2, help="of each task")
-    parser.add_argument("--of", type=int, default=6, help="prompts that are drawn at once")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--shares", nargs="+", type=float, default=[50, 20, 10], help="percent")
+    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=list(CELLS))
+    parser.add_argument("--methods", nargs="*", help="only these, by the names of the tables")
+    parser.add_argument("--samples", type=int, default=OF, help=f"prompts a cell, at most {OF}")
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=SEED, help="of the prompts")
-    parser.add_argument("--split", default=HELD_OUT, help="held-out, or development")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no prompt after these")
-    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--answers", action="store_true", help="each cache answers facts itself")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after these")
     return parser.parse_args()
 
 
-def profile_of(name: str) -> tuple[str, Any]:
-    """A budget profile, called by its name and a digest: a changed one is measured again."""
-    profile = kvalloc.load_profile(name)
-    return f"{Path(name).stem}#{digest_of(profile)}", profile
+def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
+    """kvalloc's first, then those that many would pick, then the other presses."""
+    model, shares = loaded.model, [share / 100 for share in asked.shares]
+    for share in shares:
+        applied = AppliedMethod(options={"budget": f"{share:.0%}"})
+        yield Named(name="default", share=share, method=applied)
+    for bits in PLAIN:
+        yield Named(name=f"{bits} bits", share=None, method=rounded_cache(model, bits))
+    peers = [(name, 16) for name in PEERS[:2]]
+    peers += [(name, bits) for bits in PLAIN[::-1] for name in ROUNDED]
+    yield from (one for press in peers for one in presses(loaded, *press, shares))
+    for name in shipped_profiles():
+        profile = load_profile(name)
+        half = profile.replace(shape=replace(profile.shape, dtype_bytes=2))
+        share = half.retained_bytes / half.full_bytes
+        near = min(shares, key=lambda one: abs(one - share))
+        if abs(near - share) <= 0.1 * (near > 0.3) + 0.02 and fits(profile, model):
+            make = CacheMethod(make_cache=lambda one=profile: one.cache(model))
+            digest = digest_of(profile)
+            short = name.removeprefix(f"{profile.shape.model_id.split('/')[-1].lower()}-")
+            yield Named(name=f"{short}#{digest}", share=near, method=make)
+    yield from (one for name in PEERS[2:] for one in presses(loaded, name, 16, shares))
+
+
+def presses(loaded: Any, name: str, bits: int, shares: list[float]) -> Iterator[Named]:
+    """A press at so many entries as take these shares of the bytes."""
+    half = replace(shape_of(loaded.model), dtype_bytes=2)
+    each = float(stored_bytes(1024, bits, half) / stored_bytes(1024, 16, half))
+    for share in shares:
+        if share / each > MOST_KEPT:
+            continue
+        peer = replace(read_peer_name(f"kvpress:{name}"), share=share / each, bits=bits)
+        yield Named(
+            name=name if bits == 16 else f"{name} at {bits} bits",
+            share=share,
+            method=KvpressMethod(name=peer, tokenizer_path=loaded.tokenizer.name_or_path),
+        )
+
+
+def fits(profile: Any, model: Any) -> bool:
+    """Whether a shipped profile is of the model."""
+    try:
+        profile.cache(model)
+    except KVAllocError:
+        return False
+    return True
+
+
+def label(one: Named) -> str:
+    return one.name.partition("#")[0]
 
 
 def digest_of(profile: Any) -> str:
-    """Of the budgets, policies and their weights, whatever else a profile says."""
-    units = None if profile.unit_policies is None else profile.unit_policies.tolist()
+    """Of the budgets, bits, policies and their weights, whatever else a profile says."""
     records = [policy.record() for policy in profile.policies]
     records = [{k: v for k, v in one.items() if v or k != "label"} for one in records]
-    weights = [] if profile.unit_weights is None else [profile.unit_weights.tolist()]
-    decided = json.dumps([profile.budgets.tolist(), units, records, *weights], sort_keys=True)
+    arrays = (profile.budgets, profile.unit_policies, profile.unit_weights, profile.bits)
+    decided = json.dumps([records, *(None if one is None else one.tolist() for one in arrays)])
     return hashlib.sha256(decided.encode()).hexdigest()[:8]
 
 
-def prompts(tokenizer: Any, asked: argparse.Namespace) -> Iterator[Prompt]:
-    """Held-out prompts, the first of every task, then the second, ..."""
-    wanted = [(name, False) for name in asked.tasks] + [(name, True) for name in asked.after]
-    made = {
-        (name, after): TASKS[name].make(
-            tokenizer,
-            max(asked.of, asked.prompts),
-            asked.context,
-            seed=asked.seed,
-            split=asked.split,
-            after=after,
-        )
-        for name, after in wanted
-    }
-    for number in range(asked.prompts):
-        for (name, after), cases in made.items():
-            yield Prompt(
-                task=name,
-                after=after,
-                number=number,
-                context=asked.context,
-                split=asked.split,
-                seed=asked.seed,
-                case=cases[number],
-            )
-
-
-def methods_for(
-    loaded: Any, profiles: list[tuple[str, Any]], prompt: Prompt, asked: argparse.Namespace
-) -> Iterator[tuple[tuple[str, float], Any]]:
-    """Methods by name and share."""
-    for share in asked.after_shares if prompt.after else asked.shares:
-        for peer in asked.after_peers if prompt.after else asked.peers:
-            name = read_peer_name(f"kvpress:{peer}")
-            yield (
-                (peer, share),
-                KvpressMethod(
-                    name=PeerName(press=name.press, inner=name.inner, share=share),
-                    tokenizer_path=loaded.tokenizer.name_or_path,
-                ),
-            )
-    for name, profile in profiles:
-        share = profile.retained_tokens / (profile.budgets.size * profile.context_tokens)
-        make = CacheMethod(make_cache=lambda one=profile: one.cache(loaded.model))
-        yield (name, round(share, 3)), make
-
-
 def measured(
-    loaded: Any, prompt: Prompt, methods: dict[tuple[str, float], Any], done: set[Any]
+    loaded: Any, cell: str, number: int, methods: list[Named], asked: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    missing = {
-        key: method
-        for key, method in methods.items()
-        if (prompt.task, prompt.after, prompt.digest, *key) not in done
-    }
+    """What one prompt's cells lack, a row a method; the full cache's with the first."""
+    case = prompts(loaded.tokenizer, cell, asked.context, asked.seed)[number]
+    known = {"cell": cell, "number": number, "context": asked.context, "seed": asked.seed}
+    known["digest"] = digest_of_case(case)
+    rows = read_rows(cell_file(loaded.model_id, cell))
+    done = {key_of(row) for row in rows if row["digest"] == known["digest"]}
+    missing = [one for one in methods if (one.name, one.share) not in done]
     if not missing:
         return
-    full = CacheMethod(make_cache=lambda: DynamicCache(config=loaded.model.config))
-    compressed = full.compress(loaded.model, prompt.case.input_ids)
-    full_bytes = compressed.stored_bytes
-    yardstick = read_turns(compressed, loaded.tokenizer, prompt.case)
-    if (prompt.task, prompt.after, prompt.digest, "full", 1.0) not in done:
-        yield row_of(
-            prompt, ("full", 1.0), 0.0, 1.0, score_of(prompt, yardstick[0].answer.text), 1.0, 1.0
-        )
-    for key, method in missing.items():
-        reduced = method.compress(loaded.model, prompt.case.input_ids)
-        kept, stored = reduced.kept_bytes / full_bytes, reduced.stored_bytes / full_bytes
-        kl, agree, score = judged(loaded, prompt, reduced, yardstick[0])
-        yield row_of(prompt, key, kl, agree, score, kept, stored)
+    full = measure(loaded.model, loaded.tokenizer, full_cache(loaded.model), case)
+    if ("full", None) not in done:
+        yield {**known, "method": "full", "share": None, **row_of(full.outcome)}
+    answers = asked.answers and cell.startswith("facts")
+    for one in missing:
+        begun = time.monotonic()
+        try:
+            found = measure(
+                loaded.model, loaded.tokenizer, one.method, case, full, answers=answers
+            ).outcome
+        except KVAllocError as error:
+            print(f"{cell}, prompt {number}, {one.name}: {error}", file=sys.stderr)
+            continue
+        seconds = round(time.monotonic() - begun, 2)
+        print(f"{cell} {number}: {one.name} {one.share}, KL {found.kl}, {seconds} s", flush=True)
+        yield {**known, "method": one.name, "share": one.share, **row_of(found)}
 
 
-def judged(
-    loaded: Any, prompt: Prompt, reduced: Any, right: Any
-) -> tuple[float, float, float | None]:
-    """Loss, agreement and the answer's score.
-
-    Where every token of the full cache's answer is also this cache's first choice, the greedy
-    answer is that answer, and it need not be decoded again.
-    """
-    question = prompt.case.turns[0].question_ids
-    asks = prompt.task in ASKING
-    spare = reduced.fork() if asks else None
-    n_predicted = len(right.continuation_ids) - (0 if question else 1)
-    found = divergence(
-        right.logits, reduced.feed(question, right.continuation_ids[:-1], last=n_predicted)
-    )
-    if spare is None:
-        return found.kl, found.top1_agreement, None
-    if found.top1_agreement == 1.0:
-        return found.kl, 1.0, score_of(prompt, right.answer.text)
-    turn = prompt.case.turns[0]
-    answer = answer_greedily(spare, loaded.tokenizer, question, turn.max_new_tokens)
-    return found.kl, found.top1_agreement, score_of(prompt, answer.text)
+@cache
+def prompts(tokenizer: Any, cell: str, context: int, seed: int) -> list[Case]:
+    """The held-out prompts of a cell."""
+    task, where = CELLS[cell]
+    return TASKS[task].make(tokenizer, OF, context, seed=seed, split=HELD_OUT, **where)
 
 
-def score_of(prompt: Prompt, answer: str) -> float | None:
-    return prompt.case.turns[0].score(answer) if prompt.task in ASKING else None
-
-
-def row_of(
-    prompt: Prompt,
-    key: tuple[str, float],
-    kl: float,
-    agree: float,
-    score: float | None,
-    kept: float,
-    stored: float,
-) -> dict[str, Any]:
-    method, share = key
+def row_of(outcome: Outcome) -> dict[str, Any]:
+    """What a cell keeps: KL by position with the numbers of tokens, bytes, right answers."""
+    (kls,) = outcome.kls
+    pieces = {}
+    for name, piece in POSITIONS.items():
+        some = [kl for kl in kls[piece] if kl is not None]
+        pieces[name] = [float(f"{sum(some) / len(some):.6g}"), len(some)] if some else [None, 0]
     return {
-        "task": prompt.task,
-        "after": prompt.after,
-        "number": prompt.number,
-        "context": prompt.context,
-        "split": prompt.split,
-        "seed": prompt.seed,
-        "digest": prompt.digest,
-        "method": method,
-        "share": share,
-        "kl": kl,
-        "agree": agree,
-        "score": score,
-        "kept": kept,
-        "stored": stored,
+        "bytes": round(outcome.bytes_at_16_bits / outcome.full_bytes_at_16_bits, 5),
+        "kl": pieces,
+        "exact": kls.count(None),
+        "agree": outcome.top1_agreement,
+        "score": outcome.score,
+        "prefill_seconds": round(outcome.prefill_seconds, 3),
     }
 
 
-def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["task"], row["after"], row["digest"], row["method"], row["share"]
+def key_of(row: dict[str, Any]) -> tuple[str, float | None]:
+    return row["method"], row["share"]
 
 
 if __name__ == "__main__":
+    print(f"kvalloc {kvalloc.__version__}", file=sys.stderr)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Tables of quality cells: kept share x method, and what of the best peer's loss is left."""
+"""Tables of quality cells: KL by position of every method, and what of the best peer's is left."""
 
 from __future__ import annotations
 
@@ -12,189 +12,44 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray
+from kvalloc.prompts.cases import POSITIONS
 from kvalloc.prompts.intervals import resampled_means
 
 Row = Mapping[str, Any]
 
-CELLS_FILE = Path(__file__).resolve().parent / "cells.jsonl"
+CELLS_FOLDER = Path(__file__).resolve().parent / "cells"
 HELD_OUT = "held-out"
-SEED, FIRST_SEED = 8, 7
-"""Of the held-out prompts: now, and of cells that do not say. A fresh one whenever a method was
-changed after cells had been seen."""
-OURS = "kvalloc"
-OURS_FIXED = "kvalloc, fixed budgets"
-FIXED = "-fixed-"
-"""In the name of a profile whose budgets do not follow the prompt; it competes with nobody."""
-LEAST_KL = 1e-6
-"""Below it a loss is nought: a ratio of two of them says nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Cells of one share and mode, all methods on the same prompts.
-
-    Attributes
-    ----------
-    share : float
-    methods : tuple of str
-        Peers, then ``kvalloc``.
-    values : dict of str to ndarray of float64, (n_methods, n_prompts)
-        By task.
-    """
-
-    share: float
-    methods: tuple[str, ...]
-    values: dict[str, FloatArray]
-
-    @property
-    def n_prompts(self) -> int:
-        return sum(values.shape[1] for values in self.values.values())
-
-    def means(self) -> FloatArray:
-        """Mean over the prompts, ``(n_methods, n_tasks)``."""
-        return np.stack([values.mean(axis=1) for values in self.values.values()], axis=1)
+SEED = 9
+"""Of the held-out prompts. A fresh one whenever a method was changed after cells had been seen."""
+DEFAULT = "default"
+LEAST_KL = 0.001
+"""Nats below which two losses count as equal."""
+SPARE_BYTES = 1.1
+"""A method is compared at a share of the bytes if it takes at most so many times these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """kvalloc's loss over that of the best peer in each cell, and its 95% interval."""
+    """A method's loss over that of the best peer, and its 95% interval."""
 
     ratio: float
     low: float | None
     high: float | None
+    n_prompts: int
+    peer: str
 
     def __str__(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.ratio:.2f} [no interval from one prompt]"
-        return f"{self.ratio:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-    def reaches(self, limit: float) -> bool | None:
-        """Whether it is at most the limit and surely below 1; None where that cannot be said."""
-        if self.ratio > limit:
-            return False
-        return None if self.high is None else self.high < 1
+        ends = "no interval" if self.low is None else f"{self.low:.2f}..{self.high:.2f}"
+        return f"{self.ratio:.2f} [{ends}] of {self.peer}, {self.n_prompts} prompts"
 
 
-def grid_of(
-    rows: Sequence[Row], share: float, *, after: bool, context: int, field: str = "kl"
-) -> Grid | None:
-    """Cells of a share, of the prompts that every method has been put to; None without any."""
-    wanted = [
-        row
-        for row in rows
-        if row["after"] == after
-        and row["context"] == context
-        and row["method"] != "full"
-        and abs(row["share"] - share) < 0.006
-        and row[field] is not None
-    ]
-    methods = ordered({method_of(row) for row in wanted})
-    by_prompt: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for row in wanted:
-        by_prompt[row["task"], row["digest"]][method_of(row)] = float(row[field])
-    values: dict[str, list[list[float]]] = defaultdict(list)
-    for (task, _), found in by_prompt.items():
-        if len(found) == len(methods):
-            values[task].append([found[method] for method in methods])
-    if not values:
-        return None
-    return Grid(
-        share=share,
-        methods=methods,
-        values={task: np.array(cells).T for task, cells in values.items()},
-    )
+def cell_file(model_id: str, cell: str) -> Path:
+    """Where the rows of a model's cell stand."""
+    name = model_id.split("/")[-1].lower().removesuffix(".gguf")
+    return CELLS_FOLDER / name / f"{cell}.jsonl"
 
 
-def method_of(row: Row) -> str:
-    """kvalloc's profiles are one method, but for those of fixed budgets."""
-    if "#" not in row["method"]:
-        return str(row["method"])
-    return OURS_FIXED if FIXED in row["method"] else OURS
-
-
-def ordered(methods: set[str]) -> tuple[str, ...]:
-    own = (OURS_FIXED, OURS)
-    return (*sorted(methods - {*own}), *(name for name in own if name in methods))
-
-
-def of_seed(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Cells of the prompts that were drawn with a seed."""
-    return [row for row in rows if row.get("seed", FIRST_SEED) == seed]
-
-
-def without(grid: Grid, method: str) -> Grid:
-    """The same without one method."""
-    kept = [place for place, name in enumerate(grid.methods) if name != method]
-    return Grid(
-        share=grid.share,
-        methods=tuple(grid.methods[place] for place in kept),
-        values={task: values[kept] for task, values in grid.values.items()},
-    )
-
-
-def against_best(grid: Grid, *, seed: int = 0) -> tuple[Ratio, dict[str, Ratio]]:
-    """The ratio over the mean of the tasks, and in each task.
-
-    In every resample the best peer of each task is chosen anew, which favours the peers.
-    """
-    own = np.array([method == OURS for method in grid.methods])
-    peers = ~own & np.array([method != OURS_FIXED for method in grid.methods])
-    ours: dict[str, FloatArray] = {}
-    best: dict[str, FloatArray] = {}
-    drawn = resampled_means([values.T for values in grid.values.values()], seed=seed)
-    for (task, values), resamples in zip(grid.values.items(), drawn, strict=True):
-        means = np.concatenate([values.mean(axis=1)[None], resamples]).T
-        ours[task] = np.maximum(means[own][0], LEAST_KL)
-        best[task] = np.maximum(means[peers].min(axis=0), LEAST_KL)
-    tasks = list(grid.values)
-    whole = sum(ours[task] for task in tasks) / sum(best[task] for task in tasks)
-    counts = {task: values.shape[1] for task, values in grid.values.items()}
-    return ratio_of(np.asarray(whole), min(counts.values())), {
-        task: ratio_of(ours[task] / best[task], counts[task]) for task in tasks
-    }
-
-
-def ratio_of(values: FloatArray, n_prompts: int) -> Ratio:
-    """The first is the estimate, the others its resamples; one prompt gives no interval."""
-    if n_prompts < 2:
-        return Ratio(ratio=float(values[0]), low=None, high=None)
-    low, high = np.quantile(values[1:], (0.025, 0.975))
-    return Ratio(ratio=float(values[0]), low=float(low), high=float(high))
-
-
-def task_table(grid: Grid, *, form: str = ".4f") -> list[str]:
-    """Methods x tasks at one share, the best of each column marked."""
-    means = grid.means()
-    columns = [*grid.values, "mean"]
-    table = np.column_stack([means, means.mean(axis=1)])
-    lines = [f"{'':26s}" + "".join(f"{name:>10s}" for name in columns)]
-    best = table.min(axis=0)
-    for method, numbers in zip(grid.methods, table, strict=True):
-        cells = "".join(
-            f"{format(number, form) + ('*' if number == least else ' '):>10s}"
-            for number, least in zip(numbers, best, strict=True)
-        )
-        lines.append(f"{method:26s}{cells}")
-    return lines
-
-
-def share_table(grids: Sequence[Grid], *, form: str = ".1%") -> list[str]:
-    """Kept share x method, the mean over the tasks: the shape of XKV's Figure 12."""
-    methods = ordered({method for grid in grids for method in grid.methods})
-    lines = [f"{'':26s}" + "".join(f"{grid.share:>10.0%}" for grid in grids)]
-    for method in methods:
-        cells = ""
-        for grid in grids:
-            if method in grid.methods:
-                mean = grid.means().mean(axis=1)[grid.methods.index(method)]
-                cells += f"{format(mean, form):>10s}"
-            else:
-                cells += f"{'-':>10s}"
-        lines.append(f"{method:26s}{cells}")
-    return lines
-
-
-def read_rows(path: Path = CELLS_FILE) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a file of cells; a line that a kill left half-written is passed over."""
     if not path.exists():
         return []
@@ -207,24 +62,156 @@ def read_rows(path: Path = CELLS_FILE) -> list[dict[str, Any]]:
     return rows
 
 
-def current(rows: Sequence[Row], *, split: str = HELD_OUT) -> list[dict[str, Any]]:
-    """Those of a split, without the cells of profiles that have changed since."""
-    rows = [row for row in rows if row.get("split", HELD_OUT) == split]
-    newest = {row["method"].split("#")[0]: row["method"] for row in rows if "#" in row["method"]}
+def current(rows: Sequence[Row]) -> list[Row]:
+    """Without the rows of profiles, and of prompts, that have changed since."""
+    newest = {name_of(row): row["method"] for row in rows}
+    prompts = {(row["cell"], row["seed"], row["number"]): row["digest"] for row in rows}
     return [
-        dict(row) for row in rows if row["method"] in newest.values() or "#" not in row["method"]
+        row
+        for row in rows
+        if newest[name_of(row)] == row["method"]
+        and prompts[row["cell"], row["seed"], row["number"]] == row["digest"]
     ]
 
 
-def split_loss(
-    rows: Sequence[Row], digest: str, *, split: str, context: int
-) -> tuple[float, int] | None:
-    """Mean over the tasks of what a profile lost on all prompts of a split, and of how many."""
-    by_task: dict[str, list[float]] = defaultdict(list)
-    for row in current(rows, split=split):
-        own = row["method"].endswith(f"#{digest}")
-        if own and not row["after"] and row["context"] == context:
-            by_task[row["task"]].append(row["kl"])
-    means = [sum(losses) / len(losses) for losses in by_task.values()]
-    count = sum(len(losses) for losses in by_task.values())
-    return (sum(means) / len(means), count) if means else None
+def name_of(row: Row) -> str:
+    """The method without the digest of a profile."""
+    return str(row["method"]).partition("#")[0]
+
+
+def is_ours(row: Row) -> bool:
+    return row["method"] == DEFAULT or "#" in row["method"]
+
+
+def at_share(rows: Sequence[Row], share: float) -> list[Row]:
+    """Those asked for a share of the bytes, and those that take what they take and fit into it."""
+    return [
+        row
+        for row in rows
+        if row["method"] != "full"
+        and (
+            row["share"] == share
+            if row["share"] is not None
+            else row["bytes"] <= SPARE_BYTES * share
+        )
+    ]
+
+
+def mean_kl(row: Row) -> float | None:
+    """Of the tokens after the eviction, nats; None where there are none."""
+    return weighed(row, [count for _, count in row["kl"].values()])
+
+
+def weighed(row: Row, counts: Sequence[int]) -> float | None:
+    """Mean over the positions' pieces, each as often as `counts` say."""
+    total = sum(counts)
+    kls = [kl for kl, _ in row["kl"].values()]
+    if not total:
+        return None
+    return sum(kl * count for kl, count in zip(kls, counts, strict=True) if count) / total
+
+
+def shared_kl(rows: Sequence[Row]) -> list[float | None]:
+    """Mean KL of each row over the tokens that all of them predicted after their eviction."""
+    counts = np.array([[count for _, count in row["kl"].values()] for row in rows])
+    return [weighed(row, counts.min(axis=0).tolist()) for row in rows]
+
+
+def by_method(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Row]]]:
+    """Method, cell and prompt's digest of each row; methods in the order in which they came."""
+    found: dict[str, dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        found[name_of(row)][row["cell"]][row["digest"]] = row
+    return found
+
+
+def position_table(rows: Sequence[Row], cells: Sequence[str]) -> list[str]:
+    """Methods x cells: KL by position, the bytes, the exact tokens, and prompts."""
+    lines = [
+        f"{'':28s}{'bytes':>7s}{'exact':>6s}{'prompts':>8s}"
+        + "".join(f"{cell:>20s}" for cell in cells)
+        + f"{'mean':>8s}"
+    ]
+    for method, found in by_method(rows).items():
+        some = [row for own in found.values() for row in own.values()]
+        counts = sorted({len(found[cell]) for cell in cells})
+        numbers = [mean_of([mean_kl(row) for row in found[cell].values()]) for cell in cells]
+        whole = mean_of(numbers) if None not in numbers else None
+        lines.append(
+            f"{method:28s}{np.mean([row['bytes'] for row in some]):>7.1%}"
+            f"{np.mean([row['exact'] for row in some]):>6.0f}"
+            f"{counts[0] if len(counts) == 1 else f'{counts[0]}-{counts[-1]}':>8}"
+            + "".join(f"{pieces(list(found[cell].values())):>20s}" for cell in cells)
+            + f"{shown(whole):>8s}"
+        )
+    return lines
+
+
+def pieces(rows: Sequence[Row]) -> str:
+    """KL at positions 0-15 / 16-63 / 64-, means over prompts; - where all was exact or ended."""
+    means = (mean_of([row["kl"][name][0] for row in rows]) for name in POSITIONS)
+    return "/".join(map(shown, means))
+
+
+def shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}".replace("0.", ".", 1)
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def against_best(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> dict[str, Ratio]:
+    """The ratio in each cell, and over the mean of the cells under ``mean``.
+
+    On the prompts that a method and all peers were put to, and the tokens that all predicted after
+    their evictions. In every resample the best peer of each cell is chosen anew, which favours the
+    peers. Losses below `LEAST_KL` count as that.
+    """
+    methods = by_method(rows)
+    peers = [name for name, own in methods.items() if not is_ours(_any(own))]
+    found: dict[str, Ratio] = {}
+    ours, best, counts = [], [], []
+    for cell in cells:
+        names = [mine, *(peer for peer in peers if methods[peer][cell])]
+        shared = set.intersection(*(set(methods[name][cell]) for name in names))
+        values = [shared_kl([methods[name][cell][prompt] for name in names]) for prompt in shared]
+        kls = np.array([row for row in values if None not in row], dtype=np.float64)
+        if len(names) < 2 or not len(kls):
+            continue
+        (drawn,) = resampled_means([kls])
+        means = np.maximum(np.concatenate([kls.mean(axis=0)[None], drawn]), LEAST_KL)
+        ours.append(means[:, 0])
+        best.append(means[:, 1:].min(axis=1))
+        counts.append(len(kls))
+        peer = names[1 + int(means[0, 1:].argmin())]
+        found[cell] = ratio_of(ours[-1] / best[-1], len(kls), peer)
+    if ours:
+        whole = np.sum(ours, axis=0) / np.sum(best, axis=0)
+        found["mean"] = ratio_of(whole, min(counts), "the best peer of each cell")
+    return found
+
+
+def ratio_of(values: FloatArray, n_prompts: int, peer: str) -> Ratio:
+    """The first is the estimate, the others its resamples; one prompt gives no interval."""
+    low, high = np.quantile(values[1:], (0.025, 0.975)) if n_prompts > 1 else (None, None)
+    return Ratio(ratio=float(values[0]), low=low, high=high, n_prompts=n_prompts, peer=peer)
+
+
+def answer_table(rows: Sequence[Row], cells: Sequence[str]) -> list[str]:
+    """Share of the facts that each method's own answers hold, beside the full cache's."""
+    lines = []
+    for method, found in by_method(rows).items():
+        scores = [
+            [row["score"] for row in found[cell].values() if row["score"] is not None]
+            for cell in cells
+        ]
+        if any(scores):
+            means = (f"{np.mean(some):.0%} of {len(some)}" if some else "-" for some in scores)
+            lines.append(f"{method:28s}" + "".join(f"{mean:>20s}" for mean in means))
+    return lines
+
+
+def _any(found: Mapping[str, Mapping[str, Row]]) -> Row:
+    return next(row for own in found.values() for row in own.values())

@@ -12,7 +12,8 @@ from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, size, wants_json
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
-from kvalloc.units import Option, parse_fraction
+from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, POSITIONS
+from kvalloc.units import Option, parse_bits, parse_fraction
 
 if TYPE_CHECKING:
     from kvalloc.evaluate.caches import MakeCache
@@ -28,6 +29,7 @@ EXAMPLES = """\
   kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
   kvalloc eval demo --profile p.json --adapt 0.25 --target-retention 0.9
   kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
+  kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question after
 """
 
 CACHES, PROMPTS, RESULTS = "What is compared", "On which prompts", "Results"
@@ -40,10 +42,14 @@ class EvalOptions(TypedDict, total=False):
     ----------
     profile : sequence of str
         A budget profile, or the name of a shipped one.
+    budget : str
+        Also what ``kvalloc.apply(model, budget=...)`` does at this share of the bytes.
+    plain_bits : str
+        Also everything kept at fewer bits: 8, 4 or both with a comma.
     peer : sequence of str
         A press of kvpress on the same prompts, at the profiles' share of entries or at one of its
-        own: kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%. Needs an environment with
-        kvpress: 'make peers'.
+        own: kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%, and rounded by kvalloc's way
+        of storing: kvpress:KVzip@71%@4bits. Needs an environment with kvpress: 'make peers'.
     adapt : float
         Every profile also with budgets that each prompt moves by at most this share, at the same
         total.
@@ -52,18 +58,21 @@ class EvalOptions(TypedDict, total=False):
     allow_other_model : bool
         Accept profiles of a model of the same sizes.
     tasks : str, default needle,kl
-        Several with commas: needle, needle-keys, pairs, tracking, common-words, frequent-words,
-        labels, qa, quote, code, kl, perplexity.
+        Several with commas: needle, needle-keys, facts, pairs, tracking, common-words,
+        frequent-words, labels, qa, quote, own, code, kl.
     prompts : Path
         Your own prompts as a task of its own: LongBench's fields, or 'prompt' with 'answer' or
         'answers'.
     metric : str
         Of `prompts`, instead of the dataset's own: contains, all, exact, f1, rouge-l,
         classification, edit, retrieval, count.
-    question : {"inside", "after"}, default "inside"
-        Whether the question is part of what is compressed, or comes after.
+    question : {"inside", "after", "second-turn"}, default "inside"
+        Whether the question is part of what is compressed, comes after, or only when another one
+        has been answered.
     turns : int, default 1
         Questions about each prompt.
+    answer_tokens : int, default 128
+        Longest answer in the model's own words, and tokens of running text that follow a prompt.
     split : {"development", "held-out"}, default "development"
         Whose texts and words; held-out ones are for the final word only.
     samples : int, default 6
@@ -79,6 +88,8 @@ class EvalOptions(TypedDict, total=False):
     """
 
     profile: Annotated[Sequence[str] | None, Option("P.json", CACHES)]
+    budget: Annotated[str | None, Option("SHARE", CACHES)]
+    plain_bits: Annotated[str | None, Option("8,4", CACHES)]
     peer: Annotated[Sequence[str] | None, Option("kvpress:NAME", CACHES)]
     adapt: Annotated[float | None, Option("SHARE", CACHES, parser=parse_fraction)]
     target_retention: Annotated[float | None, Option("SHARE", CACHES, parser=parse_fraction)]
@@ -86,8 +97,9 @@ class EvalOptions(TypedDict, total=False):
     tasks: Annotated[str | None, Option("NAMES", PROMPTS)]
     prompts: Annotated[Path | None, Option("FILE.jsonl", PROMPTS)]
     metric: Annotated[str | None, Option("NAME", PROMPTS)]
-    question: Annotated[Literal["inside", "after"] | None, Option("", PROMPTS)]
+    question: Annotated[Literal["inside", "after", "second-turn"] | None, Option("", PROMPTS)]
     turns: Annotated[int | None, Option("N", PROMPTS, least=1)]
+    answer_tokens: Annotated[int | None, Option("N", PROMPTS, least=1)]
     split: Annotated[Literal["development", "held-out"] | None, Option("", PROMPTS)]
     samples: Annotated[int | None, Option("N", PROMPTS, least=1)]
     context: Annotated[int | None, Option("N", PROMPTS, least=1)]
@@ -96,10 +108,16 @@ class EvalOptions(TypedDict, total=False):
     output: Annotated[Path | None, Option("OUT.json", RESULTS)]
 
 
-STANDING: EvalOptions = {"question": "inside", "turns": 1, "split": "development"}
+STANDING: EvalOptions = {
+    **{"question": "inside", "turns": 1, "split": "development"},
+    "answer_tokens": LONG_ANSWER_TOKENS,
+}
 DEFAULTS = {**STANDING, "profile": (), "peer": (), "samples": 6, "seed": 0, "dtype": "float32"}
 DEFAULT_CONTEXT = 1024
-SETTINGS = ("dtype", *STANDING, "samples", "seed", "metric", "adapt", "target_retention")
+SETTINGS = (
+    *("dtype", *STANDING, "samples", "seed", "metric", "adapt", "target_retention"),
+    *("budget", "plain_bits"),
+)
 """Options that the evaluation's record holds, where they were given."""
 
 
@@ -109,7 +127,8 @@ def eval(model: str, **given: Any) -> None:
 
     All caches get the same prompts, made by rule from texts that no shipped profile was measured
     on. KL is that of the next-token distribution to the full cache's, nats per token, with its
-    95% bootstrap interval over the prompts.
+    95% bootstrap interval over the prompts, over the answer's tokens that were predicted after the
+    eviction: those before it are the full cache's own, and are counted as exact.
     """
     from kvalloc.evaluate.pairing import rows as paired_rows
     from kvalloc.evaluate.result_file import evaluation_of, evaluation_record, save_evaluation
@@ -165,9 +184,12 @@ def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     from kvalloc.formats.shipped_profiles import load_profile
     from kvalloc.online.adaptation import check_adapt
 
+    if "plain_bits" in asked:
+        parse_bits(asked["plain_bits"], "plain_bits")
+    alone = any(name in asked for name in ("budget", "plain_bits"))
     if "target_retention" in asked:
         Request.parse(target_retention=asked["target_retention"])
-    elif not asked["profile"] and not asked["peer"]:
+    elif not asked["profile"] and not asked["peer"] and not alone:
         raise InputError("there is nothing to evaluate; give at least one --profile")
     profiles: dict[str, BudgetProfile] = {}
     for name in asked["profile"]:
@@ -199,7 +221,10 @@ def _wanted(asked: Mapping[str, Any]) -> list[Task]:
     from kvalloc.prompts.tasks import find_tasks
     from kvalloc.prompts.tasks.longbench import file_task, read_records
 
-    choices = {"question": ("inside", "after"), "split": ("development", "held-out")}
+    choices = {
+        "question": ("inside", "after", "second-turn"),
+        "split": ("development", "held-out"),
+    }
     for name, some in choices.items():
         if asked[name] not in some:
             raise InputError(
@@ -229,7 +254,8 @@ def _cache_methods(
     KVAllocError
         If a profile is of another model, before anything runs.
     """
-    from kvalloc.evaluate.methods import CacheMethod
+    from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, rounded_cache
+    from kvalloc.online.application import apply
     from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 
     makers: dict[str, MakeCache] = {}
@@ -244,7 +270,16 @@ def _cache_methods(
         makers[name] = partial(make_prompt_cache, loaded.model, target)
     for make in makers.values():
         make()
-    return {name: CacheMethod(make_cache=make) for name, make in makers.items()}
+    methods: dict[str, Method] = {
+        name: CacheMethod(make_cache=make) for name, make in makers.items()
+    }
+    if "budget" in asked:
+        applied = AppliedMethod(options={"budget": asked["budget"]})
+        with apply(loaded.model, **applied.options):  # what cannot work is refused here
+            methods[f"--budget {asked['budget']}"] = applied
+    for bits in parse_bits(asked.get("plain_bits", ())):
+        methods[f"{bits} bits"] = rounded_cache(loaded.model, bits)
+    return methods
 
 
 def _cases(
@@ -260,8 +295,9 @@ def _cases(
         raise InputError(
             f"--context {context} is beyond the {limit} tokens of {loaded.model_id}; ask for less"
         )
-    standing = {name: asked[name] for name in ("split", "turns")}
+    standing = {name: asked[name] for name in ("split", "turns", "answer_tokens")}
     standing["after"] = asked["question"] == "after"
+    standing["opened"] = asked["question"] == "second-turn"
     cases = [
         (task, task.make(loaded.tokenizer, asked["samples"], context, asked["seed"], **standing))
         for task in wanted
@@ -288,7 +324,9 @@ def _note_slid_out(full: dict[str, Any]) -> None:
 
 COLUMNS = (
     *(("task", "task", ""), ("cache", "name", ""), ("bytes", "bytes", "")),
-    *(("share", "share", ".1%"), ("KL", "kl", ".4f"), ("95% of KL", "ci95", ".4f")),
+    *(("of 16 bits", "share_of_16_bits", ".1%"), ("exact", "exact_tokens", ".0f")),
+    *(("KL", "kl", ".4f"), ("95% of KL", "ci95", ".4f")),
+    *((name, name, ".4f") for name in POSITIONS),
     *(("agree", "top1_agreement", ".0%"), ("score", "score", ".0%")),
     *(("ppl", "perplexity", ".2f"), ("n", "n", "d")),
 )
@@ -303,8 +341,7 @@ PAIRED = (
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        stored = row["retained_bytes"]
-        row |= {"bytes": size(stored), "share": stored / row["full_bytes"]}
+        row |= {"bytes": size(row["retained_bytes"]), **row["kl_by_position"]}
     _print(COLUMNS, rows)
     paired = []
     for row in rows:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from kvalloc.shape import ModelShape
 
 MakeCache = Callable[[], "Cache"]
+HALF_BYTES = 2
+"""A number at 16 bits."""
+POSITION_BYTES = 4
+"""A kept entry's position, int32."""
 
 
 def stored_bytes(cache: Cache) -> int:
@@ -22,7 +26,7 @@ def stored_bytes(cache: Cache) -> int:
     Every storage counts once and in full, so a view that keeps a larger tensor alive costs what it
     keeps alive.
     """
-    return sum(storage.nbytes() for storage, _ in _storages(cache))
+    return sum(storage.nbytes() for storage, _, _ in _storages(cache))
 
 
 def needed_bytes(cache: Cache) -> int:
@@ -32,7 +36,27 @@ def needed_bytes(cache: Cache) -> int:
     the whole prompt's storage alive until the next token; what a model needs is what it shows, at
     most `stored_bytes`.
     """
-    return sum(min(storage.nbytes(), shown) for storage, shown in _storages(cache))
+    return sum(min(storage.nbytes(), shown) for storage, shown, _ in _storages(cache))
+
+
+def bytes_at_16_bits(cache: Cache) -> int:
+    """Bytes that later tokens need, with every number that is not rounded at 16 bits.
+
+    Shares of a full cache at 16 bits compare methods whatever type the model computes in. Packed
+    numbers with their scales, positions of kept entries and biases count as they are.
+    """
+    found = sum(
+        min(storage.nbytes(), shown) * min(size, HALF_BYTES) // size
+        for storage, shown, size in _storages(cache)
+    )
+    for layer in cache.layers:
+        if getattr(layer, "reduced", False):  # of `BudgetLayer`
+            kept = [] if layer.kept_indices is None else [layer.kept_indices, layer.logit_bias]
+            found += sum(tensor.nbytes for tensor in kept if tensor is not None)
+            for flat in () if layer.entries is None else layer.entries.flat:
+                positions = int(flat.spans.lengths.sum()) * POSITION_BYTES
+                found += positions + (0 if flat.bias is None else flat.bias.nbytes)
+    return found
 
 
 def full_bytes(cache: Cache, shape: ModelShape) -> int:
@@ -62,9 +86,9 @@ def full_bytes(cache: Cache, shape: ModelShape) -> int:
     return shape.full_bytes(int(cache.get_seq_length())) + slid_out
 
 
-def _storages(cache: Cache) -> list[tuple[UntypedStorage, int]]:
-    """Every storage of K and V once, and the bytes of the tensors in it."""
-    found: dict[int, tuple[UntypedStorage, int]] = {}
+def _storages(cache: Cache) -> list[tuple[UntypedStorage, int, int]]:
+    """Every storage of K and V once, the bytes of the tensors in it, and those of a number."""
+    found: dict[int, tuple[UntypedStorage, int, int]] = {}
     for layer in cache.layers:
         # a reduced layer may hold entries elsewhere, too
         own = getattr(layer, "stored_tensors", None)
@@ -72,8 +96,8 @@ def _storages(cache: Cache) -> list[tuple[UntypedStorage, int]]:
         for tensor in plain if own is None else own():
             if tensor is not None:
                 storage = tensor.untyped_storage()
-                _, shown = found.get(storage.data_ptr(), (storage, 0))
-                found[storage.data_ptr()] = (storage, shown + tensor.nbytes)
+                _, shown, _ = found.get(storage.data_ptr(), (storage, 0, 0))
+                found[storage.data_ptr()] = (storage, shown + tensor.nbytes, tensor.itemsize)
     return list(found.values())
 
 

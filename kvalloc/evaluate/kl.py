@@ -17,14 +17,24 @@ class Divergence:
 
     Attributes
     ----------
-    kl : float
-        Mean of KL(full cache ‖ reduced cache) over the predictions, nats per token.
-    top1_agreement : float
-        Share of predictions whose most likely token is the same, 0..1.
+    kls : tuple of float, (n_predictions,)
+        KL(full cache ‖ reduced cache) of each prediction, nats.
+    agrees : tuple of bool, (n_predictions,)
+        Whether its most likely token is the same.
     """
 
-    kl: float
-    top1_agreement: float
+    kls: tuple[float, ...]
+    agrees: tuple[bool, ...]
+
+    @property
+    def kl(self) -> float:
+        """Mean over the predictions, nats per token."""
+        return sum(self.kls) / len(self.kls)
+
+    @property
+    def top1_agreement(self) -> float:
+        """Share of predictions whose most likely token is the same, 0..1."""
+        return sum(self.agrees) / len(self.agrees)
 
 
 def divergence(full_logits: Tensor, reduced_logits: Tensor) -> Divergence:
@@ -68,7 +78,4 @@ def divergence(full_logits: Tensor, reduced_logits: Tensor) -> Divergence:
     # exp(-inf) * (-inf - x) is 0 * inf: a token that the full cache rules out adds nothing.
     terms = terms.masked_fill(full == float("-inf"), 0.0)
     agree = full_logits.argmax(dim=-1) == reduced_logits.argmax(dim=-1)
-    return Divergence(
-        kl=float(terms.double().sum(dim=-1).mean()),
-        top1_agreement=float(agree.double().mean()),
-    )
+    return Divergence(kls=tuple(terms.double().sum(dim=-1).tolist()), agrees=tuple(agree.tolist()))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import (
     MakeCache,
+    bytes_at_16_bits,
     end_tokens,
     needed_bytes,
     next_logits,
@@ -20,6 +21,9 @@ from kvalloc.evaluate.caches import (
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+ANY_CONTEXT = 64
+"""Everything is kept of a prompt of any length where everything is of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,8 @@ class Compressed:
         Bytes of the entries that later tokens can attend to: less than what is stored where a
         method only masks entries and frees nothing, and where a sliding layer still keeps what
         has left its window.
+    bytes_at_16_bits : int
+        The same with positions and biases, every number that is not rounded counted at 16 bits.
     prefill_seconds : float
         Wall time of reading and compressing.
     """
@@ -49,7 +55,21 @@ class Compressed:
     logits: Tensor
     stored_bytes: int
     kept_bytes: int
+    bytes_at_16_bits: int
     prefill_seconds: float
+
+    def exact_tokens(self, n_question: int) -> int:
+        """How many of the next answer's tokens are predicted before anything is evicted.
+
+        The first one, where no question follows the prompt; and those for which a cache waits
+        that evicts when tokens have followed: they are the full cache's own.
+        """
+        held = 0 if getattr(self.cache, "reduced", False) else self._awaited
+        return 1 + max(held - n_question, 0) if held or not n_question else 0
+
+    @property
+    def _awaited(self) -> int:
+        return int(getattr(self.cache, "awaited_tokens", 0))
 
     def fork(self) -> Compressed:
         """A copy that can be asked without changing this one."""
@@ -78,7 +98,7 @@ class Compressed:
         import torch
 
         pieces: list[Sequence[int]] = [[*question_ids, *answer_ids]]
-        if awaited := getattr(self.cache, "awaited_tokens", 0):
+        if awaited := self._awaited:
             first = max(awaited - len(question_ids), 0)
             pieces = [question_ids, answer_ids[:first], answer_ids[first:]]
         logits = [
@@ -121,26 +141,100 @@ class CacheMethod:
 
     def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
         """Read a prompt into a new cache."""
-        from kvalloc.runtime.cache import BudgetCache
-
         cache = self.make_cache()
         start = time.perf_counter()
         logits = next_logits(model, cache, prompt_ids, last=1)[-1]
+        return _read(model, cache, logits, time.perf_counter() - start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppliedMethod:
+    """What `kvalloc.apply` gives a prompt whose answer is generated.
+
+    Attributes
+    ----------
+    options : mapping
+        Keywords of `kvalloc.apply`, such as ``{"budget": "20%"}``.
+    """
+
+    options: Mapping[str, Any]
+
+    def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
+        """Read a prompt as ``generate()`` does; nothing of the answer is read."""
+        import torch
+
+        from kvalloc.online.application import apply
+
+        ids = torch.tensor([list(prompt_ids)], device=model.device)
+        start = time.perf_counter()
+        with apply(model, **self.options) as applied:
+            output: Any = model.generate(  # type: ignore[operator]
+                inputs=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=1,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        assert applied.last_cache is not None  # generate() has just used one
         seconds = time.perf_counter() - start
-        evicted = cache
-        if isinstance(cache, BudgetCache):
-            cache.end_prompt()  # a long question is no part of it
-            if cache.awaited_tokens:  # it still holds the prompt
-                evicted = copy.deepcopy(cache)
-                evicted.evict()
-        return Compressed(
-            model=model,
-            cache=cache,
-            logits=logits,
-            stored_bytes=stored_bytes(evicted),
-            kept_bytes=needed_bytes(evicted),
-            prefill_seconds=seconds,
-        )
+        return _read(model, applied.last_cache, output.logits[0][0].float().cpu(), seconds)
+
+
+def _read(model: PreTrainedModel, cache: Cache, logits: Tensor, seconds: float) -> Compressed:
+    """A cache that has read its prompt, and the bytes that it will have evicted to."""
+    from kvalloc.runtime.cache import BudgetCache
+
+    evicted = cache
+    if isinstance(cache, BudgetCache):
+        cache.end_prompt()  # a long question is no part of it
+        if cache.awaited_tokens:  # it still holds the prompt
+            evicted = copy.deepcopy(cache)
+            evicted.evict()
+    return Compressed(
+        model=model,
+        cache=cache,
+        logits=logits,
+        stored_bytes=stored_bytes(evicted),
+        kept_bytes=needed_bytes(evicted),
+        bytes_at_16_bits=bytes_at_16_bits(evicted),
+        prefill_seconds=seconds,
+    )
+
+
+def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
+    """Everything kept, at fewer bits.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    bits : int
+        8 or 4.
+
+    Raises
+    ------
+    InputError
+        If entries cannot be stored at so many bits.
+    """
+    import numpy as np
+
+    from kvalloc.formats.budget_profile import BudgetProfile, Policy
+    from kvalloc.models.loading import shape_of
+
+    shape = shape_of(model)
+    budgets = np.full((shape.n_layers, shape.n_kv_heads), ANY_CONTEXT, dtype=np.int64)
+    widths = np.full_like(budgets, bits)
+    for layer in shape.sliding_layers:
+        budgets[layer], widths[layer] = shape.sliding_entries(ANY_CONTEXT), 16
+    profile = BudgetProfile(
+        shape=shape,
+        level="layer",
+        context_tokens=ANY_CONTEXT,
+        budgets=budgets,
+        bits=widths,
+        policy=Policy(scorer="streaming", scorer_parameters={}, sinks=4, window=8),
+    )
+    return CacheMethod(make_cache=lambda: profile.cache(model))
 
 
 def full_cache(model: PreTrainedModel) -> CacheMethod:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
-from kvalloc.evaluate.scoring import FULL, Score, row
+from kvalloc.evaluate.scoring import FULL, Outcome, Score, row
 from kvalloc.prompts.intervals import interval
+
+Pair = tuple[float | None, float | None]
 
 
 def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> dict[str, Any]:
     """Compare two methods prompt by prompt, tasks with equal weight.
 
     Prompts are drawn with replacement, the same ones for both methods, within each task. What is
-    compared is the mean over tasks of the mean over prompts.
+    compared is the mean over tasks of the mean over prompts, KL over the tokens that both methods
+    predicted after their eviction.
 
     Parameters
     ----------
@@ -42,7 +45,8 @@ def compare(mine: Sequence[Score], other: Sequence[Score], *, seed: int = 0) -> 
     shapes = [[(score.task, len(score.outcomes)) for score in scores] for scores in (mine, other)]
     if shapes[0] != shapes[1] or not mine:
         raise InputError("methods can be compared on the same prompts only; evaluate them together")
-    kls, scores = _pairs(mine, other, "kl"), _pairs(mine, other, "score")
+    kls = _pairs(mine, other, _shared_kls)
+    scores = _pairs(mine, other, lambda one, two: (one.score, two.score))
     kl, score = (_means(pairs) for pairs in (kls, scores))
     ratio = kl[0] / kl[1] if kl is not None and kl[1] > 0 else None
     by = None if ratio is None else interval(kls, lambda m: m[:, 0] / m[:, 1], seed=seed)
@@ -92,12 +96,21 @@ def _paired(by_name: Mapping[str, list[Score]], name: str) -> list[dict[str, Any
     return [compare(by_name[name], by_name[other]) for other in against]
 
 
-def _pairs(mine: Sequence[Score], other: Sequence[Score], name: str) -> list[FloatArray]:
-    """What both know of an attribute of `Outcome`: of each task with some, ``(n_prompts, 2)``."""
+def _shared_kls(one: Outcome, two: Outcome) -> Pair:
+    """The KL of both, of the tokens that both predicted after their eviction."""
+    both = (zip(*turns, strict=True) for turns in zip(one.kls, two.kls, strict=True))
+    shared = [[pair for pair in turn if None not in pair] for turn in both]
+    means = [np.mean(turn, axis=0) for turn in shared if turn]
+    return tuple(np.mean(means, axis=0).tolist()) if means else (None, None)
+
+
+def _pairs(
+    mine: Sequence[Score], other: Sequence[Score], of: Callable[[Outcome, Outcome], Pair]
+) -> list[FloatArray]:
+    """What both know: of each task with some, ``(n_prompts, 2)``."""
     tasks = []
     for one, two in zip(mine, other, strict=True):
-        both = zip(one.outcomes, two.outcomes, strict=True)
-        pairs = [(getattr(a, name), getattr(b, name)) for a, b in both]
+        pairs = [of(a, b) for a, b in zip(one.outcomes, two.outcomes, strict=True)]
         known = [pair for pair in pairs if None not in pair]
         if known:
             tasks.append(np.array(known, dtype=np.float64))

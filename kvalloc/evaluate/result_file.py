@@ -13,7 +13,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.prompts.cases import Case
 
 KIND = "kvalloc.evaluation"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def evaluation_record(
@@ -64,6 +64,7 @@ def evaluation_record(
                 "source": case.source,
                 "prompt_tokens": case.n_tokens,
                 "kl": outcome.kl,
+                "kls": [list(turn) for turn in outcome.kls],
                 "top1_agreement": outcome.top1_agreement,
                 "score": outcome.score,
                 "answers": list(outcome.answers),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,14 +14,15 @@ from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
 from kvalloc.evaluate.caches import end_tokens
 from kvalloc.evaluate.kl import divergence
-from kvalloc.evaluate.methods import Compressed, answer_greedily, full_cache
+from kvalloc.evaluate.methods import Answer, Compressed, answer_greedily, full_cache
+from kvalloc.prompts.cases import POSITIONS
 from kvalloc.prompts.intervals import interval
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvalloc.evaluate.methods import Answer, Method
+    from kvalloc.evaluate.methods import Method
     from kvalloc.prompts.cases import Case
     from kvalloc.prompts.tasks import Task
 
@@ -36,13 +38,13 @@ class Outcome:
     ----------
     answers : tuple of str, (n_turns,)
         What was written greedily.
-    kl : float or None
-        Mean teacher-forced KL(full cache || this cache) over the continuation, nats per token:
-        what follows in the text, or the full cache's own answer. A first token that is predicted
-        while the prompt is read is left out: nothing is evicted yet. 0 for the full cache, None
-        where nothing is left to compare.
+    kls : tuple of tuple of (float or None), (n_turns, n_continuation)
+        Teacher-forced KL(full cache || this cache) of each token of the continuation, nats: what
+        follows in the text, or the full cache's own answer. None for the first tokens where they
+        are predicted before anything is evicted, by what is the full cache still. 0 for the full
+        cache.
     top1_agreement : float or None
-        Share of the continuation's tokens on which both agree, 0..1.
+        Share of those tokens on which both agree, 0..1.
     nll : float or None
         Mean negative log likelihood of what really follows in the text, nats per token.
     score : float or None
@@ -54,6 +56,8 @@ class Outcome:
         which is less than it stores while sliding layers keep what has left their window.
     kept_bytes : int
         Bytes of the entries that can be attended to; see `Compressed`.
+    bytes_at_16_bits, full_bytes_at_16_bits : int
+        The same of this cache and of the full one, numbers counted at 16 bits.
     prefill_seconds : float
         Wall time of the prompt.
     decoded_tokens : int
@@ -63,7 +67,7 @@ class Outcome:
     """
 
     answers: tuple[str, ...]
-    kl: float | None
+    kls: tuple[tuple[float | None, ...], ...]
     top1_agreement: float | None
     nll: float | None
     score: float | None
@@ -71,9 +75,29 @@ class Outcome:
     retained_bytes: int
     full_bytes: int
     kept_bytes: int
+    bytes_at_16_bits: int
+    full_bytes_at_16_bits: int
     prefill_seconds: float
     decoded_tokens: int
     decode_seconds: float
+
+    @property
+    def kl(self) -> float | None:
+        """Mean over the turns of the mean after the eviction, nats per token.
+
+        None where there is nothing to compare: all was predicted before it.
+        """
+        return self.kl_at(slice(None))
+
+    def kl_at(self, positions: slice) -> float | None:
+        """The same of these tokens of the answers alone."""
+        turns = (known(turn[positions]) for turn in self.kls)
+        return _mean_or_none([float(np.mean(turn)) for turn in turns if turn])
+
+    @property
+    def exact_tokens(self) -> float:
+        """Tokens of an answer that were predicted before any eviction, mean of the turns."""
+        return float(np.mean([turn.count(None) for turn in self.kls]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +122,9 @@ class Score:
     outcomes: tuple[Outcome, ...]
 
 
-def values(scores: Sequence[Score], name: str) -> list[FloatArray]:
-    """What is known of an attribute of `Outcome`: of each task that has some, ``(n_prompts,)``."""
-    tasks = (known(getattr(outcome, name) for outcome in score.outcomes) for score in scores)
+def values(scores: Sequence[Score], of: Callable[[Outcome], float | None]) -> list[FloatArray]:
+    """What is known of the outcomes: of each task that has some, ``(n_prompts,)``."""
+    tasks = (known(of(outcome) for outcome in score.outcomes) for score in scores)
     return [np.array(task, dtype=np.float64) for task in tasks if task]
 
 
@@ -118,8 +142,11 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
         ``ci95`` is the interval of the KL; see `kvalloc.prompts.intervals.interval`.
     """
 
+    def mean_of(of: Callable[[Outcome], float | None]) -> float | None:
+        return _mean_or_none([float(task.mean()) for task in values(scores, of)])
+
     def mean(name: str) -> float | None:
-        return _mean_or_none([float(task.mean()) for task in values(scores, name)])
+        return mean_of(attrgetter(name))
 
     first, nll = scores[0], mean("nll")
     counts = ("retained_bytes", "full_bytes", "kept_bytes")
@@ -129,12 +156,18 @@ def row(scores: Sequence[Score]) -> dict[str, Any]:
         "task": first.task if len(scores) == 1 else ALL_TASKS,
         "context": first.context,
         **{name: round(mean(name) or 0) for name in counts},
+        "share_of_16_bits": mean_of(lambda one: one.bytes_at_16_bits / one.full_bytes_at_16_bits),
         "kl": mean("kl"),
-        "ci95": interval(values(scores, "kl")),
+        "ci95": interval(values(scores, attrgetter("kl"))),
+        "kl_by_position": {
+            name: mean_of(lambda one, piece=piece: one.kl_at(piece))  # type: ignore[misc]
+            for name, piece in POSITIONS.items()
+        },
+        "exact_tokens": mean("exact_tokens"),
         "top1_agreement": mean("top1_agreement"),
         "exact_match": mean("found"),
         "score": mean("score"),
-        "score_ci95": interval(values(scores, "score")),
+        "score_ci95": interval(values(scores, attrgetter("score"))),
         "perplexity": math.exp(nll) if nll is not None and len(scores) == 1 else None,
         "n": sum(len(score.outcomes) for score in scores),
         "prefill_seconds": mean("prefill_seconds"),
@@ -205,11 +238,14 @@ class ReadTurn:
     logits : Tensor of float32, (n_predictions, vocabulary)
         Predictions of the continuation while it was read; without that of the first token where
         the prompt's own prefill made it.
+    exact_tokens : int
+        First tokens of the continuation that were predicted before anything was evicted.
     """
 
     answer: Answer
     continuation_ids: tuple[int, ...]
     logits: Tensor
+    exact_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +268,8 @@ def measure(
     method: Method,
     case: Case,
     full: Measured | None = None,
+    *,
+    answers: bool = True,
 ) -> Measured:
     """Answer one prompt with a method's cache, and compare to the full cache's answer.
 
@@ -243,12 +281,13 @@ def measure(
     case : Case
     full : Measured, optional
         What the full cache made of it; None while that is measured.
+    answers : bool
+        Whether the cache also answers by itself; the full one always does.
     """
     compressed = method.compress(model, case.input_ids)
-    turns = read_turns(compressed, tokenizer, case, None if full is None else full.turns)
-    full_bytes = compressed.kept_bytes if full is None else full.outcome.full_bytes
-    yardstick = turns if full is None else full.turns
-    outcome = _outcome(case, compressed, turns, yardstick, full_bytes=full_bytes)
+    yardstick = None if full is None else full.turns
+    turns = read_turns(compressed, tokenizer, case, yardstick, answers=answers)
+    outcome = _outcome(case, compressed, turns, full)
     return Measured(turns=tuple(turns), outcome=outcome)
 
 
@@ -257,6 +296,8 @@ def read_turns(
     tokenizer: PreTrainedTokenizerBase,
     case: Case,
     yardstick: Sequence[ReadTurn] | None = None,
+    *,
+    answers: bool = True,
 ) -> list[ReadTurn]:
     """Answer every turn greedily on a copy, and read the full cache's answer.
 
@@ -268,6 +309,8 @@ def read_turns(
     case : Case
     yardstick : sequence of ReadTurn, optional
         The full cache's; None while it is made.
+    answers : bool
+        Whether anything is answered greedily where there is a yardstick.
 
     Returns
     -------
@@ -277,16 +320,23 @@ def read_turns(
     unread: tuple[int, ...] = ()
     for number, turn in enumerate(case.turns):
         question = unread + turn.question_ids
-        answer = answer_greedily(compressed.fork(), tokenizer, question, turn.max_new_tokens)
+        answer = Answer(text="", ids=(), decode_seconds=0.0)
+        if yardstick is None or (answers and turn.measured):
+            answer = answer_greedily(compressed.fork(), tokenizer, question, turn.max_new_tokens)
         if turn.continuation_ids:
             continuation = turn.continuation_ids
         else:
             continuation = answer.ids if yardstick is None else yardstick[number].continuation_ids
         n_predicted = len(continuation) - (0 if question else 1)
+        exact = min(compressed.exact_tokens(len(question)), len(continuation))
         logits = compressed.logits[None, :][:0]
         if question or len(continuation) > 1:
             logits = compressed.feed(question, continuation[:-1], last=n_predicted)
-        turns.append(ReadTurn(answer=answer, continuation_ids=continuation, logits=logits))
+        turns.append(
+            ReadTurn(
+                answer=answer, continuation_ids=continuation, logits=logits, exact_tokens=exact
+            )
+        )
         # The last token was predicted, not read; an end mark is for the next question to bring.
         unread = continuation[-1:]
         if unread and unread[0] in end_tokens(compressed.model, tokenizer):
@@ -303,33 +353,41 @@ def _outcome(
     case: Case,
     compressed: Compressed,
     turns: Sequence[ReadTurn],
-    yardstick: Sequence[ReadTurn],
-    *,
-    full_bytes: int,
+    full: Measured | None,
 ) -> Outcome:
-    compared = [
-        divergence(right.logits, mine.logits)
-        for right, mine in zip(yardstick, turns, strict=True)
-        if len(right.logits)
-    ]
-    scores, found, nlls = [], [], []
-    for turn, read in zip(case.turns, turns, strict=True):
-        scores.append(turn.score(read.answer.text))
-        found.append(float(turn.is_found(read.answer.text)) if turn.answers else None)
+    kls, agreed, scores, found, nlls = [], [], [], [], []
+    rights = turns if full is None else full.turns
+    for turn, read, right in zip(case.turns, turns, rights, strict=True):
+        if not turn.measured:
+            continue
+        # a prediction of the prompt's own prefill is not among the logits
+        first = read.exact_tokens - (len(read.continuation_ids) - len(read.logits))
+        compared = None
+        if len(read.logits) > first:
+            compared = divergence(right.logits[first:], read.logits[first:])
+            agreed.append(compared.top1_agreement)
+        kls.append((*[None] * read.exact_tokens, *(compared.kls if compared else ())))
+        if read.answer.ids:
+            scores.append(turn.score(read.answer.text))
+            found.append(float(turn.is_found(read.answer.text)) if turn.answers else None)
         if turn.continuation_ids and len(read.logits):
             nlls.append(_nll(read.logits, turn.continuation_ids[-len(read.logits) :]))
     return Outcome(
         answers=tuple(read.answer.text for read in turns),
-        kl=_mean_or_none([one.kl for one in compared]),
-        top1_agreement=_mean_or_none([one.top1_agreement for one in compared]),
+        kls=tuple(kls),
+        top1_agreement=_mean_or_none(agreed),
         nll=_mean_or_none(nlls),
         score=_mean_or_none(known(scores)),
         found=_mean_or_none(known(found)),
         retained_bytes=compressed.stored_bytes,
-        full_bytes=full_bytes,
+        full_bytes=compressed.kept_bytes if full is None else full.outcome.full_bytes,
         kept_bytes=compressed.kept_bytes,
+        bytes_at_16_bits=compressed.bytes_at_16_bits,
+        full_bytes_at_16_bits=(
+            compressed.bytes_at_16_bits if full is None else full.outcome.bytes_at_16_bits
+        ),
         prefill_seconds=compressed.prefill_seconds,
-        decoded_tokens=sum(len(read.answer.ids) - 1 for read in turns),
+        decoded_tokens=sum(len(read.answer.ids) - 1 for read in turns if read.answer.ids),
         decode_seconds=sum(read.answer.decode_seconds for read in turns),
     )
 

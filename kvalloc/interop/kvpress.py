@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvalloc.accounting.costs import BIT_WIDTHS
+from kvalloc.accounting.costs import stored_bytes as entry_bytes
 from kvalloc.errors import InputError, MissingDependencyError, option
-from kvalloc.evaluate.caches import needed_bytes, next_logits, stored_bytes
+from kvalloc.evaluate.caches import HALF_BYTES, next_logits, stored_bytes
 from kvalloc.evaluate.methods import Compressed
 
 if TYPE_CHECKING:
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
     from kvalloc.evaluate.methods import Method
     from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.models.attention import AttentionStates, Compute
+    from kvalloc.shape import ModelShape
 
 KVPRESS = "kvpress:"
-_NAME = re.compile(r"kvpress:(\w+)(?:\((\w+)\))?(?:@([\d.]+)%)?")
+_NAME = re.compile(r"kvpress:(\w+)(?:\((\w+)\))?(?:@([\d.]+)%)?(?:@(\d+)bits)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,36 +41,47 @@ class PeerName:
         The press that it wraps.
     share : float or None
         Share of the prompt's entries to keep, 0..1; None where none was said.
+    bits : int
+        To which kvalloc rounds what the press has kept: 8 or 4, or 16 for not at all.
     """
 
     press: str
     inner: str | None = None
     share: float | None = None
+    bits: int = 16
 
     def __str__(self) -> str:
         inner = f"({self.inner})" if self.inner else ""
         share = "" if self.share is None else f"@{self.share * 100:g}%"
-        return f"{KVPRESS}{self.press}{inner}{share}"
+        bits = "" if self.bits == 16 else f"@{self.bits}bits"
+        return f"{KVPRESS}{self.press}{inner}{share}{bits}"
 
 
 def read_peer_name(text: str) -> PeerName:
-    """Read ``kvpress:SnapKV``, ``kvpress:AdaKV(SnapKV)`` or ``kvpress:TOVA@20%``.
+    """Read ``kvpress:SnapKV``, ``kvpress:AdaKV(SnapKV)`` or ``kvpress:TOVA@20%@4bits``.
 
     Raises
     ------
     InputError
-        If it is none of these, or the share is not above 0% and at most 100%.
+        If it is none of these, the share is not above 0% and at most 100%, or there are no such
+        bits.
     """
     found = _NAME.fullmatch(text.strip())
     if found is None:
         raise InputError(
-            f"there is no peer {text!r}; write kvpress:NAME, kvpress:NAME(NAME) or "
-            "kvpress:NAME@20%, such as kvpress:SnapKV or kvpress:AdaKV(SnapKV)"
+            f"there is no peer {text!r}; write kvpress:NAME, kvpress:NAME(NAME), "
+            "kvpress:NAME@20% or kvpress:NAME@20%@4bits, such as kvpress:SnapKV or "
+            "kvpress:AdaKV(SnapKV)"
         )
-    press, inner, share = found.groups()
+    press, inner, share, bits = found.groups()
     if share is not None and not 0 < float(share) <= 100:
         raise InputError(f"{text} keeps {share}% of the entries; ask for more than 0, at most 100")
-    return PeerName(press=press, inner=inner, share=None if share is None else float(share) / 100)
+    width = int(bits or 16)
+    if width not in BIT_WIDTHS:
+        known = ", ".join(map(str, BIT_WIDTHS))
+        raise InputError(f"{text}: nothing is rounded to {width} bits; choose from: {known}")
+    kept = None if share is None else float(share) / 100
+    return PeerName(press=press, inner=inner, share=kept, bits=width)
 
 
 def require_kvpress() -> Any:
@@ -215,6 +229,8 @@ class KvpressMethod:
         import torch
         from transformers import DynamicCache
 
+        from kvalloc.models.loading import shape_of
+
         press, share = make_press(self.name), self.name.share
         assert share is not None  # checked when this was made
         # kvpress keeps int(n * (1 - ratio)) entries a head: a hundredth of an entry more than
@@ -233,21 +249,20 @@ class KvpressMethod:
                     _hidden(layer, stored)
                     for layer, stored in zip(_layers(model), cache.layers, strict=True)
                 ]
+                _round(cache, hidden, self.name.bits)
         except (AssertionError, RuntimeError) as error:
             raise InputError(f"{self.name} fails on a prompt of {n_tokens} tokens: {error}") from (
                 error
             )
-        hidden_bytes = sum(
-            2 * int(mask.sum()) * stored.keys[0, 0, 0].nbytes
-            for mask, stored in zip(hidden, cache.layers, strict=True)
-            if mask is not None
-        )
+        shape = shape_of(model)
+        half = replace(shape, dtype_bytes=HALF_BYTES)
         return PeerCompressed(
             model=model,
             cache=cache,
             logits=logits,
             stored_bytes=stored_bytes(cache),
-            kept_bytes=needed_bytes(cache) - hidden_bytes,
+            kept_bytes=_kept_bytes(cache, hidden, self.name.bits, shape),
+            bytes_at_16_bits=_kept_bytes(cache, hidden, self.name.bits, half),
             prefill_seconds=seconds,
             hidden=tuple(hidden),
             first_stored=int(cache.layers[0].keys.shape[2]),
@@ -314,6 +329,33 @@ def _hidden(layer: Any, stored: Any) -> Tensor | None:
     mask = torch.zeros(stored.keys.shape[1:3], dtype=torch.bool, device=stored.keys.device)
     mask[marked[1], marked[2]] = True
     return mask
+
+
+def _round(cache: Any, hidden: Sequence[Tensor | None], bits: int) -> None:
+    """Let what is not hidden come back as kvalloc would store it at so many bits, head by head."""
+    from kvalloc.runtime.quantization import quantised_keys, quantised_values
+
+    for layer, marked in zip(cache.layers, hidden, strict=True):
+        if layer.is_sliding:
+            continue
+        for head in range(layer.keys.shape[1]):
+            kept = slice(None) if marked is None else ~marked[head]
+            for states, rounded in (
+                (layer.keys, quantised_keys),
+                (layer.values, quantised_values),
+            ):
+                states[:, head, kept] = rounded(states[:, head : head + 1, kept], bits)[:, 0]
+
+
+def _kept_bytes(cache: Any, hidden: Sequence[Tensor | None], bits: int, shape: ModelShape) -> int:
+    """Bytes of what is not hidden, rounded to so many bits."""
+    found = 0
+    for layer, marked in zip(cache.layers, hidden, strict=True):
+        counts = [layer.keys.shape[2]] * layer.keys.shape[1]
+        if marked is not None:
+            counts = (~marked).sum(dim=1).tolist()
+        found += int(entry_bytes(counts, 16 if layer.is_sliding else bits, shape).sum())
+    return found
 
 
 @contextmanager

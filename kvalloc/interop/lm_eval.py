@@ -116,8 +116,7 @@ class KVAllocLM(LM):  # type: ignore[misc]  # lm_eval has no types
             Always.
         """
         raise InputError(
-            "a rolling log likelihood has no prompt to compress; use "
-            "'kvalloc eval --tasks perplexity'"
+            "a rolling log likelihood has no prompt to compress; use 'kvalloc eval --tasks kl'"
         )
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 KINDS = ("needle", "pairs", "kl", "code")
 """Tasks that ask for different things: retrieval from prose and from lists, prose, and code."""
 
+MEASURED_TOKENS = 24
+"""Of running text that follows a prompt, and of answers in words of one's own: what is measured
+once for every unit and level must be short."""
+
 FORM_SEEDS = 1_000_003
 """Between the seeds of two forms, that is a length and where the question stands."""
 
@@ -98,7 +102,8 @@ def calibration_prompts(
     for place, (task, length, after, own_seed) in enumerate(series):
         n_cases = len(range(place, n_prompts, len(series)))
         if n_cases:
-            cases = task.make(tokenizer, n_cases, length, own_seed, split=chosen, after=after)
+            how = {"split": chosen, "after": after, "answer_tokens": MEASURED_TOKENS}
+            cases = task.make(tokenizer, n_cases, length, own_seed, **how)
             made.append(
                 [
                     _prompt(tokenizer, case, task.name, begun=number % every == every - 1)

@@ -9,6 +9,10 @@ from kvalloc.prompts.metrics import contained, find_metric
 
 ANSWER_TOKENS = 16
 """Longest answer: a seven-digit number takes ten tokens of most vocabularies."""
+LONG_ANSWER_TOKENS = 128
+"""Of an answer in words of one's own: many times what any method looks at before it evicts."""
+POSITIONS = {"0-15": slice(0, 16), "16-63": slice(16, 64), "64-255": slice(64, 256)}
+"""Pieces of an answer whose KL is reported by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +70,14 @@ class Turn(Expected):
         What really follows; empty where the full cache's own answer is the yardstick.
     begun_tokens : int
         Last tokens of what is read first that begin the answer, such as "The number is".
+    measured : bool
+        False for one that is only there so that others come in later turns.
     """
 
     question_ids: tuple[int, ...] = ()
     continuation_ids: tuple[int, ...] = ()
     begun_tokens: int = 0
+    measured: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,17 @@ class Example:
     chat: bool = True
 
 
-def render(tokenizer: PreTrainedTokenizerBase, example: Example, *, after: bool = False) -> Case:
+OPENING = Question(text="Who might have written this? Answer in one sentence.")
+"""What is asked first where the questions come in later turns."""
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    example: Example,
+    *,
+    after: bool = False,
+    opened: bool = False,
+) -> Case:
     """Bring an example into the form that the model reads.
 
     Parameters
@@ -83,6 +93,8 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Example, *, after: bool 
     after : bool
         Whether the first question comes after the compression, so that the cache is made of the
         context alone; questions of later turns always do.
+    opened : bool
+        Whether another question comes first, so that these are of later turns.
 
     Returns
     -------
@@ -93,6 +105,8 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Example, *, after: bool 
     InputError
         If the chat template changes what it is given.
     """
+    if opened:
+        example = replace(example, questions=(OPENING, *example.questions))
     context, rest = _first(tokenizer, example)
     # A chat template writes its special tokens itself.
     special = not _chats(tokenizer, example)
@@ -100,7 +114,7 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Example, *, after: bool 
     first, *later = example.questions
     bare = encode(tokenizer, (context + rest).removesuffix(first.prefix), special=special)
     asked = encode(tokenizer, rest) if after else ()
-    turns = [first.turn(asked, len(whole) - len(bare))]
+    turns = [replace(first.turn(asked, len(whole) - len(bare)), measured=not opened)]
     turns += [one.turn(encode(tokenizer, _later(tokenizer, example, one))) for one in later]
     prompt = encode(tokenizer, context, special=special) if after else whole
     return Case(input_ids=prompt, turns=tuple(turns), source=example.source)

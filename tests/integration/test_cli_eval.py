@@ -41,6 +41,33 @@ def test_eval_puts_profiles_beside_the_full_cache(models, profiles, folder):
     assert (twin["against"], twin["kl_ratio"], twin["kl_ratio_ci95"]) == ("other", 1.0, [1.0, 1.0])
 
 
+def test_eval_shows_long_answers_by_position_and_bytes_of_16_bits(models, profiles, folder):
+    prompts = folder / "later.jsonl"
+    record = {"context": "w1 w2 " * 20, "input": "w3", "answers": ["w7"], "dataset": "qasper"}
+    prompts.write_text("\n".join([json.dumps(record)] * 2))
+    way = ("--budget", "60%", "--plain-bits", "8,4", "--question", "second-turn")
+    given = ("eval", models / "tiny", *way, "--prompts", prompts)
+    saved = folder / "later.json"
+    ran = run(*given, "--json", "-o", saved)
+    assert ran.code == 0, ran.err
+    rows = {row["name"]: row for row in ran.json}
+    assert list(rows) == ["full", "--budget 60%", "8 bits", "4 bits"]
+    assert rows["full"]["share_of_16_bits"] == 1.0
+    assert rows["4 bits"]["share_of_16_bits"] < rows["8 bits"]["share_of_16_bits"] < 1.5
+    for row in ran.json:
+        assert list(row["kl_by_position"]) == ["0-15", "16-63", "64-255"]
+        assert row["kl_by_position"]["0-15"] is not None
+    assert 0 < rows["8 bits"]["kl"] < rows["4 bits"]["kl"]
+    record = json.loads(saved.read_text())
+    assert record["schema_version"] == 2
+    settings = {"question": "second-turn", "plain_bits": "8,4", "budget": "60%"}
+    assert settings.items() <= record["settings"].items()
+    # the opening's answer is read, and only the second turn's tokens are there
+    assert all(len(prompt["kls"]) == 1 for prompt in record["prompts"])
+    shown = run(*given)
+    assert all(name in shown.out for name in ("of 16 bits", "exact", "16-63"))
+
+
 def test_eval_takes_shares_of_what_a_sliding_model_needs(models, profiles, folder):
     """To transformers' sliding layers a whole prompt clings until the next token."""
     prompts = folder / "q.jsonl"
@@ -120,7 +147,14 @@ LIMITED = "long.jsonl, line 1: a prompt of 505 tokens and its answer go beyond t
         ("deeper", "tiny.json --tasks needle", "deeper"),
         ("tiny", "tiny.json --tasks kl --context 600", "--context 600 is beyond the 512 tokens"),
         ("tiny", "tiny.json --prompts long.jsonl", LIMITED),
-        ("tiny", "tiny.json --question before", "--question before is neither inside nor after"),
+        (
+            "tiny",
+            "tiny.json --question before",
+            "--question before is neither inside nor",
+        ),
+        ("tiny", "tiny.json --plain-bits 4,x", "--plain-bits is '4,x', expected numbers"),
+        ("tiny", "tiny.json --plain-bits 3", "bits"),
+        ("tiny", "tiny.json --tasks kl --question second-turn --context 40", "no question"),
         ("tiny", "tiny.json --split test", "--split test is neither development nor held-out"),
         (
             "tiny",

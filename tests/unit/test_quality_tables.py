@@ -10,102 +10,136 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from bench_quality import lines_of, prompts_note, report
+from quality.picture import spread
 from quality.tables import (
+    LEAST_KL,
     against_best,
+    at_share,
     current,
-    grid_of,
-    of_seed,
+    mean_kl,
+    position_table,
     read_rows,
-    share_table,
-    task_table,
-    without,
+    shared_kl,
 )
 
-
-def cell(task, digest, method, kl, **other):
-    row = {"task": task, "after": False, "context": 1000, "digest": digest, "method": method}
-    return {**row, "share": 0.2, "kl": kl, "agree": 1.0, "score": None, **other}
+CELLS = ("text", "facts-after")
 
 
-def cells():
-    """Two tasks of two prompts; A is the best peer of one, B of the other."""
+def row(cell, number, method, kl, *, share=0.2, **other):
+    pieces = {"0-15": [kl, 16], "16-63": [kl, 48], "64-255": [None, 0]}
+    known = {"cell": cell, "number": number, "seed": 9, "digest": f"{cell}{number}", "score": None}
+    return {**known, "method": method, "share": share, "bytes": 0.2, "exact": 0, "kl": pieces,
+            **other}  # fmt: skip
+
+
+def rows():
+    """Two cells of two prompts; A is the best peer of one, B of the other."""
     losses = {
-        "needle": {"A": (0.4, 0.8), "B": (1.0, 1.0), "p#1": (0.1, 0.2)},
-        "prose": {"A": (0.9, 0.7), "B": (0.2, 0.4), "p#1": (0.2, 0.1)},
+        "text": {"A": (0.4, 0.8), "B": (1.0, 1.0), "default": (0.1, 0.2)},
+        "facts-after": {"A": (0.9, 0.7), "B": (0.2, 0.4), "default": (0.2, 0.1)},
     }
     return [
-        cell(task, f"{task}{number}", method, value)
-        for task, methods in losses.items()
+        row(cell, number, method, value)
+        for cell, methods in losses.items()
         for method, values in methods.items()
         for number, value in enumerate(values)
     ]
 
 
-def test_the_ratio_is_to_the_best_peer_of_each_task():
-    grid = grid_of(cells(), 0.2, after=False, context=1000)
-    assert grid.methods == ("A", "B", "kvalloc")
-    whole, tasks = against_best(grid)
-    # needle 0.15 of 0.6, prose 0.15 of 0.3
-    assert tasks["needle"].ratio == pytest.approx(0.25)
-    assert tasks["prose"].ratio == pytest.approx(0.5)
+def test_the_ratio_is_to_the_best_peer_of_each_cell():
+    found = against_best(rows(), "default", CELLS)
+    # text 0.15 of 0.6, facts 0.15 of 0.3
+    assert found["text"].ratio == pytest.approx(0.25)
+    assert found["facts-after"].ratio == pytest.approx(0.5)
+    whole = found["mean"]
     assert whole.ratio == pytest.approx(0.30 / 0.90)
     assert whole.low <= whole.ratio <= whole.high
-    assert whole.reaches(0.34) is (whole.high < 1)
-    assert whole.reaches(0.3) is False
+    assert (found["text"].peer, found["facts-after"].peer, whole.n_prompts) == ("A", "B", 2)
 
 
-def test_a_method_can_be_left_out():
-    grid = without(grid_of(cells(), 0.2, after=False, context=1000), "B")
-    assert grid.methods == ("A", "kvalloc")
-    assert against_best(grid)[0].ratio == pytest.approx(0.30 / 1.40)
+def test_only_prompts_that_all_have_seen_count_and_one_gives_no_interval():
+    some = [one for one in rows() if (one["method"], one["digest"]) != ("B", "text1")]
+    found = against_best(some, "default", CELLS)
+    assert found["text"].ratio == pytest.approx(0.1 / 0.4)
+    assert (found["text"].n_prompts, found["text"].high, found["mean"].n_prompts) == (1, None, 1)
+    assert "no interval" in str(found["text"])
+    assert found["facts-after"].n_prompts == 2
 
 
-def test_prompts_of_a_seed_are_judged_alone():
-    rows = [{**row, "seed": 8} if row["digest"].endswith("1") else row for row in cells()]
-    fresh, first = (grid_of(of_seed(rows, seed), 0.2, after=False, context=1000) for seed in (8, 7))
-    assert fresh.values["needle"].tolist() == [[0.8], [1.0], [0.2]]
-    assert first.values["prose"].tolist() == [[0.9], [0.2], [0.2]]
+def test_what_was_exact_before_an_eviction_is_compared_to_nobody():
+    """A method that waits has nothing at the first tokens; only the others' later ones count."""
+    late = row("text", 0, "loss-20#1", 0.3)
+    late["kl"] = {"0-15": [None, 0], "16-63": [0.3, 40], "64-255": [None, 0]}
+    peer = row("text", 0, "A", 0.0)
+    peer["kl"] = {"0-15": [9.0, 16], "16-63": [0.6, 48], "64-255": [None, 0]}
+    assert mean_kl(late) == 0.3
+    assert mean_kl(peer) == pytest.approx((16 * 9.0 + 48 * 0.6) / 64)
+    assert shared_kl([late, peer]) == [0.3, pytest.approx(0.6)]
+    assert against_best([late, peer], "loss-20", ("text",))["text"].ratio == pytest.approx(0.5)
+    gone = row("text", 0, "short", 0.0)
+    gone["kl"] = dict.fromkeys(gone["kl"], [None, 0])
+    assert mean_kl(gone) is None
+    assert "mean" not in against_best([gone, peer], "A", ("text",))
 
 
-def test_one_prompt_gives_no_interval():
-    rows = [row for row in cells() if row["digest"].endswith("0")]
-    whole, _ = against_best(grid_of(rows, 0.2, after=False, context=1000))
-    assert whole.ratio == pytest.approx(0.3 / 0.6)
-    assert whole.high is None
-    assert whole.reaches(0.6) is None
-    assert "no interval" in str(whole)
+def test_losses_below_a_thousandth_count_as_equal():
+    some = [row("text", n, method, kl) for n in (0, 1) for method, kl in (("default", 9e-4),
+            ("A", 1e-9))]  # fmt: skip
+    assert against_best(some, "default", ("text",))["text"].ratio == 1.0
+    assert LEAST_KL == 0.001
 
 
-def test_only_prompts_that_every_method_has_seen_count():
-    rows = [row for row in cells() if (row["method"], row["digest"]) != ("B", "needle1")]
-    grid = grid_of(rows, 0.2, after=False, context=1000)
-    assert {task: values.shape[1] for task, values in grid.values.items()} == {
-        "needle": 1,
-        "prose": 2,
-    }
-    assert grid.n_prompts == 3
+def test_what_takes_its_own_bytes_stands_where_it_fits():
+    plain = [row("text", 0, name, 0.1, share=None, bytes=share)
+             for name, share in (("8 bits", 0.54), ("4 bits", 0.29))]  # fmt: skip
+    full = row("text", 0, "full", 0.0, share=None, bytes=1.0)
+    some = [*rows(), *plain, full]
+    assert {one["method"] for one in at_share(some, 0.2)} == {"A", "B", "default"}
+    assert {one["method"] for one in at_share(some, 0.5)} == {"8 bits", "4 bits"}
 
 
-def test_other_shares_modes_and_lengths_are_other_tables():
-    others = [cell("needle", "x", "A", 9.0, share=0.5), cell("needle", "x", "A", 9.0, after=True)]
-    others.append(cell("needle", "x", "A", 9.0, context=2048))
-    grid = grid_of([*cells(), *others], 0.2, after=False, context=1000)
-    assert grid.means().max() == 1.0
-    assert grid_of(cells(), 0.1, after=False, context=1000) is None
+def test_the_table_says_positions_bytes_and_of_how_many_prompts():
+    some = [*rows(), row("text", 2, "A", 0.6)]
+    heading, first, _, last = position_table(some, CELLS)
+    assert heading.split() == ["bytes", "exact", "prompts", *CELLS, "mean"]
+    assert first.split() == ["A", "20.0%", "0", "2-3", ".600/.600/-", ".800/.800/-", ".700"]
+    assert last.split() == ["default", "20.0%", "0", "2", ".150/.150/-", ".150/.150/-", ".150"]
 
 
-def test_the_tables_mark_the_least():
-    grid = grid_of(cells(), 0.2, after=False, context=1000)
-    lines = task_table(grid)
-    assert lines[0].split() == ["needle", "prose", "mean"]
-    assert lines[3].split() == ["kvalloc", "0.1500*", "0.1500*", "0.1500*"]
-    assert "*" not in lines[1]
-    assert share_table([grid], form=".2f")[-1].split() == ["kvalloc", "0.15"]
-
-
-def test_cells_of_a_profile_that_changed_are_left_out(tmp_path):
-    file = tmp_path / "cells.jsonl"
-    rows = [*cells(), cell("needle", "needle0", "p#2", 0.7)]
-    file.write_text("\n".join(json.dumps(row) for row in rows) + '\n{"task": "nee')
+def test_rows_of_what_changed_are_left_out(tmp_path):
+    file = tmp_path / "text.jsonl"
+    some = [row("text", 0, "p#1", 0.7), *rows(), row("text", 0, "p#2", 0.6)]
+    some.append(row("text", 1, "A", 0.5, digest="another prompt"))
+    file.write_text("\n".join(map(json.dumps, some)) + '\n{"cell": "te')
     found = current(read_rows(file))
-    assert {row["method"] for row in found} == {"A", "B", "p#2"}
+    assert {one["method"] for one in found} == {"A", "B", "default", "p#2"}
+    assert {one["digest"] for one in found if one["cell"] == "text"} == {"text0", "another prompt"}
+
+
+def test_the_picture_shows_what_all_cells_have_and_says_of_how_many(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench_quality.FOLDER", tmp_path)
+    (tmp_path / "quality").mkdir()
+    monkeypatch.setattr("bench_quality.CELLS", CELLS)
+    kzip = [row(cell, 0, "KVzip", 0.4, share=share, bytes=share)
+            for cell in CELLS for share in (0.1, 0.2)]  # fmt: skip
+    some = [*rows(), *kzip, row("text", 0, "SnapKV", 0.5)]
+    lines = lines_of(some)
+    assert lines == {
+        "kvalloc, default": [(pytest.approx(0.2), pytest.approx(0.15))],
+        "KVzip": [(0.1, 0.4), (0.2, 0.4)],
+    }
+    assert prompts_note(some) == "1 to 2 prompts of each kind"
+    targets = report(some, "a-model", [0.2])
+    # of the one prompt that KVzip was put to as well, 0.3 of the best peers' 0.6: no interval
+    assert [met for _, met in targets] == [False]
+    surely = against_best(rows(), "default", CELLS)["mean"].high < 1
+    assert [met for _, met in report(rows(), "b-model", [0.2])] == [surely]
+    assert (tmp_path / "quality" / "shares-a-model.png").stat().st_size > 10_000
+
+
+def test_labels_do_not_stand_upon_each_other():
+    placed = spread({"a": 0.1, "b": 0.1, "c": 1.0}, gap=0.2)
+    assert placed["a"] == pytest.approx(0.1)
+    assert placed["b"] == pytest.approx(0.1 * 10**0.2)
+    assert placed["c"] == pytest.approx(1.0)

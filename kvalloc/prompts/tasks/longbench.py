@@ -216,7 +216,8 @@ def _case(request: PromptRequest, record: Record, longest: int | None) -> Case:
         return _plain_case(request, record)
 
     def made(context: str) -> Case:
-        return render(request.tokenizer, replace(example, context=context), after=request.after)
+        where = {"after": request.after, "opened": request.opened}
+        return render(request.tokenizer, replace(example, context=context), **where)
 
     case = made(example.context)
     if longest is None or case.n_tokens <= longest:
@@ -240,10 +241,11 @@ def _case(request: PromptRequest, record: Record, longest: int | None) -> Case:
 
 def _plain_case(request: PromptRequest, record: Record) -> Case:
     prompt, tokenizer = record.prompt, request.tokenizer
-    if request.after:
+    if request.after or request.opened:
+        where = "after" if request.after else "second-turn"
         raise InputError(
             f"{prompt.where} has no field 'context' beside 'input', so no question can come after "
-            f"the compression; give both, or leave out {option('question', 'after')}"
+            f"the compression; give both, or leave out {option('question', where)}"
         )
     ids = prompt_ids(tokenizer, prompt)
     return Case(input_ids=ids, turns=(record.question.turn(()),), source=prompt.where)

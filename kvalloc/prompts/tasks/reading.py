@@ -1,8 +1,9 @@
-"""Extractive question answering: facts strewn into real text, and its own sentences."""
+"""Questions about what is read: facts strewn into real text, its own sentences, all of it."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from kvalloc.data import words
 from kvalloc.errors import InputError
@@ -35,6 +36,8 @@ CLOZE_QUESTION = Question(
     max_new_tokens=12,
 )
 BEGIN_WORDS, ANSWER_WORDS = 9, 6
+
+OWN_QUESTION = Question(text="Tell in your own words, and in detail, what the text says.")
 
 _SENTENCE = re.compile(r"[A-Z][^.!?]*[.!?](?=\s|$)")
 
@@ -96,7 +99,14 @@ def _cloze(brief: Brief) -> Draft:
     return Draft(make=make, least=200, most=len(excerpt))
 
 
+def _own(brief: Brief) -> Draft:
+    """No answer is right: the full cache's own is what others are held against."""
+    question = replace(OWN_QUESTION, max_new_tokens=brief.request.answer_tokens)
+    return brief.scattered(CLOZE_LEAD, (), (), (question,))
+
+
 TASKS = (
     by_rule("qa", _facts, most_turns=MOST_TURNS),
     by_rule("quote", _cloze, most_turns=MOST_TURNS),
+    by_rule("own", _own),
 )

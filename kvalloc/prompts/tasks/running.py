@@ -8,64 +8,50 @@ from kvalloc.prompts.examples import encode
 from kvalloc.prompts.splits import split_texts, stream
 from kvalloc.prompts.tasks.task import PromptRequest, Task
 
-KL_TOKENS = 24
-PERPLEXITY_TOKENS = 64
 SPEED_TOKENS = 8
 """A text asks nothing, but a few tokens decoded one by one show the speed."""
 QUESTION_TOKENS = 32
 """Last tokens of a piece: what comes after the compression, where the question does."""
 
 
-def continuation_task(name: str, continuation_tokens: int) -> Task:
-    """A task of pieces of running text with what follows them.
-
-    Parameters
-    ----------
-    name : str
-        The task, for random numbers.
-    continuation_tokens : int
-        Tokens that follow.
-
-    Returns
-    -------
-    Task
-        Raises `InputError` if every text of the split is too short.
-    """
-
-    def build(request: PromptRequest) -> list[Case]:
-        draw = stream(request.split, name, request.seed)
-        whole = [
-            (source, encode(request.tokenizer, text))
-            for source, text in split_texts(request.split).items()
-        ]
-        needed = request.n_tokens + continuation_tokens
-        long_enough = [(source, ids) for source, ids in whole if len(ids) >= needed]
-        if not long_enough:
-            raise InputError(
-                f"no text for {request.split} has {needed} tokens; ask for a shorter "
-                f"{option('context')}"
-            )
-        held_back = QUESTION_TOKENS if request.after else 0
-        if request.n_tokens <= held_back:
-            raise InputError(
-                f"a prompt of {request.n_tokens} tokens leaves nothing to compress before the "
-                f"{held_back} that follow the compression; ask for a longer "
-                f"{option('context')}"
-            )
-        cases = []
-        for index in range(request.n_cases):
-            source, ids = long_enough[index % len(long_enough)]
-            begin = draw.randrange(len(ids) - needed + 1)
-            end = begin + request.n_tokens
-            turn = Turn(
-                question_ids=ids[end - held_back : end],
-                continuation_ids=ids[end : begin + needed],
-                max_new_tokens=SPEED_TOKENS,
-            )
-            cases.append(Case(input_ids=ids[begin : end - held_back], turns=(turn,), source=source))
-        return cases
-
-    return Task(name=name, build=build)
+def _pieces(request: PromptRequest) -> list[Case]:
+    """Pieces of running text with what follows them."""
+    if request.opened:
+        raise InputError(
+            "the task kl asks no question, so none can come in a second turn; ask for "
+            f"{option('question', 'inside')} or after"
+        )
+    draw = stream(request.split, "kl", request.seed)
+    whole = [
+        (source, encode(request.tokenizer, text))
+        for source, text in split_texts(request.split).items()
+    ]
+    needed = request.n_tokens + request.answer_tokens
+    long_enough = [(source, ids) for source, ids in whole if len(ids) >= needed]
+    if not long_enough:
+        raise InputError(
+            f"no text for {request.split} has {needed} tokens; ask for a shorter "
+            f"{option('context')}"
+        )
+    held_back = QUESTION_TOKENS if request.after else 0
+    if request.n_tokens <= held_back:
+        raise InputError(
+            f"a prompt of {request.n_tokens} tokens leaves nothing to compress before the "
+            f"{held_back} that follow the compression; ask for a longer "
+            f"{option('context')}"
+        )
+    cases = []
+    for index in range(request.n_cases):
+        source, ids = long_enough[index % len(long_enough)]
+        begin = draw.randrange(len(ids) - needed + 1)
+        end = begin + request.n_tokens
+        turn = Turn(
+            question_ids=ids[end - held_back : end],
+            continuation_ids=ids[end : begin + needed],
+            max_new_tokens=SPEED_TOKENS,
+        )
+        cases.append(Case(input_ids=ids[begin : end - held_back], turns=(turn,), source=source))
+    return cases
 
 
-TASKS = (continuation_task("kl", KL_TOKENS), continuation_task("perplexity", PERPLEXITY_TOKENS))
+TASKS = (Task(name="kl", build=_pieces),)

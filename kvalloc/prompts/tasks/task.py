@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import InputError, option
-from kvalloc.prompts.cases import Case
+from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, Case
 from kvalloc.prompts.examples import Example, Question, encode, fitted, render
 from kvalloc.prompts.splits import Split, split_texts, stream
 
@@ -42,6 +42,10 @@ class PromptRequest:
         Whether the question comes after the compression.
     turns : int
         Questions about each prompt.
+    opened : bool
+        Whether another question, which nothing is measured of, comes before them.
+    answer_tokens : int
+        Longest answer in words of one's own, and tokens of running text that follow a prompt.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -51,6 +55,8 @@ class PromptRequest:
     split: Split = "development"
     after: bool = False
     turns: int = 1
+    opened: bool = False
+    answer_tokens: int = LONG_ANSWER_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +88,7 @@ class Task:
         n_cases, n_tokens, seed : int
             See `PromptRequest`.
         **options
-            ``split``, ``after`` and ``turns`` of `PromptRequest`.
+            ``split``, ``after``, ``turns``, ``opened`` and ``answer_tokens`` of `PromptRequest`.
 
         Returns
         -------
@@ -223,7 +229,8 @@ def by_rule(name: str, recipe: Callable[[Brief], Draft], *, most_turns: int = 1)
             draft = recipe(brief)
             sizes = (draft.least, max(draft.least, draft.most))
             example = fitted(request.tokenizer, draft.make, sizes, request.n_tokens, task=name)
-            cases.append(render(request.tokenizer, example, after=request.after))
+            where = {"after": request.after, "opened": request.opened}
+            cases.append(render(request.tokenizer, example, **where))
         return cases
 
     return Task(name=name, build=build, most_turns=most_turns)

@@ -9,13 +9,15 @@ import torch
 from tiny_models import VOCABULARY, equal_budgets, tiny_model
 from transformers import DynamicCache
 
+import kvalloc
+from kvalloc.accounting.costs import stored_bytes as entry_bytes
 from kvalloc.errors import InputError
-from kvalloc.evaluate.caches import needed_bytes, stored_bytes
+from kvalloc.evaluate.caches import POSITION_BYTES, needed_bytes, stored_bytes
 from kvalloc.evaluate.kl import divergence
-from kvalloc.evaluate.methods import CacheMethod, full_cache
+from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache, rounded_cache
 from kvalloc.evaluate.scoring import measure
 from kvalloc.models.loading import shape_of
-from kvalloc.prompts.cases import Case, Turn
+from kvalloc.prompts.cases import POSITIONS, Case, Turn
 
 PROMPT_TOKENS = 40
 
@@ -168,3 +170,116 @@ def test_a_view_counts_with_what_it_keeps_alive():
     assert needed_bytes(cache) == 2 * whole[:, :, :2].nbytes
     cache.layers[0].values = cache.layers[0].keys
     assert stored_bytes(cache) == whole.nbytes
+
+
+LONG = 24
+AWAITED = 6
+
+
+def waiting_profile(model, kept=10):
+    """Equal budgets that evict when six tokens have followed."""
+    profile = equal_budgets(model, kept)
+    parameters = {"window": 4, "tokens": AWAITED}
+    return profile.with_policy(
+        profile.policy.replace(scorer="lookahead", scorer_parameters=parameters)
+    )
+
+
+@pytest.mark.parametrize("n_question", [0, 3, 9])
+@pytest.mark.parametrize("waits", [False, True])
+def test_kl_by_position_is_that_of_tokens_one_at_a_time(model, references, waits, n_question):
+    """And what was predicted before the eviction is said, and never counted as kept."""
+    profile = waiting_profile(model) if waits else equal_budgets(model, 10)
+    case = references[0][0]
+    question = case.input_ids[:n_question]
+    turn = replace(case.turns[0], question_ids=question, max_new_tokens=LONG)
+    case = replace(case, turns=(turn,))
+    full = measure(model, TOKENIZER, full_cache(model), case)
+    method = CacheMethod(make_cache=lambda: profile.cache(model))
+    outcome = measure(model, TOKENIZER, method, case, full).outcome
+    answer, logits = full.turns[0].answer.ids, []
+    for cache in (DynamicCache(config=model.config), profile.cache(model)):
+        steps = []
+        with torch.no_grad():
+            output = model(torch.tensor([case.input_ids]), past_key_values=cache)
+            if question:
+                output = model(torch.tensor([question]), past_key_values=cache)
+            steps.append(output.logits[0, -1])
+            for token in answer[:-1]:
+                output = model(torch.tensor([[token]]), past_key_values=cache)
+                steps.append(output.logits[0, -1])
+        logits.append(torch.stack(steps))
+    by_hand = divergence(*logits).kls
+    exact = (0 if question else 1) if not waits else max(AWAITED - n_question, 0) + 1
+    assert [kl is None for kl in outcome.kls[0]] == [place < exact for place in range(LONG)]
+    assert outcome.exact_tokens == exact
+    # until then the logits are those of the full cache
+    assert max(by_hand[:exact], default=0.0) < 1e-6
+    assert outcome.kls[0][exact:] == pytest.approx(by_hand[exact:], rel=1e-3, abs=1e-5)
+    assert outcome.kl == pytest.approx(sum(by_hand[exact:]) / (LONG - exact), rel=1e-3)
+    pieces = {"0-15": by_hand[exact:16], "16-63": by_hand[16:], "64-255": ()}
+    for name, kls in pieces.items():
+        mean = pytest.approx(sum(kls) / len(kls), rel=1e-3) if kls else None
+        assert outcome.kl_at(POSITIONS[name]) == mean
+
+
+def test_an_answer_before_any_eviction_says_nothing_of_it(model, references):
+    profile = waiting_profile(model)
+    outcomes = outcomes_of(model, references, lambda: profile.cache(model))
+    for outcome in outcomes:
+        assert (outcome.kl, outcome.top1_agreement, outcome.exact_tokens) == (None, None, 6)
+        assert outcome.answers  # greedy all the same
+
+
+def test_what_opens_a_conversation_is_not_measured(model, references):
+    """The second turn alone is, after the full cache's own answer to the first."""
+    case = references[0][0]
+    later = Turn(question_ids=case.input_ids[:5], answers=("9999",), max_new_tokens=6)
+    opened = replace(case, turns=(replace(case.turns[0], measured=False), later))
+    both = replace(case, turns=(case.turns[0], later))
+    outcomes = {}
+    for name, one in {"opened": opened, "both": both}.items():
+        full = measure(model, TOKENIZER, full_cache(model), one)
+        (outcomes[name],) = reduced(model, [(one, full)], 10)
+        quiet = CacheMethod(make_cache=lambda: equal_budgets(model, 10).cache(model))
+        unasked = measure(model, TOKENIZER, quiet, one, full, answers=False).outcome
+        assert unasked.kls == outcomes[name].kls
+        assert (unasked.score, unasked.decoded_tokens) == (None, 0)
+    assert outcomes["opened"].kls == outcomes["both"].kls[1:]
+    assert len(outcomes["both"].kls) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_at_16_bits_do_not_depend_on_the_type_that_is_computed_in(dtype):
+    model = tiny_model().to(dtype)
+    model.generation_config.eos_token_id = None
+    references = references_of(model)
+    shape = shape_of(model)
+    full = references[0][1].outcome
+    entries = shape.n_layers * shape.n_kv_heads
+    assert full.bytes_at_16_bits == entries * PROMPT_TOKENS * 2 * shape.head_dim * 2
+    (ten, _) = reduced(model, references, 10)
+    assert ten.bytes_at_16_bits == entries * 10 * (2 * shape.head_dim * 2 + POSITION_BYTES)
+    assert ten.full_bytes_at_16_bits == full.bytes_at_16_bits
+    for bits in (8, 4):
+        make = rounded_cache(model, bits).make_cache
+        outcome = outcomes_of(model, references, make)[0]
+        packed = int(entry_bytes(PROMPT_TOKENS, bits, shape)) * entries
+        assert outcome.bytes_at_16_bits == packed + entries * PROMPT_TOKENS * POSITION_BYTES
+        assert outcome.retained_bytes == packed
+        assert 0 < outcome.kl < ten.kl
+
+
+def test_what_apply_does_is_a_method(model, references):
+    options = {"budget": "30%", "scorer": "snapkv", "solver": "uniform",
+               "scorer_options": {"window": 4}, "sinks": 2}  # fmt: skip
+    for case, full in references:
+        applied = AppliedMethod(options=options)
+        outcome = measure(model, TOKENIZER, applied, case, full).outcome
+        assert outcome.kl > 0
+        assert outcome.retained_bytes < 0.7 * outcome.full_bytes
+        with kvalloc.apply(model, **options) as now:
+            ids = torch.tensor([case.input_ids])
+            model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        assert now.last_cache is not None
+    assert "generate" not in vars(model)

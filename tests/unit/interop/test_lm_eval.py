@@ -138,7 +138,7 @@ def test_the_last_tokens_come_after_the_compression(make, module, monkeypatch):
 
 
 def test_what_cannot_be_done_is_refused(make, module):
-    with pytest.raises(InputError, match="use 'kvalloc eval --tasks perplexity'"):
+    with pytest.raises(InputError, match="use 'kvalloc eval --tasks kl'"):
         make().loglikelihood_rolling([Instance(("w5",))])
     with pytest.raises(InputError, match="answers are greedy"):
         make().generate_until([Instance(("w5", {"do_sample": True}))])

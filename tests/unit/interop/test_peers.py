@@ -13,10 +13,13 @@ from runtime_oracle import Oracle
 from tiny_models import VOCABULARY, equal_budgets, tiny_model
 from transformers import DynamicCache
 
+from kvalloc.accounting.costs import stored_bytes
 from kvalloc.cli.main import main
 from kvalloc.errors import InputError, MissingDependencyError
 from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.interop.kvpress import KvpressMethod, make_press, read_peer_name, read_peers
+from kvalloc.models.loading import shape_of
+from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
 N_PROMPT, N_LAYERS, N_HEADS, HEAD_DIM = 30, 3, 2, 8
 ANSWER = (5, 9, 17, 33)
@@ -155,6 +158,31 @@ def test_what_a_press_leaves_is_what_is_attended_to(model, press, share, kept):
     assert reduced.stored_bytes == stored * entry_bytes
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("press", "share", "kept"), [("Recent", "40", 12), ("Hiding", "60", 18)])
+def test_what_a_press_keeps_can_be_rounded_as_we_store_it(model, press, share, kept, bits):
+    """Each head's kept entries alone, in their order; what is hidden changes no scale."""
+    hidden = hides(press, kept)
+    plain = method(f"kvpress:{press}@{share}%").compress(model, ids())
+    reduced = method(f"kvpress:{press}@{share}%@{bits}bits").compress(model, ids())
+    for place, (mine, whole) in enumerate(
+        zip(reduced.cache.layers, plain.cache.layers, strict=True)
+    ):
+        first = N_PROMPT - whole.keys.shape[2]
+        for head in range(N_HEADS):
+            shown = ~hidden[place, head, first:]
+            for ours, full, rounded in (
+                (mine.keys, whole.keys, quantised_keys),
+                (mine.values, whole.values, quantised_values),
+            ):
+                expected = rounded(full[:, head : head + 1, shown], bits)
+                assert torch.equal(ours[:, head : head + 1, shown], expected)
+                assert not torch.equal(expected, full[:, head : head + 1, shown])
+    counts, shape = (~hidden).sum(dim=2).numpy(), shape_of(model)
+    assert reduced.kept_bytes == reduced.bytes_at_16_bits == stored_bytes(counts, bits, shape).sum()
+    assert plain.bytes_at_16_bits * 2 == plain.kept_bytes
+
+
 def test_masks_stay_with_their_prompt(model):
     first = method("kvpress:Hiding@60%").compress(model, ids())
     alone = first.fork().feed(ANSWER, last=1)
@@ -175,7 +203,7 @@ def test_nothing_is_lost_at_all_entries(model):
 
 
 def test_names_are_read_and_written_alike():
-    for text in ("kvpress:SnapKV", "kvpress:AdaKV(SnapKV)", "kvpress:TOVA@12.5%"):
+    for text in ("kvpress:SnapKV", "kvpress:AdaKV(SnapKV)", "kvpress:TOVA@12.5%@4bits"):
         assert str(read_peer_name(text)) == text
     name = read_peer_name(" kvpress:AdaKV(SnapKV)@20% ")
     assert (name.press, name.inner, name.share) == ("AdaKV", "SnapKV", 0.2)
@@ -192,6 +220,7 @@ def test_names_are_read_and_written_alike():
         ("kvpress:Recent(Hiding)@20%", "cannot be made"),
         ("kvpress:Ratioless@20%", "takes no share"),
         ("kvpress:Recent", "needs a share"),
+        ("kvpress:Recent@20%@3bits", "nothing is rounded to 3 bits; choose from: 16, 8, 4"),
     ],
 )
 def test_what_is_no_peer_is_refused(text, said):

@@ -14,17 +14,19 @@ from hypothesis import strategies as st
 from letters import Letters, read
 
 from kvalloc.errors import InputError
+from kvalloc.prompts.cases import LONG_ANSWER_TOKENS
+from kvalloc.prompts.examples import OPENING
 from kvalloc.prompts.metrics import contained
 from kvalloc.prompts.splits import KEYS, SPLITS, belongs, check_split, split_texts
 from kvalloc.prompts.tasks import TASKS, find_tasks
 from kvalloc.prompts.tasks.extraction import ASKED, plain_words
 from kvalloc.prompts.tasks.labels import FORMS, LABELS
+from kvalloc.prompts.tasks.needles import FACTS
 from kvalloc.prompts.tasks.pairs import SHOWN
 from kvalloc.prompts.tasks.tracking import CHAINS, HOPS
 
-TEXT_TASKS = ("kl", "perplexity")
-IN_CONTEXT = ("needle", "needle-keys", "pairs", "tracking", "common-words", "frequent-words",
-              "qa", "quote")  # fmt: skip
+IN_CONTEXT = ("needle", "needle-keys", "facts", "pairs", "tracking", "common-words",
+              "frequent-words", "qa", "quote")  # fmt: skip
 N_CHARACTERS = 5000
 
 
@@ -59,7 +61,7 @@ def test_lengths_are_met_and_the_same_seed_gives_the_same(name, seed, n_tokens, 
         assert bool(case.turns[0].question_ids) is after
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS if name not in TEXT_TASKS])
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "kl"])
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**6), chat=st.booleans())
 def test_the_question_after_is_the_rest_of_the_prompt(name, seed, chat):
@@ -95,6 +97,34 @@ def test_needles_belong_to_the_key_that_is_asked_for(seed):
             assert len(told) == hidden
             key = re.search(r"number of the (\w+)\?", read(case.turns[0].question_ids))[1]
             assert case.turns[0].answers == (told[key],)
+
+
+def test_one_answer_asks_for_all_facts_and_nothing_is_right_in_ones_own_words():
+    for case in make("facts", after=True):
+        told = dict(re.findall(r"number of the (\w+) is (\d{7})\.", read(case.input_ids)))
+        [turn] = case.turns
+        asked = re.search(r"numbers of (.+)\? Answer", read(turn.question_ids))[1]
+        keys = re.findall(r"the (\w+)", asked)
+        assert (len(keys), set(keys)) == (FACTS, set(told))
+        assert turn.answers == tuple(told[key] for key in keys)
+        assert turn.score(f"{turn.answers[0]}, {turn.answers[2]}") == 0.5
+        assert not turn.is_found(turn.answers[0])
+    [own] = [case.turns[0] for case in make("own", n_cases=1)]
+    assert (own.answers, own.score("anything")) == ((), None)
+    for name in ("facts", "own"):
+        assert make(name, n_cases=1)[0].turns[0].max_new_tokens == LONG_ANSWER_TOKENS
+        assert make(name, n_cases=1, answer_tokens=5)[0].turns[0].max_new_tokens == 5
+
+
+def test_a_second_turn_follows_an_opening_that_is_not_measured():
+    [case] = make("facts", n_cases=1, opened=True)
+    [plain] = make("facts", n_cases=1)
+    opening, turn = case.turns
+    assert (opening.measured, turn.measured) == (False, True)
+    assert OPENING.text in read(case.input_ids)
+    assert opening.question_ids == ()
+    assert read(turn.question_ids).startswith("</><user>What are the secret numbers")
+    assert turn.answers == plain.turns[0].answers
 
 
 @settings(max_examples=4)
@@ -187,11 +217,13 @@ def test_quotes_are_of_a_place_of_their_own():
             assert contained(context, turn.answers[0])
 
 
-@pytest.mark.parametrize("name", TEXT_TASKS)
-def test_texts_are_cut_where_they_go_on(name):
+@pytest.mark.parametrize("tokens", [None, 30])
+def test_texts_are_cut_where_they_go_on(tokens):
     texts = split_texts("held-out")
-    for case in make(name, 1, 5, 3000, split="held-out", after=True):
+    asked = {} if tokens is None else {"answer_tokens": tokens}
+    for case in make("kl", 1, 5, 3000, split="held-out", after=True, **asked):
         [turn] = case.turns
+        assert len(turn.continuation_ids) == (tokens or LONG_ANSWER_TOKENS)
         joined = read(case.input_ids + turn.question_ids + turn.continuation_ids)
         assert joined in texts[case.source]
         assert len(case.input_ids + turn.question_ids) == 3000
@@ -236,6 +268,7 @@ def test_no_split_shares_texts_keys_words_or_prompts():
         ("kl", {"n_cases": 0}, "0 samples evaluate nothing"),
         ("kl", {"n_tokens": 10**6}, "no text for development has"),
         ("kl", {"n_tokens": 20, "after": True}, "leaves nothing to compress"),
+        ("kl", {"opened": True}, "asks no question, so none can come in a second turn"),
     ],
 )
 def test_what_cannot_be_made_is_refused(name, options, said):
