@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvalloc.models import structure
 
@@ -49,7 +49,8 @@ def bytes_at_16_bits(cache: Cache) -> int:
         min(storage.nbytes(), shown) * min(size, HALF_BYTES) // size
         for storage, shown, size in _storages(cache)
     )
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         if getattr(layer, "reduced", False):  # of `BudgetLayer`
             kept = [] if layer.kept_indices is None else [layer.kept_indices, layer.logit_bias]
             found += sum(tensor.nbytes for tensor in kept if tensor is not None)

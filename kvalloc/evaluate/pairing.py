@@ -100,8 +100,11 @@ def _shared_kls(one: Outcome, two: Outcome) -> Pair:
     """The KL of both, of the tokens that both predicted after their eviction."""
     both = (zip(*turns, strict=True) for turns in zip(one.kls, two.kls, strict=True))
     shared = [[pair for pair in turn if None not in pair] for turn in both]
-    means = [np.mean(turn, axis=0) for turn in shared if turn]
-    return tuple(np.mean(means, axis=0).tolist()) if means else (None, None)
+    means = [np.array(turn, dtype=np.float64).mean(axis=0) for turn in shared if turn]
+    if not means:
+        return None, None
+    first, second = np.mean(means, axis=0).tolist()
+    return first, second
 
 
 def _pairs(
