@@ -16,8 +16,10 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_jso
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.files import atomic_write
 
 __all__ = [
+    "ArrayRecord",
     "FileRecord",
     "FloatArray3D",
     "FloatArray4D",
@@ -314,6 +316,92 @@ class FileRecord(Record):
         if not isinstance(found, dict):
             raise cls.file_error(path, "header", found or "missing", cls.expected())
         return found
+
+
+class ArrayRecord(FileRecord):
+    """A record that is a safetensors file: its arrays as tensors, the rest a JSON header.
+
+    It is derived from this class and from that of its header.
+    """
+
+    HEADER: ClassVar[type[FileRecord]]
+    """The record without its arrays."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over header and arrays, their types and shapes: identifies the content."""
+        return self._digest_over(self.header())
+
+    def header(self) -> dict[str, Any]:
+        """Plain values of all but the arrays."""
+        return self.model_dump(mode="json", include=set(self.HEADER.model_fields))
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with a JSON header entry, atomically.
+
+        Parameters
+        ----------
+        path : str or Path
+            Usually ``*.safetensors``.
+
+        Raises
+        ------
+        InputError
+            If the folder does not exist or is read-only.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+
+        header = json.dumps({**self.header(), "digest": self.digest}, sort_keys=True)
+        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
+        with atomic_write(path) as temporary:
+            try:
+                save_file(arrays, temporary, metadata={self.METADATA: header})
+            except SafetensorError as error:  # a full disk is not an OSError there
+                raise OSError(str(error)) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read and check a file.
+
+        Parameters
+        ----------
+        path : str or Path
+            A file written by `save`.
+
+        Raises
+        ------
+        ProfileFileError
+            If the file is missing, truncated, of another schema version, edited, or holds values
+            that cannot be; names the file, the field, what was found and the way out.
+        """
+        with cls.opened(path) as file:
+            stated = cls.stated(path, file)
+            try:
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            except (AttributeError, TypeError) as error:  # a type that NumPy has not
+                raise cls.file_error(path, "file", str(error), "float64 and int64") from error
+        header = cls.HEADER.parsed(path, stated)
+        own = {name: getattr(header, name) for name in cls.HEADER.model_fields}
+        try:
+            record = cls.model_validate({**own, **arrays})
+        except ValidationError as error:
+            raise cls.file_error(path, *first_fault(error)) from error
+        cls.check_digest(path, stated, record._digest_over)
+        return record
+
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that are there, in the order of the file's digest."""
+        arrays = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in arrays.items() if isinstance(value, np.ndarray)}
+
+    def _digest_over(self, header: dict[str, Any]) -> str:
+        hasher = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+        for name, array in self._arrays().items():
+            hasher.update(f"{name} {array.dtype} {array.shape}".encode())
+            hasher.update(np.ascontiguousarray(array).data)
+        return hasher.hexdigest()
 
 
 def digest_of(content: dict[str, Any]) -> str:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, ValidationError, computed_field, model_validator
+from pydantic import Field, model_validator
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.errors import InputError, command, option
-from kvalloc.files import atomic_write
 from kvalloc.formats.policy import Policy, require_policies
 from kvalloc.formats.record import (
+    ArrayRecord,
     FileRecord,
     FloatArray3D,
     FloatArray4D,
@@ -26,7 +23,6 @@ from kvalloc.formats.record import (
     IntArray1D,
     IntArray2D,
     IntArray4D,
-    first_fault,
     require,
     require_none,
     require_shape,
@@ -107,7 +103,7 @@ class ScoreHeader(FileRecord):
     """ISO date of the measurement, UTC."""
 
 
-class ScoreProfile(ScoreHeader):
+class ScoreProfile(ArrayRecord, ScoreHeader):
     """Retention curves of one model on some text, with everything that made them.
 
     Raises
@@ -120,6 +116,8 @@ class ScoreProfile(ScoreHeader):
     ----------
     XKV: Personalized KV Cache Memory Reduction, Eq. 3 and 4.
     """
+
+    HEADER: ClassVar[type[FileRecord]] = ScoreHeader
 
     ranks: IntArray1D
     """Numbers of kept evictable entries, from 0 to ``evictable_tokens``, ``(n_points,)``."""
@@ -319,82 +317,6 @@ class ScoreProfile(ScoreHeader):
         curves = self._curves_of_run(group)
         chosen: FloatArray = curves.mean(axis=0) if sample is None else curves[sample]
         return chosen
-
-    @computed_field  # type: ignore[prop-decorator]
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 over header and arrays, their types and shapes: identifies the measurement."""
-        return self._digest_over(self.header())
-
-    def header(self) -> dict[str, Any]:
-        """Plain values of all but the arrays."""
-        return self.model_dump(mode="json", include=set(ScoreHeader.model_fields))
-
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file with a JSON header entry, atomically.
-
-        Parameters
-        ----------
-        path : str or Path
-            Usually ``*.safetensors``.
-
-        Raises
-        ------
-        InputError
-            If the folder does not exist or is read-only.
-        """
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
-
-        header = json.dumps({**self.header(), "digest": self.digest}, sort_keys=True)
-        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
-        with atomic_write(path) as temporary:
-            try:
-                save_file(arrays, temporary, metadata={self.METADATA: header})
-            except SafetensorError as error:  # a full disk is not an OSError there
-                raise OSError(str(error)) from error
-
-    @classmethod
-    def load(cls, path: str | Path) -> ScoreProfile:
-        """Read and check a score profile.
-
-        Parameters
-        ----------
-        path : str or Path
-            A file written by `save`.
-
-        Raises
-        ------
-        ProfileFileError
-            If the file is missing, truncated, of another schema version, edited, or holds values
-            that cannot be; names the file, the field, what was found and the way out.
-        """
-        with cls.opened(path) as file:
-            stated = cls.stated(path, file)
-            try:
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            except (AttributeError, TypeError) as error:  # a type that NumPy has not
-                raise cls.file_error(path, "file", str(error), "float64 and int64") from error
-        header = ScoreHeader.parsed(path, stated)
-        own = {name: getattr(header, name) for name in ScoreHeader.model_fields}
-        try:
-            profile = cls.model_validate({**own, **arrays})
-        except ValidationError as error:
-            raise cls.file_error(path, *first_fault(error)) from error
-        cls.check_digest(path, stated, profile._digest_over)
-        return profile
-
-    def _arrays(self) -> dict[str, FloatArray | IntArray]:
-        """The arrays that are there, in the order of the file's digest."""
-        arrays = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: value for name, value in arrays.items() if isinstance(value, np.ndarray)}
-
-    def _digest_over(self, header: dict[str, Any]) -> str:
-        hasher = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-        for name, array in self._arrays().items():
-            hasher.update(f"{name} {array.dtype} {array.shape}".encode())
-            hasher.update(np.ascontiguousarray(array).data)
-        return hasher.hexdigest()
 
     def _curves_of_run(self, group: Sequence[int]) -> FloatArray:
         """Joint curves of a measured run of layers, ``(n_samples, n_kv_heads, n_points)``."""
