@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
     from kvalloc.measure import profile
+    from kvalloc.measure.scorer_fitting import fit_scorer
     from kvalloc.online.application import apply
     from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
     from kvalloc.runtime import load_cache
@@ -36,6 +37,7 @@ _WHERE = {
     "Termination": "kvalloc.problem",
     "apply": "kvalloc.online.application",
     "compare": "kvalloc.allocation.decision",
+    "fit_scorer": "kvalloc.measure.scorer_fitting",
     "load_cache": "kvalloc.runtime",
     "load_profile": "kvalloc.formats.shipped_profiles",
     "profile": "kvalloc.measure",
@@ -57,6 +59,7 @@ __all__ = [
     "Termination",
     "apply",
     "compare",
+    "fit_scorer",
     "load_cache",
     "load_profile",
     "profile",

@@ -131,7 +131,14 @@ class ModelShape:
         entries += len(self.sliding_layers) * self.sliding_entries(context_tokens)
         return entries * self.n_kv_heads * self.bytes_per_entry * batch
 
-    def require_same_model(self, other: ModelShape, *, allow_other_model: bool = False) -> None:
+    def require_same_model(
+        self,
+        other: ModelShape,
+        *,
+        allow_other_model: bool = False,
+        file: str = "profile",
+        made_by: str = "kvalloc profile",
+    ) -> None:
         """Raise unless ``other`` is the model this shape describes.
 
         Identical weights are one model under any name. Weights whose signs differ are another
@@ -145,6 +152,8 @@ class ModelShape:
         allow_other_model : bool
             Accept another name and other weights (a fine-tune, a renamed folder) as long as the
             sizes agree.
+        file, made_by : str
+            What has this shape, and the command that makes one, for the message.
 
         Raises
         ------
@@ -158,24 +167,24 @@ class ModelShape:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs and (name in sizes or None not in (mine, theirs)):
                 raise ModelMismatchError(
-                    f"the profile is for {self.model_id} with {name} {_brief(mine)}, but the model "
-                    f"is {other.model_id} with {name} {_brief(theirs)}; make a profile for this "
-                    "model with 'kvalloc profile'"
+                    f"the {file} is for {self.model_id} with {name} {_brief(mine)}, but the model "
+                    f"is {other.model_id} with {name} {_brief(theirs)}; make a {file} for this "
+                    f"model with '{made_by}'"
                 )
         if allow_other_model or self._has_weights_of(other) is True:
             return
         way_out = (
-            "; make a profile for this model with 'kvalloc profile', or allow another model of the "
+            f"; make a {file} for this model with '{made_by}', or allow another model of the "
             f"same sizes ({option('allow_other_model', True)})"
         )
         if self._has_weights_of(other) is False:
             raise ModelMismatchError(
-                f"the profile is for the weights of {self.model_id}, but the model "
+                f"the {file} is for the weights of {self.model_id}, but the model "
                 f"{other.model_id} has other weights{way_out}"
             )
         if _base_name(self.model_id) != _base_name(other.model_id):
             raise ModelMismatchError(
-                f"the profile is for {self.model_id}, but the model is {other.model_id}{way_out}"
+                f"the {file} is for {self.model_id}, but the model is {other.model_id}{way_out}"
             )
 
     def _has_weights_of(self, other: ModelShape) -> bool | None:

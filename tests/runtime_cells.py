@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_choice import WITH, WITHOUT
+from scorer_oracle import SCORERS
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -26,7 +27,7 @@ from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import load_cache, make_cache
 from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class, policy_names
-from kvalloc.scorers import get_scorer, scorer_names
+from kvalloc.scorers import get_scorer
 
 CONTEXT, BATCH = 90, 2
 LENGTHS = (CONTEXT, 41)
@@ -34,7 +35,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 COMBINING = [n for n in policy_names() if policy_class(n).combine is not EvictionPolicy.combine]
 HOLDING = [n for n in policy_names() if policy_class(n).holds is not EvictionPolicy.holds]
 RANKING = [n for n in policy_names() if issubclass(policy_class(n), RankedPolicy)]
-SCORERS = scorer_names()
 LATER = {name: own.later.kind for name in SCORERS if (own := get_scorer(name)).later is not None}
 READING = [n for n in policy_names() if policy_class(n).reader is not EvictionPolicy.reader]
 # The filter at decoding reads less than what is stored; here it reads all, so that the oracle of

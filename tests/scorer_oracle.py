@@ -10,6 +10,10 @@ import numpy.typing as npt
 import torch
 
 from kvalloc.models.attention import AttentionStates
+from kvalloc.scorers import scorer_names
+
+SCORERS = [name for name in scorer_names() if name != "surrogate"]
+"""Those that need no file which was fitted to the model; for it see test_surrogate.py."""
 
 Array = npt.NDArray[np.float64]
 

@@ -23,6 +23,7 @@ COMMANDS = (
     "profile",
     "solve",
     "tune",
+    "fit-scorer",
     "compare",
     "frontier",
     "inspect",
@@ -35,7 +36,8 @@ COMMANDS = (
     "policies",
     "doctor",
 )
-"""Each is a function of that name in ``kvalloc.cli.<name>``, with its examples in ``EXAMPLES``."""
+"""Each is a function of that name, hyphens as underscores, in ``kvalloc.cli.<name>``, with its
+examples in ``EXAMPLES``."""
 
 _ELSEWHERE = {"scorers": "solvers", "policies": "solvers"}
 """Commands that stand in the module of another one."""
@@ -175,8 +177,9 @@ def _top(
 
 
 def _build(name: str) -> Any:
-    module: ModuleType = importlib.import_module(f"kvalloc.cli.{_ELSEWHERE.get(name, name)}")
-    function: Callable[..., None] = getattr(module, name)
+    own = name.replace("-", "_")
+    module: ModuleType = importlib.import_module(f"kvalloc.cli.{_ELSEWHERE.get(own, own)}")
+    function: Callable[..., None] = getattr(module, own)
     examples = getattr(module, "EXAMPLES", f"  kvalloc {name}\n  kvalloc {name} --json\n")
     application = typer.Typer(add_completion=False, rich_markup_mode=None)
     application.command(

@@ -21,6 +21,7 @@ from kvalloc.files import atomic_write
 __all__ = [
     "ArrayRecord",
     "FileRecord",
+    "FloatArray1D",
     "FloatArray3D",
     "FloatArray4D",
     "FloatArray5D",
@@ -114,6 +115,7 @@ class ArrayOf:
 IntArray1D = Annotated[IntArray, ArrayOf(np.int64, 1)]
 IntArray2D = Annotated[IntArray, ArrayOf(np.int64, 2)]
 IntArray4D = Annotated[IntArray, ArrayOf(np.int64, 4)]
+FloatArray1D = Annotated[FloatArray, ArrayOf(np.float64, 1)]
 FloatArray3D = Annotated[FloatArray, ArrayOf(np.float64, 3)]
 FloatArray4D = Annotated[FloatArray, ArrayOf(np.float64, 4)]
 FloatArray5D = Annotated[FloatArray, ArrayOf(np.float64, 5)]
@@ -222,7 +224,7 @@ class FileRecord(Record):
         if not isinstance(stated, dict):
             name = type(stated).__name__
             raise cls.file_error(path, "file", name, f"a JSON object, a {cls.NAME}")
-        for name in ("schema_version", "kind"):
+        for name in ("kind", "schema_version"):
             found, expected = stated.get(name, "missing"), cls.model_fields[name].default
             if found != expected:
                 way_out = "or read it with the kvalloc that wrote it"

@@ -23,7 +23,7 @@ from kvalloc.measure.curves import (
     retention_curves,
 )
 from kvalloc.measure.job import Job, Measured, Steps
-from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_policies
+from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_policies, read_named
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.probing import probed_samples
 from kvalloc.measure.sampling import choose_samples
@@ -55,7 +55,8 @@ class ProfileOptions(TypedDict, total=False):
     context : int
         Reference context, tokens.
     scorer : str or Scorer, default "xkv"
-        What is measured; see 'kvalloc scorers'.
+        What is measured; see 'kvalloc scorers'. Other options than the next three after a colon,
+        such as surrogate:file=FILE.
     window : int
         The scorer's window, tokens; its own by default.
     pool : int
@@ -230,7 +231,12 @@ def _job(
         sampling_ratio=options.get("sampling_ratio", 0.1),
         seed=options.get("seed", 0),
     )
-    return Job(model=model, shape=shape, samples=samples, **asked)
+    from kvalloc.runtime.policies import policy_of  # loads torch
+
+    job = Job(model=model, shape=shape, samples=samples, **asked)
+    for scorer in (job.scorer, *(policy_of(each).scorer for each in job.policies[1:])):
+        scorer.check_model(shape)
+    return job
 
 
 def measure_job(
@@ -377,7 +383,8 @@ def _scorer(options: ProfileOptions) -> Scorer:
     named = {name: options.get(name) for name in ("window", "pool", "group_reduce")}
     parameters = {name: value for name, value in named.items() if value is not None}
     if not isinstance(scorer, Scorer):
-        return get_scorer(scorer, **parameters)
+        name, more = read_named(scorer)
+        return get_scorer(name, **{**more, **parameters})
     if parameters:
         raise InputError(
             f"{', '.join(parameters)} cannot be given together with a ready scorer; set it there"

@@ -81,6 +81,8 @@ class AttentionStates:
     gaps : bool
         Whether entries between those of the queries' own tokens are gone, so that the last keys
         are not theirs; the mask tells which keys each query sees.
+    positions : Tensor of int32, (batch, n_kv_heads, n_tokens), or None
+        Position of each key, where some between them are gone; None where they are 0, 1, 2, ...
     later : mapping to Observed, or None
         What scorers noted of tokens after the prompt, by their `later_key`; its columns may be
         those of all query heads.
@@ -99,6 +101,7 @@ class AttentionStates:
     observed: Observed | None = None
     first_head: int = 0
     gaps: bool = False
+    positions: Tensor | None = None
     later: Mapping[Hashable, Observed] | None = None
 
 

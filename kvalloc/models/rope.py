@@ -89,7 +89,7 @@ def rotate(queries: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     Parameters
     ----------
     queries : Tensor, (..., n, head_dim)
-    positions : Tensor, (n,)
+    positions : Tensor, (n,) or (..., n)
         By how many positions; a negative number rotates back.
     frequencies : Tensor, (n_rotated / 2,)
         Angle per position of each pair, radians.
@@ -104,7 +104,7 @@ def rotate(queries: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     """
     import torch
 
-    angles = positions.float()[:, None] * frequencies.float()
+    angles = positions.float()[..., None] * frequencies.float()
     half = angles.shape[-1]
     first, second, rest = queries.tensor_split((half, 2 * half), dim=-1)
     cosines, sines = angles.cos(), angles.sin()

@@ -269,6 +269,9 @@ class Eviction:
         own = self._part_states(layer, states, part)
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
         own = replace(own, keys=keys, values=values, later=later)
+        if layer.reduced:  # the first sink stays: it tells how much padding came before it
+            start = positions[..., :1] if self.sinks else 0
+            own = replace(own, positions=positions - start)
         mask = self._gaps(layer, own, states, part, positions)
         if mask is not None:
             own = replace(own, mask=mask, gaps=True)

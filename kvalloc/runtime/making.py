@@ -21,7 +21,7 @@ from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.policies import changed_policy, policy_class
+from kvalloc.runtime.policies import changed_policy, policy_class, policy_of
 from kvalloc.shape import ModelShape
 
 __all__ = ["make_cache", "make_layers", "with_policy"]
@@ -129,6 +129,8 @@ def make_cache(
         refusals.check_decoding(policy_class(each.name), decode_every)
     shape = shape_of(model)
     profile.shape.require_same_model(shape, allow_other_model=allow_other_model)
+    for each in profile.policies:
+        policy_of(each).scorer.check_model(shape, allow_other_model=allow_other_model)
     layers = make_layers(model, shape)
     return BudgetCache(
         profile,

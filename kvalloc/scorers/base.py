@@ -11,6 +11,7 @@ from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers.attention_rows import protected_columns
 from kvalloc.scorers.later_pass import Later, LaterStep
 from kvalloc.scorers.parameters import Parameterized
+from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,6 +190,21 @@ class Scorer(Parameterized, ABC):
         if found is None:
             raise self._prompt_only()
         return found
+
+    def check_model(self, shape: ModelShape, *, allow_other_model: bool = False) -> None:
+        """Refuse a model that the scorer was not made for; none by default.
+
+        Parameters
+        ----------
+        shape : ModelShape
+            The model at hand.
+        allow_other_model : bool
+            Accept other weights of the same sizes.
+
+        Raises
+        ------
+        ModelMismatchError
+        """
 
     def check_prompt_only(self) -> None:
         """Refuse the scorer where nothing but the prompt is run.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import generate_arguments, profile_arguments, refused, run
+from cli_tools import generate_arguments, profile_arguments, prose, refused, run
+from scorer_oracle import SCORERS
 
 from kvalloc.runtime.policies import policy_names
-from kvalloc.scorers import get_scorer, scorer_names
+from kvalloc.scorers import get_scorer
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def generate(models, profiles, folder):
     return lambda *more: (*arguments, *more)
 
 
-@pytest.mark.parametrize("name", [*policy_names(), *scorer_names()])
+@pytest.mark.parametrize("name", [*policy_names(), *SCORERS])
 def test_generate_picks_entries_by_any_name(generate, name):
     longer = ("--max-new-tokens", 20)  # than any of them waits for
     ran = run(*generate("--policy", name, *longer))
@@ -44,7 +45,7 @@ def test_options_are_of_their_types(generate):
     assert ran.code == 0, ran.err
 
 
-@pytest.mark.parametrize("name", scorer_names())
+@pytest.mark.parametrize("name", SCORERS)
 def test_profile_measures_with_every_scorer(models, folder, name):
     scores, budgets = folder / "s.safetensors", folder / "p.json"
     ran = run(*profile_arguments(models, folder), "--scorer", name, "--window", 8)
@@ -100,3 +101,45 @@ def test_policies_lists_them_without_the_scorer_they_are_given():
     assert rows["critical"]["options"] == {"alpha": 0.5, "epsilon": 0.0001}
     assert rows["score"]["options"] == {}
     assert all(row["summary"] and row["reference"] for row in rows.values())
+
+
+@pytest.fixture(scope="module")
+def surrogate(models, tmp_path_factory):
+    """What a surrogate of the tiny model's is read from, and what the command said of it."""
+    folder = tmp_path_factory.mktemp("surrogate")
+    (folder / "text.txt").write_text(prose(1000))
+    file, text = folder / "s.safetensors", ("--text", folder / "text.txt")
+    ran = run("fit-scorer", models / "tiny", *text, "--context", 64, "--samples", 4, "-o", file,
+              "--json")  # fmt: skip
+    assert ran.code == 0, ran.err
+    return file, ran.json
+
+
+def test_a_surrogate_is_fitted_and_picks_entries(generate, surrogate):
+    file, said = surrogate
+    assert (said["samples"], said["context_tokens"]) == (4, 64)
+    assert len(said["r_squared"]) == len(said["rank_correlation"]) == 3
+    assert said["file_bytes"] == file.stat().st_size
+    for more in ((), ("--decode-every", 1)):
+        ran = run(*generate("--policy", "surrogate", "--policy-option", f"file={file}", *more))
+        assert ran.code == 0, ran.err
+        assert ran.json["scorer"] == "surrogate"
+        assert ran.json["retained_bytes"] < 0.7 * ran.json["full_bytes"]
+
+
+def test_a_surrogate_is_refused_in_one_line(models, folder, generate, surrogate, profiles):
+    file = surrogate[0]
+    named = ("--policy", "surrogate", "--policy-option")
+    assert "file is '', expected what" in refused(folder, *generate("--policy", "surrogate"))
+    assert "score profile" not in refused(folder, *generate(*named, f"file={folder / 'none'}"))
+    scores = profiles / "tiny.safetensors"
+    assert "kind is kvalloc.score_profile" in refused(folder, *generate(*named, f"file={scores}"))
+    said = refused(
+        folder, "profile", models / "twin", "--text", folder / "text.txt", "--context", 64,
+        "--scorer", f"surrogate:file={file}", "-o", folder / "s.safetensors",
+    )  # fmt: skip
+    assert "is for the weights of tiny" in said
+    fit = ("fit-scorer", models / "tiny", "--text", folder / "text.txt", "-o")
+    said = refused(folder, *fit, folder / "s.safetensors", "--context", 400)
+    assert "choose --context 256 or less" in said
+    assert "does not exist" in refused(folder, *fit, folder / "no" / "s.safetensors")

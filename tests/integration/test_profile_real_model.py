@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvalloc import fit_scorer
 from kvalloc.measure import default_texts, profile
 from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import DEMO_MODEL_ID, load_model, shape_of
@@ -64,3 +65,12 @@ def test_masses_are_what_eager_attention_says(demo, scores):
     with torch.inference_mode(), intercept_attention(eager, handler):
         eager(torch.from_numpy(chosen.samples[1].token_ids)[None], use_cache=False)
     np.testing.assert_allclose(scores.masses[1], masses, atol=1e-4)
+
+
+def test_a_surrogate_of_real_attention(demo):
+    """Texts that it was not fitted on, already with little text; noise would be 0."""
+    texts = default_texts()
+    found = fit_scorer(demo.model, demo.tokenizer, texts, samples=4, context=128)
+    assert found.weights.shape == (30, 3, 64 + 64 + 32 + 2 + 1)
+    assert found.rank_correlation.mean() > 0.4
+    assert found.r_squared.max() > 0.2

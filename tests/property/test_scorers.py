@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from scorer_oracle import make_states
+from scorer_oracle import SCORERS, make_states
 
 from kvalloc.formats.score_profile import rank_grid
 from kvalloc.measure.curves import on_grid, retention_curves
-from kvalloc.scorers import get_scorer, scorer_class, scorer_names
+from kvalloc.scorers import get_scorer, scorer_class
 from kvalloc.scorers.later_pass import LaterStep
 from kvalloc.scorers.pooled import PooledScorer
 from kvalloc.scorers.xkv import XKV
@@ -45,7 +45,7 @@ def after_a_later_pass(scorer, states, sinks):
     sinks=st.integers(0, 6),
     pool=st.sampled_from([1, 3, 5, 7]),
     group=st.integers(1, 3),
-    kind=st.sampled_from(scorer_names()),
+    kind=st.sampled_from(SCORERS),
 )
 def test_scores_keep_the_contract(seed, n_tokens, n_new, window, sinks, pool, group, kind):
     states = make_states(

@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 import torch
 from cli_tools import run as run_command
+from scorer_oracle import SCORERS
 from transformers import DynamicCache
 
 from kvalloc import apply
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.policies import policy_names
-from kvalloc.scorers import get_scorer, scorer_names
+from kvalloc.scorers import get_scorer
 
 CONTEXT = 60
 MERGING = {"merge", "compensate", "attention_matching"}
 NAMES = [
     *(name for name in policy_names() if name not in MERGING),
     # the others look at what comes right after the prompt, and are refused with decode_every
-    *(name for name in scorer_names() if get_scorer(name).later is None),
+    *(name for name in SCORERS if get_scorer(name).later is None),
 ]
 
 

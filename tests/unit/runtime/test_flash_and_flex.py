@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from scorer_oracle import SCORERS
 from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime import make_cache
-from kvalloc.scorers import get_scorer, scorer_names
+from kvalloc.scorers import get_scorer
 
 CONTEXT = 90
 LENGTHS = (CONTEXT, 41)
@@ -95,9 +96,7 @@ def test_packed_entries_and_generate(tiny: ModuleType, attention: str) -> None:
     assert torch.equal(found[1], found[3])
 
 
-@pytest.mark.parametrize(
-    "scorer", [name for name in scorer_names() if get_scorer(name).later is None]
-)
+@pytest.mark.parametrize("scorer", [name for name in SCORERS if get_scorer(name).later is None])
 def test_scorers_read_masks_of_either_kind(tiny: ModuleType, attention: str, scorer: str) -> None:
     """Padding and causal attention, as the model shows them: the same scores as on sdpa."""
     ids, mask = tiny.prompt(CONTEXT, 2), torch.ones(2, CONTEXT, dtype=torch.long)

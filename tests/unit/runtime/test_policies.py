@@ -12,7 +12,7 @@ import scorer_oracle
 import torch
 import transformers
 from prompt_runs import policy, run
-from scorer_oracle import make_states
+from scorer_oracle import SCORERS, make_states
 from transformers import DynamicCache
 
 from kvalloc.errors import InputError, SolverError, UnsupportedRequestError
@@ -27,7 +27,6 @@ from kvalloc.runtime.policies import (
     policy_of,
 )
 from kvalloc.runtime.policies.score import Score
-from kvalloc.scorers import scorer_names
 from kvalloc.scorers.projected_values import projected_value_norms
 
 N_TOKENS = 40
@@ -245,7 +244,7 @@ def check_against_the_oracle(tiny: ModuleType, model: Any, profile: Any, name: s
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
-@pytest.mark.parametrize("name", [*DROPPING, *scorer_names()])
+@pytest.mark.parametrize("name", [*DROPPING, *SCORERS])
 def test_the_cache_answers_as_with_hidden_entries(tiny: ModuleType, name: str, family: str) -> None:
     model = tiny.tiny_model(family)
     check_against_the_oracle(tiny, model, tiny.make_profile(model, CONTEXT, 0.3), name)
@@ -255,7 +254,7 @@ def merging(name: str) -> bool:
     return name in policy_names() and policy_class(name).combine is not EvictionPolicy.combine
 
 
-@pytest.mark.parametrize("name", [*policy_names(), *scorer_names()])
+@pytest.mark.parametrize("name", [*policy_names(), *SCORERS])
 def test_chunks_keep_the_same_entries(tiny: ModuleType, name: str) -> None:
     """As long as nothing has to go before the last chunk."""
     model = tiny.tiny_model()
@@ -277,7 +276,7 @@ def test_chunks_keep_the_same_entries(tiny: ModuleType, name: str) -> None:
         assert tiny.same_kept(whole, in_chunks)
 
 
-@pytest.mark.parametrize("name", [*policy_names(), *scorer_names()])
+@pytest.mark.parametrize("name", [*policy_names(), *SCORERS])
 def test_head_budgets_go_with_any_policy_and_any_chunks(tiny: ModuleType, name: str) -> None:
     model = tiny.tiny_model()
     profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.5))
@@ -304,7 +303,7 @@ def test_head_budgets_go_with_any_policy_and_any_chunks(tiny: ModuleType, name: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", [*DROPPING, *scorer_names()])
+@pytest.mark.parametrize("name", [*DROPPING, *SCORERS])
 def test_half_precision_agrees_with_the_float32_oracle(
     tiny: ModuleType, name: str, dtype: torch.dtype
 ) -> None:

@@ -1,0 +1,105 @@
+"""A fitted surrogate scorer: one linear map a KV head, from an entry to the log of its score."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from kvalloc.formats.record import (
+    ArrayRecord,
+    FileRecord,
+    FloatArray1D,
+    FloatArray3D,
+    require,
+    require_shape,
+)
+from kvalloc.shape import ModelShape
+
+
+class SurrogateHeader(FileRecord):
+    """All of a surrogate but its arrays."""
+
+    NAME: ClassVar[str] = "surrogate"
+    MADE_BY: ClassVar[str] = "kvalloc fit-scorer"
+    METADATA: ClassVar[str] = "kvalloc"
+    PROVENANCE: ClassVar[tuple[str, ...]] = (
+        "text_digest",
+        "text_description",
+        "versions",
+        "created",
+    )
+
+    kind: Literal["kvalloc.surrogate"] = "kvalloc.surrogate"
+    """What the file is."""
+
+    schema_version: Literal[1] = 1
+    """How the file is to be read."""
+
+    shape: ModelShape
+    """The model."""
+
+    target: str
+    """Name of the scorer whose log is fitted."""
+
+    target_parameters: dict[str, Any]
+    """What rebuilds it."""
+
+    context_tokens: int = Field(ge=1)
+    """Longest prompt that it was fitted on, tokens."""
+
+    samples: int = Field(ge=2)
+    """Prompts that it was fitted on."""
+
+    sinks: int = Field(ge=0)
+    """First tokens of each, left out."""
+
+    ridge: float = Field(gt=0)
+    """Added to the diagonal of the features' correlation matrix."""
+
+    text_digest: str = ""
+    """SHA-256 over the token ids of all samples."""
+
+    text_description: str = ""
+    """Where the text came from, for people."""
+
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of the libraries that fitted it."""
+
+    created: str = ""
+    """ISO date, UTC."""
+
+
+class FittedSurrogate(ArrayRecord, SurrogateHeader):
+    """What `kvalloc.fit_scorer` gives and the scorer ``surrogate`` reads.
+
+    Raises
+    ------
+    InputError
+        If arrays do not fit each other or the model, or are not finite.
+    """
+
+    HEADER: ClassVar[type[FileRecord]] = SurrogateHeader
+
+    weights: FloatArray3D
+    """Of each full-attention layer and KV head, the constant last, ``(n_full_layers, n_kv_heads,
+    n_features + 1)``; `kvalloc.scorers.surrogate.entry_features` has the features."""
+
+    r_squared: FloatArray1D
+    """Share of the target's variance that a fit on one half of the samples explains on the other,
+    mean over both ways and the KV heads, ``(n_full_layers,)``."""
+
+    rank_correlation: FloatArray1D
+    """Rank correlation with the target within a prompt, likewise."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        layers, heads = len(self.shape.full_layers), self.shape.n_kv_heads
+        require_shape("weights", self.weights, (layers, heads, self.weights.shape[-1]))
+        for name in ("weights", "r_squared", "rank_correlation"):
+            array = getattr(self, name)
+            require(np.isfinite(array).all(), name, "not finite", "finite values")
+        require_shape("r_squared", self.r_squared, (layers,))
+        require_shape("rank_correlation", self.rank_correlation, (layers,))
+        return self

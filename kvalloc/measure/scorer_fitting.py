@@ -1,0 +1,342 @@
+"""Fitting the scorer ``surrogate``: ridge regression over streamed normal equations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
+
+import numpy as np
+
+from kvalloc.accounting import FloatArray
+from kvalloc.errors import InputError, option
+from kvalloc.files import provenance
+from kvalloc.formats.surrogate import FittedSurrogate
+from kvalloc.measure.checkpoint import MEASURED_WITH, Checkpoint, job_record, kept_work
+from kvalloc.measure.job import Steps
+from kvalloc.measure.mini_prefill import mini_prefill
+from kvalloc.measure.sampling import SampleSet, choose_samples
+from kvalloc.models.loading import require_run_packages, shape_of
+from kvalloc.prompts.texts import Document, Prompt
+from kvalloc.scorers.later_pass import LaterStep
+from kvalloc.scorers.reconstruction import Reconstruction
+from kvalloc.shape import ModelShape
+from kvalloc.units import Option
+
+if TYPE_CHECKING:
+    from kvalloc.models.attention import AttentionStates
+
+RIDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Candidates; that which predicts the other half best is taken."""
+
+SINKS = 4
+"""First tokens of a prompt, which are never evicted: nothing is learnt from them."""
+
+LEAST_SCORE = 1e-6
+"""Smaller attention is not told apart: its log would outweigh what matters."""
+
+RANKED_TOKENS = 64
+"""Tokens of each sample that are kept for the rank correlation."""
+
+_PIECE = "sums"
+_HALVES = ("even", "odd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalEquations:
+    """All that least squares need of some rows ``(x, y)``, for each of several problems.
+
+    Sums of rows add up to those of all of them, in any order.
+
+    Attributes
+    ----------
+    moments : ndarray of float64, (..., n_features + 2, n_features + 2)
+        Sum over the rows of the outer product of ``(x, y, 1)`` with itself.
+    """
+
+    moments: FloatArray
+
+    @classmethod
+    def of(cls, rows: FloatArray, targets: FloatArray) -> Self:
+        """Those of rows, ``(..., n_rows, n_features)``, with targets, ``(..., n_rows)``."""
+        ones = np.ones_like(targets, dtype=np.float64)
+        joined = np.concatenate(
+            [np.asarray(rows, dtype=np.float64), targets[..., None], ones[..., None]], axis=-1
+        )
+        return cls(moments=np.swapaxes(joined, -1, -2) @ joined)
+
+    def __add__(self, other: Self) -> Self:
+        return replace(self, moments=self.moments + other.moments)
+
+    def fit(self, ridge: float) -> FloatArray:
+        """Weights and, last, the constant that predict the target.
+
+        ``(C + ridge I) w = c`` with the correlations C of the features and c with the target, so
+        that one ridge suits features of any size; a feature that never changes gets weight 0.
+
+        Parameters
+        ----------
+        ridge : float
+            Above 0.
+
+        Returns
+        -------
+        ndarray of float64, (..., n_features + 1)
+        """
+        means = self.moments[..., -1, :-1] / self.moments[..., -1, -1:]
+        rows = self.moments[..., -1, -1][..., None, None]
+        covariance = self.moments[..., :-1, :-1] / rows - means[..., :, None] * means[..., None, :]
+        variance = np.diagonal(covariance, axis1=-2, axis2=-1)
+        squares = np.diagonal(self.moments[..., :-1, :-1] / rows, axis1=-2, axis2=-1)
+        # below this, a variance is what float64 leaves of a constant
+        changes = variance > 1e-12 * squares
+        scale = np.sqrt(np.where(changes, variance, 1.0)) / np.where(changes, 1.0, np.inf)
+        inverse = np.divide(1.0, scale, out=np.zeros_like(scale), where=scale > 0)
+        scaled = covariance * inverse[..., :, None] * inverse[..., None, :]
+        matrix = scaled[..., :-1, :-1] + ridge * np.eye(scaled.shape[-1] - 1)
+        solved = np.linalg.solve(matrix, scaled[..., :-1, -1:])[..., 0]
+        weights = solved * inverse[..., :-1] * scale[..., -1:]
+        constant = means[..., -1] - (weights * means[..., :-1]).sum(axis=-1)
+        return np.concatenate([weights, constant[..., None]], axis=-1)
+
+    def r_squared(self, weights: FloatArray) -> FloatArray:
+        """Share of the targets' variance that weights explain on these rows, ``(...)``.
+
+        1 is all; below 0 is worse than the mean; 0 where the targets never change.
+        """
+        signed = np.concatenate(
+            [weights[..., :-1], -np.ones_like(weights[..., :1]), weights[..., -1:]], axis=-1
+        )
+        residual = (signed[..., None, :] @ self.moments @ signed[..., :, None])[..., 0, 0]
+        rows, total = self.moments[..., -1, -1], self.moments[..., -1, -2]
+        variance = self.moments[..., -2, -2] - total**2 / rows
+        found = np.zeros_like(residual)
+        np.divide(residual, variance, out=found, where=variance > 0)
+        return np.where(variance > 0, 1.0 - found, 0.0)
+
+
+class FitOptions(TypedDict, total=False):
+    """What decides a surrogate, beside model and text.
+
+    Parameters
+    ----------
+    samples : int
+        Prompts to fit on, at least 2; of text, a tenth of all that there are by default.
+    context : int, default 1024
+        Longest prompt, tokens; each is read twice, one reading after the other.
+    seed : int, default 0
+        Of the choice of samples.
+    """
+
+    samples: Annotated[int | None, Option("N", "On which text or prompts")]
+    context: int
+    seed: int
+
+
+def fit_scorer(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str | Document | Prompt],
+    *,
+    output: str | Path | None = None,
+    resume: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    model_id: str | None = None,
+    **options: Unpack[FitOptions],
+) -> FittedSurrogate:
+    """Fit the scorer ``surrogate``: what a second read of a prompt looks up, from one read.
+
+    Each sample runs through the decoder once, written twice. In every full-attention layer the
+    largest attention that each of its tokens gets from the second copy is the target, as in the
+    scorer ``reconstruction``, and its log is fitted for each KV head. Only sums over the tokens
+    are kept.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model; the same afterwards.
+    tokenizer : transformers.PreTrainedTokenizerBase
+        Its tokenizer.
+    texts : iterable of str, Document or Prompt
+        As `kvalloc.profile` takes them.
+    output : str or Path, optional
+        The file to write, atomically. The sums so far are kept in ``OUTPUT.partial`` until then.
+    resume : bool
+        Go on with what an earlier, killed call left there; the result is bit-identical.
+    progress : callable, optional
+        Called with (layers done, layers in all).
+    model_id : str, optional
+        Instead of what the model's config says.
+    **options
+        See `FitOptions`.
+
+    Returns
+    -------
+    FittedSurrogate
+
+    Raises
+    ------
+    InputError
+        If text or options cannot be used, two readings are beyond the model's limit, a score is
+        not finite, or the output cannot be written or has unfinished work of another job beside it.
+    UnsupportedModelError
+        If the model has no attention that kvalloc can see, or does not rotate its keys by halves.
+    MissingDependencyError
+        If torch or transformers is missing.
+
+    References
+    ----------
+    KVzap (NVIDIA, 2026, arXiv 2601.07891); see `kvalloc.scorers.surrogate.Surrogate`.
+    """
+    require_run_packages()
+    shape = shape_of(model, model_id=model_id)
+    context = options.get("context", 1024)
+    if (limit := shape.max_context_tokens) is not None and 2 * context > limit:
+        raise InputError(
+            f"prompts of {context:,} tokens are read twice, which is beyond the {limit:,} tokens "
+            f"that {shape.model_id} was made for; choose {option('context', limit // 2)} or less"
+        )
+    samples = choose_samples(
+        texts,
+        tokenizer,
+        context_tokens=context,
+        least_tokens=SINKS + 2,
+        samples=options.get("samples"),
+        seed=options.get("seed", 0),
+    )
+    if len(samples.samples) < 2:
+        raise InputError(
+            "a surrogate is fitted on at least 2 samples, one half for the test of the other; "
+            f"give more text, or {option('samples', 16)}"
+        )
+    fitting = _Fitting(model=model, shape=shape, samples=samples, context=context)
+    with kept_work(output, fitting.record, resume=resume) as kept:
+        result = fitting.run(kept, progress)
+        if kept is not None:
+            result.save(kept.output)
+            kept.finish()
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fitting:
+    """One fit, fully decided."""
+
+    model: Any
+    shape: ModelShape
+    samples: SampleSet
+    context: int
+
+    @property
+    def target(self) -> Reconstruction:
+        return Reconstruction(chunk=max(self.context, 16))
+
+    def record(self) -> dict[str, Any]:
+        return {
+            **job_record(self.model, self.shape),
+            "context_tokens": self.context,
+            "samples": len(self.samples.samples),
+            "text_digest": self.samples.digest(),
+        }
+
+    def run(
+        self, kept: Checkpoint | None, progress: Callable[[int, int], None] | None
+    ) -> FittedSurrogate:
+        """Sums over all samples, then the fit."""
+        n_samples, layers = len(self.samples.samples), self.shape.full_layers
+        steps = Steps(n_samples * len(layers), progress)
+        arrays: dict[str, FloatArray] = {}
+        found = None if kept is None else kept.load(_PIECE)
+        if found is not None:
+            arrays = dict(found[0])
+        done = 0 if found is None else int(found[1]["done"])
+        steps.advance(done * len(layers))
+        for index in range(done, n_samples):
+            features, targets = self._rows(index, steps)
+            half = _HALVES[index % 2]
+            own = NormalEquations.of(features, targets).moments
+            arrays[half] = arrays[half] + own if half in arrays else own
+            places = np.linspace(0, features.shape[2] - 1, RANKED_TOKENS).astype(np.int64)
+            joined = np.concatenate([features, targets[..., None]], axis=-1)[:, :, places]
+            arrays[f"ranked_{index:05d}"] = joined
+            if kept is not None:
+                kept.save(_PIECE, arrays, {"done": index + 1})
+        return self._fit(arrays)
+
+    def _rows(self, index: int, steps: Steps) -> tuple[FloatArray, FloatArray]:
+        """Features and log scores of a sample, ``(n_full_layers, n_kv_heads, n_tokens, ...)``."""
+        import torch
+
+        from kvalloc.scorers.surrogate import entry_features
+
+        ids = torch.from_numpy(self.samples.samples[index].token_ids)
+        n_tokens, rows = ids.numel(), slice(SINKS, ids.numel())
+        step = LaterStep(n_prompt=n_tokens, repeated=torch.arange(n_tokens))
+        features: list[FloatArray] = []
+        targets: list[FloatArray] = []
+
+        def look(states: AttentionStates) -> None:
+            second = replace(states, queries=states.queries[:, :, n_tokens:])
+            noted = self.target.observe_later(second, step, sinks=SINKS).columns
+            assert noted is not None
+            score = noted.unflatten(1, (self.shape.n_kv_heads, -1)).amax(dim=2)[0, :, rows]
+            prompt = replace(
+                states, keys=states.keys[:, :, :n_tokens], values=states.values[:, :, :n_tokens]
+            )
+            targets.append(score.clamp_(min=LEAST_SCORE).log_().cpu().numpy())
+            features.append(entry_features(prompt)[0, :, rows].cpu().numpy())
+            if not (np.isfinite(targets[-1]).all() and np.isfinite(features[-1]).all()):
+                raise InputError(
+                    f"the keys, values or scores of {self.shape.model_id} in layer {states.layer}, "
+                    f"sample {index} are not finite numbers; load the model in float32 or bfloat16"
+                )
+            steps.advance()
+
+        device = self.model.get_input_embeddings().weight.device
+        twice = torch.cat([ids, ids])[None].to(device)
+        mini_prefill(self.model, twice, look, layers=self.shape.full_layers)
+        return np.stack(features), np.stack(targets)
+
+    def _fit(self, arrays: dict[str, FloatArray]) -> FittedSurrogate:
+        """The best ridge, both halves by the fit of the other, and the fit of both."""
+        even, odd = (NormalEquations(moments=arrays[half]) for half in _HALVES)
+        explained = {
+            ridge: (odd.r_squared(even.fit(ridge)) + even.r_squared(odd.fit(ridge))) / 2
+            for ridge in RIDGES
+        }
+        ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
+        by_other = odd.fit(ridge), even.fit(ridge)
+        correlations = [
+            _rank_correlation(arrays[f"ranked_{index:05d}"], by_other[index % 2])
+            for index in range(len(self.samples.samples))
+        ]
+        return FittedSurrogate(
+            shape=self.shape,
+            target=self.target.name,
+            target_parameters=self.target.parameters(),
+            context_tokens=self.context,
+            samples=len(self.samples.samples),
+            sinks=SINKS,
+            ridge=ridge,
+            weights=(even + odd).fit(ridge),
+            r_squared=explained[ridge].mean(axis=1),
+            rank_correlation=np.mean(correlations, axis=(0, 2)),
+            text_digest=self.samples.digest(),
+            text_description=self.samples.description,
+            **provenance(*MEASURED_WITH),
+        )
+
+
+def _rank_correlation(rows: FloatArray, weights: FloatArray) -> FloatArray:
+    """Spearman's, of what weights predict with the targets, last in the rows' last axis.
+
+    ``(n_full_layers, n_kv_heads)``; 0 where one of them never changes.
+    """
+    predicted = (rows[..., :-1] @ weights[..., :-1, None])[..., 0]
+    one, other = (
+        np.argsort(np.argsort(each, axis=-1), axis=-1) for each in (predicted, rows[..., -1])
+    )
+    centre = (rows.shape[-2] - 1) / 2
+    found: FloatArray = ((one - centre) * (other - centre)).mean(axis=-1) / one[0, 0].var()
+    return found

@@ -1,0 +1,171 @@
+"""Surrogate (KVzap): what a second read would look up, predicted from an entry itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.formats.surrogate import FittedSurrogate
+from kvalloc.models.attention import AttentionStates
+from kvalloc.models.rope import known_frequencies, rotate
+from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.parameters import Positive
+from kvalloc.shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LEAST_NORM = 1e-6
+_BLOCK_TOKENS = 2048
+_LOG_RANGE = (-40.0, 40.0)
+"""Of what is predicted; its exponential is a float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surrogate(Scorer):
+    """Exponential of a linear map of an entry's key and value, one map a layer and KV head.
+
+    The maps are fitted once for a model, to the log of the score ``reconstruction``, so that one
+    read of a prompt gives about what two reads give. The score of an entry depends on nothing but
+    the entry and its position: it needs no query, no chunk makes a difference, and decoded tokens
+    have one, too.
+
+    Parameters
+    ----------
+    file : str
+        What ``kvalloc fit-scorer`` wrote for this model.
+    window : int
+        Last tokens that are never evicted, tokens.
+
+    Raises
+    ------
+    InputError
+        If no file is named.
+    ProfileFileError
+        If there is no such file, or it holds no surrogate that can be trusted.
+
+    References
+    ----------
+    KVzap (NVIDIA, 2026, arXiv 2601.07891), whose linear map is of the hidden state that enters the
+    layer. Key and value are linear in it, belong to one KV head, and are there whenever an entry
+    is; norms, which are not linear, make up for what they leave out.
+    """
+
+    name = "surrogate"
+    summary = "a second read's attention, predicted from key and value (KVzap)"
+    reference = "KVzap (NVIDIA, 2026), on keys and values; ours"
+    holds_queries = False
+
+    file: str = ""
+    window: Positive = 8
+
+    def __post_init__(self) -> None:
+        """Check, and read the file; see `Scorer`."""
+        super().__post_init__()
+        if not self.file:
+            raise InputError(
+                "scorer surrogate: file is '', expected what 'kvalloc fit-scorer' wrote for this "
+                "model"
+            )
+        _ = self.fitted
+
+    @cached_property
+    def fitted(self) -> FittedSurrogate:
+        """What the file holds."""
+        return FittedSurrogate.load(str(self.file))
+
+    def check_model(self, shape: ModelShape, *, allow_other_model: bool = False) -> None:
+        """Refuse a model that the file was not fitted to; see `Scorer.check_model`."""
+        self.fitted.shape.require_same_model(
+            shape,
+            allow_other_model=allow_other_model,
+            file=f"surrogate {self.file}",
+            made_by=self.fitted.MADE_BY,
+        )
+
+    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Scores of one layer's entries; see `Scorer.score`.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the model does not rotate halves of its keys.
+        UnsupportedRequestError
+            If the layer is none that was fitted.
+        """
+        import torch
+
+        keys, places = states.keys, states.positions
+        if places is None:
+            places = torch.arange(keys.shape[2], device=keys.device)
+        scores = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
+        for begin in range(0, keys.shape[2], _BLOCK_TOKENS):
+            block = slice(begin, begin + _BLOCK_TOKENS)
+            features = entry_features(
+                replace(
+                    states,
+                    keys=keys[:, :, block],
+                    values=states.values[:, :, block],
+                    positions=places[..., block],
+                )
+            )
+            weights = self._weights(states, features)
+            scores[..., block] = torch.einsum("bhnf,hf->bhn", features, weights[:, :-1])
+            scores[..., block] += weights[:, -1:]
+        return self.without_protected(scores.clamp_(*_LOG_RANGE).exp_(), states, sinks=sinks)
+
+    def _weights(self, states: AttentionStates, features: Tensor) -> Tensor:
+        """Those of the heads that are there, (n_kv_heads, n_features + 1)."""
+        import torch
+
+        layers, first = self.fitted.shape.full_layers, states.first_head
+        found = None
+        if states.layer in layers:
+            heads = slice(first, first + features.shape[1])
+            found = self.fitted.weights[layers.index(states.layer)][heads]
+        if found is None or found.shape != (features.shape[1], features.shape[3] + 1):
+            raise UnsupportedRequestError(
+                f"the surrogate {self.file} was not fitted to layer {states.layer} of this model "
+                "as it is; make one for it with 'kvalloc fit-scorer'"
+            )
+        return torch.tensor(found).to(features)
+
+
+def entry_features(states: AttentionStates) -> Tensor:
+    """What the score of an entry is predicted from.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, n_tokens, n_features)
+        The key rotated back to position 0, the value, the length of each rotated pair of the key,
+        and the logs of both norms.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model does not rotate halves of its keys.
+    """
+    import torch
+
+    frequencies = known_frequencies(
+        states.frequencies,
+        who="the scorer surrogate",
+        instead="use a scorer that looks at attention, such as snapkv",
+    ).to(states.keys.device)
+    keys, values, places = states.keys.float(), states.values.float(), states.positions
+    if places is None:
+        places = torch.arange(keys.shape[2], device=keys.device)
+    keys = rotate(keys, -places, frequencies)
+    half = frequencies.shape[0]
+    lengths = torch.hypot(keys[..., :half], keys[..., half : 2 * half])
+    norms = [
+        each.norm(dim=-1, keepdim=True).clamp_(min=_LEAST_NORM).log_() for each in (keys, values)
+    ]
+    return torch.cat([keys, values, lengths, *norms], dim=-1)

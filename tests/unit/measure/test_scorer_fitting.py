@@ -1,0 +1,306 @@
+"""The surrogate: normal equations against direct least squares, a fit of a tiny model, its file."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from scorer_oracle import make_states
+from tiny_models import WordTokenizer, tiny_model, words
+
+import kvalloc
+from kvalloc.errors import InputError, ModelMismatchError, ProfileFileError, UnsupportedRequestError
+from kvalloc.formats.surrogate import FittedSurrogate
+from kvalloc.measure import scorer_fitting
+from kvalloc.measure.mini_prefill import mini_prefill
+from kvalloc.measure.scorer_fitting import NormalEquations, fit_scorer
+from kvalloc.models.loading import shape_of
+from kvalloc.runtime import make_cache
+from kvalloc.scorers import get_scorer
+from kvalloc.scorers.surrogate import entry_features
+
+CONTEXT = 60
+
+
+def fit(model=None, **options):
+    values = {"context": CONTEXT, "samples": 4, "model_id": "tests/tiny", **options}
+    return fit_scorer(model or tiny_model(), WordTokenizer(), [words(400)], **values)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return fit()
+
+
+@pytest.fixture
+def file(fitted, tmp_path):
+    path = tmp_path / "surrogate.safetensors"
+    fitted.save(path)
+    return path
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    n_features=st.integers(1, 5),
+    ridge=st.sampled_from([1e-3, 0.1, 1.0]),
+    constant=st.booleans(),
+    order=st.randoms(use_true_random=False),
+)
+def test_sums_in_any_order_are_a_direct_least_squares(
+    seed, sizes, n_features, ridge, constant, order
+):
+    rng = np.random.default_rng(seed)
+    pieces = [
+        (rng.normal(3, 2, (2, size, n_features)), rng.normal(-5, 1, (2, size))) for size in sizes
+    ]
+    rows, targets = (np.concatenate(each, axis=1) for each in zip(*pieces, strict=True))
+    if constant:
+        rows[..., 0] = 7.5
+        for own, _ in pieces:
+            own[..., 0] = 7.5
+    order.shuffle(pieces)
+    sums = [NormalEquations.of(*piece) for piece in pieces]
+    while len(sums) > 1:
+        sums.append(sums.pop(order.randrange(len(sums))) + sums.pop(order.randrange(len(sums))))
+    weights = sums[0].fit(ridge)
+    for problem in range(2):
+        x, y = rows[problem], targets[problem]
+        scale = np.where(np.ptp(x, axis=0) > 0, x.std(axis=0), np.inf)
+        scaled = (x - x.mean(axis=0)) / scale
+        stacked = np.vstack([scaled, np.sqrt(ridge * len(y)) * np.eye(n_features)])
+        aimed = np.concatenate([y - y.mean(), np.zeros(n_features)])
+        direct = np.linalg.lstsq(stacked, aimed, rcond=None)[0] / scale
+        np.testing.assert_allclose(weights[problem, :-1], direct, atol=1e-7)
+        predicted = x @ weights[problem, :-1] + weights[problem, -1]
+        np.testing.assert_allclose(predicted, y.mean() + (x - x.mean(axis=0)) @ direct, atol=1e-6)
+        if np.ptp(y) > 0:
+            explained = 1 - ((y - predicted) ** 2).sum() / ((y - y.mean()) ** 2).sum()
+            assert sums[0].r_squared(weights)[problem] == pytest.approx(explained, abs=1e-6)
+
+
+def test_a_target_that_never_changes_is_the_constant():
+    sums = NormalEquations.of(np.random.default_rng(0).normal(size=(9, 2)), np.full(9, -3.0))
+    weights = sums.fit(0.1)
+    np.testing.assert_allclose(weights, [0, 0, -3], atol=1e-12)
+    assert sums.r_squared(weights) == 0
+
+
+def test_the_fit_is_that_of_all_tokens_of_all_samples(fitted):
+    """Against the model's own eager attention over a prompt written twice, and lstsq."""
+    model, tokenizer, heads = tiny_model(attention="eager"), WordTokenizer(), 2
+    chosen = scorer_fitting.choose_samples(
+        [words(400)], tokenizer, context_tokens=CONTEXT, least_tokens=8, samples=4
+    )
+    x, y = [[] for _ in range(3)], [[] for _ in range(3)]
+    for sample in chosen.samples:
+        ids = torch.from_numpy(np.concatenate([sample.token_ids, sample.token_ids]))[None]
+        seen = []
+        mini_prefill(model, ids, lambda states, seen=seen: seen.append(states), layers=range(3))
+        with torch.no_grad():
+            attentions = model(ids, output_attentions=True).attentions
+        for layer, weights in enumerate(attentions):
+            # over the first copy and the second one so far, as no piece comes before
+            best = (
+                weights[0, :, CONTEXT:, :CONTEXT].amax(dim=1).view(heads, -1, CONTEXT).amax(dim=1)
+            )
+            x[layer].append(entry_features(seen[layer])[0, :, 4:CONTEXT].double().numpy())
+            y[layer].append(best[:, 4:].clamp(min=1e-6).log().double().numpy())
+    for layer in range(3):
+        rows, targets = np.concatenate(x[layer], axis=1), np.concatenate(y[layer], axis=1)
+        for head in range(heads):
+            own = rows[head]
+            scaled = (own - own.mean(axis=0)) / own.std(axis=0)
+            matrix = scaled.T @ scaled / len(own) + fitted.ridge * np.eye(own.shape[1])
+            aimed = scaled.T @ (targets[head] - targets[head].mean()) / len(own)
+            expected = np.linalg.solve(matrix, aimed) / own.std(axis=0)
+            np.testing.assert_allclose(
+                fitted.weights[layer, head, :-1], expected, rtol=1e-3, atol=1e-3
+            )
+    assert fitted.r_squared.shape == fitted.rank_correlation.shape == (3,)
+    assert (fitted.r_squared < 1).all()
+    assert (np.abs(fitted.rank_correlation) <= 1).all()
+    assert fitted.rank_correlation.mean() > 0.5  # peaky attention, but no noise
+
+
+def test_rank_correlation_is_spearmans():
+    from scipy.stats import spearmanr
+
+    rng = np.random.default_rng(0)
+    rows, weights = rng.normal(size=(1, 2, 30, 4)), rng.normal(size=(1, 2, 4))
+    found = scorer_fitting._rank_correlation(rows, weights)
+    for head in range(2):
+        predicted = rows[0, head, :, :3] @ weights[0, head, :3]
+        expected = spearmanr(predicted, rows[0, head, :, 3]).statistic
+        assert found[0, head] == pytest.approx(expected)
+
+
+def test_the_scorer_is_a_direct_computation(fitted, file):
+    """Numbers one by one, with half of the rotation undone at each position."""
+    frequencies = torch.tensor([1.0, 0.1, 0.01, 0.001])
+    states = make_states(batch=2, head_dim=8, frequencies=frequencies, n_tokens=12)
+    found = get_scorer("surrogate", file=str(file), window=3).score(states, sinks=2)
+    for row, head, token in np.ndindex(2, 2, 12):
+        key, value = (
+            one[row, head, token].double().numpy() for one in (states.keys, states.values)
+        )
+        pairs = (key[:4] + 1j * key[4:]) * np.exp(-1j * token * frequencies.double().numpy())
+        features = [
+            *pairs.real, *pairs.imag, *value, *np.abs(pairs),
+            np.log(np.linalg.norm(key)), np.log(np.linalg.norm(value)), 1.0,
+        ]  # fmt: skip
+        expected = np.exp(np.dot(features, fitted.weights[0, head])) if 2 <= token < 9 else 0.0
+        assert found[row, head, token] == pytest.approx(expected, rel=1e-3)
+
+
+def test_heads_and_entries_shown_alone_score_the_same(file):
+    states = make_states(head_dim=8, frequencies=torch.tensor([1.0, 0.1, 0.01, 0.001]))
+    scorer = get_scorer("surrogate", file=str(file))
+    whole = scorer.score(states, sinks=0)
+    places = torch.tensor([0, 3, 17, 21, 30, 36, 37, 38, 39, 40 - 1, 39, 39, 39])[None, None]
+    alone = replace(
+        states,
+        first_head=1,
+        queries=states.queries[:, 3:, :0],
+        keys=states.keys[:, 1:, places[0, 0]],
+        values=states.values[:, 1:, places[0, 0]],
+        positions=places,
+    )
+    found = scorer.score(alone, sinks=0)[0, 0, :5]
+    torch.testing.assert_close(found, whole[0, 1, places[0, 0, :5]])
+
+
+def test_a_killed_fit_goes_on_bit_identically(fitted, tmp_path):
+    output = tmp_path / "s.safetensors"
+
+    def stop(done, total):
+        if done == 8:  # in the third of four samples
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match=r"go on with the same command and resume=True"):
+        fit(output=output, progress=stop)
+    assert not output.exists()
+    with pytest.raises(InputError, match="holds unfinished work"):
+        fit(output=output)
+    with pytest.raises(InputError, match="it was begun with context_tokens 60, now it is 50"):
+        fit(output=output, resume=True, context=50)
+    steps = []
+    found = fit(
+        output=output, resume=True, progress=lambda done, total: steps.append((done, total))
+    )
+    assert steps[:2] == [(6, 12), (7, 12)]
+    assert found == fitted == FittedSurrogate.load(output)
+    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"context": 300}, "prompts of 300 tokens are read twice.*choose context=256 or less"),
+        ({"samples": 1}, "at least 2 samples"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(options, said):
+    with pytest.raises(InputError, match=said):
+        fit(**options)
+
+
+def test_keys_that_are_no_numbers_are_refused():
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.fill_(float("nan"))
+    with pytest.raises(InputError, match="tests/tiny in layer 1, sample 0 are not finite numbers"):
+        fit(model)
+
+
+def test_only_full_layers_are_fitted():
+    found = fit(tiny_model("gemma3"))
+    assert found.weights.shape[:2] == (1, 2)
+    assert found.shape.full_layers == (1,)
+
+
+def edited(file, **changes):
+    arrays, metadata = load_file(file), {}
+    from safetensors import safe_open
+
+    with safe_open(file, "np") as opened:
+        metadata = opened.metadata()
+    header = {**json.loads(metadata["kvalloc"]), **changes}
+    save_file(arrays, file, metadata={"kvalloc": json.dumps(header)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "kvalloc.score_profile"}, "kind is kvalloc.score_profile, expected"),
+        ({"ridge": -1.0}, "ridge is -1.0"),
+        ({"ridge": 0.5}, "digest is .*edited or damaged"),
+        ({"created": None}, "created is None"),
+        ({"more": 1}, "more is 1, expected no such field"),
+    ],
+)
+def test_a_file_that_is_no_surrogate_is_refused(file, changes, said):
+    edited(file, **changes)
+    with pytest.raises(ProfileFileError, match=f"{file.name}: {said}.*'kvalloc fit-scorer'"):
+        get_scorer("surrogate", file=str(file))
+
+
+def test_missing_and_other_files_are_refused(tmp_path):
+    with pytest.raises(InputError, match="file is '', expected what 'kvalloc fit-scorer' wrote"):
+        get_scorer("surrogate")
+    with pytest.raises(ProfileFileError, match="expected a surrogate written by"):
+        get_scorer("surrogate", file=str(tmp_path / "none"))
+    (tmp_path / "text").write_text("no such thing")
+    with pytest.raises(ProfileFileError, match="not readable as safetensors"):
+        get_scorer("surrogate", file=str(tmp_path / "text"))
+
+
+@pytest.mark.parametrize(
+    "change", [{"weights": np.zeros((3, 1, 23))}, {"weights": np.full((3, 2, 23), np.inf)},
+               {"r_squared": np.zeros(2)}, {"samples": 1}]
+)  # fmt: skip
+def test_arrays_that_cannot_be_are_refused(fitted, change):
+    with pytest.raises(InputError, match=f"surrogate: {next(iter(change))}"):
+        fitted.replace(**change)
+
+
+def test_another_model_is_refused_before_it_runs(fitted, file):
+    model = tiny_model()
+    profile = tiny_budgets(model)
+    options = {"policy": "surrogate", "policy_options": {"file": str(file)}}
+    assert make_cache(profile, model, **options) is not None
+    twin, deeper = tiny_model(seed=1), tiny_model(num_hidden_layers=4)
+    said = f"surrogate {file} is for the weights of tests/tiny.*'kvalloc fit-scorer'"
+    with pytest.raises(ModelMismatchError, match=said):
+        make_cache(tiny_budgets(twin), twin, **options)
+    assert make_cache(tiny_budgets(twin), twin, allow_other_model=True, **options) is not None
+    with pytest.raises(ModelMismatchError, match="n_layers 3, but the model is .* n_layers 4"):
+        make_cache(tiny_budgets(deeper), deeper, allow_other_model=True, **options)
+    with pytest.raises(ModelMismatchError, match="is for the weights of tests/tiny"):
+        kvalloc.profile(
+            twin, WordTokenizer(), [words(300)], context=CONTEXT, samples=2,
+            scorer=f"surrogate:file={file}",
+        )  # fmt: skip
+    states = make_states(head_dim=4, frequencies=torch.tensor([1.0, 0.1]))
+    with pytest.raises(UnsupportedRequestError, match="was not fitted to layer 0 of this model"):
+        get_scorer("surrogate", file=str(file)).score(states, sinks=0)
+
+
+def test_a_profile_can_be_measured_with_it(file):
+    scores = kvalloc.profile(
+        tiny_model(), WordTokenizer(), [words(300)], context=CONTEXT, samples=2,
+        scorer=f"surrogate:file={file}", window=5,
+    )  # fmt: skip
+    assert scores.scorer_parameters == {"file": str(file), "window": 5}
+    assert (scores.masses > 0).all()
+
+
+def tiny_budgets(model):
+    from tiny_models import equal_budgets
+
+    return equal_budgets(model, 20).replace(shape=shape_of(model))

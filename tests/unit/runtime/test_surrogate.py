@@ -1,0 +1,146 @@
+"""The scorer `surrogate` in a cache: an entry scores the same however and whenever it is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import WordTokenizer, words
+
+from kvalloc import fit_scorer
+from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.runtime import make_cache
+from kvalloc.scorers import get_scorer
+from kvalloc.scorers.surrogate import Surrogate
+
+CONTEXT, PADDING = 60, 11
+OWN_SCORE = Surrogate.score
+
+
+@pytest.fixture(scope="module")
+def file(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A surrogate that says it is the tiny model's; the tokenizer knows more words than that."""
+    path = tmp_path_factory.mktemp("surrogate") / "s.safetensors"
+    model = tiny.tiny_model(vocab_size=101)
+    fitted = fit_scorer(model, WordTokenizer(), [words(300)], context=CONTEXT, samples=4)
+    fitted.replace(shape=tiny.shape_of(tiny.tiny_model())).save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("padding", [0, PADDING])
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("every", [None, 1, 4])
+def test_an_entry_scores_the_same_at_any_time(
+    tiny: ModuleType,
+    file: str,
+    monkeypatch: pytest.MonkeyPatch,
+    level: str,
+    padding: int,
+    every: int | None,
+) -> None:
+    """In chunks, behind padding, head by head, and while decoding: in layer 0 as in one read.
+
+    The keys and values of that layer are the same whatever was evicted.
+    """
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    profile = tiny.by_head(profile) if level == "head" else profile
+    ids, mask = tiny.prompt(CONTEXT + 12), torch.ones(1, CONTEXT + 12, dtype=torch.long)
+    mask[:, :padding] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    truth: list[torch.Tensor] = []
+    looks: list[tuple[AttentionStates, torch.Tensor]] = []
+
+    def watch(states: AttentionStates, compute: Any) -> Any:
+        if states.layer == 0:
+            shown = replace(
+                states, keys=states.keys[:, :, padding:], values=states.values[:, :, padding:]
+            )
+            scorer = get_scorer("surrogate", file=file, window=1)
+            truth.append(OWN_SCORE(scorer, replace(shown, mask=None), sinks=0)[0])
+        return compute(states.mask)
+
+    def score(self: Surrogate, states: AttentionStates, *, sinks: int) -> torch.Tensor:
+        found = OWN_SCORE(self, states, sinks=sinks)
+        looks.extend([(states, found)] if states.layer == 0 else [])
+        return found
+
+    with torch.no_grad(), intercept_attention(model, watch):
+        model(ids, attention_mask=mask, position_ids=places, use_cache=False)
+    monkeypatch.setattr(Surrogate, "score", score)
+    options: dict[str, Any] = {"policy": "surrogate", "policy_options": {"file": file}}
+    cache = make_cache(profile, model, prompt_tokens=CONTEXT, decode_every=every, **options)
+    begin = 0
+    for size in [30, 7, CONTEXT - 37, *[1] * (0 if every is None else 12)]:
+        here = slice(begin, begin + size)
+        with torch.no_grad():
+            model(
+                ids[:, here],
+                attention_mask=mask[:, : here.stop],
+                position_ids=places[:, here],
+                past_key_values=cache,
+            )
+        begin = here.stop
+    assert cache.reduced
+    assert len(looks) >= (2 if every is None else 5)
+    compared = 0
+    for states, found in looks:
+        for head in range(found.shape[1]):
+            held = torch.arange(found.shape[2])
+            if states.positions is not None:
+                held = states.positions[0, head].long()
+            ranked = found[0, head] > 0  # neither sinks nor window
+            expected = truth[0][states.first_head + head, held]
+            torch.testing.assert_close(found[0, head][ranked], expected[ranked], rtol=1e-3, atol=0)
+            compared += int((ranked & (held != torch.arange(held.numel()))).sum())
+    assert compared > 20  # entries that stand elsewhere than they came
+
+
+def test_the_best_stay_and_a_held_prompt_is_ranked_likewise(tiny: ModuleType, file: str) -> None:
+    """Early, as the largest scores say; with values fitted late, the same entries."""
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    options = {"file": file, "window": tiny.WINDOW}
+    early = make_cache(profile, model, policy="surrogate", policy_options=options)
+    own = profile.policy.replace(scorer="surrogate", scorer_parameters=options)
+    late = make_cache(profile.with_policy(own), model, policy="attention_matching")
+    scores: list[torch.Tensor] = []
+
+    def watch(states: AttentionStates, compute: Any) -> Any:
+        scores.append(get_scorer("surrogate", **options).score(states, sinks=tiny.SINKS)[0])
+        return compute(states.mask)
+
+    with torch.no_grad():
+        with intercept_attention(model, watch):
+            model(ids, use_cache=False)
+        model(ids, past_key_values=early)
+        model(ids, past_key_values=late)
+        model(tiny.prompt(20, seed=1), past_key_values=late)
+    assert early.reduced
+    assert late.reduced
+    protected = {*range(tiny.SINKS), *range(CONTEXT - tiny.WINDOW, CONTEXT)}
+    for head in range(tiny.N_KV_HEADS):  # of layer 0, which the others' evictions do not reach
+        budget = int(profile.budgets[0, head]) - len(protected)
+        best = scores[0][head].topk(budget).indices.tolist()
+        assert {*early.kept_indices(0)[0, head].tolist()} == protected | {*best}
+    for layer in range(tiny.N_LAYERS):  # evicted after the whole prompt was read
+        for head in range(tiny.N_KV_HEADS):
+            budget = int(profile.budgets[layer, head]) - len(protected)
+            best = scores[layer][head].topk(budget).indices.tolist()
+            assert {*late.kept_indices(layer)[0, head].tolist()} == protected | {*best}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_scored_in_float32(
+    tiny: ModuleType, file: str, dtype: torch.dtype
+) -> None:
+    model = tiny.tiny_model(dtype=dtype, initializer_range=0.08)
+    profile = tiny.make_profile(model, CONTEXT, 0.4)
+    cache = make_cache(profile, model, policy="surrogate", policy_options={"file": file})
+    with torch.no_grad():
+        out = model(tiny.prompt(CONTEXT), past_key_values=cache)
+    assert cache.reduced
+    assert torch.isfinite(out.logits).all()
