@@ -280,7 +280,7 @@ class _Fitting:
             second = replace(states, queries=states.queries[:, :, n_tokens:])
             noted = self.target.observe_later(second, step, sinks=SINKS).columns
             assert noted is not None
-            score = noted.unflatten(1, (self.shape.n_kv_heads, -1)).amax(dim=2)[0, :, rows]
+            score = noted.view(self.shape.n_kv_heads, -1, n_tokens).amax(dim=1)[:, rows]
             prompt = replace(
                 states, keys=states.keys[:, :, :n_tokens], values=states.values[:, :, :n_tokens]
             )
