@@ -6,7 +6,7 @@ That is bytes stored, bytes read for each generated token, or bytes communicated
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -97,6 +97,56 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     key_scales = -(-count // KEY_BLOCK_TOKENS) * shape.head_dim * 2 * SCALE_BYTES
     packed = count * (keys + values) + key_scales
     found: IntArray = np.where(width == 16, count * shape.bytes_per_entry, packed).astype(np.int64)
+    return found
+
+
+def entries_in_share(
+    share: float, tokens: int, bits: npt.ArrayLike, shape: ModelShape, *, least: int
+) -> int:
+    """Most entries, the same for each KV head, within a share of the bytes of a 16-bit cache.
+
+    A number at 16 bits counts two bytes, in whatever type the model has it, so that a share means
+    the same for a model in float32 and in bfloat16.
+
+    Parameters
+    ----------
+    share : float
+        Above 0 and up to 1.
+    tokens : int
+        Length of the prompt.
+    bits : array_like of int
+        Width of each KV head.
+    shape : ModelShape
+    least : int
+        Sinks and window, which are always kept.
+
+    Raises
+    ------
+    InputError
+        If sinks and window need more.
+
+    Examples
+    --------
+    >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=64,
+    ...                    dtype_bytes=4, layer_types=("full",))
+    >>> [entries_in_share(0.2, 1000, width, shape, least=12) for width in (16, 8, 4)]
+    [200, 376, 707]
+    """
+    half = replace(shape, dtype_bytes=2)
+    widths, heads = np.unique(np.asarray(bits), return_counts=True)
+    counts = np.arange(tokens + 1)[:, None]
+    needed = (stored_bytes(counts, widths, half) * heads).sum(axis=1)
+    whole = tokens * half.bytes_per_entry * int(heads.sum())
+    found = int(np.searchsorted(needed, int(share * whole + 1e-6), side="right")) - 1
+    floor = min(least, tokens)
+    if found < floor:
+        enough = math.ceil(1000 * int(needed[floor]) / whole) / 1000
+        way_out = f"ask for at least {enough:.1%}" if enough <= 1 else "keep the full cache"
+        raise InputError(
+            f"{share:.1%} of the bytes of {tokens:,} tokens at 16 bits is {max(found, 0)} entries "
+            f"a head at {'/'.join(map(str, widths[::-1]))} bits, below the {floor} of sinks and "
+            f"window; {way_out}"
+        )
     return found
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import gap_text, hanging, note, print_json, print_table, size, wants_json
+from kvalloc.cli.output import gap_text, hanging, note, print_json, print_table, wants_json
 from kvalloc.cli.solve import (
     LOSS_NOTE,
     RETENTION_NOTE,
@@ -21,7 +21,7 @@ from kvalloc.cli.solve import (
 from kvalloc.cli.values import check_time_limit, load_scores, solver_options
 from kvalloc.errors import InputError
 from kvalloc.report.terminal import number_text
-from kvalloc.units import Option
+from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
     from kvalloc.allocation.decision import Attempt

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import duration, json_text, size, wants_json
+from kvalloc.cli.output import duration, json_text, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.cli.values import check_time_limit
 from kvalloc.errors import InputError, SolverError
-from kvalloc.units import Option
+from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
     from kvalloc.allocation.decision import Attempt

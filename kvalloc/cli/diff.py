@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import print_fields, print_result, size
+from kvalloc.cli.output import print_fields, print_result
 from kvalloc.report.terminal import number_text
+from kvalloc.units import size
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvalloc.allocation.request import Request
 from kvalloc.cli.options import ModelFlags, takes
-from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, size, wants_json
+from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, wants_json
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, POSITIONS
-from kvalloc.units import Option, parse_bits, parse_fraction
+from kvalloc.units import Option, parse_bits, parse_fraction, size
 
 if TYPE_CHECKING:
     from kvalloc.evaluate.caches import MakeCache

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from kvalloc.cli.calibrating import PromptOptions, read_prompt_options
 from kvalloc.cli.options import ModelFlags, takes
-from kvalloc.cli.output import duration, print_fields, print_result, size
+from kvalloc.cli.output import duration, print_fields, print_result
 from kvalloc.cli.profile import DEFAULT_KINDS
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.measure.scorer_fitting import FitOptions
-from kvalloc.units import Option
+from kvalloc.units import Option, size
 
 EXAMPLES = """\
   kvalloc fit-scorer demo -o surrogate.safetensors

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import duration, note, print_result, print_table, size
+from kvalloc.cli.output import duration, note, print_result, print_table
 from kvalloc.cli.solve import LOSS_NOTE, value_heading
 from kvalloc.cli.values import check_time_limit, load_scores, solver_options
 from kvalloc.errors import InputError
 from kvalloc.report.terminal import number_text
-from kvalloc.units import Option
+from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
     from kvalloc.allocation.frontier import FrontierPoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions, Target
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import SLID_OUT, duration, is_quiet, note, print_json, size, wants_json
+from kvalloc.cli.output import SLID_OUT, duration, is_quiet, note, print_json, wants_json
 from kvalloc.cli.progress import load, slow
 from kvalloc.cli.values import plugin_options, typed_options
 from kvalloc.errors import InputError, nearest, option, plain
 from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
 from kvalloc.prompts.examples import chat_text
-from kvalloc.units import Option, parse_fraction
+from kvalloc.units import Option, parse_fraction, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -139,6 +139,12 @@ class Asked:
     def target(self) -> RequestOptions:
         """What was typed of a request."""
         return {name: self.typed[name] for name in OF_A_PROMPT if name in self.typed}  # type: ignore[return-value]
+
+    @property
+    def default(self) -> bool:
+        """Whether a budget is all that is said of how a prompt is reduced."""
+        said = {*_REDUCING} & {*self.typed}
+        return "budget" in said and said <= {"budget", "memory", "decode_every", "bounded"}
 
     def given(self, *names: str) -> list[str]:
         """Those of some options that were typed, as flags."""
@@ -297,8 +303,8 @@ def _decoded(data: bytes, where: str) -> str:
         ) from error
 
 
-def _load_with_cache(asked: Asked) -> tuple[LoadedModel, Any]:
-    """The model and an empty cache for it, after all checks that need no model.
+def _load(asked: Asked) -> tuple[LoadedModel, Callable[[int], Any]]:
+    """The model, and what makes an empty cache for so many tokens, after all checks without them.
 
     Raises
     ------
@@ -308,15 +314,30 @@ def _load_with_cache(asked: Asked) -> tuple[LoadedModel, Any]:
     from kvalloc.models.loading import require_run_packages
 
     budgets, target = _budgets(asked), asked.target
-    if target:
+    if target and not asked.default:
         Request.parse(**target)
     require_run_packages()
     options = _policy_options(asked, budgets)
+    if asked.default:
+        from kvalloc.online.default import Default
+
+        default = Default.parse(**target)
+        loaded = load(asked.model, asked.typed)
+        kept: dict[str, Any] = {"decode_every": asked.decode_every, "bounded": asked.bounded}
+        return loaded, lambda tokens: default.cache(loaded.model, tokens, **kept)
     loaded = load(asked.model, asked.typed)
+    cache = _cache(asked, loaded, budgets, options)
+    return loaded, lambda tokens: cache
+
+
+def _cache(
+    asked: Asked, loaded: LoadedModel, budgets: BudgetProfile | None, options: dict[str, Any]
+) -> Any:
+    """A cache that is the same for every prompt."""
     if asked.full:
         from transformers import DynamicCache
 
-        return loaded, DynamicCache(config=loaded.model.config)
+        return DynamicCache(config=loaded.model.config)
     by_prompt: dict[str, Any] = {"measured_tokens": asked.measured_tokens, "hold": asked.hold}
     picked: dict[str, Any] = {
         "policy": asked.policy,
@@ -326,13 +347,13 @@ def _load_with_cache(asked: Asked) -> tuple[LoadedModel, Any]:
     }
     if budgets is not None:
         other = asked.allow_other_model
-        return loaded, budgets.cache(
+        return budgets.cache(
             loaded.model, allow_other_model=other, adapt=asked.adapt, **by_prompt, **picked
         )
     from kvalloc.online.per_prompt import PromptTarget, make_prompt_cache
 
-    wanted = PromptTarget.parse(**target, solver=asked.solver, **by_prompt)
-    return loaded, make_prompt_cache(loaded.model, wanted, **picked)
+    wanted = PromptTarget.parse(**asked.target, solver=asked.solver, **by_prompt)
+    return make_prompt_cache(loaded.model, wanted, **picked)
 
 
 def _budgets(asked: Asked) -> BudgetProfile | None:
@@ -377,6 +398,13 @@ def _shape(loaded: LoadedModel) -> ModelShape:
     from kvalloc.models.loading import shape_of
 
     return shape_of(loaded.model, model_id=loaded.model_id)
+
+
+def _note_way(cache: Any) -> None:
+    """Say which way was taken where nothing but a budget was asked for."""
+    profile: BudgetProfile | None = getattr(cache, "profile", None)
+    if profile is not None and profile.share_of_16_bits is not None:
+        note(profile.detail)
 
 
 def _note_whole(cache: Any, n_tokens: int) -> None:
@@ -449,16 +477,20 @@ def _kept_text(cache: Any, retained_bytes: int, full_bytes: int) -> str:
         Of the prompt alone, stored and by a full cache.
     """
     share = f"{retained_bytes / full_bytes:.1%}"
-    granted = _granted_text(cache, share)
+    granted = _granted_text(cache, share, retained_bytes)
     beside = f"{share}; {granted}" if granted else share
     since = f", since {SLID_OUT}" if retained_bytes > full_bytes else ""  # a full cache
     return f"{size(retained_bytes)} of {size(full_bytes)} ({beside}){since}"
 
 
-def _granted_text(cache: Any, share: str) -> str:
+def _granted_text(cache: Any, share: str, retained_bytes: int) -> str:
     profile: BudgetProfile | None = getattr(cache, "profile", None)
     if profile is None:
         return ""
+    if profile.share_of_16_bits is not None:
+        tokens = cache.arrival.prompt_tokens or profile.context_tokens
+        of_16_bits = profile.of_16_bits(retained_bytes, tokens)
+        return f"{of_16_bits:.1%} of a cache at 16 bits, asked for {profile.share_of_16_bits:.1%}"
     if _decided_here(cache) is None or "adapt" in profile.requested:
         # Budgets that were decided at one length have another share at others: sinks and window
         # weigh more in a short prompt.
@@ -474,7 +506,7 @@ def _granted_text(cache: Any, share: str) -> str:
 def _answer_prompt(asked: Asked) -> None:
     """One prompt, one answer, as the model's own ``generate()`` gives it."""
     text, _ = _given_prompt(asked)
-    loaded, cache = _load_with_cache(asked)
+    loaded, make = _load(asked)
     inputs = _tokenized(loaded, text, asked.chat)
     n_tokens = int(inputs["input_ids"].shape[1])
     if n_tokens < 1:
@@ -486,6 +518,8 @@ def _answer_prompt(asked: Asked) -> None:
             f"beyond the {limit:,} tokens of {loaded.model_id}; shorten the prompt or "
             "--max-new-tokens"
         )
+    cache = make(n_tokens)
+    _note_way(cache)
     answer = _answered(loaded, inputs, cache, asked)
     _note_whole(cache, n_tokens)
     if wants_json():
@@ -517,6 +551,7 @@ def _tokenized(loaded: LoadedModel, text: str, chat: bool | None) -> dict[str, A
 def _answered(loaded: LoadedModel, inputs: Any, cache: Any, asked: Asked) -> dict[str, Any]:
     """Generate, the most likely token each time, and measure it; unknown is None."""
     from kvalloc.models.quiet import quiet_transformers
+    from kvalloc.runtime.account import kept_bytes
 
     n_tokens = int(inputs["input_ids"].shape[1])
     with ExitStack() as waiting, quiet_transformers():
@@ -536,12 +571,13 @@ def _answered(loaded: LoadedModel, inputs: Any, cache: Any, asked: Asked) -> dic
     new = ids[0, n_tokens:]
     begun, first, last = clock.seconds[0], clock.seconds[1], clock.seconds[-1]
     steps = len(clock.seconds) - 2
+    apart = None if asked.full else kept_bytes(cache.layers)  # late eviction came after the prompt
     return {
         "answer": loaded.tokenizer.decode(new, skip_special_tokens=True),
         "prompt_tokens": n_tokens,
         "new_tokens": int(new.shape[0]),
         **_cache_facts(loaded, cache, n_tokens),
-        "prompt_retained_bytes": clock.prompt_retained_bytes,
+        "prompt_retained_bytes": clock.prompt_retained_bytes if apart is None else apart,
         "prompt_full_bytes": _shape(loaded).full_bytes(n_tokens),
         "prefill_seconds": first - begun,
         "decision_seconds": getattr(cache, "decision_seconds", None),
@@ -669,9 +705,11 @@ def _read(asked: Asked) -> _Reading:
     from kvalloc.models.quiet import quiet_transformers
 
     text, name = _given_prompt(asked)
-    loaded, cache = _load_with_cache(asked)
+    loaded, make = _load(asked)
     form = DocumentForm.of(loaded.tokenizer, asked.chat)
     ids = form.document_ids(loaded.tokenizer, text)
+    cache = make(len(ids))
+    _note_way(cache)
     with slow(f"reading {name}"):
         _check_room(loaded, len(ids), _room(form, loaded, asked))
         device = loaded.model.get_input_embeddings().weight.device

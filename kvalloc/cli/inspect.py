@@ -16,11 +16,11 @@ from kvalloc.cli.output import (
     print_fields,
     print_json,
     print_table,
-    size,
     wants_json,
 )
 from kvalloc.errors import InputError, ProfileFileError, plain
 from kvalloc.report.terminal import bar, number_text, terminal_width
+from kvalloc.units import size
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray

@@ -106,22 +106,6 @@ def print_table(
         print(line)
 
 
-def size(count_bytes: float) -> str:
-    """Bytes for people.
-
-    Examples
-    --------
-    >>> size(512), size(5_630_976), size(3 * 1024**3)
-    ('512 bytes', '5.37 MiB', '3.00 GiB')
-    """
-    if count_bytes < 1024:
-        return f"{count_bytes:.0f} bytes"
-    power = next((p for p in (1, 2) if count_bytes < 1024 ** (p + 1)), 3)
-    value = count_bytes / 1024**power
-    digits = 0 if value >= 100 else 2
-    return f"{value:.{digits}f} {('KiB', 'MiB', 'GiB')[power - 1]}"
-
-
 def duration(seconds: float) -> str:
     """A time for people.
 

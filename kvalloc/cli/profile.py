@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.cli.calibrating import PromptOptions, read_prompt_options
 from kvalloc.cli.options import ModelFlags, takes
-from kvalloc.cli.output import duration, print_fields, print_result, size
+from kvalloc.cli.output import duration, print_fields, print_result
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
 from kvalloc.measure.profiling import ProfileOptions, read_options
-from kvalloc.units import Option
+from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile

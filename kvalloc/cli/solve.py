@@ -15,13 +15,12 @@ from kvalloc.cli.output import (
     note,
     print_fields,
     print_result,
-    size,
     wants_json,
 )
 from kvalloc.cli.progress import ProgressBar, load, slow
 from kvalloc.cli.values import check_time_limit, load_scores, solver_options
 from kvalloc.errors import InputError, option
-from kvalloc.units import Option
+from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from kvalloc.cli.calibrating import PromptOptions, read_prompt_options
 from kvalloc.cli.options import ModelFlags, takes
-from kvalloc.cli.output import print_result, print_table, size
+from kvalloc.cli.output import print_result, print_table
 from kvalloc.cli.progress import ProgressBar, load
 from kvalloc.errors import InputError
-from kvalloc.units import Option
+from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
     from kvalloc.tuning.tuned_profile import Tuned

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import BIT_WIDTHS, check_size, stored_bytes
+from kvalloc.accounting.costs import BIT_WIDTHS, check_size, entries_in_share, stored_bytes
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.files import atomic_write
@@ -128,6 +128,11 @@ class BudgetProfile(FileRecord):
     length_rule: LengthRule = "proportional"
     """How budgets follow the prompt's length: the evictable part in proportion, or the same number
     of entries at any length."""
+
+    share_of_16_bits: float | None = Field(default=None, gt=0, le=1)
+    """Instead of the length rule: of any prompt every KV head keeps as many entries as make up this
+    share of the bytes of a cache at 16 bits, scales included. Numbers at 16 bits count two bytes
+    there, in whatever type the model has them. ``budgets`` are those of ``context_tokens``."""
 
     page_tokens: int = Field(default=1, ge=1)
     """Memory is accounted in pages of so many tokens."""
@@ -315,14 +320,22 @@ class BudgetProfile(FileRecord):
         Raises
         ------
         InputError
-            If the length is not positive.
+            If the length is not positive, or a share of the bytes is below sinks and window.
         """
         if context_tokens < 1:
             raise InputError(f"a context of {context_tokens} tokens has no budgets; ask for >= 1")
         budgets = self.budgets.copy()
         full = list(self.shape.full_layers)
         budgets[list(self.shape.sliding_layers)] = self.shape.sliding_entries(context_tokens)
-        if context_tokens != self.context_tokens:
+        if self.share_of_16_bits is not None:
+            budgets[full] = entries_in_share(
+                self.share_of_16_bits,
+                context_tokens,
+                16 if self.bits is None else self.bits[full],
+                self.shape,
+                least=self.policy.protected_tokens,
+            )
+        elif context_tokens != self.context_tokens:
             budgets[full] = self._scaled(self.budgets[full], context_tokens)
             for group in self.share_groups:  # the same entries: never more than was granted
                 budgets[list(group)] = budgets[list(group)].min(axis=0)
@@ -341,6 +354,14 @@ class BudgetProfile(FileRecord):
     def full_bytes_at(self, context_tokens: int, batch: int = 1) -> int:
         """Bytes that a plain cache stores for the same prompts."""
         return self.shape.full_bytes(context_tokens, batch)
+
+    def of_16_bits(self, stored_bytes: int, context_tokens: int, batch: int = 1) -> float:
+        """What share stored bytes are of a cache at 16 bits, sliding layers left out of both."""
+        shape = self.shape
+        sliding = len(shape.sliding_layers) * shape.sliding_entries(context_tokens)
+        sliding *= shape.n_kv_heads * shape.bytes_per_entry * batch
+        whole = (shape.full_bytes(context_tokens, batch) - sliding) * 2 / shape.dtype_bytes
+        return (stored_bytes - sliding) / whole
 
     def cache(
         self,
@@ -468,6 +489,11 @@ class BudgetProfile(FileRecord):
             require(self.level == "head", "ranks", "given at layer level", expected)
             require(self.ranks[full].min() >= 0, "ranks", "below 0", "ranks >= 0")
         self._require_policies(full, sliding)
+        if self.share_of_16_bits is not None:
+            found = self.budgets_for(self.context_tokens)[full]
+            name, expected = "share_of_16_bits", f"budgets of {found[0, 0]}, as many in every head"
+            alike = (found == self.budgets[full]).all() and not self.share_groups
+            require(alike and self.page_tokens == 1, name, "given beside other budgets", expected)
         return self
 
     def _require_budgets(self, decided: IntArray) -> None:
@@ -534,7 +560,8 @@ class BudgetProfile(FileRecord):
             "unit_policies, whose scores cannot be compared": self.unit_policies is not None,
             "another policy than scores": self._beyond_scores() is not None,
             "layers that share entries": bool(self.share_groups),
-            "bits": self.bits is not None,
+            "bits that differ between heads": self.bits is not None
+            and len(np.unique(self.bits[list(self.shape.full_layers)])) > 1,
             "ranks": self.ranks is not None,
             "pages": self.page_tokens > 1,
         }

@@ -45,6 +45,9 @@ def check_adapt(profile: BudgetProfile, limit: object) -> None:
         f"each prompt hands out the budgets of this profile among all heads anyway; {leave_out}": (
             profile.by_prompt
         ),
+        f"this profile keeps as many entries in every head; {leave_out}": (
+            profile.share_of_16_bits is not None
+        ),
         "layers of this profile keep the same entries, so their budgets cannot follow a prompt one "
         f"by one; {leave_out}, or solve without {option('share_groups')}": profile.share_groups,
         "budgets follow a prompt by what the scorer's best entries retain of it, and heads of this "

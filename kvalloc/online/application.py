@@ -14,6 +14,7 @@ from torch import Tensor
 from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import load_profile
+from kvalloc.online.default import Default
 from kvalloc.online.per_prompt import (
     PromptOptions,
     PromptTarget,
@@ -44,8 +45,10 @@ def apply(
 ) -> Applied:
     """From now on, each ``model.generate()`` reduces its prompt.
 
-    To the budgets of a stored profile, or to budgets decided from each prompt itself::
+    To a share of the bytes in the best way that needs nothing measured, to the budgets of a stored
+    profile, or to budgets decided from each prompt itself::
 
+        with kvalloc.apply(model, budget="20%"):         # any model, nothing measured
         with kvalloc.apply(model, profile):              # a stored decision
         with kvalloc.apply(model, profile, adapt=0.25):  # the same, moved by each prompt
         with kvalloc.apply(model, target_retention=0.9): # decided for each prompt (XKV)
@@ -53,6 +56,12 @@ def apply(
 
     It ends with the ``with``; without one, with ``remove()`` of what is returned. Every call gets
     a fresh cache, one that brings its own ``past_key_values`` keeps it.
+
+    A budget alone is a share of the bytes of a cache at 16 bits, and is kept by default
+    (`kvalloc.online.default`); ``memory`` beside it is what the cache may take while a prompt is
+    read. Which way was taken is logged (``kvalloc.online.default``, level INFO) and stands in
+    ``last_cache.profile.detail``. Whoever says how budgets are decided or entries are picked, such
+    as ``scorer="snapkv", solver="uniform"``, gets a share of the entries decided for each prompt.
 
     Parameters
     ----------
@@ -104,8 +113,12 @@ def apply(
                 f"{option('allow_other_model')} accepts the stored profile of another model, and "
                 "here the budgets are decided from each prompt; leave it out, or give a profile"
             )
+        if Default.is_asked(policy=policy, policy_options=policy_options, **measured, **asked):
+            default = Default.parse(**asked)
+            keeping: dict[str, Any] = {"decode_every": decode_every, "bounded": bounded}
+            return Applied(model, partial(default.cache, model, **keeping))
         target = PromptTarget.parse(**measured, **asked)
-        return Applied(model, partial(make_prompt_cache, model, target, **picked))
+        return Applied(model, _of_any_size(partial(make_prompt_cache, model, target, **picked)))
     given = [name for name, value in asked.items() if value is not None]
     if given:
         raise InputError(
@@ -120,7 +133,12 @@ def apply(
             "the name of a shipped one"
         )
     picked |= {"allow_other_model": allow_other_model, "adapt": adapt, **measured}
-    return Applied(model, partial(make_adapting_cache, profile, model, **picked))
+    return Applied(model, _of_any_size(partial(make_adapting_cache, profile, model, **picked)))
+
+
+def _of_any_size(make: Callable[..., BudgetCache]) -> Callable[..., BudgetCache]:
+    """Caches that are the same for every prompt."""
+    return lambda tokens=None, rows=1, **options: make(**options)
 
 
 class Applied:
@@ -135,8 +153,8 @@ class Applied:
     model : transformers.PreTrainedModel
         A model that can generate.
     make : callable
-        Makes a cache; ``prompt_tokens`` is the prompt's length where it arrives in several
-        forwards, else None.
+        Makes a cache. ``tokens`` and ``rows`` are the size of the prompt, where it is known;
+        ``prompt_tokens`` is its length where it arrives in several forwards, else None.
 
     Attributes
     ----------
@@ -159,7 +177,7 @@ class Applied:
                 "head"
             )
         self.last_cache: BudgetCache | None = None
-        chunked = _chunk_size(model, {}) is not None
+        chunked = _setting(model, {}, "prefill_chunk_size") is not None
         # Made once, so that what cannot work is refused here; held, so that the hooks stay.
         self._held: BudgetCache | None = make(prompt_tokens=1 if chunked else None)
         self._model = model
@@ -216,9 +234,13 @@ def _reduced(
         arguments = _named(generate, args, kwargs)
         check_generate(model, arguments)
         ids = _prompt(args, arguments)
-        chunked = _chunk_size(model, arguments) is not None
-        tokens = int(ids.shape[1]) if chunked and ids is not None else None
-        cache = make(prompt_tokens=tokens)
+        chunked = _setting(model, arguments, "prefill_chunk_size") is not None
+        size: dict[str, int] = {}
+        if ids is not None:
+            many = ("num_beams", "num_return_sequences")
+            copies = max(_setting(model, arguments, name) or 1 for name in many)
+            size = {"tokens": int(ids.shape[1]), "rows": int(ids.shape[0]) * copies}
+        cache = make(prompt_tokens=size.get("tokens") if chunked else None, **size)
         if chunked and ids is not None:  # a chunk alone would not show the prompt
             name = "inputs_embeds" if ids.ndim > 2 else "input_ids"
             cache.decide({name: ids, "attention_mask": arguments.get("attention_mask")})
@@ -240,13 +262,11 @@ def _named(
     return {**bound, **kwargs}
 
 
-def _chunk_size(model: Any, arguments: dict[str, Any]) -> int | None:
-    """Tokens of a prefill chunk, or None where the prompt runs in one piece."""
-    sources = [arguments.get("generation_config"), getattr(model, "generation_config", None)]
-    if arguments.get("prefill_chunk_size") is not None:
-        return int(arguments["prefill_chunk_size"])
-    values = (getattr(source, "prefill_chunk_size", None) for source in sources)
-    return next((value for value in values if value is not None), None)
+def _setting(model: Any, arguments: dict[str, Any], name: str) -> int | None:
+    """A number that the call, its generation config or the model's says; None where none does."""
+    configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
+    values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+    return next((int(value) for value in values if value is not None), None)
 
 
 def _prompt(args: tuple[Any, ...], arguments: dict[str, Any]) -> Tensor | None:

@@ -17,6 +17,7 @@ from kvalloc.shape import ModelShape
 __all__ = [
     "allocated_bytes",
     "free_slid_out",
+    "kept_bytes",
     "plain_bytes",
     "slid_out_bytes",
     "stored_counts",
@@ -40,6 +41,23 @@ def allocated_bytes(layers: Iterable[Any]) -> int:
             storage = tensor.untyped_storage()
             storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
     return sum(storages.values())
+
+
+def kept_bytes(layers: Iterable[Any]) -> int | None:
+    """Bytes of K and V of a prompt whose layers store it apart from what followed; None if not.
+
+    Layers at fewer bits do until some of what followed has been rounded, too; sliding layers count
+    as they are.
+    """
+    total = 0
+    for layer in layers:
+        own = stored_tensors(layer)
+        if isinstance(layer, BudgetLayer):
+            if layer.entries is None or layer.packed_following:
+                return None
+            own = layer.entries.tensors()
+        total += sum(tensor.nbytes for tensor in own)
+    return total
 
 
 def stored_tensors(layer: Any) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import packed_row_bytes, stored_bytes
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates
@@ -662,7 +663,8 @@ class Prompt:
             own: IntArray = np.minimum(budgets[:, index], tokens[:, None])
             if self.profile.by_prompt or self.plan.is_packed(index) or bool((own < columns).any()):
                 found[index] = own
-        if self.profile.by_prompt and all((own == columns).all() for own in found.values()):
+        whole = all((own == columns).all() for own in found.values())
+        if self.profile.by_prompt and whole and not self.plan.bits:
             return {}
         return found
 
@@ -674,16 +676,31 @@ class Prompt:
         for index in targets:
             states = self._layer_states(index)
             by_row.append(eviction.evictable_scores(self._layers[index], states))
-        totals = sum(own.sum(axis=1) for own in targets.values())
         found = {index: own.copy() for index, own in targets.items()}
         for row, scores in enumerate(zip(*by_row, strict=True)):
             if not scores[0].shape[-1]:
                 continue  # a row of nothing but sinks and window
-            protected = self.profile.policy.protected_tokens
-            budgets = handed_out(scores, int(totals[row]), protected=protected)
+            granted = np.stack([own[row] for own in targets.values()])
+            budgets = self._handed_out(scores, granted)
             for index, own in zip(found, budgets, strict=True):
                 found[index][row] = own
         return found
+
+    def _handed_out(self, scores: Sequence[Tensor], granted: IntArray) -> IntArray:
+        """By the scores of a row, in no more bytes than budgets of (n_layers, n_kv_heads) take.
+
+        At fewer bits, heads of different length need more scales than those of one length.
+        """
+        shape, bits = self.profile.shape, self.profile.bits
+        width = 16 if bits is None else int(bits[list(shape.full_layers)].max())
+        total, most = int(granted.sum()), stored_bytes(granted, width, shape).sum()
+        while True:
+            protected = self.profile.policy.protected_tokens
+            found = handed_out(scores, total, protected=protected)
+            over = int(stored_bytes(found, width, shape).sum() - most)
+            if over <= 0:
+                return found
+            total -= -(-over // sum(packed_row_bytes(width, shape.head_dim)))
 
     def _layer_states(self, index: int) -> AttentionStates:
         """What a layer saw of the held prompt, but for its queries."""

@@ -53,9 +53,27 @@ def test_only_the_answer_goes_to_stdout(models, profiles, folder):
 
 
 @pytest.mark.parametrize(
+    ("asked", "way"),
+    [((), "holds the full cache"), (("--memory", "40KiB"), "evicts while the prompt is read")],
+)
+def test_a_budget_alone_takes_the_default_and_says_so(models, folder, asked, way):
+    words = ("generate", models / "tiny", "--budget", "25%", *asked, "--prompt-file",
+             folder / "prompt.txt", "--max-new-tokens", 20)  # fmt: skip
+    told = run(*words).err
+    assert f"by default, nothing measured: {way}" in told
+    assert "% of a cache at 16 bits, asked for 25.0%), " in told
+    found = run(*words, "--json").json
+    assert found["prompt_retained_bytes"] <= found["granted_bytes"] < found["prompt_full_bytes"]
+    assert found["prompt_retained_bytes"] <= 0.25 * found["prompt_full_bytes"] / 2  # float32
+
+
+@pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (("--budget", "40%"), "; asked for most retention in 40% of all entries)"),
+        (
+            ("--budget", "40%", "--solver", "greedy"),
+            "; asked for most retention in 40% of all entries)",
+        ),
         (
             ("--budget-tokens", 40),
             "; asked for most retention in 40 tokens per KV head on average)",

@@ -205,7 +205,7 @@ def test_budgets_for_the_prompt(folder):
                 "--measured-tokens", 60, *prompt).json  # fmt: skip
     assert moved["retained_bytes"] == stored["retained_bytes"]
     assert (stored["decision_seconds"], moved["decision_seconds"] > 0) == (None, True)
-    told = run("generate", folder / "tiny", "--budget", "30%", *prompt[:-1])
+    told = run("generate", folder / "tiny", "--budget", "30%", "--solver", "greedy", *prompt[:-1])
     assert "to decide the budgets" in told.err
     assert "; asked for most retention in 30% of all entries), " in told.err
     saved = run("generate", folder / "tiny", "--budget", "30%", *prompt, "--save-cache",
@@ -222,7 +222,9 @@ def test_budgets_for_the_prompt(folder):
         (["--target-retention", "2"], ["retention of 2"]),
         (["--target-retention", "0.9", "--profile", "tiny.json"], ["--adapt", "one of"]),
         (["--budget", "much"], ["much"]),
-        (["--budget", "20%", "--memory", "1MiB"], ["two targets"]),
+        (["--budget", "20%", "--memory", "1MiB", "--solver", "greedy"], ["two targets"]),
+        (["--budget", "20%", "--memory", "1KiB"], ["--memory is 1.00 KiB", "full cache is held"]),
+        (["--budget", "1%"], ["below the 12 of sinks and window; ask for at least"]),
         (["--memory", "1KiB"], ["--memory 1KiB", "4,608 bytes"]),
         (["--budget", "20%", "--full"], ["--full"]),
         (["--budget", "20%", "--allow-other-model"], ["--allow-other-model", "stored profile"]),

@@ -11,6 +11,7 @@ import pytest
 from cli_tools import Terminal
 from factories import make_budget_profile, make_scores, make_shape
 
+from kvalloc import units
 from kvalloc.cli import inspect, output
 from kvalloc.cli.inspect import tokens_for
 from kvalloc.cli.progress import LINE_EVERY_SECONDS, ProgressBar, slow
@@ -20,12 +21,12 @@ from kvalloc.report.terminal import bar
 @pytest.mark.parametrize(
     ("written", "text"),
     [
-        (output.size(0), "0 bytes"),
-        (output.size(1023), "1023 bytes"),
-        (output.size(1024), "1.00 KiB"),
-        (output.size(150 * 1024), "150 KiB"),
-        (output.size(1024**3), "1.00 GiB"),
-        (output.size(5000 * 1024**3), "5000 GiB"),
+        (units.size(0), "0 bytes"),
+        (units.size(1023), "1023 bytes"),
+        (units.size(1024), "1.00 KiB"),
+        (units.size(150 * 1024), "150 KiB"),
+        (units.size(1024**3), "1.00 GiB"),
+        (units.size(5000 * 1024**3), "5000 GiB"),
         (output.duration(0.0004), "0.000 s"),
         (output.duration(9.5), "9.500 s"),
         (output.duration(59.94), "59.9 s"),

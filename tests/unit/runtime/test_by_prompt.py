@@ -250,7 +250,7 @@ def test_a_changed_weight_is_noticed(tiny: ModuleType, tmp_path: Path) -> None:
     [
         ({"level": "layer"}, "different within a layer"),
         ({"page_tokens": 4}, "by_prompt is true with pages"),
-        ({"bits": 16}, "by_prompt is true with bits"),
+        ({"bits": (16, 4)}, "by_prompt is true with bits that differ between heads"),
         ({"unit_weights": -1.0}, "unit_weights is not finite or below 0"),
         ({"unit_weights": np.inf}, "unit_weights is not finite or below 0"),
         ({"unit_weights": 0.0}, "unit_weights is not right for each layer"),
@@ -265,7 +265,7 @@ def test_what_does_not_go_together_is_refused(
     profile = weighted(tiny, tiny.tiny_model())
     filled = {
         "unit_weights": lambda value: np.full(profile.unit_weights.shape, value),
-        "bits": lambda value: np.full(profile.budgets.shape, value, dtype=np.int64),
+        "bits": lambda value: np.broadcast_to(value, profile.budgets.shape).copy(),
         "unit_policies": lambda value: np.full(profile.budgets.shape, value, dtype=np.int64),
     }
     made = {key: filled[key](value) if key in filled else value for key, value in changes.items()}
