@@ -222,6 +222,23 @@ def several_turns(at: Setting) -> None:
         at.ask(tokens, cache, shadow)
 
 
+def decoding(at: Setting) -> None:
+    """The budget is kept while decoding: what stays is attended to as the oracle says."""
+    every, full = 6, list(at.profile.shape.full_layers)
+    cache, shadow, ids = at.cache(decode_every=every), at.shadow(), at.tiny.prompt(CONTEXT, BATCH)
+    at.near(at.run(ids, cache), shadow.logits(ids))
+    at.follow(shadow, cache)
+    awaited = cache.awaited_tokens
+    at.settle(cache, shadow)
+    least, over = at.profile.policy.protected_tokens + awaited, []
+    for tokens in (*[1] * 8, 9, 1, 1, 5):
+        at.ask(tokens, cache, shadow)
+        at.follow(shadow, cache)
+        over += [cache.kept_tokens_by_row[:, full] - at.profile.budgets[full].clip(least)]
+        assert (over[-1] <= max(every - 1, awaited)).all()
+    assert sum(not left.any() for left in over) == (4 if awaited else 3)  # the budgets themselves
+
+
 def chunks(at: Setting) -> None:
     cache, shadow = at.cache(prompt_tokens=CONTEXT), at.shadow()
     for part in at.tiny.prompt(CONTEXT, BATCH).split(25, dim=1):
@@ -402,7 +419,8 @@ def assisted(at: Setting) -> None:
 ARRIVALS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
-        *(one_prompt, question_of_5, question_of_100, several_turns, chunks, unannounced_chunks),
+        *(one_prompt, question_of_5, question_of_100, several_turns, decoding),
+        *(chunks, unannounced_chunks),
         *(left_padding, different_lengths, padded_chunks, reorder, beams, sampled),
         *(inputs_embeds, crop, saved, interleaved, streaming, assisted),
     )
@@ -478,7 +496,10 @@ def refusal(cell: Cell) -> str | None:
         return "which choose once"
     if arrival == "assisted":
         return None  # for every policy, see there
-    if scorer_of(cell) == "reconstruction" and arrival == "inputs_embeds":
+    scorer = scorer_of(cell)
+    if scorer == "reconstruction" and arrival == "decoding":
+        return "lets the model repeat the prompt"
+    if scorer == "reconstruction" and arrival == "inputs_embeds":
         return "came as inputs_embeds"
     if policy in COMBINING and "chunks" in arrival and mode == "early" and policy not in HOLDING:
         return "merges entries"

@@ -86,6 +86,8 @@ class AttentionStates:
     later : mapping to Observed, or None
         What scorers noted of tokens after the prompt, by their `later_key`; its columns may be
         those of all query heads.
+    bias : Tensor of float32, (batch, n_kv_heads, n_tokens), or None
+        Added to the logits of entries into which evicted ones were put: ``log(n)`` for n of them.
     """
 
     layer: int
@@ -103,6 +105,7 @@ class AttentionStates:
     gaps: bool = False
     positions: Tensor | None = None
     later: Mapping[Hashable, Observed] | None = None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -154,16 +154,13 @@ class Candidates:
     Attributes
     ----------
     states : AttentionStates
-        Of this piece alone, without padding.
+        Of this piece alone, without padding, with the logit biases that they have already.
     positions : Tensor of int32, (batch, n_kv_heads, n_tokens)
         Column of each candidate.
-    bias : Tensor of float32, (batch, n_kv_heads, n_tokens), or None
-        Logit bias they have already.
     """
 
     states: AttentionStates
     positions: Tensor
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,7 +227,7 @@ class Eviction:
             Entries to keep.
         """
         grain = self._grain(layer)
-        after = Unfinished(grain=grain)
+        after = Unfinished(grain=grain, following=layer.unfinished.following)
         chosen = self._choices(layer, states, targets, after)
         bits = self.bits.get(states.layer)
         store_choices(layer, targets, chosen, bits=bits, following=self.following)
@@ -247,6 +244,10 @@ class Eviction:
         return (
             rows if self.chooser is None else max(rows, self.chooser.query_rows(self.prompt_tokens))
         )
+
+    def _noted_rows(self) -> int:
+        """How many of them are held back for later."""
+        return self._wanted_rows()
 
     def _sizes(self, layer: BudgetLayer, states: AttentionStates) -> tuple[int, int]:
         return int(states.keys.shape[0]), int(states.keys.shape[1])
@@ -268,14 +269,14 @@ class Eviction:
             keys, values, positions, bias = self._segment(layer, states, row, head, columns)
         own = self._part_states(layer, states, part)
         later = layer.unfinished.later_of(part, columns, int(states.keys.shape[1]))
-        own = replace(own, keys=keys, values=values, later=later)
+        own = replace(own, keys=keys, values=values, later=later, bias=bias)
         if layer.reduced:  # the first sink stays: it tells how much padding came before it
             start = positions[..., :1] if self.sinks else 0
             own = replace(own, positions=positions - start)
         mask = self._gaps(layer, own, states, part, positions)
         if mask is not None:
             own = replace(own, mask=mask, gaps=True)
-        return Candidates(states=own, positions=positions, bias=bias)
+        return Candidates(states=own, positions=positions)
 
     def _end(self, layer: BudgetLayer) -> int:
         """Column behind the last candidate."""
@@ -344,7 +345,8 @@ class Eviction:
         device = states.queries.device
         first = end - int(states.queries.shape[2])
         places = torch.arange(first, end, dtype=torch.int32, device=device)
-        return places if (shown := self._shown(row, device)) is None else places[shown]
+        shown = self._shown(row, device)
+        return places if shown is None or not places.numel() else places[shown]
 
     def _columns(
         self, layer: BudgetLayer, states: AttentionStates, row: int | None
@@ -442,7 +444,7 @@ class Eviction:
         combined = None
         if self.chooser is None and not bool(kept.all()):
             combined = self.policy.combine(found.states, kept, sinks=self.sinks, window=self.window)
-        bias = found.bias
+        bias = found.states.bias
         if combined is not None and combined.logit_bias is not None:
             bias = combined.logit_bias
         source = found.states if combined is None else combined
@@ -497,7 +499,7 @@ class Eviction:
     ) -> None:
         """Hold back the last queries, which a later chunk may be too short to bring."""
         row, head = part
-        wanted = self._wanted_rows()
+        wanted = self._noted_rows()
         if wanted <= 0 or head not in (None, 0):
             return
         older = notes if before is None else before
@@ -544,7 +546,8 @@ class Eviction:
             As for `evict`.
         """
         assert isinstance(self.policy, RankedPolicy), "a profile of groups has been checked for it"
-        grain = self._grain(layer)
+        # some of a group may be packed, and then all are looked at in the same pieces
+        grain = 2 if layer.reduced and self.bits else self._grain(layer)
         rankings: Rankings = {}
         notes = Unfinished(grain=grain)
         evicts = self._rows_that_evict(layer, states, targets)
@@ -582,7 +585,7 @@ class Eviction:
         while group:
             held = group.pop(0)
             notes = held.notes
-            after = Unfinished(grain=notes.grain, queries=notes.queries, places=notes.places)
+            after = replace(notes, observed={}, following=held.layer.unfinished.following)
             chosen = self._shared_choices(held, kept, after)
             bits = self.bits.get(held.states.layer)
             store_choices(held.layer, held.targets, chosen, bits=bits, following=self.following)

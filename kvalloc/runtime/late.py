@@ -67,6 +67,11 @@ class Followers:
         columns, order = _latest(self.columns.masked_fill(gone, -1), self.columns.shape[1])
         return Followers(columns=columns, counts=self.counts - gone.sum(dim=1)), order
 
+    def evicted(self, tokens: int) -> tuple[Followers, Tensor]:
+        """After an eviction that the latest `tokens` of each row follow; and their places."""
+        columns, order = _latest(self.columns, tokens)
+        return Followers(columns=columns, counts=torch.zeros_like(self.counts)), order
+
     def rows(self, rows: Tensor) -> Followers:
         """The same for other rows of the batch."""
         rows = rows.cpu()
@@ -75,7 +80,8 @@ class Followers:
 
 def _latest(columns: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Of each row the latest columns that are not -1, and their places; -1 stands in front."""
-    order = (columns >= 0).byte().argsort(dim=1, stable=True)[:, -tokens:]
+    first = max(int(columns.shape[1]) - tokens, 0)
+    order = (columns >= 0).byte().argsort(dim=1, stable=True)[:, first:]
     found = columns.gather(1, order)
     some = (found >= 0).any(dim=0)
     return found[:, some], order[:, some]
@@ -115,7 +121,9 @@ class LateEviction(Eviction):
     following_visible : Tensor of bool, (batch, following), or None
         False marks padding among them.
     followers : Followers, optional
-        Which of them vote.
+        Which of them vote, the latest ones; None while the prompt arrives.
+    again : bool
+        Whether entries were evicted before, and what was decoded since is like another chunk.
     scored : dict of (int, Part) to Tensor, (batch, n_kv_heads, n_tokens)
         Scores that `evictable_scores` has computed of each layer, until entries are kept by them.
     """
@@ -124,6 +132,7 @@ class LateEviction(Eviction):
     deciding: Scorer | None = None
     following_visible: Tensor | None = None
     followers: Followers | None = None
+    again: bool = False
     scored: dict[tuple[int, Part], Tensor] = field(default_factory=dict)
 
     late: ClassVar[bool] = True
@@ -192,9 +201,12 @@ class LateEviction(Eviction):
         row, head = part
         queries = layer.unfinished.following
         queries = states.queries[:, :, :0] if queries is None else queries
+        bias = states.bias
+        bias = None if bias is None else torch.nn.functional.pad(bias, (0, self.following))
+        states = replace(states, bias=bias, mask=None, gaps=False)
         if row is None:
             keys, values = layer.latest(layer.dense_tokens)  # no padding, no copy
-            return replace(states, queries=queries, keys=keys, values=values, mask=None, gaps=False)
+            return replace(states, queries=queries, keys=keys, values=values)
         assert self.followers is not None
         if layer.unfinished.following is not None:
             votes = (self.followers.columns[row] >= 0).to(queries.device)
@@ -212,8 +224,6 @@ class LateEviction(Eviction):
             queries=queries,
             keys=torch.cat([states.keys, keys], dim=2),
             values=torch.cat([states.values, values], dim=2),
-            mask=None,
-            gaps=False,
         )
 
     def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
@@ -230,4 +240,11 @@ class LateEviction(Eviction):
         if self.deciding is not None:
             sums |= type(self.deciding).observe is not Scorer.observe
             rows = max(rows, self.deciding.query_rows(n_tokens))
-        return n_tokens if sums else rows
+        if not sums:
+            return rows
+        return 0 if self.again else n_tokens  # what earlier ones brought has been noted
+
+    def _noted_rows(self) -> int:
+        """None, where they have been added up."""
+        evicts, sums = self.followers is not None, self.policy.observes
+        return 0 if evicts and sums else self._wanted_rows()

@@ -368,18 +368,20 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             bias = None if bias is None else torch.nn.functional.pad(bias, (0, new))
         return keys, values, positions, bias, torch.arange(keys.shape[0], device=keys.device)
 
-    def pack_following(self, visible: Tensor | None) -> None:
+    def pack_following(self, visible: Tensor | None, latest: int = LATEST_TOKENS) -> None:
         """Round what followed a packed prompt, but for the latest tokens, a block at a time.
 
         Parameters
         ----------
         visible : Tensor of bool, (batch, n_dense), or None
             False marks padding among the dense tokens, which is left out.
+        latest : int
+            So many tokens stay as they are at least.
         """
         dense = self.dense_tokens
-        if not isinstance(self.entries, PackedEntries) or dense < 2 * LATEST_TOKENS:
+        count = (dense - latest) // LATEST_TOKENS * LATEST_TOKENS
+        if not isinstance(self.entries, PackedEntries) or count <= 0:
             return
-        count = (dense - LATEST_TOKENS) // LATEST_TOKENS * LATEST_TOKENS
         keys, values = self.keys, self.values
         first = self.seen_tokens - dense
         columns = torch.arange(first, first + count, dtype=torch.int32, device=keys.device)

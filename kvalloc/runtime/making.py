@@ -21,7 +21,7 @@ from kvalloc.runtime import refusals
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.policies import changed_policy, policy_class, policy_of
+from kvalloc.runtime.policies import changed_policy, policy_of
 from kvalloc.shape import ModelShape
 
 __all__ = ["make_cache", "make_layers", "with_policy"]
@@ -125,8 +125,7 @@ def make_cache(
     profile = with_policy(profile, policy, policy_options)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)
-    for each in profile.policies:
-        refusals.check_decoding(policy_class(each.name), decode_every)
+    refusals.check_decoding(decode_every)
     shape = shape_of(model)
     profile.shape.require_same_model(shape, allow_other_model=allow_other_model)
     for each in profile.policies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from kvalloc.runtime.arrival import Arrival, Step, none_if_all
 from kvalloc.runtime.deciding import Decide, from_held, prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
 from kvalloc.runtime.late import Followers, LateEviction, note_queries
-from kvalloc.runtime.layer import BudgetLayer
+from kvalloc.runtime.layer import LATEST_TOKENS, BudgetLayer
 from kvalloc.runtime.packed import packed_layers
 from kvalloc.runtime.policies import EvictionPolicy, policies_of
 from kvalloc.runtime.repetition import (
@@ -126,17 +127,17 @@ class Plan:
         Raises
         ------
         UnsupportedRequestError
-            If prompts are to be held and the budget kept while decoding.
+            If the policy cannot keep the budget while decoding, or bound the memory.
         """
         policy = policies_of(profile)
         looks = {layer: policy.later_scorers(layer) for layer in profile.shape.full_layers}
         wanted = {layer: each for layer, each in looks.items() if each}
         deciding = from_held(decide) is not None
         holds = bool(wanted) or deciding or policy.holds or profile.by_prompt
-        if holds and decode_every is not None:
-            refusals.refuse_decoding(looks=bool(wanted), decides=deciding)
+        scorers = [scorer for each in wanted.values() for scorer in each]
+        if decode_every is not None:
+            refusals.check_policy_decoding(policy, scorers)
         if bounded is not None:
-            scorers = [scorer for each in wanted.values() for scorer in each]
             refusals.check_bounded(
                 profile, bounded, decides=deciding, awaits=awaited_tokens(scorers)
             )
@@ -166,6 +167,11 @@ class Plan:
         """All that look beyond the prompt, or decide."""
         looks = [scorer for each in self.wanted.values() for scorer in each]
         return looks if self.deciding is None else [*looks, self.deciding]
+
+    @property
+    def late(self) -> bool:
+        """Whether anything of a prompt goes when it is complete, and not while it is read."""
+        return self.holds or self.bounded is not None
 
     @property
     def awaited(self) -> int:
@@ -224,7 +230,8 @@ class Prompt:
         self._broken: str | None = None
         self._targets: dict[int, IntArray] = {}
         self._members: list[Held] = []  # of a group, those that have been ranked
-        self._followers: Followers | None = None  # of a prompt that waits for some
+        self._followers: Followers | None = None  # of a prompt that waits for some, or goes on
+        self._again = False  # evicted late, and the budget is kept while decoding
         self._following: tuple[Followers, Tensor] | None = None  # of the forward that runs now
         self._forget_held()
 
@@ -254,14 +261,14 @@ class Prompt:
             return State.INTERRUPTED
         if not self.arrival.complete:
             return State.ARRIVING
-        if self._followers is not None:
+        if self._followers is not None and not self._again:
             return State.HELD
         return State.FOLLOWING if self._n_following else State.EVICTED
 
     @property
     def awaited_tokens(self) -> int:
         """Tokens that still have to follow before anything is evicted; 0 where none is awaited."""
-        if self._followers is None:
+        if self._followers is None or self._again:
             return 0
         return max(self.plan.awaited - int(self._followers.counts.min()), 1)
 
@@ -307,7 +314,7 @@ class Prompt:
         if failed and arrival.prompt_tokens is not None:
             self._broken = self._broken or refusals.broken_off(arrival.prompt_tokens)
         arrival.complete = arrival.prompt_tokens is not None and not failed
-        if (self.plan.holds or self.plan.bounded is not None) and arrival.complete:
+        if self.plan.late and arrival.complete:
             self._complete_held()
         elif arrival.decode_every is None:
             for layer in self._budget_layers:
@@ -365,16 +372,18 @@ class Prompt:
         self._decide_on_arrival(batch, arguments, mask)
         step = self.arrival.step(self._n_seen, batch, new_tokens, mask)
         self._targets = {}
+        if step.follows and self.plan.late:  # all layers evict at once, after a forward
+            step = replace(step, budgets=None, remember=False)
         holds = self._holds(step)
         if step.budgets is not None and self.plan.bounded is not None:
             more = np.ceil(step.budgets * self.plan.bounded).astype(np.int64)
             step = replace(step, budgets=more, remember=True)
-        if not step.follows and (holds or self.plan.bounded is not None):
+        if not step.follows and self.plan.late:
             self._begin_held(arguments, step)
         if not holds:
             refusals.check_chunk(self.plan.policy, step, bounded=self.plan.bounded is not None)
         if self._followers is not None:
-            self._following = self._followers.after(step, self.plan.awaited)
+            self._following = self._followers.after(step, self._noted_tokens)
         if step.budgets is not None and not holds:
             for index in self.plan.profile.shape.full_layers:
                 packs = step.completes and self.plan.bounded is None
@@ -396,12 +405,16 @@ class Prompt:
         if self._holds(step):
             self._note_held(layer, states, step)
             return
-        if self._following is not None:
-            note_queries(layer, self._following[1], states.queries)
-            return
         bits = self.plan.bits
         if step.follows and states.layer in bits and not layer.awaits_eviction:
-            layer.pack_following(step.following_visible(layer.dense_tokens))
+            visible = step.following_visible(layer.dense_tokens)
+            layer.pack_following(visible, max(LATEST_TOKENS, self.plan.awaited))
+        if self._following is not None:
+            note_queries(layer, self._following[1], states.queries)
+            if self._again:
+                followers = self._following[0].columns.shape[1]
+                layer.unfinished.keep_queries(self._noted_tokens - followers)
+            return
         if not layer.awaits_eviction and not step.remember:
             layer.unfinished.clear()
             return
@@ -437,12 +450,11 @@ class Prompt:
         unseen = [layer for layer in self._budget_layers if layer.awaits_eviction]
         if completed:
             self.arrival.commit(step)
-            if not step.follows and (self.plan.holds or self.plan.bounded is not None):
+            if not step.follows and self.plan.late:
                 self._end_held(step)
             elif following is not None:
                 self._followers = following[0]
-                if int(self._followers.counts.min()) >= self.plan.awaited:
-                    self.evict()
+            self._evict_if_due()
             return
         for layer in self._budget_layers:
             layer.cancel_eviction()
@@ -521,10 +533,10 @@ class Prompt:
             window=policy.window,
             prompt_tokens=prompt_tokens,
             visible=visible,
-            remember=False,
+            remember=self.arrival.decode_every is not None,
             bits=self.plan.bits,
             scorers=self.plan.wanted,
-            deciding=self.plan.deciding,
+            deciding=None if self._again else self.plan.deciding,
             **more,
         )
 
@@ -581,6 +593,18 @@ class Prompt:
         if not awaited_tokens(scorer for each in looks.values() for scorer in each):
             self.evict()
 
+    def _evict_if_due(self) -> None:
+        """Evict late if enough has followed the prompt, or what was kept of it."""
+        followers, every = self._followers, self.arrival.decode_every
+        if followers is None:
+            return
+        followed = int(followers.counts.min())
+        if not self._again and followed >= max(self.plan.awaited, 1):
+            self.evict()
+        more = self._n_following > self.plan.awaited  # than those that vote
+        if self._again and every is not None and followed >= every and more:
+            self._evict_again()
+
     def _held(self, decoder: nn.Module) -> HeldPrompt:
         """The complete prompt, as the model can read on from it."""
         assert self._next_positions is not None
@@ -604,7 +628,7 @@ class Prompt:
         Whatever fails here leaves some layers whole and others reduced, so the cache then refuses
         to go on.
         """
-        if self._followers is None:
+        if self._followers is None or self._again:
             return
         decoder, columns = self.plan.decoder(), self.arrival.prompt_tokens
         assert columns is not None
@@ -625,25 +649,67 @@ class Prompt:
         if self.plan.deciding is not None and decoder is not None:
             rows = prompt_rows({"input_ids": self._ids}, visible)
             self._decide_rows(rows, lambda row: self._row_states(eviction, row))
-        targets = self._final_targets()
+        self._evict_layers(eviction, self._final_targets())
+        self._settle()
+        self._broken = None
+
+    def _evict_layers(self, eviction: LateEviction, targets: dict[int, IntArray]) -> None:
         self._check_read(targets)
         if self.profile.by_prompt:
             targets = self._by_prompt(eviction, targets)
         for index, own in targets.items():
-            states, group = self._layer_states(index), self.plan.groups.get(index)
+            states, group = self._layer_states(index, eviction), self.plan.groups.get(index)
             eviction.evict_in_group(self._layers[index], states, own, group, self._members)
             del states  # its keys are the layer's old ones
-        self._settle()
-        self._broken = None
+        if self.reader is not None:
+            self.reader.forget()
 
     def _settle(self) -> None:
-        """Nothing more of the prompt goes."""
+        """Nothing more of the prompt goes, unless the budget is kept while decoding."""
+        if self.arrival.decode_every is not None:
+            self._again, self._ids = True, None
+            return
         for layer in self._budget_layers:
             layer.unfinished.clear()
         self._followers = None
         self._forget_held()
-        if self.reader is not None:
-            self.reader.forget()
+
+    @property
+    def _noted_tokens(self) -> int:
+        """Of so many tokens after a prompt the queries are noted: the latest ones."""
+        policy, every = self.plan.policy, self.arrival.decode_every
+        if every is None:
+            return self.plan.awaited
+        if policy.observes:
+            return sys.maxsize  # all since the latest eviction
+        return self.plan.awaited + policy.query_rows(self.plan.profile.context_tokens)
+
+    @torch.no_grad()
+    def _evict_again(self) -> None:
+        """Go back to the budgets: what was decoded is like another chunk of the prompt.
+
+        As many of the latest tokens as are waited for vote, and stay: the budgets count them.
+        """
+        assert self._followers is not None
+        latest = min(self.plan.awaited, self._n_following)
+        self._broken = refusals.HALF_WAY
+        eviction = self._late(
+            self.plan.profile.context_tokens,  # whatever the length of a row
+            None,
+            following=latest,
+            followers=self._followers,
+            again=True,
+        )
+        least = self.profile.policy.protected_tokens
+        targets = {}
+        for index, own in self._final_targets().items():
+            there = self._layers[index].stored_counts() - latest
+            targets[index] = np.minimum(np.maximum(own - latest, least), there)
+        self._evict_layers(eviction, targets)
+        self._followers, order = self._followers.evicted(latest)
+        for layer in self._budget_layers:
+            note_queries(layer, order)
+        self._broken = None
 
     def _final_targets(
         self, batch: int | None = None, columns: int | None = None, visible: Tensor | None = None
@@ -659,12 +725,14 @@ class Prompt:
             visible = None if visible is None else visible[:, :columns]
         budgets, tokens = self.arrival.final_budgets(columns, batch, visible)
         found: dict[int, IntArray] = {}
+        again = self.arrival.decode_every is not None  # where less is there, it will be more
         for index in self.profile.shape.full_layers:
             own: IntArray = np.minimum(budgets[:, index], tokens[:, None])
-            if self.profile.by_prompt or self.plan.is_packed(index) or bool((own < columns).any()):
+            always = self.profile.by_prompt or self.plan.is_packed(index) or again
+            if always or bool((own < columns).any()):
                 found[index] = own
         whole = all((own == columns).all() for own in found.values())
-        if self.profile.by_prompt and whole and not self.plan.bits:
+        if self.profile.by_prompt and whole and not (self.plan.bits or again):
             return {}
         return found
 
@@ -674,7 +742,7 @@ class Prompt:
         """As many entries in all, handed out by each row's own scores."""
         by_row: list[list[Tensor]] = []
         for index in targets:
-            states = self._layer_states(index)
+            states = self._layer_states(index, eviction)
             by_row.append(eviction.evictable_scores(self._layers[index], states))
         found = {index: own.copy() for index, own in targets.items()}
         for row, scores in enumerate(zip(*by_row, strict=True)):
@@ -702,18 +770,22 @@ class Prompt:
                 return found
             total -= -(-over // sum(packed_row_bytes(width, shape.head_dim)))
 
-    def _layer_states(self, index: int) -> AttentionStates:
-        """What a layer saw of the held prompt, but for its queries."""
+    def _layer_states(self, index: int, eviction: LateEviction) -> AttentionStates:
+        """What a layer has to choose from; of the queries those that were decoded since."""
         layer, seen = self._layers[index], self._seen[index]
-        end = layer.dense_tokens - self._n_following
+        end = layer.dense_tokens - eviction.following
         queries = seen.queries.expand(layer.batch, -1, -1, -1)
+        if eviction.again and (noted := layer.unfinished.following) is not None:
+            queries = noted[:, :, : max(int(noted.shape[2]) - eviction.following, 0)]
         keys, values = layer.keys[:, :, :end], layer.values[:, :, :end]
         return replace(seen, queries=queries, keys=keys, values=values)
 
     def _row_states(self, eviction: LateEviction, row: int) -> dict[int, AttentionStates]:
         """What each layer saw of one row, without padding."""
         return {
-            index: eviction.row_states(self._layers[index], self._layer_states(index), row)
+            index: eviction.row_states(
+                self._layers[index], self._layer_states(index, eviction), row
+            )
             for index in self.profile.shape.full_layers
         }
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from math import inf
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from kvalloc.models.structure import is_compiled
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.attention.masks import MaskKind, mask_kind
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
+from kvalloc.scorers import Scorer
+from kvalloc.scorers.base import repetitions
 
 __all__ = [
     "HALF_WAY",
@@ -34,10 +36,10 @@ __all__ = [
     "check_kept",
     "check_model",
     "check_not_chunked",
+    "check_policy_decoding",
     "check_profile",
     "check_read",
     "new_tokens_shape",
-    "refuse_decoding",
     "warn_of_long_chunk",
 ]
 
@@ -204,15 +206,13 @@ def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
         )
 
 
-def check_decoding(policy: type[EvictionPolicy], decode_every: object) -> None:
-    """Refuse to keep the budget while decoding where that cannot be right.
+def check_decoding(decode_every: object) -> None:
+    """Refuse to keep the budget while decoding every so many tokens, if it is no such number.
 
     Raises
     ------
     InputError
         For a number of steps that is not positive.
-    UnsupportedRequestError
-        For a policy that puts something of the evicted entries into the kept ones.
     """
     if decode_every is None:
         return
@@ -220,13 +220,6 @@ def check_decoding(policy: type[EvictionPolicy], decode_every: object) -> None:
         raise InputError(
             f"{option('decode_every')} is {decode_every!r}, expected a number of tokens >= 1"
         )
-    merges = policy.combine is not EvictionPolicy.combine
-    without = f"leave out {option('decode_every')}, or choose another policy"
-    _refuse(merges, f"{_merging(policy.name)} at once; {without}")
-
-
-def _merging(name: str) -> str:
-    return f"the policy {name} merges entries, for which it has to see the whole prompt"
 
 
 def check_bounded(profile: BudgetProfile, bounded: object, *, decides: bool, awaits: int) -> None:
@@ -280,13 +273,14 @@ def check_chunk(policy: EvictionPolicy, step: Step, *, bounded: bool = False) ->
     whole = step.follows or (step.seen == 0 and step.completes)
     _refuse(
         policy.combines and step.budgets is not None and not whole and not bounded,
-        f"{_merging(policy.name)}; send it in one piece, or choose another policy",
+        f"the policy {policy.name} merges entries, for which it has to see the whole prompt; send "
+        "it in one piece, or choose another policy",
     )
     _refuse(
         step.remember and policy.needs_whole_prompt,
         "one of this profile's policies adds up the attention of all tokens, which works for "
         "prompts in one piece only where heads have different policies; send the prompt in "
-        f"one piece without {option('decode_every')}, or give all heads one policy",
+        "one piece, or give all heads one policy",
     )
 
 
@@ -336,29 +330,33 @@ def check_crop(*, decoding: bool, arriving: bool, held_tokens: int | None) -> No
     )
 
 
-def refuse_decoding(*, looks: bool, decides: bool) -> NoReturn:
-    """Refuse to hold prompts and to keep the budget while decoding.
+def check_policy_decoding(policy: EvictionPolicy, scorers: Iterable[Scorer]) -> None:
+    """Refuse to keep the budget while decoding with what cannot score what is decoded.
 
     Parameters
     ----------
-    looks, decides : bool
-        Whether prompts are held because a scorer looks beyond them, or to decide their budgets;
-        else because each hands them out.
+    policy : EvictionPolicy
+    scorers : iterable of Scorer
+        Those that look beyond the prompt.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If a scorer lets the model repeat the prompt, or heads have different policies of which one
+        adds up the attention of all tokens.
     """
-    why, instead = (
-        "each prompt hands out these budgets once, when it is complete",
-        "another profile",
-    )
-    if decides:
-        why, instead = f"{option('hold')} decides once, when the prompt is complete", ""
-    if looks:
-        why = (
-            "a scorer of this profile looks at what comes right after the prompt, which says "
-            "nothing of what is decoded later"
+    instead = f"leave out {option('decode_every')}, or choose another scorer"
+    for scorer in scorers:
+        _refuse(
+            repetitions([scorer]),
+            f"the scorer {scorer.name} lets the model repeat the prompt, which says nothing of "
+            f"what is decoded later; {instead}",
         )
-        instead = "another scorer"
-    instead = f"choose {instead}" if instead else "do not hold"
-    raise UnsupportedRequestError(f"{why}; leave out {option('decode_every')}, or {instead}")
+    _refuse(
+        policy.needs_whole_prompt,
+        "heads have different policies, of which one adds up the attention of all tokens, and it "
+        f"is not noted for each what chunks and decoded tokens add; {instead}",
+    )
 
 
 def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:

@@ -74,6 +74,16 @@ class Unfinished:
         self.following = None
         self.later.clear()
 
+    def keep_queries(self, tokens: int) -> None:
+        """Hold back no more than so many of the last queries."""
+        for row, held in self.queries.items():
+            first = max(int(held.shape[2]) - tokens, 0)
+            if first:
+                self.queries[row], self.places[row] = (
+                    held[:, :, first:].clone(),
+                    self.places[row][first:].clone(),
+                )
+
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the notes of row ``rows[i]``."""
         observed: dict[Part, Observed] = {}

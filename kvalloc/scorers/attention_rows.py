@@ -57,6 +57,8 @@ def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:
     n_tokens = states.keys.shape[2]
     n_seen = n_tokens if states.gaps else n_tokens - later_rows
     logits = attention_logits(states, states.keys[:, :, :n_seen], first, end)
+    if states.bias is not None:
+        logits += states.bias[:, :, None, None, :n_seen]
     mask = _row_mask(states, first, end)
     if mask is None:
         # only the rows' own square needs the causal mask: it is the end of every row

@@ -73,6 +73,8 @@ class ExpectedAttention(Scorer):
 
         seen = self.observe(states, sinks=sinks)
         logits = self._expected_logits(states, seen)
+        if states.bias is not None:
+            logits += states.bias[:, :, None]
         hidden = protected_columns(states, sinks=sinks)[:, :, None]
         # finite where a row has no token to score
         logits = logits.masked_fill(hidden, torch.finfo(torch.float32).min)

@@ -122,6 +122,7 @@ class AttentionMatching(Score):
         batch, n_kv_heads, n_tokens = kept.shape
         values = states.values.clone()
         bias = torch.zeros(kept.shape, dtype=torch.float32, device=kept.device)
+        bias += 0.0 if states.bias is None else states.bias
         queries, counts = self._references(states)
         group = queries.shape[1] // n_kv_heads
         for row in range(batch):
@@ -138,6 +139,7 @@ class AttentionMatching(Score):
                     query_weights=counts[row, own].flatten(),
                     value_ridge=self.value_ridge,
                     bias_ridge=self.bias_ridge if self.biases else None,
+                    bias=bias[row, head, mine],
                     others=states.sink_logits is not None,
                 )
                 values[row, head, mine] = found.values
@@ -216,6 +218,8 @@ def _weights(states: AttentionStates, queries: Tensor, row: int, head: int) -> T
     keys = states.keys[row : row + 1, head : head + 1]
     own = replace(states, queries=queries, keys=keys, mask=None, sink_logits=sinks)
     logits = attention_logits(own, keys, 0, int(queries.shape[2]))
+    if states.bias is not None:
+        logits += states.bias[row, head]
     return attention_softmax(logits, sinks)[0, 0].flatten(0, 1)
 
 
@@ -242,6 +246,7 @@ def match_attention(
     query_weights: Tensor,
     value_ridge: float,
     bias_ridge: float | None,
+    bias: Tensor | None = None,
     others: bool = False,
 ) -> Matched:
     """Values and logit biases of kept entries that reproduce the attention over all of them.
@@ -258,6 +263,8 @@ def match_attention(
         Above 0; large values leave the values as they are.
     bias_ridge : float or None
         Above 0; None for no biases.
+    bias : Tensor of float32, (n_kept,), optional
+        What the logits of the kept entries have added already, as `weights` knows.
     others : bool
         Whether something without an entry takes part in the softmax, so that a row sums to less
         than 1.
@@ -280,8 +287,9 @@ def match_attention(
     if bias_ridge is not None:
         lacking = (mass - own.sum(dim=1))[:, None]
         more = ridge_step(roots * own, roots * lacking, bias_ridge)[:, 0]
-        counts = (1 + more).clamp(LEAST_WEIGHT, MOST_WEIGHT)
-        own = own * counts
+        before = torch.ones_like(more) if bias is None else bias.exp()
+        counts = (before * (1 + more)).clamp(LEAST_WEIGHT, MOST_WEIGHT)
+        own = own * (counts / before)
     total = own.sum(dim=1)
     if others:
         total = total + (1 - mass).clamp(min=0)  # they stay

@@ -29,6 +29,11 @@ class Compensate(RankedPolicy):
     RazorAttention: Efficient KV Cache Compression Through Retrieval Heads (Tang et al., 2024). The
     method gives it to heads that keep sinks and recent tokens only: take the scorer ``streaming``
     and budgets of the solver ``head_classes``.
+
+    Notes
+    -----
+    Where entries are evicted again while decoding, the entry takes in what is dropped then: an
+    entry that stands for n others counts as n in mean and number.
     """
 
     name = "compensate"
@@ -56,14 +61,16 @@ class Compensate(RankedPolicy):
         # where nothing is dropped, and where there is no place, everything stays as it is
         place = _place(room) & kept & dropped.any(dim=-1, keepdim=True)
         dropped = (dropped & place.any(dim=-1, keepdim=True)) | place
-        count = dropped.sum(dim=-1, keepdim=True).clamp(min=1)
-        share = (dropped / count)[..., None, :]
+        before = torch.zeros(()) if states.bias is None else states.bias
+        counts = dropped * before.to(kept.device).exp()
+        count = counts.sum(dim=-1, keepdim=True)
+        share = (counts / count.clamp(min=torch.finfo(torch.float32).tiny))[..., None, :]
 
         def with_mean(tensor: Tensor) -> Tensor:
             mean = (share @ tensor.float()).to(tensor.dtype)
             return torch.where(place[..., None], mean, tensor)
 
-        bias = torch.where(place, count.float().log(), 0.0)
+        bias = torch.where(place, count.log(), before.to(kept.device))
         return Combined(
             keys=with_mean(states.keys), values=with_mean(states.values), logit_bias=bias
         )

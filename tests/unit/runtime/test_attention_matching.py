@@ -16,7 +16,7 @@ from prompt_runs import chunked_copied_and_loaded, padded_rows, policy, read, ru
 from scorer_oracle import make_states
 from transformers import DynamicCache
 
-from kvalloc.errors import InputError, UnsupportedModelError, UnsupportedRequestError
+from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.policies.attention_matching import (
@@ -348,13 +348,6 @@ def test_a_mixture_of_scorers_is_matched_too(tiny: ModuleType) -> None:
     wrong = other.replace(name="attention_matching", parameters={})
     with pytest.raises(InputError, match="scores"):
         mixed.replace(other_policies=(wrong,))
-
-
-def test_what_it_cannot_do_is_refused(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profile = matching(tiny.make_profile(model, CONTEXT, 0.4))
-    with pytest.raises(UnsupportedRequestError, match="attention_matching merges entries"):
-        profile.cache(model, decode_every=2)
 
 
 def test_everything_kept_is_bit_identical(tiny: ModuleType) -> None:

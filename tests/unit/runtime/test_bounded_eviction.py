@@ -121,8 +121,6 @@ def test_what_cannot_be_bounded_is_refused(tiny: ModuleType, model: Any) -> None
         profile.cache(model, bounded=2, policy="reconstruction")
     with pytest.raises(UnsupportedRequestError, match="decides from the whole prompt"):
         profile.cache(model, bounded=2, adapt=0.3, hold=True)
-    with pytest.raises(UnsupportedRequestError, match="leave out decode_every"):
-        profile.cache(model, bounded=2, decode_every=2)
     budgets = profile.budgets.copy()
     budgets[3] = budgets[2]
     with pytest.raises(UnsupportedRequestError, match="choose once; leave out bounded"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from prompt_runs import chunked_copied_and_loaded, padded_rows, read, run
 
-from kvalloc.errors import InputError, ProfileFileError, UnsupportedRequestError
+from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.policies import Weighted
@@ -271,10 +271,3 @@ def test_what_does_not_go_together_is_refused(
     made = {key: filled[key](value) if key in filled else value for key, value in changes.items()}
     with pytest.raises(InputError, match=said):
         profile.replace(**made)
-
-
-def test_it_is_not_for_a_budget_kept_while_decoding(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.4)).replace(by_prompt=True)
-    with pytest.raises(UnsupportedRequestError, match="decode_every"):
-        profile.cache(model, decode_every=8)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cli_tools import run as run_command
@@ -14,7 +16,7 @@ from transformers import DynamicCache
 
 from kvalloc import apply
 from kvalloc.errors import InputError, UnsupportedRequestError
-from kvalloc.models.attention import intercept_attention
+from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.runtime.policies import policy_names
 from kvalloc.scorers import get_scorer
 
@@ -22,9 +24,10 @@ CONTEXT = 60
 MERGING = {"merge", "compensate", "attention_matching"}
 NAMES = [
     *(name for name in policy_names() if name not in MERGING),
-    # the others look at what comes right after the prompt, and are refused with decode_every
     *(name for name in SCORERS if get_scorer(name).later is None),
 ]
+"""Those that store what the model made, and evict in the forward that makes it due. The others are
+in the matrix, in its arrival `decoding`."""
 
 
 def feed(model: Any, cache: Any, ids: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -227,19 +230,181 @@ def test_numbers_of_steps_that_cannot_be_are_refused(tiny: ModuleType, every: An
         tiny.make_profile(model, CONTEXT, 0.5).cache(model, decode_every=every)
 
 
-@pytest.mark.parametrize("name", sorted(MERGING))
-def test_merging_policies_are_refused(tiny: ModuleType, name: str) -> None:
+def test_a_scorer_that_repeats_the_prompt_is_refused(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
-    with pytest.raises(UnsupportedRequestError, match=f"{name} merges"):
-        tiny.make_profile(model, CONTEXT, 0.5).cache(model, policy=name, decode_every=4)
+    profile = tiny.make_profile(model, CONTEXT, 0.5, scorer="reconstruction")
+    with pytest.raises(UnsupportedRequestError, match="reconstruction lets the model repeat"):
+        profile.cache(model, decode_every=4)
 
 
+@pytest.mark.parametrize(
+    ("policy", "scorer"),
+    [
+        ("score", "lookahead"),
+        ("merge", "lookahead"),
+        *(("attention_matching", name) for name in ("lookahead", "xkv", "h2o", "knorm")),
+        ("attention_matching", "expected_attention"),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_is_decoded_is_a_chunk_of_the_prompt(
+    tiny: ModuleType, policy: str, scorer: str, every: int
+) -> None:
+    """With budgets that evict nothing before, the latest tokens vote as after one long prompt."""
+    model = tiny.tiny_model()
+    whole = [CONTEXT] * tiny.N_LAYERS
+    profile = tiny.make_profile(model, CONTEXT, whole, scorer=scorer)
+    rows = 0 if get_scorer(scorer).observes else 32  # of what is added up no query is held back
+    options = {"policy": policy, "policy_options": {"rows": rows} if "match" in policy else None}
+    cache = profile.cache(model, **options, decode_every=every)
+    ids = tiny.prompt(CONTEXT + 40)
+    feed(model, cache, ids[:, :CONTEXT], [CONTEXT])
+    awaited, longer = cache.awaited_tokens, CONTEXT + max(every - cache.awaited_tokens, 1)
+    feed(model, cache, ids[:, CONTEXT : longer + awaited], [1] * (longer + awaited - CONTEXT))
+    budgets = [CONTEXT - awaited] * tiny.N_LAYERS
+    at_once = tiny.make_profile(model, longer, budgets, scorer=scorer).cache(model, **options)
+    feed(model, at_once, ids[:, : longer + awaited], [longer, awaited])
+    assert tiny.same_kept(cache, at_once)
+    for one, other in zip(cache.layers, at_once.layers, strict=True):
+        torch.testing.assert_close(one.values, other.values, atol=1e-4, rtol=0)
+        if other.logit_bias is not None:
+            torch.testing.assert_close(one.logit_bias, other.logit_bias, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "expected_attention"])
+def test_an_entry_that_stands_for_three_is_scored_like_three(tiny: ModuleType, name: str) -> None:
+    """Its logit bias gives it the attention of all three, and the others what they had."""
+    model, scorer, seen = tiny.tiny_model(), get_scorer(name, window=tiny.WINDOW), {}
+
+    def note(states: AttentionStates, compute: Any) -> Any:
+        seen[states.layer] = states
+        return compute(states.mask)
+
+    with torch.no_grad(), intercept_attention(model, note):
+        model(tiny.prompt(30))
+    one, place = seen[1], 10
+    for states in (one.keys, one.values):
+        states[:, :, place + 1 : place + 3] = states[:, :, place : place + 1]
+    there = torch.tensor([*range(place + 1), *range(place + 3, 30)])
+    bias = torch.zeros(1, tiny.N_KV_HEADS, 28)
+    bias[..., place] = torch.tensor(3.0).log()
+    own = {"queries": one.queries[:, :, -8:], "mask": None}
+    states = dataclasses.replace(one, **own)
+    merged = dataclasses.replace(
+        states, keys=one.keys[:, :, there], values=one.values[:, :, there], bias=bias
+    )
+    options = {} if name != "snapkv" else {"pool": 1}
+    scorer = get_scorer(name, window=tiny.WINDOW, **options)
+    three, found = (scorer.score(each, sinks=tiny.SINKS) for each in (states, merged))
+    expected = three[..., there].clone()
+    expected[..., place] = three[..., place : place + 3].sum(dim=-1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_compensation_entry_takes_in_what_is_dropped_later(tiny: ModuleType) -> None:
+    model = tiny.tiny_model()
+    budgets = [20] * tiny.N_LAYERS
+    profile = tiny.make_profile(model, CONTEXT, budgets, scorer="streaming")
+    cache = profile.cache(model, policy="compensate", decode_every=5)
+    plain, ids = DynamicCache(), tiny.prompt(CONTEXT + 15)
+    feed(model, plain, ids[:, :CONTEXT], [CONTEXT])
+    feed(model, cache, ids, [CONTEXT, *[1] * 15])
+    place = tiny.SINKS
+    for layer in range(tiny.N_LAYERS):
+        # streaming: it stands for all but sinks and the latest tokens, of which the prompt's are
+        # known from a full cache in the first layer
+        dropped = CONTEXT + 15 - 20 + 1
+        bias = cache.layers[layer].logit_bias
+        torch.testing.assert_close(bias[..., place].exp(), torch.full((1, 2), float(dropped)))
+        assert (bias[..., :place] == 0).all()
+        assert (bias[..., place + 1 :] == 0).all()
+    feed(model, plain, ids[:, CONTEXT:], [15])
+    own = slice(tiny.SINKS, tiny.SINKS + dropped)
+    for states, full in (
+        (cache.layers[0].keys, plain.layers[0].keys),
+        (cache.layers[0].values, plain.layers[0].values),
+    ):
+        torch.testing.assert_close(states[:, :, place], full[:, :, own].mean(dim=2))
+
+
+@pytest.mark.parametrize("name", ["loss", "late_by_head", "bounded", "held_decision"])
+def test_rows_of_different_length_decode_as_if_alone(tiny: ModuleType, name: str) -> None:
+    model = tiny.tiny_model()
+    profile = tiny.make_profile(model, CONTEXT, 0.7, scorer="lookahead")
+    options: dict[str, Any] = {"decode_every": 4}
+    if name == "loss":
+        profile = profile.replace(level="head", by_prompt=True)
+    if name == "bounded":
+        options["bounded"] = 1.4
+    profile = tiny.by_head(profile) if name == "late_by_head" else profile
+    ids, pads, more = tiny.prompt(CONTEXT, 2), 14, 30
+    later = tiny.prompt(more, 2, seed=5)
+    mask = torch.ones(2, CONTEXT, dtype=torch.long)
+    mask[1, :pads] = 0
+    policy = "score" if name == "held_decision" else "attention_matching"
+    if name == "held_decision":
+        options["adapt"], options["hold"] = 0.3, True
+
+    def make() -> Any:
+        return profile.cache(model, policy=policy, **options)
+
+    cache, rows = make(), []
+    with torch.no_grad():
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+        for token in later.split(1, dim=1):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            at = mask.sum(-1, keepdim=True) - 1
+            out = model(token, attention_mask=mask, position_ids=at, past_key_values=cache)
+            rows.append(out.logits)
+    for row, first in ((0, 0), (1, pads)):
+        alone = make()
+        own = torch.cat([ids[row : row + 1, first:], later[row : row + 1]], dim=1)
+        expected = feed(model, alone, own, [CONTEXT - first, *[1] * more])[:, -more:]
+        torch.testing.assert_close(
+            torch.cat(rows, dim=1)[row : row + 1], expected, atol=1e-3, rtol=0
+        )
+
+
+def test_4096_tokens_stay_within_the_budget_and_the_stated_slack(tiny: ModuleType) -> None:
+    """Fitted values and biases, packed entries, budgets by head: storages read at every token."""
+    prompt, every, rows = 512, 64, 16
+    model = tiny.tiny_model(num_hidden_layers=2, max_position_embeddings=8192)
+    profile = tiny.by_head(tiny.make_profile(model, prompt, 0.2, scorer="lookahead"))
+    profile = profile.replace(bits=np.array([[16, 16], [8, 4]]))
+    cache = profile.cache(
+        model, policy="attention_matching", policy_options={"rows": rows}, decode_every=every
+    )
+    token = feed(model, cache, tiny.prompt(prompt), [prompt])[:, -1:].argmax(-1)
+    awaited = cache.awaited_tokens
+    most = profile.budgets.clip(profile.policy.protected_tokens + awaited) + every
+    granted = profile.retained_bytes_at(prompt)
+    slack = 2 * every * profile.shape.n_kv_heads * 2 * profile.shape.bytes_per_entry
+    for step in range(1, 4097):
+        token = feed(model, cache, token, [1])[:, -1:].argmax(-1)
+        if step < awaited:
+            assert cache.retained_bytes <= cache.full_bytes + slack
+            continue
+        assert (cache.kept_tokens < most).all()
+        assert cache.retained_bytes <= granted + slack
+        for layer in cache.layers:
+            notes = layer.unfinished
+            held = [notes.following, *notes.queries.values()]
+            assert sum(own.shape[2] for own in held) <= rows + awaited
+            assert all(own.untyped_storage().nbytes() <= own.nbytes for own in held)
+    assert cache.get_seq_length() == prompt + 4096
+
+
+@pytest.mark.parametrize("scorer", ["xkv", "lookahead"])
 def test_saving_cropping_and_padding_afterwards_are_refused(
-    tiny: ModuleType, tmp_path: Any
+    tiny: ModuleType, scorer: str, tmp_path: Any
 ) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.5).cache(model, decode_every=4)
+    profile = tiny.make_profile(model, CONTEXT, 0.5, scorer=scorer)
+    cache = profile.cache(model, decode_every=4)
     feed(model, cache, tiny.prompt(CONTEXT, 2), [CONTEXT])
+    cache.evict()  # where it is held: at once, and nothing votes
+    assert (cache.kept_tokens == profile.budgets).all()
     with pytest.raises(UnsupportedRequestError, match="decode_every"):
         cache.save(tmp_path / "c.safetensors")
     with pytest.raises(UnsupportedRequestError, match="crop"):

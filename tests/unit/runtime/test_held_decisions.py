@@ -106,11 +106,6 @@ def test_what_does_not_go_with_holding_is_refused(tiny: ModuleType, model: Any) 
     for kind, options, said in (
         (InputError, {}, "nothing is measured; leave out hold, or give adapt"),
         (InputError, {"adapt": 0.3, "measured_tokens": 50}, "measured_tokens spares nothing"),
-        (
-            UnsupportedRequestError,
-            {"adapt": 0.3, "decode_every": 3},
-            "leave out decode_every, or do not hold",
-        ),
     ):
         for make in (stored.cache, partial(kvalloc.apply, profile=stored)):
             with pytest.raises(kind, match=said):

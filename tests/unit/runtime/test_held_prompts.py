@@ -296,9 +296,6 @@ def test_an_eviction_that_fails_leaves_a_cache_that_says_so(
 
 def test_what_cannot_be_right_is_refused(tiny: ModuleType) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    for name in NAMES:
-        with pytest.raises(UnsupportedRequestError, match="leave out decode_every"):
-            profile_of(tiny, model, name).cache(model, decode_every=4)
     embedded = model.get_input_embeddings()(ids).detach()
     repeating = profile_of(tiny, model, "reconstruction").cache(model)
     with pytest.raises(UnsupportedRequestError, match="came as inputs_embeds"):
