@@ -561,7 +561,8 @@ class Eviction:
                 if self.remember:
                     self._note(notes, part, own)
                     self._note_queries(layer, notes, part, states, layer.unfinished)
-        queries = states.queries[:, :, :0].clone()  # a view would keep them all alive
+        # of a forward a view would keep all alive; late ones are held anyway
+        queries = states.queries if self.late else states.queries[:, :, :0].clone()
         return Held(
             layer=layer,
             states=replace(states, queries=queries, mask=None),
