@@ -1,6 +1,6 @@
 """Quality at equal bytes, on long answers: kvalloc beside kvpress and plain rounding.
 
-    python benchmarks/bench_quality.py [--samples 12] [--shares 50 20 10] [--model demo]
+    python benchmarks/bench_quality.py [--samples 12] [--seconds 1200] [--shares 50 20 10]
 
 Cells are running text, the full cache's own answer, and four facts asked for in one answer, inside
 the prompt, after it, and in a second turn. Shares are of the bytes of a 16-bit cache. KL is by
@@ -8,6 +8,8 @@ position of the answer; what was predicted before the eviction is the full cache
 counted ("exact" says how many tokens). Measured in the environment that ``make peers`` makes, all
 methods in one process. What is measured stays in benchmarks/quality/cells; only what is missing is
 measured, and it can be stopped at any time: tables and picture say of how many prompts they are.
+All of it takes hours: the same command goes on. Other options, such as ``--methods`` and
+``--cells`` for several processes at once, are those of quality/cells.py.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=SEED, help="of the prompts")
     parser.add_argument("--answers", action="store_true", help="each cache answers facts itself")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after these")
+    parser.add_argument("--seconds", type=float, default=1200, help="begin nothing after these")
     return parser.parse_args()
 
 

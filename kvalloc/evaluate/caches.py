@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.models import structure
@@ -26,7 +26,7 @@ def stored_bytes(cache: Cache) -> int:
     Every storage counts once and in full, so a view that keeps a larger tensor alive costs what it
     keeps alive.
     """
-    return sum(storage.nbytes() for storage, _, _ in _storages(cache))
+    return sum(storage.nbytes() for storage, _, _ in _storages(cache.layers))
 
 
 def needed_bytes(cache: Cache) -> int:
@@ -36,20 +36,21 @@ def needed_bytes(cache: Cache) -> int:
     the whole prompt's storage alive until the next token; what a model needs is what it shows, at
     most `stored_bytes`.
     """
-    return sum(min(storage.nbytes(), shown) for storage, shown, _ in _storages(cache))
+    return sum(min(storage.nbytes(), shown) for storage, shown, _ in _storages(cache.layers))
 
 
 def bytes_at_16_bits(cache: Cache) -> int:
     """Bytes that later tokens need, with every number that is not rounded at 16 bits.
 
     Shares of a full cache at 16 bits compare methods whatever type the model computes in. Packed
-    numbers with their scales, positions of kept entries and biases count as they are.
+    numbers with their scales, positions of kept entries and biases count as they are. Layers with
+    a sliding window do not count: no method keeps more or less of them.
     """
+    layers: list[Any] = [layer for layer in cache.layers if not layer.is_sliding]
     found = sum(
         min(storage.nbytes(), shown) * min(size, HALF_BYTES) // size
-        for storage, shown, size in _storages(cache)
+        for storage, shown, size in _storages(layers)
     )
-    layers: list[Any] = cache.layers
     for layer in layers:
         if getattr(layer, "reduced", False):  # of `BudgetLayer`
             kept = [] if layer.kept_indices is None else [layer.kept_indices, layer.logit_bias]
@@ -87,10 +88,10 @@ def full_bytes(cache: Cache, shape: ModelShape) -> int:
     return shape.full_bytes(int(cache.get_seq_length())) + slid_out
 
 
-def _storages(cache: Cache) -> list[tuple[UntypedStorage, int, int]]:
+def _storages(layers: Iterable[object]) -> list[tuple[UntypedStorage, int, int]]:
     """Every storage of K and V once, the bytes of the tensors in it, and those of a number."""
     found: dict[int, tuple[UntypedStorage, int, int]] = {}
-    for layer in cache.layers:
+    for layer in layers:
         # a reduced layer may hold entries elsewhere, too
         own = getattr(layer, "stored_tensors", None)
         plain = (getattr(layer, "keys", None), getattr(layer, "values", None))

@@ -262,7 +262,7 @@ class KvpressMethod:
             logits=logits,
             stored_bytes=stored_bytes(cache),
             kept_bytes=_kept_bytes(cache, hidden, self.name.bits, shape),
-            bytes_at_16_bits=_kept_bytes(cache, hidden, self.name.bits, half),
+            bytes_at_16_bits=_kept_bytes(cache, hidden, self.name.bits, half, sliding=False),
             prefill_seconds=seconds,
             hidden=tuple(hidden),
             first_stored=int(cache.layers[0].keys.shape[2]),
@@ -347,10 +347,19 @@ def _round(cache: Any, hidden: Sequence[Tensor | None], bits: int) -> None:
                 states[:, head, kept] = rounded(states[:, head : head + 1, kept], bits)[:, 0]
 
 
-def _kept_bytes(cache: Any, hidden: Sequence[Tensor | None], bits: int, shape: ModelShape) -> int:
+def _kept_bytes(
+    cache: Any,
+    hidden: Sequence[Tensor | None],
+    bits: int,
+    shape: ModelShape,
+    *,
+    sliding: bool = True,
+) -> int:
     """Bytes of what is not hidden, rounded to so many bits."""
     found = 0
     for layer, marked in zip(cache.layers, hidden, strict=True):
+        if layer.is_sliding and not sliding:
+            continue
         counts = [layer.keys.shape[2]] * layer.keys.shape[1]
         if marked is not None:
             counts = (~marked).sum(dim=1).tolist()
