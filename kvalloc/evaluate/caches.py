@@ -46,7 +46,8 @@ def bytes_at_16_bits(cache: Cache) -> int:
     numbers with their scales, positions of kept entries and biases count as they are. Layers with
     a sliding window do not count: no method keeps more or less of them.
     """
-    layers: list[Any] = [layer for layer in cache.layers if not layer.is_sliding]
+    every: list[Any] = cache.layers
+    layers = [layer for layer in every if not layer.is_sliding]
     found = sum(
         min(storage.nbytes(), shown) * min(size, HALF_BYTES) // size
         for storage, shown, size in _storages(layers)
