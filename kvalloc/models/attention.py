@@ -76,6 +76,8 @@ class AttentionStates:
         in this way, or where that is not known.
     observed : Observed or None
         What the scorer's `observe` left of the earlier chunks of this prompt; None for the first.
+    older : int
+        How many of the first queries are of earlier chunks.
     first_head : int
         Which KV head of the layer is the first one here: not 0 where heads are shown one by one.
     gaps : bool
@@ -101,11 +103,19 @@ class AttentionStates:
     output_projection: Tensor | Callable[[], Tensor] | None = None
     frequencies: Tensor | str = "it is not known when the model does so"
     observed: Observed | None = None
+    older: int = 0
     first_head: int = 0
     gaps: bool = False
     positions: Tensor | None = None
     later: Mapping[Hashable, Observed] | None = None
     bias: Tensor | None = None
+
+    def unobserved(self) -> AttentionStates:
+        """The same without the queries that `observed` counts already."""
+        if self.observed is None or not self.older:
+            return self
+        mask = None if self.mask is None else self.mask[:, :, self.older :]
+        return replace(self, queries=self.queries[:, :, self.older :], mask=mask, older=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

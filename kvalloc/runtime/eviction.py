@@ -368,7 +368,7 @@ class Eviction:
     ) -> AttentionStates:
         """The states of a piece, but for its keys and values. Without padding, plain causal."""
         row, head = part
-        queries = self._row_queries(states, row)
+        queries = new = self._row_queries(states, row)
         if states.queries.shape[2] or self.late:  # else those of a layer of a group have gone
             wanted = self._wanted_rows()
             queries = layer.unfinished.queries_of(row, queries, wanted)
@@ -385,6 +385,7 @@ class Eviction:
             states,
             queries=queries,
             mask=None,
+            older=int(queries.shape[2] - new.shape[2]),
             observed=layer.unfinished.observed_of(part, int(states.keys.shape[1])),
             **changes,  # type: ignore[arg-type]
         )

@@ -87,8 +87,10 @@ class ExpectedAttention(Scorer):
         """Count, sum and outer products of the queries so far, rotated back to position 0."""
         import torch
 
-        frequencies = _frequencies(states)
+        frequencies, states = _frequencies(states), states.unobserved()
         before = states.observed
+        if before is not None and not states.queries.shape[2]:
+            return before
         start = 0 if before is None else before.n_tokens
         batch, _, n_new, _ = states.queries.shape
         real = ~protected_columns(states, sinks=sinks)[:, :, -n_new:].expand(batch, 1, n_new)

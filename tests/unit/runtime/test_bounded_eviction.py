@@ -39,6 +39,21 @@ def mixed(tiny: ModuleType, model: Any) -> Any:
     )
 
 
+def adding(scorer: str) -> Any:
+    """A policy that matches the prompt's last queries, and whose scorer adds up those so far."""
+
+    def kind(tiny: ModuleType, model: Any) -> Any:
+        policy = late(tiny, model).policy.replace(
+            name="attention_matching",
+            parameters={"rows": 30, "following": AWAITED},
+            scorer=scorer,
+            scorer_parameters={"window": tiny.WINDOW},
+        )
+        return late(tiny, model).replace(policy=policy)
+
+    return kind
+
+
 @pytest.fixture
 def model(tiny: ModuleType) -> Any:
     return tiny.tiny_model()
@@ -73,14 +88,19 @@ def test_twice_the_budget_is_kept_until_enough_has_followed(
             assert set(kept[row, head].tolist()) <= before | {-1}
 
 
-@pytest.mark.parametrize("kind", [late, mixed])
+@pytest.mark.parametrize(
+    "kind", [late, mixed, adding("h2o"), adding("a2sf"), adding("expected_attention")]
+)
 def test_a_bound_that_does_not_bind_keeps_what_late_eviction_keeps(
     tiny: ModuleType, model: Any, kind: Any
 ) -> None:
     profile, ids = kind(tiny, model), tiny.prompt(CONTEXT, 2)
-    caches = profile.cache(model), profile.cache(model, bounded=90.0)
+    caches = [
+        make_cache(profile, model, bounded=bound, prompt_tokens=CONTEXT) for bound in (None, 90.0)
+    ]
     for cache in caches:
-        run(model, ids, cache)
+        for chunk in ids.split(40, dim=1):
+            run(model, chunk, cache)
         assert not cache.reduced
         run(model, tiny.prompt(AWAITED, 2, seed=3), cache)
         assert cache.reduced
