@@ -22,7 +22,7 @@ from kvalloc.online.per_prompt import (
     make_prompt_cache,
 )
 from kvalloc.runtime.cache import BudgetCache
-from kvalloc.runtime.refusals import check_generate
+from kvalloc.runtime.refusals import check_generate, setting
 
 __all__ = ["Applied", "apply"]
 
@@ -177,7 +177,7 @@ class Applied:
                 "head"
             )
         self.last_cache: BudgetCache | None = None
-        chunked = _setting(model, {}, "prefill_chunk_size") is not None
+        chunked = setting(model, {}, "prefill_chunk_size") is not None
         # Made once, so that what cannot work is refused here; held, so that the hooks stay.
         self._held: BudgetCache | None = make(prompt_tokens=1 if chunked else None)
         self._model = model
@@ -234,11 +234,11 @@ def _reduced(
         arguments = _named(generate, args, kwargs)
         check_generate(model, arguments)
         ids = _prompt(args, arguments)
-        chunked = _setting(model, arguments, "prefill_chunk_size") is not None
+        chunked = setting(model, arguments, "prefill_chunk_size") is not None
         size: dict[str, int] = {}
         if ids is not None:
             many = ("num_beams", "num_return_sequences")
-            copies = max(_setting(model, arguments, name) or 1 for name in many)
+            copies = max(setting(model, arguments, name) or 1 for name in many)
             size = {"tokens": int(ids.shape[1]), "rows": int(ids.shape[0]) * copies}
         cache = make(prompt_tokens=size.get("tokens") if chunked else None, **size)
         if chunked and ids is not None:  # a chunk alone would not show the prompt
@@ -260,13 +260,6 @@ def _named(
     except TypeError:  # more than it takes, which it says better itself
         return kwargs
     return {**bound, **kwargs}
-
-
-def _setting(model: Any, arguments: dict[str, Any], name: str) -> int | None:
-    """A number that the call, its generation config or the model's says; None where none does."""
-    configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
-    values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
-    return next((int(value) for value in values if value is not None), None)
 
 
 def _prompt(args: tuple[Any, ...], arguments: dict[str, Any]) -> Tensor | None:

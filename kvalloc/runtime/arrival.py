@@ -239,10 +239,13 @@ class Arrival:
         """What has arrived is known to be the whole prompt."""
         self._in_one_forward = False
 
-    def took_for_whole(self, step: Step) -> bool:
-        """Whether a step comes right after a first forward that was taken for the whole prompt."""
-        unannounced = self._in_one_forward and self.announced is None and self.decode_every is None
-        return unannounced and step.follows and step.seen == self.prompt_tokens
+    def unannounced(self, seen: int) -> bool:
+        """Whether the next forward will be taken for the whole prompt."""
+        return not (seen or self.announced or self.open)
+
+    def took_for_whole(self, seen: int) -> bool:
+        """Whether nothing came after a first forward that was taken for the whole prompt."""
+        return self._in_one_forward and self.announced is None and seen == self.prompt_tokens
 
     def commit(self, step: Step) -> None:
         """The forward went through."""

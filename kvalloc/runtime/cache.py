@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ class BudgetCache(Cache):
         self.decoder = plan.decoder
         self._model_name = plan.name
         self._warned = False
+        self._first_mask: Tensor | None = None
         self._masks: dict[tuple[int, int, torch.device], Any] = {}
         self._mask_kind: MaskKind = "boolean"
         hooks.retain(self, decoder_of(model))
@@ -285,14 +286,17 @@ class BudgetCache(Cache):
         if prompt.interrupted is not None:
             raise UnsupportedRequestError(prompt.interrupted)
         mask_kind = refusals.check_forward(decoder, arguments, self.batch)
-        if not (self.get_seq_length() or self.arrival.announced or self.arrival.open):
-            refusals.check_not_chunked()
         mask = arguments.get("attention_mask")
+        seen = self.get_seq_length()
+        taken = self.arrival.took_for_whole(seen)
+        if (taken and self._first_mask is not None) or self.arrival.unannounced(seen):
+            first = self._first_mask if seen else None
+            self._first_mask = refusals.check_not_chunked(first, arguments)
         if self.prompt_complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
             mask = None  # nothing was evicted, so any mask of transformers' own fits
         step = prompt.begin(arguments, mask)
-        looks_cut = self.arrival.took_for_whole(step) and (self.reduced or self.awaited_tokens)
-        if looks_cut and not self._warned:
+        looks_cut = taken and (self.reduced or self.awaited_tokens)
+        if looks_cut and not self._warned and self.arrival.decode_every is None:
             self._warned = refusals.warn_of_long_chunk(step.seen, step.new_tokens)
         if prompt.reader is None:
             self._hold_apart(step)
@@ -477,17 +481,17 @@ class BudgetCache(Cache):
 
     # What it cannot do
 
-    def activate_past_recording(self) -> NoReturn:
+    def activate_past_recording(self) -> None:
         """Refuse, always: this is what assisted generation asks for."""
-        raise UnsupportedRequestError(refusals.ASSISTED)
+        refusals.refuse(assisted=True)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse, always, to be pickled, or copied by half (`copy.copy`)."""
-        raise UnsupportedRequestError(refusals.PICKLED)
+        refusals.refuse(pickled=True)
 
-    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> NoReturn:
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Refuse, always: evicted layers are small, and their masks are made on their device."""
-        raise UnsupportedRequestError(refusals.OFFLOADED)
+        refusals.refuse(offloaded=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BudgetCache:
         """A cache that goes on from here on its own, e.g. one prompt for several questions."""

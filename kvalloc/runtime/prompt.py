@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -136,10 +137,18 @@ class Plan:
         holds = bool(wanted) or deciding or policy.holds or profile.by_prompt
         scorers = [scorer for each in wanted.values() for scorer in each]
         if decode_every is not None:
-            refusals.check_policy_decoding(policy, scorers)
+            repeating = [scorer.name for scorer in scorers if repetitions([scorer])]
+            refusals.refuse(
+                repeats_while_decoding=repeating and repeating[0],
+                adds_up_while_decoding=policy.needs_whole_prompt,
+            )
         if bounded is not None:
-            refusals.check_bounded(
-                profile, bounded, decides=deciding, awaits=awaited_tokens(scorers)
+            number = isinstance(bounded, int | float) and not isinstance(bounded, bool)
+            refusals.refuse(
+                no_multiple=not (number and 1 <= bounded < inf) and (bounded,),
+                bounded_awaits_nothing=not awaited_tokens(scorers),
+                bounded_decides=deciding,
+                bounded_shared=refusals.shared_layers(profile),
             )
         return cls(
             profile=profile,
@@ -312,7 +321,7 @@ class Prompt:
         """Nothing more of the prompt comes: either it is complete, or it never will be."""
         arrival = self.arrival
         if failed and arrival.prompt_tokens is not None:
-            self._broken = self._broken or refusals.broken_off(arrival.prompt_tokens)
+            self._broken = self._broken or refusals.BROKEN_OFF.format(arrival.prompt_tokens)
         arrival.complete = arrival.prompt_tokens is not None and not failed
         if self.plan.late and arrival.complete:
             self._complete_held()
@@ -349,10 +358,10 @@ class Prompt:
         """Refuse to take so many tokens back where that cannot be right."""
         arriving = bool(self._n_seen) and not self.arrival.complete
         into = self._followers is not None and remove > self._n_following
-        refusals.check_crop(
-            decoding=self.arrival.decode_every is not None,
-            arriving=arriving,
-            held_tokens=self.arrival.prompt_tokens if into else None,
+        refusals.refuse(
+            crop_while_decoding=self.arrival.decode_every is not None,
+            crop_amid_prompt=arriving,
+            crop_into_held=into and self.arrival.prompt_tokens,
         )
 
     def crop(self) -> None:
@@ -381,7 +390,12 @@ class Prompt:
         if not step.follows and self.plan.late:
             self._begin_held(arguments, step)
         if not holds:
-            refusals.check_chunk(self.plan.policy, step, bounded=self.plan.bounded is not None)
+            whole = step.follows or (step.seen == 0 and step.completes)
+            policy, some = self.plan.policy, step.budgets is not None and not whole
+            refusals.refuse(
+                merges_chunks=some and policy.combines and not self.plan.bounded and policy.name,
+                adds_up_chunks=step.remember and policy.needs_whole_prompt,
+            )
         if self._followers is not None:
             self._following = self._followers.after(step, self._noted_tokens)
         if step.budgets is not None and not holds:
@@ -508,7 +522,8 @@ class Prompt:
 
     def _check_read(self, targets: Mapping[int, IntArray]) -> None:
         if self.reader is not None:
-            refusals.check_read(self.plan.policy, targets.values())
+            uneven = any((counts != counts[0, 0]).any() for counts in targets.values())
+            refusals.refuse(reads_unevenly=uneven and self.plan.policy.name)
 
     def _note_held(self, layer: BudgetLayer, states: AttentionStates, step: Step) -> None:
         """Note what evicting later needs."""

@@ -1,93 +1,359 @@
-"""What the runtime cannot do right, refused in one clear line before anything runs."""
+"""What the runtime cannot do right: one table of conditions and the lines that refuse them."""
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Iterable, Mapping
-from math import inf
-from types import FrameType
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvalloc.accounting import IntArray
-from kvalloc.errors import InputError, SolverError, UnsupportedRequestError, option
+from kvalloc.errors import (
+    InputError,
+    KVAllocError,
+    SolverError,
+    UnsupportedRequestError,
+    option,
+)
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.models.attention import base_implementation
 from kvalloc.models.structure import is_compiled
-from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.attention.masks import MaskKind, mask_kind
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
-from kvalloc.scorers import Scorer
-from kvalloc.scorers.base import repetitions
 
 __all__ = [
+    "BROKEN_OFF",
     "HALF_WAY",
-    "broken_off",
-    "check_bounded",
-    "check_chunk",
-    "check_crop",
-    "check_decoding",
+    "REFUSALS",
     "check_forward",
     "check_generate",
     "check_kept",
     "check_model",
     "check_not_chunked",
-    "check_policy_decoding",
     "check_profile",
-    "check_read",
     "new_tokens_shape",
+    "refuse",
+    "setting",
+    "shared_layers",
     "warn_of_long_chunk",
 ]
 
-ASSISTED = (
-    "assisted generation takes back tokens that were already cached, which a reduced cache cannot "
-    "do; call generate() without assistant_model and prompt_lookup_num_tokens"
-)
 HALF_WAY = (
     "a forward with this cache failed half-way, so its layers disagree; call cache.reset() and "
     "start with the prompt again"
 )
-OFFLOADED = "a reduced cache cannot be offloaded; it is small enough to stay on the device"
-COMPILED = (
-    "a compiled model sees fixed cache sizes, but here layers differ and grow; use the model "
-    "without torch.compile"
+BROKEN_OFF = (
+    "prefill() was left by an error after {:,} tokens, so this cache lacks the rest of the prompt; "
+    "call cache.reset() and start with the prompt again"
 )
-WEIGHTS = (
-    "output_attentions=True is not supported: layers keep different entries, so the weights' "
-    "columns would not mean the same tokens"
-)
-CHECKPOINTED = (
-    "with gradient checkpointing a model in training fills no cache; call model.eval(), or "
-    "model.gradient_checkpointing_disable()"
-)
-PICKLED = (
-    "a reduced cache belongs to the model that filled it, which does not go into a pickle; write "
-    "it with cache.save(path) and read it with kvalloc.load_cache, or use copy.deepcopy for "
-    "another one in memory"
-)
-UNUSED = "use_cache=False asks for no cache, so there is nothing to reduce; leave it out"
-
-
 LONG_CHUNK = 32
 """Tokens right after a prompt, and at least half as many as it has, that look like more of it."""
 
 
-def _refuse(wrong: object, message: str) -> None:
-    """One row of a table of refusals: raise `UnsupportedRequestError` if the condition is true."""
-    if wrong:
-        raise UnsupportedRequestError(message)
+REFUSALS: dict[type[KVAllocError], dict[str, str]] = {
+    UnsupportedRequestError: {
+        # What a profile asks for
+        "bits_are_compared": "this profile stores entries at {0[0]} bits, but the policy {0[1]} "
+        "compares keys as the model made them at each decoded token; choose another policy, or "
+        "solve again without {option[bits]}",
+        "shared_by_policies": "in this profile {0}, but heads have different policies, which "
+        "cannot choose together; solve again without {option[share_groups]}, or with one policy",
+        "shared_unranked": "in this profile {0[0]}, but the policy {0[1]} chooses for each layer "
+        "on its own; take one that ranks, such as score, or solve again without "
+        "{option[share_groups]}",
+        # How a cache is made
+        "repeats_while_decoding": "the scorer {0} lets the model repeat the prompt, which says "
+        "nothing of what is decoded later; leave out {option[decode_every]}, or choose another "
+        "scorer",
+        "adds_up_while_decoding": "heads have different policies, of which one adds up the "
+        "attention of all tokens, and it is not noted for each what chunks and decoded tokens add; "
+        "leave out {option[decode_every]}, or choose another scorer",
+        "bounded_awaits_nothing": "{option[bounded]} bounds what is kept until tokens have "
+        "followed the prompt, and this profile waits for none: it evicts while the prompt is read; "
+        "leave it out",
+        "bounded_decides": "{option[hold]} decides from the whole prompt, of which "
+        "{option[bounded]} keeps a part; leave out one of them",
+        "bounded_shared": "in this profile {0}, which choose once; leave out {option[bounded]}",
+        # What the model is set to, and what a call asks for
+        "assisted": "assisted generation takes back tokens that were already cached, which a "
+        "reduced cache cannot do; call generate() without assistant_model and "
+        "prompt_lookup_num_tokens",
+        "offloaded": "a reduced cache cannot be offloaded; it is small enough to stay on the "
+        "device",
+        "other_cache": "the generation config asks for a {0} cache, which does not go with another "
+        "one; leave cache_implementation out, or set "
+        "model.generation_config.cache_implementation to None",
+        "compiled": "a compiled model sees fixed cache sizes, but here layers differ and grow; use "
+        "the model without torch.compile",
+        "chunk_size": "the model prefills in chunks of {0} tokens, and a second chunk cannot be "
+        "told from a follow-up; say how long the prompt is: "
+        "kvalloc.runtime.make_cache(profile, model, prompt_tokens=...)",
+        "unused": "use_cache=False asks for no cache, so there is nothing to reduce; leave it out",
+        "weights": "output_attentions=True is not supported: layers keep different entries, so the "
+        "weights' columns would not mean the same tokens",
+        # One forward
+        "no_tokens": "this forward has neither input_ids nor inputs_embeds",
+        "checkpointed": "with gradient checkpointing a model in training fills no cache; call "
+        "model.eval(), or model.gradient_checkpointing_disable()",
+        "attention": "a reduced cache runs on sdpa, eager, flash and flex attention, not on {0}; "
+        'load the model with attn_implementation="sdpa"',
+        "other_batch": "the cache holds a batch of {0[0]}, but this input has one of {0[1]}; make "
+        "a cache for each batch, or repeat the rows with cache.batch_repeat_interleave(n)",
+        "unannounced_chunk": "this generate() prefills in chunks, which a cache cannot tell "
+        "from follow-ups; say how long the prompt is: kvalloc.runtime.make_cache(profile, model, "
+        "prompt_tokens={0}), or use kvalloc.apply, which does so",
+        "merges_chunks": "the policy {0} merges entries, for which it has to see the whole prompt; "
+        "send it in one piece, or choose another policy",
+        "adds_up_chunks": "one of this profile's policies adds up the attention of all tokens, "
+        "which works for prompts in one piece only where heads have different policies; send the "
+        "prompt in one piece, or give all heads one policy",
+        "reads_unevenly": "the policy {0} leaves entries unread at each decoded token, which needs "
+        "the same number of entries in all rows and heads of a layer; use a profile of layer level "
+        "and prompts of equal length, or another policy",
+        # What is asked of a cache
+        "crop_while_decoding": "cannot crop a cache that keeps its budget while decoding: what "
+        "scores were made of cannot be taken back; make one without {option[decode_every]}",
+        "crop_amid_prompt": "cannot crop before the prompt is complete; reset the cache and start "
+        "again",
+        "crop_into_held": "cannot crop into a prompt of {0} tokens that is held until others "
+        "follow: its last queries have been noted; reset the cache and start again",
+        "pickled": "a reduced cache belongs to the model that filled it, which does not go into a "
+        "pickle; write it with cache.save(path) and read it with kvalloc.load_cache, or use "
+        "copy.deepcopy for another one in memory",
+    },
+    InputError: {
+        "no_decode_every": "{option[decode_every]} is {0[0]!r}, expected a number of tokens >= 1",
+        "no_multiple": "{option[bounded]} is {0[0]!r}, expected a multiple of the budgets >= 1",
+        "no_prompt_tokens": "prompt_tokens is {0[0]}, expected >= 1",
+    },
+    SolverError: {
+        "budget_missed": "the policy {0[0]} kept {0[1]} entries in KV head {0[3]} of row {0[2]}, "
+        "whose budget is {0[4]}; a policy must meet it exactly",
+    },
+}
+"""What is said where a condition is met, which `{0}` is; options are as the reader writes them."""
+
+_TABLE = {name: (error, line) for error, rows in REFUSALS.items() for name, line in rows.items()}
 
 
-def broken_off(prompt_tokens: int) -> str:
-    """Why a cache cannot go on whose `prefill` was left by an error after so many tokens."""
-    return (
-        f"prefill() was left by an error after {prompt_tokens:,} tokens, so this cache lacks the "
-        "rest of the prompt; call cache.reset() and start with the prompt again"
+class _Options:
+    """Options as the reader of a message writes them, by name."""
+
+    def __getitem__(self, name: str) -> str:
+        return option(name)
+
+
+def refuse(**conditions: object) -> None:
+    """Raise what the table says of the first condition that is met, if any is.
+
+    Parameters
+    ----------
+    **conditions
+        By their names in `REFUSALS`: anything that is true where it is met, and says of what.
+
+    Raises
+    ------
+    KVAllocError
+        As the table has it.
+    """
+    for name, found in conditions.items():
+        if found:
+            error, message = _TABLE[name]
+            raise error(message.format(found, option=_Options()))
+
+
+def check_profile(profile: BudgetProfile) -> None:
+    """Refuse budgets that this runtime does not enforce.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        For bits that are not stored or not with this policy, or layers that share entries with a
+        policy that cannot choose for several.
+    """
+    name, kind = profile.policy.name, policy_class(profile.policy.name)
+    fewest = 16 if profile.bits is None else int(profile.bits.min())
+    shared = shared_layers(profile)
+    several = profile.unit_policies is not None or profile.unit_weights is not None
+    compared = fewest < 16 and kind.reader is not EvictionPolicy.reader
+    refuse(
+        bits_are_compared=compared and (fewest, name),
+        shared_by_policies=several and shared,
+        shared_unranked=shared and not issubclass(kind, RankedPolicy) and (shared, name),
     )
+
+
+def shared_layers(profile: BudgetProfile) -> str:
+    """Which layers share entries, for a message; empty where none do."""
+    return shared_text(profile.share_groups) if profile.share_groups else ""
+
+
+def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
+    """Refuse a model that is set up in a way the cache cannot work with.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        For a compiled model, or one whose generation config asks for compilation, for another
+        cache, or for a prefill in chunks of unannounced length.
+    InputError
+        For a prompt length that is not positive.
+    """
+    chunk, cache = (
+        setting(model, {}, name) for name in ("prefill_chunk_size", "cache_implementation")
+    )
+    refuse(
+        no_prompt_tokens=prompt_tokens is not None and prompt_tokens < 1 and (prompt_tokens,),
+        compiled=is_compiled(model) or setting(model, {}, "compile_config") is not None,
+        other_cache=cache not in (None, "dynamic") and cache,
+        chunk_size=prompt_tokens is None and chunk,
+    )
+
+
+def setting(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any:
+    """What holds for a ``generate()``: its argument, its config's or the model's; None if none."""
+    configs = (arguments.get("generation_config"), getattr(model, "generation_config", None))
+    values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
+
+
+def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse a ``generate()`` call, by its keyword arguments, that no reduced cache can serve.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        For assisted generation, another cache implementation, compilation, attention weights, or
+        no cache at all.
+    """
+    asked = partial(setting, model, arguments)
+    cache = asked("cache_implementation") or "dynamic"
+    refuse(
+        assisted=asked("prompt_lookup_num_tokens") or arguments.get("assistant_model") is not None,
+        offloaded="offloaded" in cache,
+        other_cache=cache != "dynamic" and cache,
+        unused=asked("use_cache") is False,
+        compiled=asked("compile_config") is not None,
+        weights=asked("output_attentions"),
+    )
+
+
+def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows: int) -> MaskKind:
+    """Refuse a forward that the cache cannot serve.
+
+    Parameters
+    ----------
+    decoder : nn.Module
+        The model.
+    arguments : mapping
+        Arguments of the decoder's forward by name.
+    stored_rows : int
+        Rows that the cache holds before it.
+
+    Returns
+    -------
+    MaskKind
+        What the model's attention implementation takes.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If the attention implementation, the arguments, the batch size or the mask do not fit.
+    """
+    base, batch = base_implementation(decoder.config), new_tokens_shape(arguments)[0]
+    kind, weights = mask_kind(base), arguments.get("output_attentions")
+    refuse(
+        # Looked for once a prompt; `hooks` notices layers that are compiled after it.
+        compiled=_is_compiling() or (stored_rows == 0 and is_compiled(decoder)),
+        unused=arguments.get("use_cache") is False,
+        checkpointed=decoder.training
+        and any(getattr(one, "gradient_checkpointing", False) for one in decoder.modules()),
+        attention=kind is None and base,
+        weights=getattr(decoder.config, "output_attentions", False) if weights is None else weights,
+        other_batch=stored_rows not in (0, batch) and (stored_rows, batch),
+    )
+    assert kind is not None
+    return kind
+
+
+def check_not_chunked(first: Tensor | None, arguments: Mapping[str, Any]) -> Tensor | None:
+    """Refuse a prompt that ``generate()`` cuts into chunks without a word to the cache.
+
+    Only the call itself knows: its chunk size may come as a keyword. But it passes copies of the
+    chunks' token ids, while their positions and the front of the mask are views of the prompt's
+    own: rows begin further apart than they are long. Where the mask alone is one (transformers
+    5.2), it could be the user's, until the next forward's begins at the same place.
+
+    Parameters
+    ----------
+    first : Tensor or None
+        What this returned of the forward before; None in the first one.
+    arguments : mapping
+        Arguments of the decoder's forward by name.
+
+    Returns
+    -------
+    Tensor or None
+        A mask that is such a view.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If so; says how long the prompt is.
+    """
+    named = {name: arguments.get(name) for name in ("input_ids", "position_ids", "attention_mask")}
+    found = {n: one for n, one in named.items() if isinstance(one, Tensor) and one.ndim == 2}
+    cut = {name: one.stride(0) for name, one in found.items() if one.stride(0) > one.shape[1]}
+    if "input_ids" in cut or "input_ids" not in found:
+        return None
+    mask, whole = found.get("attention_mask"), cut.get("position_ids", 0)
+    if first is not None:
+        again = mask is not None and mask.data_ptr() == first.data_ptr()
+        whole = first.stride(0) if again else 0
+    refuse(unannounced_chunk=whole)
+    return mask if "attention_mask" in cut else None
+
+
+def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
+    """Refuse what a policy of another package kept, where it does not meet the budgets.
+
+    Raises
+    ------
+    SolverError
+        If a head keeps more or fewer entries than its budget.
+    """
+    found = kept.sum(dim=-1)
+    for row, head in (found != budgets.to(found.device)).nonzero().tolist():
+        kept_here, budget = int(found[row, head]), int(budgets[row, head])
+        refuse(budget_missed=(policy.name, kept_here, row, head, budget))
+
+
+def _is_compiling() -> bool:
+    """Whether this runs inside ``torch.compile``, also where its tracing has broken off."""
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    except ImportError:  # not a public name: without it, what torch.compile breaks off at is unseen
+        return False
+    return callable(get_eval_frame_callback())
+
+
+def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and new tokens of a forward, from its input ids or embeddings.
+
+    Raises
+    ------
+    UnsupportedRequestError
+        If there is neither.
+    """
+    among = (arguments.get(name) for name in ("inputs_embeds", "input_ids"))
+    given: Any = next((one for one in among if isinstance(one, Tensor)), None)
+    refuse(no_tokens=given is None)
+    return int(given.shape[0]), int(given.shape[1])
 
 
 def warn_of_long_chunk(seen: int, new_tokens: int) -> bool:
@@ -115,386 +381,3 @@ def warn_of_long_chunk(seen: int, new_tokens: int) -> bool:
             stacklevel=2,
         )
     return long
-
-
-def check_profile(profile: BudgetProfile) -> None:
-    """Refuse budgets that this runtime does not enforce.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        For bits that are not stored or not with this policy, or layers that share entries with a
-        policy that cannot choose for several.
-    InputError
-        For budgets below sinks and window.
-    """
-    name, kind = profile.policy.name, policy_class(profile.policy.name)
-    fewest = 16 if profile.bits is None else int(profile.bits.min())
-    groups = f"in this profile {shared_text(profile.share_groups)}"
-    several = profile.unit_policies is not None or profile.unit_weights is not None
-    _refuse(
-        fewest < 16 and kind.reader is not EvictionPolicy.reader,
-        f"this profile stores entries at {fewest} bits, but the policy {name} compares keys as "
-        "the model made them at each decoded token; choose another policy, or solve again "
-        f"without {option('bits')}",
-    )
-    _refuse(
-        profile.share_groups and several,
-        f"{groups}, but heads have different policies, which cannot choose together; solve "
-        f"again without {option('share_groups')}, or with one policy",
-    )
-    _refuse(
-        profile.share_groups and not issubclass(kind, RankedPolicy),
-        f"{groups}, but the policy {name} chooses for each layer on its own; take one that "
-        f"ranks, such as score, or solve again without {option('share_groups')}",
-    )
-    smallest = int(profile.budgets[list(profile.shape.full_layers)].min())
-    least = min(profile.policy.protected_tokens, profile.context_tokens)
-    if smallest < least:
-        raise InputError(
-            f"the smallest budget is {smallest} entries, below the {least} tokens of sinks and "
-            "window that are never evicted; solve again with "
-            f"{option('min_tokens', least)}"
-        )
-
-
-def check_model(model: nn.Module, prompt_tokens: int | None) -> None:
-    """Refuse a model that is set up in a way the cache cannot work with.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        For a compiled model, or one whose generation config asks for compilation, for another
-        cache, or for a prefill in chunks of unannounced length.
-    InputError
-        For a prompt length that is not positive.
-    """
-    if prompt_tokens is not None and prompt_tokens < 1:
-        raise InputError(f"prompt_tokens is {prompt_tokens}, expected >= 1")
-    config = getattr(model, "generation_config", None)
-    kind = getattr(config, "cache_implementation", None)
-    chunk = getattr(config, "prefill_chunk_size", None)
-    _refuse(is_compiled(model), COMPILED)
-    _refuse(getattr(config, "compile_config", None) is not None, COMPILED)
-    _refuse(
-        kind not in (None, "dynamic"),
-        f"the model's generation config asks for a {kind} cache, which does not go with "
-        "another one; set model.generation_config.cache_implementation to None",
-    )
-    _refuse(
-        chunk is not None and prompt_tokens is None,
-        f"the model prefills in chunks of {chunk} tokens, and a second chunk cannot be told "
-        "from a follow-up; say how long the prompt is: "
-        "kvalloc.runtime.make_cache(profile, model, prompt_tokens=...)",
-    )
-
-
-def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
-    """Refuse what a policy of another package kept, where it does not meet the budgets.
-
-    Raises
-    ------
-    SolverError
-        If a head keeps more or fewer entries than its budget.
-    """
-    found = kept.sum(dim=-1)
-    if not torch.equal(found, budgets.to(found.device)):
-        row, head = (int(index) for index in (found != budgets).nonzero()[0])
-        raise SolverError(
-            f"the policy {policy.name} kept {int(found[row, head])} entries in KV head {head} of "
-            f"row {row}, whose budget is {int(budgets[row, head])}; a policy must meet it exactly"
-        )
-
-
-def check_decoding(decode_every: object) -> None:
-    """Refuse to keep the budget while decoding every so many tokens, if it is no such number.
-
-    Raises
-    ------
-    InputError
-        For a number of steps that is not positive.
-    """
-    if decode_every is None:
-        return
-    if isinstance(decode_every, bool) or not isinstance(decode_every, int) or decode_every < 1:
-        raise InputError(
-            f"{option('decode_every')} is {decode_every!r}, expected a number of tokens >= 1"
-        )
-
-
-def check_bounded(profile: BudgetProfile, bounded: object, *, decides: bool, awaits: int) -> None:
-    """Refuse to bound the memory of late eviction where that cannot be right.
-
-    Parameters
-    ----------
-    profile : BudgetProfile
-    bounded : object
-        The multiple of the budgets that is kept at first.
-    decides : bool
-        Whether budgets are decided from the held prompt.
-    awaits : int
-        Tokens that its policies wait for.
-
-    Raises
-    ------
-    InputError
-        If it is no number of at least 1.
-    UnsupportedRequestError
-        If nothing is waited for, layers share entries, or the whole prompt decides budgets.
-    """
-    name = option("bounded")
-    if isinstance(bounded, bool) or not isinstance(bounded, int | float) or not 1 <= bounded < inf:
-        raise InputError(f"{name} is {bounded!r}, expected a multiple of the budgets >= 1")
-    _refuse(
-        not awaits,
-        f"{name} bounds what is kept until tokens have followed the prompt, and this profile waits "
-        "for none: it evicts while the prompt is read; leave it out",
-    )
-    _refuse(
-        decides,
-        f"{option('hold')} decides from the whole prompt, of which {name} keeps a part; leave out "
-        "one of them",
-    )
-    _refuse(
-        profile.share_groups,
-        f"in this profile {shared_text(profile.share_groups)}, which choose once; leave out {name}",
-    )
-
-
-def check_chunk(policy: EvictionPolicy, step: Step, *, bounded: bool = False) -> None:
-    """Refuse a chunk of a prompt where the policy has to see all of it at once.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        For a policy that puts something of the evicted entries into the kept ones: what earlier
-        chunks have put there would be counted as one token again.
-    """
-    whole = step.follows or (step.seen == 0 and step.completes)
-    _refuse(
-        policy.combines and step.budgets is not None and not whole and not bounded,
-        f"the policy {policy.name} merges entries, for which it has to see the whole prompt; send "
-        "it in one piece, or choose another policy",
-    )
-    _refuse(
-        step.remember and policy.needs_whole_prompt,
-        "one of this profile's policies adds up the attention of all tokens, which works for "
-        "prompts in one piece only where heads have different policies; send the prompt in "
-        "one piece, or give all heads one policy",
-    )
-
-
-def check_read(policy: EvictionPolicy, targets: Iterable[IntArray]) -> None:
-    """Refuse to choose at each decoded token where heads or rows keep different numbers.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If a layer is to keep different numbers of entries.
-    """
-    _refuse(
-        any((counts != counts[0, 0]).any() for counts in targets),
-        f"the policy {policy.name} leaves entries unread at each decoded token, which needs "
-        "the same number of entries in all rows and heads of a layer; use a profile of layer "
-        "level and prompts of equal length, or another policy",
-    )
-
-
-def check_crop(*, decoding: bool, arriving: bool, held_tokens: int | None) -> None:
-    """Refuse to take tokens back where that cannot be right, whichever they are.
-
-    Parameters
-    ----------
-    decoding : bool
-        Whether the budget is kept while decoding.
-    arriving : bool
-        Whether some of the prompt has come, but not all.
-    held_tokens : int or None
-        Tokens of a prompt that is held, if the crop would reach into it.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        In all three cases.
-    """
-    _refuse(
-        decoding,
-        "cannot crop a cache that keeps its budget while decoding: what scores were made of "
-        f"cannot be taken back; make one without {option('decode_every')}",
-    )
-    _refuse(arriving, "cannot crop before the prompt is complete; reset the cache and start again")
-    _refuse(
-        held_tokens is not None,
-        f"cannot crop into a prompt of {held_tokens} tokens that is held until others follow: its "
-        "last queries have been noted; reset the cache and start again",
-    )
-
-
-def check_policy_decoding(policy: EvictionPolicy, scorers: Iterable[Scorer]) -> None:
-    """Refuse to keep the budget while decoding with what cannot score what is decoded.
-
-    Parameters
-    ----------
-    policy : EvictionPolicy
-    scorers : iterable of Scorer
-        Those that look beyond the prompt.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If a scorer lets the model repeat the prompt, or heads have different policies of which one
-        adds up the attention of all tokens.
-    """
-    instead = f"leave out {option('decode_every')}, or choose another scorer"
-    for scorer in scorers:
-        _refuse(
-            repetitions([scorer]),
-            f"the scorer {scorer.name} lets the model repeat the prompt, which says nothing of "
-            f"what is decoded later; {instead}",
-        )
-    _refuse(
-        policy.needs_whole_prompt,
-        "heads have different policies, of which one adds up the attention of all tokens, and it "
-        f"is not noted for each what chunks and decoded tokens add; {instead}",
-    )
-
-
-def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse a ``generate()`` call that cannot work with a reduced cache.
-
-    Parameters
-    ----------
-    model : transformers.GenerationMixin
-        The model.
-    arguments : mapping
-        Keyword arguments of the call.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        For assisted generation, another cache implementation, compilation, attention weights, or
-        no cache at all.
-    """
-    configs = [arguments.get("generation_config"), getattr(model, "generation_config", None)]
-
-    def setting(name: str) -> Any:
-        values = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
-        return next((value for value in values if value is not None), None)
-
-    kind = setting("cache_implementation")
-    _refuse(arguments.get("assistant_model") is not None, ASSISTED)
-    _refuse(setting("prompt_lookup_num_tokens"), ASSISTED)
-    _refuse("offloaded" in (kind or ""), OFFLOADED)
-    _refuse(
-        kind not in (None, "dynamic"),
-        f"cache_implementation={kind!r} asks for another cache; leave it out where kvalloc "
-        "supplies the cache",
-    )
-    _refuse(setting("use_cache") is False, UNUSED)
-    _refuse(setting("compile_config") is not None, COMPILED)
-    _refuse(setting("output_attentions"), WEIGHTS)
-
-
-def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows: int) -> MaskKind:
-    """Refuse a forward that the cache cannot serve.
-
-    Parameters
-    ----------
-    decoder : nn.Module
-        The model.
-    arguments : mapping
-        Arguments of the decoder's forward by name.
-    stored_rows : int
-        Rows that the cache holds before it.
-
-    Returns
-    -------
-    MaskKind
-        What the model's attention implementation takes.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If the attention implementation, the arguments, the batch size or the mask do not fit.
-    """
-    base = base_implementation(decoder.config)
-    kind = mask_kind(base)
-    weights = arguments.get("output_attentions")
-    if weights is None:
-        weights = getattr(decoder.config, "output_attentions", False)
-    # Looked for once a prompt; `hooks` notices layers that are compiled after it.
-    _refuse(_is_compiling() or (stored_rows == 0 and is_compiled(decoder)), COMPILED)
-    _refuse(arguments.get("use_cache") is False, UNUSED)
-    _refuse(decoder.training and _is_checkpointed(decoder), CHECKPOINTED)
-    _refuse(
-        kind is None,
-        f"a reduced cache runs on sdpa, eager, flash and flex attention, not on {base}; load "
-        'the model with attn_implementation="sdpa"',
-    )
-    _refuse(weights, WEIGHTS)
-    batch, _ = new_tokens_shape(arguments)
-    rows = "1 row" if stored_rows == 1 else f"{stored_rows} rows"
-    _refuse(
-        stored_rows not in (0, batch),
-        f"the cache holds {rows}, but this input has {batch}; make a cache for each batch, or "
-        "repeat the rows with cache.batch_repeat_interleave(n)",
-    )
-    assert kind is not None
-    return kind
-
-
-def check_not_chunked() -> None:
-    """Refuse the first chunk of a prompt that ``generate()`` cuts up without a word to the cache.
-
-    Only the call itself knows: its chunk size may come as a keyword, and what the model is given
-    looks like a short prompt and questions after it, of which nothing would be evicted.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If this runs in such a call.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_prefill":
-        frame = frame.f_back
-    chunks = () if frame is None else frame.f_locals.get("input_chunks", ())
-    if len(chunks) > 1:
-        tokens = sum(int(chunk.shape[-1]) for chunk in chunks)
-        raise UnsupportedRequestError(
-            f"this generate() prefills in {len(chunks)} chunks, which a cache cannot tell from "
-            "follow-ups; say how long the prompt is: "
-            f"kvalloc.runtime.make_cache(profile, model, prompt_tokens={tokens}), or use "
-            "kvalloc.apply, which does so"
-        )
-
-
-def _is_checkpointed(decoder: nn.Module) -> bool:
-    """Whether a layer recomputes its activations: transformers takes its cache away then."""
-    found = (getattr(module, "gradient_checkpointing", False) for module in decoder.modules())
-    return any(found)
-
-
-def _is_compiling() -> bool:
-    """Whether this runs inside ``torch.compile``, also where its tracing has broken off."""
-    if torch.compiler.is_compiling():
-        return True
-    try:
-        from torch._C._dynamo.eval_frame import get_eval_frame_callback
-    except ImportError:  # not a public name: without it, what torch.compile breaks off at is unseen
-        return False
-    return callable(get_eval_frame_callback())
-
-
-def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and new tokens of a forward, from its input ids or embeddings.
-
-    Raises
-    ------
-    UnsupportedRequestError
-        If there is neither.
-    """
-    for name in ("inputs_embeds", "input_ids"):
-        tensor = arguments.get(name)
-        if isinstance(tensor, Tensor):
-            return int(tensor.shape[0]), int(tensor.shape[1])
-    raise UnsupportedRequestError("this forward has neither input_ids nor inputs_embeds")

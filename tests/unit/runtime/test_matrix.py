@@ -154,7 +154,7 @@ def test_in_the_product_settings_and_pairs_take_turns(product: list[Cell]) -> No
 def test_refusals_are_counted_and_named(product: list[Cell]) -> None:
     head, *lines, last = told(product)
     refused = [cell for cell in product if refused_as(cell) is not None]
-    assert f"{len(product):,} cells of 378 of 378" in head
+    assert f"{len(product):,} cells of 399 of 399" in head
     assert (
         f"{len(product) - len(refused):,} answered as the oracle, {len(refused):,} refused" in head
     )

@@ -24,7 +24,6 @@ from kvalloc.accounting.costs import stored_bytes
 from kvalloc.errors import ProfileFileError, UnsupportedRequestError
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
-from kvalloc.runtime.refusals import check_profile
 
 CONTEXT = 150
 LENGTHS = (CONTEXT, 97, 30)
@@ -326,13 +325,3 @@ def test_prefill_needs_what_is_kept_and_one_layer_in_full(
             alone = peak_bytes(lambda: model(ids, use_cache=False, logits_to_keep=1))
             above = peak_bytes(prefill) - alone
         assert above <= cache.retained_bytes + layer_bytes
-
-
-def test_what_cannot_be_stored_is_refused_in_one_line(tiny: ModuleType) -> None:
-    model = tiny.tiny_model()
-    profile = bits_profile(tiny, model, "layer")
-    with pytest.raises(
-        UnsupportedRequestError, match=r"at 4 bits, but the policy mpcache compares"
-    ):
-        profile.cache(model, policy="mpcache")
-    check_profile(profile.replace(bits=np.full_like(profile.bits, 16)))

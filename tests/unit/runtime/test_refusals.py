@@ -6,13 +6,21 @@ import copy
 import dataclasses
 import io
 import pickle
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, BloomConfig, BloomForCausalLM, CompileConfig
+from transformers import (
+    AttentionInterface,
+    BloomConfig,
+    BloomForCausalLM,
+    CompileConfig,
+    GenerationConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvalloc
@@ -24,7 +32,9 @@ from kvalloc.errors import (
     UnsupportedRequestError,
 )
 from kvalloc.models.loading import shape_of
-from kvalloc.runtime import make_cache
+from kvalloc.runtime import make_cache, refusals
+from kvalloc.runtime.policies import EvictionPolicy, get_policy
+from kvalloc.scorers import get_scorer
 
 CONTEXT = 60
 
@@ -96,49 +106,12 @@ def test_masks_that_hide_tokens_later_are_refused(tiny: ModuleType, model: Any, 
     refused(model, cache, "ready-made", input_ids=follow, attention_mask=four)
 
 
-def test_attention_weights_are_refused(tiny: ModuleType) -> None:
-    model = tiny.tiny_model("llama", "eager")
-    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model)
-    ids = tiny.prompt(CONTEXT)
-    refused(model, cache, "output_attentions", input_ids=ids, output_attentions=True)
-    model.config.output_attentions = True
-    refused(model, cache, "output_attentions", input_ids=ids)
-
-
-def test_attention_with_unknown_masks_is_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
-    """An implementation of the user's own, whose masks could be of any kind."""
-    AttentionInterface.register("mine", sdpa_attention_forward)
-    model.set_attn_implementation("mine")
-    refused(model, cache, "flash and flex attention, not on mine", input_ids=tiny.prompt(CONTEXT))
-
-
-@pytest.mark.parametrize(
-    ("rows", "more", "match"),
-    [(2, 3, "holds 2 rows.*has 3"), (1, 2, "holds 1 row, but this input has 2")],
-)
-def test_another_batch_size_is_refused(
-    tiny: ModuleType, model: Any, cache: Any, rows: int, more: int, match: str
-) -> None:
-    with torch.no_grad():
-        model(tiny.prompt(CONTEXT, rows), past_key_values=cache)
-    refused(model, cache, match, input_ids=tiny.prompt(1, more))
-
-
 def test_what_is_no_policy_is_refused(tiny: ModuleType, model: Any) -> None:
     profile = tiny.make_profile(model, CONTEXT, 0.3)
     with pytest.raises(InputError, match="policy is 3; name"):
         profile.cache(model, policy=3)
     with pytest.raises(InputError, match="no policy or scorer 'snapvk'; the nearest is 'snapkv'"):
         profile.cache(model, policy="snapvk")
-
-
-def test_compiled_models_are_refused(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    with pytest.raises(UnsupportedRequestError, match=r"torch\.compile"):
-        profile.cache(torch.compile(model))
-    model.compile()
-    with pytest.raises(UnsupportedRequestError, match=r"torch\.compile"):
-        profile.cache(model)
 
 
 def test_a_model_that_is_compiled_later_is_refused(
@@ -149,26 +122,6 @@ def test_a_model_that_is_compiled_later_is_refused(
     with torch.no_grad():
         model(tiny.prompt(CONTEXT), past_key_values=cache)
     assert cache.reduced
-
-
-def test_settings_of_the_model_that_ask_for_another_cache_are_refused(
-    tiny: ModuleType, model: Any
-) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    model.generation_config.cache_implementation = "static"
-    for make in (profile.cache, lambda one: kvalloc.apply(one, profile)):
-        with pytest.raises(UnsupportedRequestError, match="asks for a static cache"):
-            make(model)
-    model.generation_config.cache_implementation = None
-    model.generation_config.compile_config = CompileConfig()
-    with pytest.raises(UnsupportedRequestError, match=r"torch\.compile"):
-        profile.cache(model)
-
-
-def test_a_cache_that_is_not_to_be_used_is_refused(
-    tiny: ModuleType, model: Any, cache: Any
-) -> None:
-    refused(model, cache, "use_cache=False", input_ids=tiny.prompt(CONTEXT), use_cache=False)
 
 
 def test_a_profile_with_other_heads_is_refused(tiny: ModuleType, model: Any) -> None:
@@ -220,15 +173,6 @@ def test_cropping_into_a_reduced_prompt_or_a_full_window_is_refused(
     assert (cache.kept_tokens == stored).all()
 
 
-def test_offloading_and_assisted_generation_are_refused(
-    tiny: ModuleType, model: Any, cache: Any
-) -> None:
-    with pytest.raises(UnsupportedRequestError, match="offloaded"):
-        cache.offload(0)
-    with pytest.raises(UnsupportedRequestError, match="assisted"):
-        cache.activate_past_recording()
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -265,13 +209,6 @@ def test_more_tokens_than_the_announced_prompt_are_refused(tiny: ModuleType, mod
         make_cache(profile, model, prompt_tokens=0)
 
 
-def test_chunked_prefill_of_unknown_length_is_refused(tiny: ModuleType, model: Any) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    model.generation_config.prefill_chunk_size = 16
-    with pytest.raises(UnsupportedRequestError, match="prompt_tokens="):
-        profile.cache(model)
-
-
 def test_a_model_that_fills_no_cache_is_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
     model.gradient_checkpointing_enable()
     model.train()
@@ -282,7 +219,7 @@ def test_a_model_that_fills_no_cache_is_refused(tiny: ModuleType, model: Any, ca
     assert cache.reduced
 
 
-def test_pickling_a_cache_is_refused(tiny: ModuleType, model: Any, cache: Any) -> None:
+def test_a_copy_in_memory_is_no_pickle(tiny: ModuleType, model: Any, cache: Any) -> None:
     with torch.no_grad():
         model(tiny.prompt(CONTEXT), past_key_values=cache)
     for attempt in (pickle.dumps, copy.copy, lambda one: torch.save(one, io.BytesIO())):
@@ -291,25 +228,253 @@ def test_pickling_a_cache_is_refused(tiny: ModuleType, model: Any, cache: Any) -
     assert copy.deepcopy(cache).retained_bytes == cache.retained_bytes
 
 
+@pytest.mark.parametrize("how", ["keyword", "config", "the model's config"])
+@pytest.mark.parametrize("mask", [None, torch.arange(CONTEXT)[None] > 3])
 def test_chunks_of_a_generate_that_has_not_announced_them_are_refused(
+    tiny: ModuleType, model: Any, mask: Any, how: str
+) -> None:
+    """With padding, too: then it is a view of the mask that tells, with transformers 5.2 always."""
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    ids, settings = tiny.prompt(CONTEXT), {"max_new_tokens": 2, "do_sample": False}
+    cache, chunks = profile.cache(model), {"prefill_chunk_size": 25}
+    settings |= {"attention_mask": None if mask is None else mask.long()}
+    if how == "config":
+        chunks = {"generation_config": GenerationConfig(**chunks)}
+    elif how == "the model's config":
+        model.generation_config.prefill_chunk_size = chunks.pop("prefill_chunk_size")
+    with pytest.raises(UnsupportedRequestError, match=f"in chunks.*prompt_tokens={CONTEXT}"):
+        model.generate(ids, past_key_values=cache, **chunks, **settings)
+    assert cache.get_seq_length() in (0, 25)
+    announced = make_cache(profile, model, prompt_tokens=CONTEXT)
+    model.generate(ids, past_key_values=announced, **chunks, **settings)
+    with kvalloc.apply(model, profile) as applied:
+        model.generate(ids, **chunks, **settings)
+    assert applied.last_cache is not None
+    expected = profile.budgets_for(CONTEXT if mask is None else int(mask.sum())) + 1
+    assert (announced.kept_tokens == expected).all()
+    assert (applied.last_cache.kept_tokens == expected).all()
+
+
+def test_prompts_in_one_piece_and_slices_of_a_text_are_no_chunks(
     tiny: ModuleType, model: Any
 ) -> None:
-    profile = tiny.make_profile(model, CONTEXT, 0.3)
-    ids, settings = tiny.prompt(CONTEXT), {"max_new_tokens": 2, "prefill_chunk_size": 25}
-    cache = profile.cache(model)
-    with pytest.raises(UnsupportedRequestError, match=f"3 chunks.*prompt_tokens={CONTEXT}"):
-        model.generate(ids, past_key_values=cache, **settings)
-    assert cache.retained_bytes == 0
-    model.generate(ids, past_key_values=cache, max_new_tokens=2, prefill_chunk_size=CONTEXT)
-    assert (cache.kept_tokens == profile.budgets + 1).all()
-    announced = make_cache(profile, model, prompt_tokens=CONTEXT)
-    model.generate(ids, past_key_values=announced, **settings)
-    assert (announced.kept_tokens == profile.budgets + 1).all()
+    profile, ids = tiny.make_profile(model, CONTEXT, 0.3), tiny.prompt(CONTEXT + 9)
+    mask, chunk = torch.ones_like(ids), {"prefill_chunk_size": CONTEXT}
+    part, more = ids[:, :CONTEXT], ids[:, CONTEXT:]
+    for options in ({}, chunk):
+        cache = profile.cache(model)
+        own = {"attention_mask": mask[:, :CONTEXT], "past_key_values": cache, **options}
+        model.generate(part, max_new_tokens=1, **own)
+        with torch.no_grad():
+            model(more, attention_mask=mask, past_key_values=cache)
+        assert (cache.kept_tokens == profile.budgets + 9).all()
     inside = profile.cache(model)
     with inside.prefill():
-        model.generate(ids, past_key_values=inside, max_new_tokens=1, prefill_chunk_size=25)
+        model.generate(part, past_key_values=inside, max_new_tokens=1, prefill_chunk_size=25)
     assert (inside.kept_tokens == profile.budgets).all()
 
 
-def test_every_refusal_is_a_user_error() -> None:
-    assert issubclass(UnsupportedRequestError, KVAllocError)
+# The table, row by row
+
+
+def read(tiny: ModuleType, model: Any, rows: int = 1, **changes: Any) -> Any:
+    """A cache that has read a prompt."""
+    scorer = changes.pop("scorer", "xkv")
+    cache = tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer).cache(model, **changes)
+    with torch.no_grad():
+        model(tiny.prompt(CONTEXT, rows), past_key_values=cache)
+    return cache
+
+
+def forward(tiny: ModuleType, model: Any, cache: Any = None, **arguments: Any) -> None:
+    cache = tiny.make_profile(model, CONTEXT, 0.3).cache(model) if cache is None else cache
+    arguments = {"input_ids": tiny.prompt(CONTEXT)} | arguments
+    with torch.no_grad():
+        model(past_key_values=cache, **arguments)
+
+
+def shared(tiny: ModuleType, model: Any, **changes: Any) -> Any:
+    profile = tiny.make_profile(model, CONTEXT, [30, 30, 20, 20], scorer="lookahead")
+    return profile.replace(share_groups=((2, 3),), **changes)
+
+
+def by_head(tiny: ModuleType, model: Any, scorer: str = "h2o") -> dict[str, Any]:
+    other = tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer).policy.replace(label="other")
+    table = np.arange(model.config.num_hidden_layers * 2).reshape(-1, 2) % 2
+    return {"unit_policies": table, "other_policies": (other,)}
+
+
+def generated(tiny: ModuleType, model: Any, **options: Any) -> None:
+    with kvalloc.apply(model, tiny.make_profile(model, CONTEXT, 0.3)):
+        model.generate(tiny.prompt(CONTEXT), max_new_tokens=2, **options)
+
+
+def configured(tiny: ModuleType, model: Any, **settings: Any) -> None:
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    kvalloc.apply(model, profile := tiny.make_profile(model, CONTEXT, 0.3))
+    profile.cache(model)
+
+
+def trained(tiny: ModuleType, model: Any) -> None:
+    model.gradient_checkpointing_enable()
+    forward(tiny, model.train())
+
+
+def unranked(tiny: ModuleType, model: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refusals, "policy_class", lambda name: EvictionPolicy)
+        shared(tiny, model).cache(model)
+
+
+def own_attention(tiny: ModuleType, model: Any) -> None:
+    """An implementation of the user's own, whose masks could be of any kind."""
+    AttentionInterface.register("mine", sdpa_attention_forward)
+    model.set_attn_implementation("mine")
+    forward(tiny, model)
+
+
+def made(tiny: ModuleType, model: Any, profile: Any = None, **options: Any) -> Any:
+    profile = tiny.make_profile(model, CONTEXT, 0.3) if profile is None else profile
+    return make_cache(profile, model, **options)
+
+
+def of_scorer(tiny: ModuleType, model: Any, scorer: str, **options: Any) -> Any:
+    return made(tiny, model, tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer), **options)
+
+
+def four_bits(tiny: ModuleType, model: Any) -> Any:
+    profile = tiny.make_profile(model, CONTEXT, 0.3)
+    profile = profile.replace(bits=np.full_like(profile.budgets, 4))
+    return made(tiny, model, profile, policy="mpcache")
+
+
+def crop_a_part(tiny: ModuleType, model: Any) -> None:
+    cache = made(tiny, model, prompt_tokens=CONTEXT)
+    forward(tiny, model, cache, input_ids=tiny.prompt(20))
+    cache.crop(-1)
+
+
+def uneven(tiny: ModuleType, model: Any) -> None:
+    profile = tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3))
+    forward(tiny, model, profile.cache(model, policy="mpcache"))
+
+
+def too_few(tiny: ModuleType, model: Any) -> None:
+    kept, budgets = torch.ones(1, 2, 9, dtype=torch.bool), torch.tensor([[9, 8]])
+    refusals.check_kept(get_policy("score", scorer=get_scorer("xkv")), kept, budgets)
+
+
+def of_heads(tiny: ModuleType, model: Any) -> Any:
+    profile = tiny.make_profile(model, CONTEXT, 0.3, level="head")
+    return profile.replace(**by_head(tiny, model))
+
+
+def adding_up(tiny: ModuleType, model: Any) -> None:
+    cache = made(tiny, model, of_heads(tiny, model), prompt_tokens=CONTEXT)
+    forward(tiny, model, cache, input_ids=tiny.prompt(20))
+
+
+CASES: dict[str, tuple[Callable[..., object], str]] = {
+    "bits_are_compared": (four_bits, "at 4 bits, but the policy mpcache compares"),
+    "shared_by_policies": (
+        lambda tiny, model: shared(tiny, model, **by_head(tiny, model), level="head").cache(model),
+        "layers 2-3 keep the same entries, but heads have different policies",
+    ),
+    "shared_unranked": (unranked, "layers 2-3 keep the same entries, but the policy score chooses"),
+    "repeats_while_decoding": (
+        partial(of_scorer, scorer="reconstruction", decode_every=4),
+        "the scorer reconstruction lets the model repeat.*leave out decode_every",
+    ),
+    "adds_up_while_decoding": (
+        lambda tiny, model: made(tiny, model, of_heads(tiny, model), decode_every=4),
+        "heads have different policies, of which one adds up",
+    ),
+    "bounded_awaits_nothing": (partial(made, bounded=2), "waits for none"),
+    "bounded_decides": (
+        lambda tiny, model: tiny.make_profile(model, CONTEXT, 0.3, scorer="lookahead").cache(
+            model, adapt=0.3, hold=True, bounded=2
+        ),
+        "decides from the whole prompt",
+    ),
+    "bounded_shared": (
+        lambda tiny, model: shared(tiny, model).cache(model, bounded=2),
+        "layers 2-3 keep the same entries, which choose once; leave out bounded",
+    ),
+    "assisted": (
+        lambda tiny, model: read(tiny, model).activate_past_recording(),
+        "call generate.. without assistant_model",
+    ),
+    "offloaded": (lambda tiny, model: read(tiny, model).offload(0), "cannot be offloaded"),
+    "other_cache": (partial(configured, cache_implementation="static"), "asks for a static cache"),
+    "compiled": (partial(configured, compile_config=CompileConfig()), r"without torch\.compile"),
+    "chunk_size": (
+        lambda tiny, model: (
+            setattr(model.generation_config, "prefill_chunk_size", 16),
+            made(tiny, model),
+        ),
+        "in chunks of 16 tokens.*prompt_tokens=",
+    ),
+    "unused": (partial(forward, use_cache=False), "use_cache=False"),
+    "weights": (partial(forward, output_attentions=True), "output_attentions=True"),
+    "no_tokens": (partial(forward, input_ids=None), "neither input_ids nor inputs_embeds"),
+    "checkpointed": (trained, "gradient checkpointing"),
+    "attention": (own_attention, "flash and flex attention, not on mine"),
+    "other_batch": (
+        lambda tiny, model: forward(tiny, model, read(tiny, model, 2), input_ids=tiny.prompt(1, 3)),
+        "a batch of 2, but this input has one of 3",
+    ),
+    "unannounced_chunk": (
+        lambda tiny, model: model.generate(
+            tiny.prompt(CONTEXT), past_key_values=made(tiny, model), prefill_chunk_size=25
+        ),
+        f"prompt_tokens={CONTEXT}",
+    ),
+    "merges_chunks": (
+        lambda tiny, model: forward(
+            tiny,
+            model,
+            made(tiny, model, policy="merge", prompt_tokens=CONTEXT),
+            input_ids=tiny.prompt(20),
+        ),
+        "policy merge merges entries.*in one piece",
+    ),
+    "adds_up_chunks": (adding_up, "prompts in one piece only"),
+    "reads_unevenly": (uneven, "policy mpcache leaves entries unread"),
+    "crop_while_decoding": (
+        lambda tiny, model: read(tiny, model, decode_every=4).crop(-1),
+        "keeps its budget while decoding",
+    ),
+    "crop_amid_prompt": (crop_a_part, "before the prompt is complete"),
+    "crop_into_held": (
+        lambda tiny, model: read(tiny, model, scorer="lookahead").crop(-1),
+        f"a prompt of {CONTEXT} tokens that is held",
+    ),
+    "pickled": (lambda tiny, model: pickle.dumps(read(tiny, model)), r"cache\.save"),
+    "no_decode_every": (partial(made, decode_every=0), "decode_every is 0, expected"),
+    "no_multiple": (
+        partial(of_scorer, scorer="lookahead", bounded=0.5),
+        "bounded is 0.5, expected",
+    ),
+    "no_prompt_tokens": (partial(made, prompt_tokens=0), "prompt_tokens is 0"),
+    "budget_missed": (too_few, "score kept 9 entries in KV head 1 of row 0, whose budget is 8"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_row_of_the_table_is_said_where_it_is_so(
+    tiny: ModuleType, model: Any, name: str
+) -> None:
+    do, match = CASES[name]
+    error = next(kind for kind, rows in refusals.REFUSALS.items() if name in rows)
+    with pytest.raises(error, match=match) as caught:
+        do(tiny, model)
+    assert type(caught.value) is error
+    assert isinstance(caught.value, KVAllocError)
+    first = refusals.REFUSALS[error][name].split("{")[0]
+    assert str(caught.value).startswith(first)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_row_of_the_table_has_a_case() -> None:
+    assert set(CASES) == {name for rows in refusals.REFUSALS.values() for name in rows}

@@ -229,31 +229,6 @@ def test_a_group_keeps_a_whole_prompt_of_which_some_layers_have_fewer_bits(
     assert (cache.kept_tokens == CONTEXT + 3).all()
 
 
-def test_a_policy_that_does_not_rank_is_refused_by_name(
-    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvalloc.runtime import refusals
-    from kvalloc.runtime.policies import EvictionPolicy
-
-    model = shared_model(tiny)
-    profile = shared_profile(tiny, model)
-    monkeypatch.setattr(refusals, "policy_class", lambda name: EvictionPolicy)
-    expected = r"layers 2-3,4-6 keep the same entries, but the policy score chooses for each"
-    with pytest.raises(UnsupportedRequestError, match=expected):
-        profile.cache(model)
-
-
-def test_heads_with_different_policies_do_not_share(tiny: ModuleType) -> None:
-    model = shared_model(tiny)
-    profile = shared_profile(tiny, model)
-    mixed = profile.replace(
-        unit_policies=np.arange(profile.budgets.size).reshape(profile.budgets.shape) % 2,
-        other_policies=(profile.policy.replace(name="critical", label="critical"),),
-    )
-    with pytest.raises(UnsupportedRequestError, match="which cannot choose together"):
-        mixed.cache(model)
-
-
 def test_a_group_that_fails_half_way_is_noticed(
     tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
