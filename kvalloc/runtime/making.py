@@ -125,9 +125,8 @@ def make_cache(
     profile = with_policy(profile, policy, policy_options)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)
-    number = isinstance(decode_every, int) and not isinstance(decode_every, bool)
-    wrong = decode_every is not None and not (number and decode_every >= 1)
-    refusals.refuse(no_decode_every=wrong and (decode_every,))
+    if decode_every is not None:
+        refusals.refuse(no_decode_every=not refusals.at_least_1(decode_every) and (decode_every,))
     shape = shape_of(model)
     profile.shape.require_same_model(shape, allow_other_model=allow_other_model)
     for each in profile.policies:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -143,9 +142,8 @@ class Plan:
                 adds_up_while_decoding=policy.needs_whole_prompt,
             )
         if bounded is not None:
-            number = isinstance(bounded, int | float) and not isinstance(bounded, bool)
             refusals.refuse(
-                no_multiple=not (number and 1 <= bounded < inf) and (bounded,),
+                no_multiple=not refusals.at_least_1(bounded, float) and (bounded,),
                 bounded_awaits_nothing=not awaited_tokens(scorers),
                 bounded_decides=deciding,
                 bounded_shared=refusals.shared_layers(profile),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "BROKEN_OFF",
     "HALF_WAY",
     "REFUSALS",
+    "at_least_1",
     "check_forward",
     "check_generate",
     "check_kept",
@@ -163,6 +165,11 @@ def refuse(**conditions: object) -> None:
         if found:
             error, message = _TABLE[name]
             raise error(message.format(found, option=_Options()))
+
+
+def at_least_1(value: Any, kind: type = int) -> bool:
+    """Whether it is a finite number of at least 1, and a whole one unless a float will do."""
+    return isinstance(value, int | kind) and not isinstance(value, bool) and 1 <= value < inf
 
 
 def check_profile(profile: BudgetProfile) -> None:
