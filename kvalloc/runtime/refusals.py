@@ -167,9 +167,10 @@ def refuse(**conditions: object) -> None:
             raise error(message.format(found, option=_Options()))
 
 
-def at_least_1(value: Any, kind: type = int) -> bool:
+def at_least_1(value: Any, kind: type[int | float] = int) -> bool:
     """Whether it is a finite number of at least 1, and a whole one unless a float will do."""
-    return isinstance(value, int | kind) and not isinstance(value, bool) and 1 <= value < inf
+    right = isinstance(value, (int, kind))
+    return right and not isinstance(value, bool) and bool(1 <= value < inf)
 
 
 def check_profile(profile: BudgetProfile) -> None:
