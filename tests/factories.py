@@ -290,65 +290,6 @@ def concave_values(rng: np.random.Generator, n_units: int, n_options: int, kind:
     return np.concatenate([start, start + np.cumsum(gains, axis=1)], axis=1)
 
 
-def random_concave_problem(seed: int) -> AllocationProblem:
-    """A tiny problem that greedy must solve: up to 4 units of up to 6 options, either sense."""
-    rng = np.random.default_rng(seed)
-    n_units, n_options = int(rng.integers(1, 5)), int(rng.integers(1, 7))
-    values = concave_values(rng, n_units, n_options, kind=int(rng.integers(0, 6)))
-    counts = np.full(n_units, n_options)
-    if rng.random() < 0.3:
-        counts = rng.integers(1, n_options + 1, n_units)
-        values = values[:, : counts.max()]
-    return _with_goal(
-        rng,
-        values,
-        counts=counts,
-        weights=rng.integers(0, 4, n_units) / 3 if rng.random() < 0.4 else np.ones(n_units),
-        protected_tokens=int(rng.integers(0, 3)),
-        step=int(rng.integers(1, 5)),
-    )
-
-
-def random_hard_problem(seed: int) -> AllocationProblem:
-    """A tiny problem for exact solvers only: values that rise and fall, unequal costs, ragged."""
-    rng = np.random.default_rng(seed)
-    n_units, n_options = int(rng.integers(1, 5)), int(rng.integers(1, 6))
-    values = rng.random((n_units, n_options))
-    if rng.random() < 0.3:
-        values = np.round(values * 4) / 4
-    if rng.random() < 0.5:
-        values = np.maximum.accumulate(values, axis=1)
-    costs = np.cumsum(rng.integers(1, 9, (n_units, n_options)), axis=1) * int(rng.integers(1, 4))
-    tokens = np.cumsum(rng.integers(1, 4, (n_units, n_options)), axis=1)
-    return _with_goal(
-        rng,
-        values,
-        costs=costs.astype(np.int64),
-        tokens=tokens.astype(np.int64),
-        counts=rng.integers(1, n_options + 1, n_units),
-        weights=rng.random(n_units) if rng.random() < 0.5 else np.ones(n_units),
-    )
-
-
-def _with_goal(rng: np.random.Generator, values: Array, **rest: Any) -> AllocationProblem:
-    """Capacity or target anywhere from the floors to beyond everything, often exactly on one."""
-    probe = make_problem(values, capacity=10**9, **rest)
-    low, high = probe.min_cost_bytes, probe.max_cost_bytes
-    some = np.array([rng.integers(0, count) for count in probe.option_counts], dtype=np.int64)
-    if rng.random() < 0.5:
-        between = int(rng.integers(low, high + 1))
-        capacity = int(rng.choice([low, high, high + 7, probe.cost(some), between]))
-        return make_problem(values, capacity=capacity, **rest)
-    least = probe.objective_value(np.zeros(probe.n_units, dtype=np.int64))
-    most = probe.max_value
-    target = float(
-        rng.choice(
-            [least, most, probe.objective_value(some), least + rng.random() * (most - least)]
-        )
-    )
-    return make_problem(values, target=target, **rest)
-
-
 def algorithm_1(problem: AllocationProblem) -> Array:
     """XKV's Algorithm 1 to the letter: a heap of marginal gains, one entry at a time.
 

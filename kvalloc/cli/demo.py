@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import duration, json_text, wants_json
@@ -97,16 +97,18 @@ class _Amount:
     shares: tuple[float, ...] = (0.125, 0.2, 0.3, 0.4, 0.6, 0.8)
     loss_prompts: int = 4
     loss_context_tokens: int = 1024
+    loss_plan: dict[str, Any] = field(default_factory=dict)
 
 
 _FULL = _Amount()
 _QUICK = _Amount(
     samples=1,
-    context_tokens=400,
+    context_tokens=240,
     n_questions=1,
     shares=(0.3, 0.8),
     loss_prompts=2,
-    loss_context_tokens=300,
+    loss_context_tokens=128,
+    loss_plan={"shares": (0.0, 0.15, 0.4), "continuation_tokens": 8},
 )
 
 
@@ -228,6 +230,7 @@ class _Demo:
                 self.much.loss_context_tokens,
                 deadline=until,
                 progress=bar,
+                **self.much.loss_plan,
             )
         if losses is None:
             (self.folder / LOSSES).unlink(missing_ok=True)  # of an earlier run

@@ -370,6 +370,7 @@ def profile_losses(
     *,
     deadline: float,
     progress: Progress = lambda done, total: None,
+    **plan: Any,
 ) -> ScoreProfile | None:
     """Measure what reducing each layer alone does, on prompts that no question shares a word with.
 
@@ -386,6 +387,8 @@ def profile_losses(
         Reading of ``time.monotonic()`` before which it has to end.
     progress : callable, optional
         As in `kvalloc.profile`.
+    **plan
+        Of the `kvalloc.measure.loss_plan.LossPlan`, where it is not the default one.
 
     Returns
     -------
@@ -395,7 +398,7 @@ def profile_losses(
     while n_prompts >= 2:
         watched = _within(deadline, progress)
         try:
-            return _profile_losses(loaded, n_prompts, context_tokens, watched)
+            return _profile_losses(loaded, n_prompts, context_tokens, watched, plan)
         except _TooSlow:
             n_prompts //= 2
     return None
@@ -418,9 +421,14 @@ def _within(deadline: float, progress: Progress) -> Progress:
 
 
 def _profile_losses(
-    loaded: LoadedModel, n_prompts: int, context_tokens: int, progress: Progress
+    loaded: LoadedModel,
+    n_prompts: int,
+    context_tokens: int,
+    progress: Progress,
+    plan: Mapping[str, Any],
 ) -> ScoreProfile:
     from kvalloc.measure import profile
+    from kvalloc.measure.loss_plan import LossPlan
     from kvalloc.prompts.calibration import calibration_prompts
 
     kinds = ("needle", "kl")
@@ -432,8 +440,7 @@ def _profile_losses(
         samples=len(prompts),
         context=context_tokens,
         scorer=LOSS_SCORER,
-        loss="measured",
-        loss_level="layer",
+        loss=LossPlan(level="layer", **plan),
         progress=progress,
         model_id=loaded.model_id,
     )

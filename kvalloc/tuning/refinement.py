@@ -19,7 +19,7 @@ from kvalloc.problem import Solver
 from kvalloc.problem.registry import options_of
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.tuning.measurement import JointProbes
-from kvalloc.tuning.rounds import Search, Settings
+from kvalloc.tuning.rounds import Point, Search, Settings
 from kvalloc.tuning.tasks import chosen_prompts, refinement_prompts
 
 
@@ -130,27 +130,22 @@ def refine(
         prompts, note = refinement_prompts(tokenizer=tokenizer, context_tokens=context)
     samples, tasks = chosen_prompts(prompts, tokenizer, scores)
     text = {"text_digest": samples.digest(), "answers_digest": samples.answers_digest()}
+    steps = settings.continuation_tokens
 
-    def record() -> dict[str, Any]:
+    def job() -> dict[str, Any]:
         return {
             **job_record(model, shape),
             **text,
             "refining": request.target.record(),
             "level": request.level,
             "scores": scores.digest,
-            "continuation_tokens": settings.continuation_tokens,
+            "continuation_tokens": steps,
             "probes": settings.probes,  # rounds may be added later
         }
 
-    with kept_work(output, record, resume=resume) as kept:
+    with kept_work(output, job, resume=resume) as kept:
         run = Search(
-            prompts=JointProbes(
-                model,
-                scores,
-                samples,
-                continuation_tokens=settings.continuation_tokens,
-                kept=kept,
-            ),
+            prompts=JointProbes(model, scores, samples, continuation_tokens=steps, kept=kept),
             tasks=tasks,
             settings=settings,
             solver=solver,
@@ -158,26 +153,31 @@ def refine(
             progress=progress,
         )
         best = run.search(problem)
-        told = run.summary(best)
-        decided = to_budget_profile(
-            scores,
-            PosedRequest(request=request, problem=best.problem),
-            best.checked,
-            solver_name=solver.name,
-            solver_options=options_of(solver) if named is None else named,
-        ).replace(
-            predicted_loss=told["predicted_loss"],
-            refinement={
-                **text,
-                "text_description": samples.description,
-                "note": note,
-                **told,
-            },
-        )
+        about = {**text, "text_description": samples.description, "note": note}
+        decided = _profile_of(scores, request, best, solver, named, {**about, **run.summary(best)})
         if kept is not None:
             decided.save(kept.output)
             kept.finish()
     return decided
+
+
+def _profile_of(
+    scores: ScoreProfile,
+    request: Request,
+    best: Point,
+    solver: Solver,
+    solver_options: dict[str, Any] | None,
+    summary: dict[str, Any],
+) -> BudgetProfile:
+    """The best round as a budget profile that states how it was found."""
+    decided = to_budget_profile(
+        scores,
+        PosedRequest(request=request, problem=best.problem),
+        best.checked,
+        solver_name=solver.name,
+        solver_options=options_of(solver) if solver_options is None else solver_options,
+    )
+    return decided.replace(predicted_loss=summary["predicted_loss"], refinement=summary)
 
 
 def refinement_request(asked: dict[str, Any]) -> Request:

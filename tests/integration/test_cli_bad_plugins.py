@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
+import time
 from importlib.metadata import EntryPoint
+from typing import Any, ClassVar
 
-import bad_plugins
+import numpy as np
 import pytest
 from cli_tools import refused, run
 from factories import make_scores
 
 from kvalloc.allocation import verification as checking
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.problem import Solver, registry
+from kvalloc.problem import Solution, Solver, Termination, registry
 
-BAD = {
-    cls.name: cls
-    for cls in vars(bad_plugins).values()
-    if isinstance(cls, type) and issubclass(cls, Solver) and cls is not Solver
-}
+
+class Honest(Solver):
+    """Floors only, and says so: what the others below are measured against."""
+
+    name: ClassVar[str] = "honest"
+    summary: ClassVar[str] = "keeps the floors"
+
+    def solve(self, problem: Any, *, time_limit_seconds: float | None = None) -> Any:
+        choice = np.zeros(problem.n_units, dtype=np.int64)
+        return self.answer(problem, choice)
+
+    def answer(self, problem: Any, choice: Any) -> Any:
+        return Solution(
+            choice=choice,
+            objective=problem.objective(choice),
+            bound=None,
+            termination=Termination.HEURISTIC,
+            detail="two\nlines",
+        )
+
+
+class Liar(Honest):
+    """Claims more than its choice is worth."""
+
+    name: ClassVar[str] = "liar"
+
+    def answer(self, problem: Any, choice: Any) -> Any:
+        return Solution(choice=choice, objective=1.0, bound=1.0, termination=Termination.OPTIMAL)
+
+
+class Raiser(Honest):
+    """Fails."""
+
+    name: ClassVar[str] = "raiser"
+
+    def solve(self, problem: Any, *, time_limit_seconds: float | None = None) -> Any:
+        raise IndexError("first line\nsecond line")
+
+
+class Hanger(Honest):
+    """Does not come back in time."""
+
+    name: ClassVar[str] = "hanger"
+
+    def solve(self, problem: Any, *, time_limit_seconds: float | None = None) -> Any:
+        time.sleep(5.0)
 
 
 @pytest.fixture
@@ -25,8 +68,8 @@ def folder(tmp_path, monkeypatch):
     make_scores(0).save(tmp_path / "s.safetensors")
     ours = dict(registry._group(registry.SOLVERS))
     own = {
-        name: EntryPoint(name, f"bad_plugins:{cls.__name__}", registry.SOLVERS)
-        for name, cls in BAD.items()
+        cls.name: EntryPoint(cls.name, f"{__name__}:{cls.__name__}", registry.SOLVERS)
+        for cls in (Honest, Liar, Raiser, Hanger)
     }
     monkeypatch.setattr(registry, "_group", lambda group: {**ours, **own})
     monkeypatch.setattr(checking, "GRACE_SECONDS", 0.1)

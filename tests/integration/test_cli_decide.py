@@ -102,9 +102,19 @@ def test_a_rule_that_overspends_is_shown_as_such(tmp_path):
         (["--budget", "20%", "--solver-option", "beta=3"], ["auto has no option 'beta'"]),
         (["--budget", "20%", "--solver", "pyramid", "--solver-option", "beta=1"], ["beta"]),
         (["--budget", "40%", "--solver", "adaptive_head"], ["--level head"]),
+        (["--budget", "40%", "--max-tokens", "3"], ["sinks and window", "--max-tokens 5"]),
+        (
+            ["--budget", "40%", "--min-tokens", "9", "--max-tokens", "14", "--page", "15"],
+            ["--max-tokens 15"],
+        ),
+        (["--budget", "40%", "--batch", "100000000000000000"], ["more than can be counted"]),
+        (["--budget", "20%", "--weights", "WEIGHTS"], ["w.json: the weight of layer 1 is nan"]),
     ],
 )
 def test_solve_refuses_a_request_that_cannot_be(tmp_path, scores, arguments, words):
+    weights = tmp_path / "w.json"
+    weights.write_text("[1.0, NaN, 1.0]")
+    arguments = [weights if word == "WEIGHTS" else word for word in arguments]
     refused(tmp_path, "solve", scores, *arguments, "-o", tmp_path / "p.json", words=words)
 
 

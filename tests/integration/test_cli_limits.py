@@ -47,27 +47,6 @@ def test_auto_says_who_decided_and_why(tmp_path, scores):
     assert why.split(maxsplit=1)[1].startswith("concave curves")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--cap", "0-15"], ["LAYERS=SIZE", "0-15=256MiB"]),
-        (["--max-distinct", "0"], ["--max-distinct 1"]),
-        (["--ranks", "2"], ["--level head"]),
-        (["--min-tokens", "20", "--max-tokens", "10"], ["10", "20", "--max-tokens"]),
-        (["--max-tokens", "3"], ["sinks and window", "--max-tokens 5"]),
-        (["--min-tokens", "9", "--max-tokens", "14", "--page", "15"], ["--max-tokens 15"]),
-        (
-            ["--max-distinct", "2", "--solver", "greedy"],
-            ["greedy does not handle --max-distinct; use ilp"],
-        ),
-        (["--batch", "100000000000000000"], ["more than can be counted"]),
-    ],
-)
-def test_limits_that_cannot_be(tmp_path, scores, arguments, words):
-    asked = ("solve", scores, "--budget", "40%", *arguments, "-o", tmp_path / "p.json")
-    refused(tmp_path, *asked, words=words)
-
-
 def test_a_solver_object_leaves_its_options_in_the_profile():
     from kvalloc.allocation.decision import solve
     from kvalloc.solvers.ilp import ILP

@@ -1,13 +1,12 @@
-"""The command line's targets and objectives beyond mean retention."""
+"""Objectives beyond mean retention, several workloads and shared layers on the command line."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from cli_tools import refused, run
-from factories import make_bits, make_losses, make_scores
+from factories import make_bits, make_losses, make_scores, make_shared_scores
 
 from kvalloc.formats.budget_profile import BudgetProfile
 
@@ -126,24 +125,6 @@ def test_weights_from_a_file(scores: Path) -> None:
     assert run("compare", scores, "--budget", "40%", "--weights", weights).code == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--target-loss 0.1 --budget 20%", "two targets"),
-        ("--budget 20% --objective best", "objective is 'best'"),
-        ("--budget 20% --weights w.json", "layer 1 is nan"),
-        ("--target-loss 0.1", "no loss curves"),
-    ],
-)
-def test_what_is_refused(scores: Path, words: str, said: str) -> None:
-    folder = scores.parent
-    (folder / "w.json").write_text(json.dumps([1.0, float("nan"), 1.0]))
-    if said == "no loss curves":
-        make_scores().save(scores)
-    given = [folder / word if word == "w.json" else word for word in words.split()]
-    refused(folder, "solve", scores, *given, "-o", folder / "p.json", words=[said])
-
-
 def test_tokens_and_bits_together(scores: Path) -> None:
     make_bits().save(scores)
     out = scores.parent / "p.json"
@@ -178,3 +159,30 @@ def test_another_cost_than_bytes(scores: Path, cost: str) -> None:
     assert "stored bytes" in refused(
         scores.parent, "solve", scores, "--memory", "1MiB", "--cost", cost, "-o", out
     )
+
+
+def test_compare_says_why_the_others_do_not_apply(scores: Path) -> None:
+    make_shared_scores(3, n_samples=3).save(scores)
+    ran = run("compare", scores, "--budget", "40%", "--workloads", "worst", "--json", "-q")
+    assert ran.code == 0
+    rows = {row["solver"]: row for row in ran.json}
+    assert "use cvar or ilp" in rows["greedy"]["reason"]
+    values = {n: rows[n]["objective"] for n in ("auto", "cvar", "ilp")}
+    assert values["ilp"] == pytest.approx(max(values.values()), abs=1e-9)
+
+
+@pytest.mark.parametrize("groups", ["2-3,4-5", "4"])
+def test_layers_that_share(scores: Path, groups: str) -> None:
+    make_shared_scores(3, n_samples=3).save(scores)
+    out = scores.parent / "p.json"
+    ran = run("solve", scores, "--budget", "40%", "--share-groups", groups, "-o", out, "-q")
+    assert (ran.code, ran.err) == (0, "")
+    profile = BudgetProfile.load(out)
+    assert profile.share_groups
+    assert run("verify", out, scores, "-q").code == 0
+    shown = run("inspect", out).out
+    assert "keep the same entries" in shown
+    assert ("bound over all groupings" in shown) == (groups == "4")
+    assert run("inspect", out, "--json").json["share_groups"] == [
+        list(group) for group in profile.share_groups
+    ]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from cli_tools import prose, refused, run, save_tiny_model
-from factories import make_choices
 from tiny_models import tiny_model
 
 from kvalloc.formats.budget_profile import BudgetProfile
@@ -59,31 +58,11 @@ def test_from_a_model_to_an_answer(folder: Path) -> None:
     assert generated["retained_bytes"] < generated["full_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--loss-policies", "tova"), "needs losses: add --loss measured or --loss fast"),
-        (("--loss", "fast", "--loss-policies", "nothing"), "no policy or scorer 'nothing'"),
-        (("--loss", "fast", "--loss-policies", "snapkv:window=32"), "with --window 32"),
-        (("--loss", "fast", "--loss-policies", "tova,merge"), "cannot be one of several"),
-        (("--loss", "fast", "--loss-policies", "tova,,critical"), "no policy or scorer ''"),
-    ],
-)
-def test_policies_that_cannot_be_measured(
-    folder: Path, tmp_path: Path, more: tuple[str, ...], said: str
-) -> None:
-    assert said in refused(tmp_path, *profiling(folder, *more, "-o", tmp_path / "x.safetensors"))
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--loss-policies", "nacl"), "this score profile has those of xkv, tova, critical"),
-        (("--loss-policies", "tova", "--objective", "mean"), "with the objective 'mean'"),
-        (("--loss-policies", "tova", "--objective", "worst"), "retention is asked for"),
-    ],
-)
-def test_policies_that_cannot_be_chosen(tmp_path: Path, more: tuple[str, ...], said: str) -> None:
-    make_choices(3).save(tmp_path / "s.safetensors")
-    asked = ("solve", tmp_path / "s.safetensors", "--budget", "40%", "-o", tmp_path / "p.json")
-    assert said in refused(tmp_path, *asked, *more)
+def test_policies_that_cannot_be_measured(folder: Path, tmp_path: Path) -> None:
+    wide = ("--loss", "fast", "--loss-policies", "snapkv:window=32")
+    for more, said in (
+        (wide[2:], "needs losses: add --loss measured or --loss fast"),
+        (wide, "with --window 32"),
+    ):
+        asked = profiling(folder, *more, "-o", tmp_path / "x.safetensors")
+        assert said in refused(tmp_path, *asked)

@@ -14,6 +14,7 @@ import pytest
 
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.problem.registry import solver_names
 from kvalloc.prompts.metrics import contained
 from kvalloc.prompts.splits import split_texts
 
@@ -27,11 +28,17 @@ def run(*arguments: str, folder: Path) -> cli_tools.Ran:
         return cli_tools.run("demo", "--quick", *arguments)
 
 
+SOLVERS = ("uniform", "greedy", "ilp", "pyramid", "adaptive_head")
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """As if these were all solvers: every other one's budgets cost three more rounds of answers."""
     folder = tmp_path_factory.mktemp("demo")
-    # a limit that no machine reaches: the whole ladder is asked
-    done = run("--time-limit", "3600", folder=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvalloc.allocation.decision.solver_names", lambda: SOLVERS)
+        # a limit that no machine reaches: the whole ladder is asked
+        done = run("--time-limit", "3600", folder=folder)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
     return folder / "demo-output", done.out
@@ -49,7 +56,7 @@ def test_every_file_is_there_and_sound(demo, record):
     assert not any(name in scores.text_description for name in split_texts("development"))
     assert (folder / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     names = {d["solver"] for d in record["decisions"] if d["level"] is not None}
-    assert {"uniform", "greedy", "ilp", "pyramid", "adaptive_head"} <= names
+    assert names == {*SOLVERS}
     for name in names:
         profile = BudgetProfile.load(folder / f"{name}.json")
         assert profile.score_digest == scores.digest
@@ -170,4 +177,5 @@ def test_json_has_stdout_to_itself(tmp_path):
     assert record == json.loads((tmp_path / "o" / "results.json").read_text("utf-8"))
     assert record["ladder"] == []
     assert {a["solver"] for a in record["asked"]} >= {"uniform", "greedy"}
+    assert {d["solver"] for d in record["decisions"]} == {*solver_names()}
     assert len(record["ladder_skipped"]) == 2 * len(record["asked"] + record["by_loss"])

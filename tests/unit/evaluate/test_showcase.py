@@ -159,7 +159,7 @@ def test_losses_are_measured_on_as_many_prompts_as_fit(monkeypatch, limit, promp
     """A prompt takes 70 s: 280 for all four, 140 for two of them."""
     clock = [0.0]
 
-    def measured(loaded, n_prompts, context_tokens, progress):
+    def measured(loaded, n_prompts, context_tokens, progress, plan):
         for done in range(1, 7 * n_prompts + 1):
             clock[0] += 10
             progress(done, 7 * n_prompts)

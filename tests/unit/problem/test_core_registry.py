@@ -105,16 +105,6 @@ def test_listing_names_imports_no_solver() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_greedy_needs_neither_torch_nor_scipy_nor_ortools() -> None:
-    code = (
-        "import sys, kvalloc; kvalloc.solve;"
-        "from kvalloc.problem.registry import get_solver; get_solver('greedy'); get_solver('ilp');"
-        "print([m for m in ('torch', 'scipy', 'ortools', 'networkx') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_the_folder_of_solvers_refuses_another_name() -> None:
     root = Path(registry.__file__).resolve().parents[1]
     if not (root / "solvers" / "__init__.py").exists():

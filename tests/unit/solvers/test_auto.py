@@ -7,9 +7,9 @@ import pytest
 from factories import make_problem
 
 from kvalloc.allocation.verification import solve_problem
-from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import Sense, Termination, registry
-from kvalloc.testing import larger_problem, tiny_problem, tiny_problems
+from kvalloc.errors import SolverError
+from kvalloc.problem import Termination, registry
+from kvalloc.testing import larger_problem, tiny_problem
 
 AUTO = registry.get_solver("auto")
 
@@ -37,27 +37,6 @@ def test_it_picks_the_cheapest_exact_solver(kind, picked):
     assert answer.termination is Termination.OPTIMAL
 
 
-def test_it_is_never_worse_than_any_other():
-    others = [
-        registry.get_solver(name)
-        for name in registry.solver_names()
-        if name != "auto" and not name.startswith("square")
-    ]
-    for name, problem in tiny_problems(60, seed=50):
-        try:
-            best = solve_problem(problem, AUTO).objective
-        except InfeasibleError:
-            continue
-        sign = 1.0 if problem.sense is Sense.MAX_VALUE else -1.0
-        for solver in others:
-            if solver.can_solve(problem) is True:
-                try:
-                    other = solve_problem(problem, solver).objective
-                except (InfeasibleError, SolverError):
-                    continue
-                assert sign * best >= sign * other - 1e-9, (name, solver.name)
-
-
 def test_it_goes_on_where_one_gives_up(monkeypatch):
     def gives_up(self, problem, *, time_limit_seconds=None):
         raise SolverError("greedy gave up")
@@ -67,11 +46,6 @@ def test_it_goes_on_where_one_gives_up(monkeypatch):
     assert "greedy gave up" in answer.detail
     assert not answer.detail.startswith("greedy")
     assert answer.choice.tolist() in ([1, 1], [2, 0], [0, 2])
-
-
-def test_infeasible_is_passed_on():
-    with pytest.raises(InfeasibleError):
-        solve_problem(make_problem([[0.0, 0.5]] * 2, target=1.5), AUTO)
 
 
 def test_it_passes_the_time_limit_on(monkeypatch):

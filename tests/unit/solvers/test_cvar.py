@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
-from exact_cases import (
-    SLACK,
-    TAILS,
-    workloads,
-)
+from exact_cases import SLACK, TAILS, workloads
 from factories import make_problem
 
 from kvalloc.allocation.verification import solve_problem
@@ -67,16 +61,6 @@ def test_with_all_of_the_workloads_it_is_the_mean() -> None:
     assert answer.termination is Termination.OPTIMAL
 
 
-def test_ilp_is_at_least_as_good() -> None:
-    for seed in range(4):
-        problem = workloads(seed, count=3, tail_share=0.5, n_layers=3, n_heads=2, n_options=10)
-        near = solve_problem(problem, CVaR())
-        best = solve_problem(problem, ILP())
-        assert best.termination is Termination.OPTIMAL
-        assert near.objective <= best.objective + 1e-12
-        assert best.objective <= near.bound + 1e-9
-
-
 def test_ilp_says_how_much_the_worst_workloads_can_reach() -> None:
     # Each workload can have 1 alone; no choice gives both more than 0.45.
     scenarios = np.array([[[0.0, 1.0, 0.45]], [[0.0, 0.1, 1.0]]])
@@ -99,11 +83,3 @@ def test_auto_takes_the_cheapest_that_is_enough() -> None:
     answer = solve_problem(small, get_solver("auto"))
     assert answer.detail.startswith("ilp: ")
     assert answer.termination is Termination.OPTIMAL
-
-
-def test_it_keeps_the_time_limit() -> None:
-    problem = workloads(4, count=8, n_layers=20, n_heads=8, n_options=128)
-    start = time.perf_counter()
-    answer = solve_problem(problem, CVaR(), time_limit_seconds=0.2)
-    assert time.perf_counter() - start < 30.0
-    assert answer.bound is not None

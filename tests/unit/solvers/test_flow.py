@@ -64,15 +64,6 @@ def test_tree_and_integer_program_agree(target: bool) -> None:
         assert tree.bound == tree.objective
 
 
-def test_without_caps_it_is_greedy() -> None:
-    for target in (False, True):
-        problem = medium_problem(3, concave=True, target=target)
-        assert (
-            solve_problem(problem, Flow()).objective
-            == solve_problem(problem, get_solver("greedy")).objective
-        )
-
-
 def test_a_target_beyond_the_caps_says_what_can_be_met() -> None:
     problem = tree_problem(4, tight=0.3, target=True)
     most = solve_problem(problem.with_capacity(problem.max_cost_bytes), Flow()).value

@@ -12,7 +12,7 @@ from exact_cases import (
 
 from kvalloc.allocation.verification import solve_problem
 from kvalloc.errors import InfeasibleError, SolverError
-from kvalloc.problem import GroupCap, SameBudget, Termination, dual_bound
+from kvalloc.problem import GroupCap, Termination, dual_bound
 from kvalloc.solvers.lagrangian import Lagrangian
 
 
@@ -79,11 +79,3 @@ def test_it_says_when_it_finds_nothing_within_the_caps() -> None:
     else:
         assert not isinstance(answer, InfeasibleError)
         assert answer.choice.tolist() == [1, 1]
-
-
-def test_units_that_share_a_budget_are_one() -> None:
-    groups = tuple(tuple(range(3 * layer, 3 * layer + 3)) for layer in range(6))
-    answer = solve_problem(
-        medium_problem(2, constraints=(SameBudget(groups=groups),)), Lagrangian()
-    )
-    assert np.all(answer.choice.reshape(6, 3) == answer.choice.reshape(6, 3)[:, :1])
