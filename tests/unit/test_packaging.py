@@ -136,10 +136,6 @@ def test_texts_are_clean_and_in_one_role_each() -> None:
     assert len(set().union(*speakers.values())) == sum(map(len, speakers.values()))
 
 
-def _stands(name: str) -> bool:
-    return (ROOT / name).exists() or (ROOT / "kvalloc" / name).exists()
-
-
 def test_every_room_is_explained() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     rooms = {f.parent.name for f in (ROOT / "kvalloc").glob("*/__init__.py")}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_bits, make_problem, make_scores, make_shape
+from factories import make_problem, make_scores, make_shape
 
 from kvalloc.accounting.costs import GATHER_CONSTANT_BYTES, gather_bytes, head_cost
 from kvalloc.allocation.audit import verify
@@ -96,24 +96,6 @@ def test_tokens_as_a_budget_of_another_cost() -> None:
     with pytest.raises(InfeasibleError, match=r"bytes communicated per token; .* budget_tokens=97"):
         solve(floors, budget_tokens=64, cost="communication")
     assert solve(floors, budget_tokens=97, cost="communication").cost_bytes is not None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": 0.5, "cost": "watts"}, "expected 'bytes', 'decode-bytes' or 'communication'"),
-        ({"memory": "1MiB", "cost": "decode-bytes"}, "memory is a size of stored bytes"),
-        ({"budget": 0.5, "cost": "communication", "bits": (16, 8)}, "one width"),
-        ({"budget": 0.5, "cost": "decode-bytes", "cap": "0-1=1MiB"}, "about stored bytes"),
-        (
-            {"budget": 0.5, "cost": "decode-bytes", "ranks": 2, "level": "head"},
-            "about stored bytes",
-        ),
-    ],
-)
-def test_what_does_not_go_with_a_cost(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        solve(make_bits(), **options)
 
 
 # Sizes of numbers

@@ -77,6 +77,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"budget": "200%"}, "not a share"),
             ({"budget_tokens": 0}, "keeps nothing"),
             ({"memory": "lots"}, "not a size"),
+            ({"memory": "1MiB", "cost": "decode-bytes"}, "memory is a size of stored bytes"),
         )
     ),
     *(
@@ -114,6 +115,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ({"weights": ["a", "b", "c"]}, "no table of numbers"),
             ({"weights": [[[1.0]]]}, r"shaped \(1, 1, 1\)"),
             ({"weights": [1, 2], "objective": "worst"}, "worst whatever it weighs"),
+            ({"cost": "watts"}, "expected 'bytes', 'decode-bytes' or 'communication'"),
+            ({"cost": "communication", "bits": (16, 8)}, "one width"),
+            ({"cost": "decode-bytes", "cap": "0-1=1MiB"}, "about stored bytes"),
+            ({"cost": "decode-bytes", "ranks": 2}, "about stored bytes"),
         )
     ),
     *(

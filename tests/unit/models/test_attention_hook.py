@@ -8,30 +8,12 @@ import threading
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from tiny_models import tiny_model
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from kvalloc.errors import UnsupportedModelError  # noqa: E402
-from kvalloc.models.attention import (  # noqa: E402
-    AttentionSwitch,
-    base_implementation,
-    intercept_attention,
-)
-
-
-def small_llama(attention: str = "sdpa", seed: int = 0) -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=61,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=attention).eval()
+from kvalloc.errors import UnsupportedModelError
+from kvalloc.models.attention import AttentionSwitch, base_implementation, intercept_attention
 
 
 def look(states: Any, compute: Any) -> Any:
@@ -56,7 +38,7 @@ def ids() -> Any:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_looking_is_bit_identical_and_sees_every_layer(attention: str, ids: Any) -> None:
-    model = small_llama(attention)
+    model = tiny_model(attention=attention)
     seen = []
 
     def note(states: Any, compute: Any) -> Any:
@@ -75,20 +57,20 @@ def test_looking_is_bit_identical_and_sees_every_layer(attention: str, ids: Any)
         after = model(ids).logits
     assert torch.equal(plain, seen_logits)
     assert torch.equal(plain, after)
-    assert seen == [(layer, (2, 4, 9, 8), (2, 2, 9, 8)) for layer in range(3)]
+    assert seen == [(layer, (2, 6, 9, 8), (2, 2, 9, 8)) for layer in range(3)]
     assert model.config._attn_implementation == attention
 
 
 def test_keys_are_what_the_eager_formula_needs(ids: Any) -> None:
     """Recomputing a layer's output from the states gives that layer's output."""
-    model = small_llama("eager")
+    model = tiny_model(attention="eager")
     outputs = {}
 
     def recompute(states: Any, compute: Any) -> Any:
         output, weights = compute(states.mask)
-        keys = states.keys.repeat_interleave(2, dim=1)
+        keys = states.keys.repeat_interleave(3, dim=1)
         logits = states.queries @ keys.transpose(2, 3) * states.scaling + states.mask
-        values = states.values.repeat_interleave(2, dim=1)
+        values = states.values.repeat_interleave(3, dim=1)
         mine = (logits.softmax(-1) @ values).transpose(1, 2)
         outputs[states.layer] = (output - mine).abs().max()
         return output, weights
@@ -99,7 +81,7 @@ def test_keys_are_what_the_eager_formula_needs(ids: Any) -> None:
 
 
 def test_a_mask_changes_the_output(ids: Any) -> None:
-    model = small_llama()
+    model = tiny_model()
 
     def hide_second_token(states: Any, compute: Any) -> Any:
         new = states.queries.shape[2]
@@ -116,7 +98,7 @@ def test_a_mask_changes_the_output(ids: Any) -> None:
 
 
 def test_the_innermost_handler_answers_and_the_outer_one_comes_back(ids: Any) -> None:
-    model = small_llama()
+    model = tiny_model()
     calls: list[str] = []
 
     def named(name: str) -> Any:
@@ -132,7 +114,7 @@ def test_the_innermost_handler_answers_and_the_outer_one_comes_back(ids: Any) ->
 
 
 def test_an_exception_leaves_nothing_behind(ids: Any) -> None:
-    model = small_llama()
+    model = tiny_model()
 
     def fail(states: Any, compute: Any) -> Any:
         raise ZeroDivisionError
@@ -145,7 +127,7 @@ def test_an_exception_leaves_nothing_behind(ids: Any) -> None:
 
 
 def test_another_model_inside_the_with_is_left_alone(ids: Any) -> None:
-    model, other = small_llama(), small_llama(seed=1)
+    model, other = tiny_model(), tiny_model(seed=1)
     # Even one that shares the config.
     twin = transformers.LlamaForCausalLM(model.config).eval()
     layers, note = noting()
@@ -160,7 +142,7 @@ def test_another_model_inside_the_with_is_left_alone(ids: Any) -> None:
 
 
 def test_another_thread_is_not_intercepted_and_does_not_switch_it_off(ids: Any) -> None:
-    model = small_llama()
+    model = tiny_model()
     calls, note = noting()
 
     def elsewhere() -> None:
@@ -179,16 +161,16 @@ def test_another_thread_is_not_intercepted_and_does_not_switch_it_off(ids: Any) 
 
 def test_the_config_in_a_module_is_a_view_of_the_model_s(ids: Any) -> None:
     """Of its type, with its attributes, and copied and pickled as the config itself."""
-    model = small_llama()
+    model = tiny_model()
     config, module = model.config, model.model.layers[0].self_attn
     with intercept_attention(model, look):
         view = module.config
         assert view is not config
         assert isinstance(view, transformers.LlamaConfig)
-        assert view.hidden_size == 32
+        assert view.hidden_size == 24
         view.hidden_size = 33
         assert config.hidden_size == 33
-        config.hidden_size = 32
+        config.hidden_size = 24
         twin = copy.deepcopy(model)
         assert copy.copy(view) is config
         pickled = pickle.loads(pickle.dumps(model))
@@ -209,7 +191,7 @@ def _reads_a_wrapper(module: Any) -> bool:
 
 
 def test_an_implementation_chosen_inside_the_with_stays(ids: Any) -> None:
-    model = small_llama()
+    model = tiny_model()
     with intercept_attention(model, look):
         model.set_attn_implementation("eager")
         with torch.no_grad():
@@ -218,7 +200,7 @@ def test_an_implementation_chosen_inside_the_with_stays(ids: Any) -> None:
 
 
 def test_leaving_from_another_context_is_safe() -> None:
-    model = small_llama()
+    model = tiny_model()
     switch = AttentionSwitch(model)
     tokens = []
     thread = threading.Thread(target=lambda: tokens.append(switch.enter(look)))
@@ -229,7 +211,7 @@ def test_leaving_from_another_context_is_safe() -> None:
 
 
 def test_works_on_the_model_without_its_head(ids: Any) -> None:
-    model = small_llama()
+    model = tiny_model()
     layers, note = noting()
     with torch.no_grad(), intercept_attention(model.model, note):
         model.model(ids)
@@ -261,7 +243,7 @@ def test_a_package_that_wraps_every_attention_function_may_call_ours(
     """As kvpress does where it is imported afterwards: dropout comes by its place then."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    model, calls = small_llama(), []
+    model, calls = tiny_model(), []
     with torch.no_grad(), intercept_attention(model, look):
         plain = model(ids).logits
 
