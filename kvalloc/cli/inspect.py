@@ -251,8 +251,6 @@ def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
     list of int or None, (n_layers,)
         Sinks and window included; None for sliding layers.
     """
-    import numpy as np
-
     curves = profile.contributions().sum(axis=1)
     needed: list[int | None] = [None] * profile.shape.n_layers
     for layer in profile.shape.full_layers:

@@ -7,7 +7,6 @@ import pytest
 from factories import joint_curves
 from tiny_models import tiny_model, tiny_profile, words
 
-from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure import Prompt
 from kvalloc.measure.curves import SharedRuns
@@ -101,11 +100,3 @@ def test_a_short_prompt_is_stretched_like_its_curves():
     found = measure(2, n_layers=4, texts=texts)
     assert sorted(found.sample_tokens.tolist()) == [45, 60]
     assert found.shared_curves.shape[:2] == (2, 1)
-
-
-def test_saved_and_loaded(tmp_path):
-    made = measure(2, n_layers=5, output=tmp_path / "s.safetensors")
-    again = ScoreProfile.load(tmp_path / "s.safetensors")
-    assert np.array_equal(again.shared_runs, made.shared_runs)
-    assert np.array_equal(again.shared_curves, made.shared_curves)
-    assert again.digest == made.digest
