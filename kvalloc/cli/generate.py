@@ -14,7 +14,7 @@ from kvalloc.allocation.request import TARGETS, Request, RequestOptions, Target
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import SLID_OUT, duration, is_quiet, note, print_json, wants_json
 from kvalloc.cli.progress import load, slow
-from kvalloc.cli.values import plugin_options, typed_options
+from kvalloc.cli.values import typed_options
 from kvalloc.errors import InputError, nearest, option, plain
 from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
 from kvalloc.prompts.examples import chat_text
@@ -375,7 +375,7 @@ def _policy_options(asked: Asked, budgets: BudgetProfile | None) -> dict[str, An
     if asked.policy is None:
         return {}
     from kvalloc.formats.budget_profile import Policy
-    from kvalloc.problem.registry import SCORERS, names
+    from kvalloc.problem.registry import SCORERS, names, plugin_options
     from kvalloc.runtime.policies import changed_policy, policy_class, policy_names, policy_of
     from kvalloc.scorers import scorer_class
 

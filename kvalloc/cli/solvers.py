@@ -9,9 +9,8 @@ from typing import Any
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_quiet, print_json, wants_json
-from kvalloc.cli.values import plugin_options
 from kvalloc.errors import KVAllocError, plain
-from kvalloc.problem.registry import POLICIES, SCORERS, SOLVERS, load, names
+from kvalloc.problem.registry import POLICIES, SCORERS, SOLVERS, load, names, plugin_options
 from kvalloc.report.terminal import terminal_width
 
 

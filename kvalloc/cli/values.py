@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args
 
 from kvalloc.errors import InputError, ProfileFileError, nearest
 
@@ -58,7 +57,7 @@ def solver_options(name: str, pairs: list[str]) -> dict[str, Any]:
     SolverError
         If the solver cannot be loaded.
     """
-    from kvalloc.problem.registry import SOLVERS, load
+    from kvalloc.problem.registry import SOLVERS, load, plugin_options
 
     known = plugin_options(load(SOLVERS, name))
     return typed_options("solver", name, known, pairs, example="beta=10")
@@ -74,7 +73,7 @@ def typed_options(
     kind, name : str
         What the plug-in is and how it is called; ``--KIND-option`` is named in errors.
     known : dict of inspect.Parameter
-        Its options, see `plugin_options`.
+        Its options, see `kvalloc.problem.registry.plugin_options`.
     pairs : list of str
         As typed.
     example : str
@@ -105,25 +104,6 @@ def typed_options(
             raise InputError(f"{flag} {key} is given twice; give it once")
         options[key] = _value(flag, name, key, text.strip(), known[key])
     return options
-
-
-def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
-    """The options that a solver or scorer is made with, by name.
-
-    Returns
-    -------
-    dict of inspect.Parameter
-        Their annotations resolved where that is possible.
-    """
-    if cls.__init__ is object.__init__:
-        return {}
-    try:
-        hints = get_type_hints(cls if is_dataclass(cls) else cls.__init__)
-    except Exception:  # a plug-in's annotations may name what only a type checker sees
-        hints = {}
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    return {p.name: p.replace(annotation=hints.get(p.name, p.annotation)) for p in named}
 
 
 def _value(flag: str, name: str, key: str, text: str, option: inspect.Parameter) -> Any:

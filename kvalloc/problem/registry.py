@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 
@@ -94,7 +95,7 @@ def build(cls: type[T], options: dict[str, Any], *, what: str) -> T:
     InputError
         If it has no such option, or none of that value.
     """
-    known = _signature(cls)
+    known = plugin_options(cls)
     unknown = sorted(set(options) - set(known))
     if unknown:
         choices = ", ".join(known) or "it has none"
@@ -150,7 +151,7 @@ def options_of(solver: Solver) -> dict[str, Any]:
         Lists for arrays, and the `repr` of what JSON has no word for, such as a callable.
     """
     found: dict[str, Any] = {}
-    for name, parameter in _signature(type(solver)).items():
+    for name, parameter in plugin_options(type(solver)).items():
         value = getattr(solver, name, parameter.default)
         if value is parameter.default:
             continue
@@ -168,8 +169,20 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | str)
 
 
-def _signature(cls: type[Any]) -> dict[str, inspect.Parameter]:
+def plugin_options(cls: type[Any]) -> dict[str, inspect.Parameter]:
+    """The options that a plug-in is made with, by name.
+
+    Returns
+    -------
+    dict of inspect.Parameter
+        Their annotations resolved where that is possible.
+    """
     if cls.__init__ is object.__init__:
         return {}
-    found = inspect.signature(cls.__init__).parameters
-    return {name: parameter for name, parameter in found.items() if name != "self"}
+    try:
+        hints = get_type_hints(cls if is_dataclass(cls) else cls.__init__)
+    except Exception:  # a plug-in's annotations may name what only a type checker sees
+        hints = {}
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return {p.name: p.replace(annotation=hints.get(p.name, p.annotation)) for p in named}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from scorer_oracle import make_states
 
-from kvalloc.cli.values import plugin_options
+from kvalloc.problem.registry import plugin_options
 from kvalloc.runtime.policies import EvictionPolicy, policy_class, policy_names
 from kvalloc.scorers import get_scorer, scorer_class, scorer_names
 
