@@ -205,13 +205,6 @@ class ModelShape:
         data["layer_types"] = list(self.layer_types)
         return data
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ModelShape:
-        """The shape that `to_dict` described."""
-        values = dict(data)
-        values["layer_types"] = tuple(values["layer_types"])
-        return cls(**values)
-
 
 def _base_name(model_id: str) -> str:
     return model_id.rstrip("/").rsplit("/", 1)[-1].casefold()

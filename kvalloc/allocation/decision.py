@@ -392,7 +392,8 @@ def outcome(
         found["retention"] = mean_retention(
             scores, budgets, context, bits=bits, share_groups=groups
         )
-    if not groups:  # losses are measured with entries that each layer chooses for itself
+    # Losses are measured with entries that each layer chooses for itself.
+    if scores.has_losses and not groups:
         found["predicted_loss"] = predicted_loss(
             scores, budgets, context, bits=bits, policies=policies
         )

@@ -18,7 +18,6 @@ from typing import (
     Any,
     ClassVar,
     Literal,
-    Self,
     TypedDict,
     Unpack,
     get_args,
@@ -94,11 +93,6 @@ class Target(ABC):
     def is_possible(self) -> bool:
         """Whether there can be such a target."""
         return True
-
-    @classmethod
-    def parse(cls, given: Any) -> Self:
-        """The target from what the user wrote, a text or a number."""
-        return cls(value=cls.read_value(given))
 
     def shown(self) -> object:
         """The value as `kvalloc.errors.option` writes it."""
@@ -188,7 +182,8 @@ class Target(ABC):
         """
         given = [kind for kind in TARGETS if asked.get(kind.keyword) is not None]
         if len(given) == 1:
-            return given[0].parse(asked[given[0].keyword])
+            (kind,) = given
+            return kind(value=kind.read_value(asked[kind.keyword]))
         options = ", ".join(option(kind.keyword) for kind in TARGETS)
         if not given:
             raise InputError(f"no target: say what to reach with one of {options}")
