@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cli_tools import CLI_CONTEXT, prose, run, save_tiny_model
 from factories import make_scores, make_shape
 from tiny_models import tiny_model
 from transformers import MambaConfig, MambaForCausalLM
+
+_LOADED: dict[tuple[object, ...], Any] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def demo_is_loaded_once():
+    """Commands leave a model as it was, so all of a process may have the same one."""
+    from kvalloc.models import loading
+
+    load = loading.load_model
+
+    def loaded(source: object, **options: Any) -> Any:
+        asked = {name: given for name, given in options.items() if name != "notify"}
+        if source != loading.DEMO or asked.get("attention"):
+            return load(source, **options)
+        key = asked.get("dtype", "float32"), asked.get("device")
+        if key not in _LOADED:
+            _LOADED[key] = load(source, **options)
+        return _LOADED[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load_model", loaded)
+        yield
 
 
 @pytest.fixture(scope="session")

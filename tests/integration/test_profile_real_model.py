@@ -6,8 +6,9 @@ import torch
 
 from kvalloc import fit_scorer
 from kvalloc.measure import default_texts, profile
+from kvalloc.models import loading
 from kvalloc.models.attention import intercept_attention
-from kvalloc.models.loading import DEMO_MODEL_ID, load_model, shape_of
+from kvalloc.models.loading import DEMO_MODEL_ID, shape_of
 
 pytestmark = pytest.mark.model
 
@@ -16,7 +17,7 @@ CONTEXT = 256
 
 @pytest.fixture(scope="module")
 def demo():
-    return load_model("demo")
+    return loading.load_model("demo")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_masses_are_what_eager_attention_says(demo, scores):
         default_texts(), demo.tokenizer, context_tokens=CONTEXT, least_tokens=13, samples=2
     )
     assert chosen.digest() == scores.text_digest
-    eager = load_model("demo", attention="eager").model
+    eager = loading.load_model("demo", attention="eager").model
     masses = np.zeros((30, 3))
 
     def handler(states, compute):

@@ -15,7 +15,8 @@ import runtime_oracle  # noqa: E402
 
 import kvalloc  # noqa: E402
 from kvalloc.formats.budget_profile import BudgetProfile, Policy  # noqa: E402
-from kvalloc.models.loading import load_model, shape_of  # noqa: E402
+from kvalloc.models import loading  # noqa: E402
+from kvalloc.models.loading import shape_of  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -29,7 +30,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def loaded() -> Any:
-    return load_model("demo")
+    return loading.load_model("demo")
 
 
 @pytest.fixture(scope="module")
