@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvalloc.models.attention import AttentionStates
+from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.eviction import Candidates, Eviction
 from kvalloc.runtime.layer import BudgetLayer
@@ -124,8 +124,9 @@ class LateEviction(Eviction):
         Which of them vote, the latest ones; None while the prompt arrives.
     again : bool
         Whether entries were evicted before, and what was decoded since is like another chunk.
-    scored : dict of (int, Part) to Tensor, (batch, n_kv_heads, n_tokens)
-        Scores that `evictable_scores` has computed of each layer, until entries are kept by them.
+    scored : dict of (int, Part) to (Tensor, dict of Observed)
+        What `evictable_scores` has computed of each layer, until entries are kept by it: scores,
+        (batch, n_kv_heads, n_tokens), and what scorers noted, but for numbers of each entry.
     """
 
     scorers: Mapping[int, Sequence[Scorer]] = field(default_factory=dict)
@@ -133,7 +134,9 @@ class LateEviction(Eviction):
     following_visible: Tensor | None = None
     followers: Followers | None = None
     again: bool = False
-    scored: dict[tuple[int, Part], Tensor] = field(default_factory=dict)
+    scored: dict[tuple[int, Part], tuple[Tensor, dict[Hashable, Observed]]] = field(
+        default_factory=dict
+    )
 
     late: ClassVar[bool] = True
 
@@ -167,7 +170,8 @@ class LateEviction(Eviction):
             own = self._candidates(layer, states, part).states
             end = max(int(own.keys.shape[2]) - self.window, self.sinks)
             scores = self.policy.scores(own, sinks=self.sinks)
-            self.scored[states.layer, part] = scores
+            notes = {key: replace(noted, columns=None) for key, noted in (own.later or {}).items()}
+            self.scored[states.layer, part] = scores, notes
             for place, evictable in enumerate(scores[..., self.sinks : end]):
                 by_row[place if part[0] is None else part[0]] += evictable
         return [pad_sequence(row, batch_first=True, padding_value=-inf) for row in by_row]
@@ -188,9 +192,11 @@ class LateEviction(Eviction):
         scorers += [] if self.deciding is None else [self.deciding]
         if self.followers is None or not scorers:
             return found
-        own = self._with_following(layer, found.states, part)
-        n_prompt = int(found.states.keys.shape[2])
-        notes = following_notes(scorers, own, n_prompt, sinks=self.sinks)
+        _, notes = self.scored.get((states.layer, part), (None, None))
+        if notes is None:
+            own = self._with_following(layer, found.states, part)
+            n_prompt = int(found.states.keys.shape[2])
+            notes = following_notes(scorers, own, n_prompt, sinks=self.sinks)
         later = {**(found.states.later or {}), **notes}
         return replace(found, states=replace(found.states, later=later))
 
@@ -228,7 +234,7 @@ class LateEviction(Eviction):
 
     def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
         """By the scores that the entries were handed out by, where they were."""
-        scores = self.scored.pop((states.layer, part), None)
+        scores, _ = self.scored.pop((states.layer, part), (None, None))
         if scores is None:
             return Eviction._kept(self, part, states, budgets)
         return keep_best(scores, budgets, sinks=self.sinks, window=self.window)

@@ -33,6 +33,15 @@ from kvalloc.scorers.parameters import Above0, Count
 LEAST_WEIGHT, MOST_WEIGHT = 0.05, 50.0
 """How many entries one may count for."""
 
+_LEAST_RIDGE = 1e-6
+"""Of a ridge over the number of entries: below it normal matrices in float32 are too rough."""
+
+_ALIKE = 1.25
+"""Heads are fitted at once where none keeps more than so many times the entries of another."""
+
+_NOTHING = 1e-30
+"""Least lambda."""
+
 _AHEAD_TOKENS = 8
 """How far behind the prompt's end its last queries are put."""
 
@@ -119,32 +128,37 @@ class AttentionMatching(Score):
         UnsupportedModelError
             If the prompt's queries cannot be put elsewhere.
         """
-        batch, n_kv_heads, n_tokens = kept.shape
-        values = states.values.clone()
-        bias = torch.zeros(kept.shape, dtype=torch.float32, device=kept.device)
-        bias += 0.0 if states.bias is None else states.bias
         queries, counts = self._references(states)
-        group = queries.shape[1] // n_kv_heads
-        for row in range(batch):
-            for head in range(n_kv_heads):
-                mine = kept[row, head].nonzero()[:, 0]
-                if mine.numel() == n_tokens:
-                    continue
-                own = slice(head * group, (head + 1) * group)
-                weights = _weights(states, queries[row : row + 1, own], row, head)
-                found = match_attention(
-                    weights,
-                    states.values[row, head],
-                    mine,
-                    query_weights=counts[row, own].flatten(),
-                    value_ridge=self.value_ridge,
-                    bias_ridge=self.bias_ridge if self.biases else None,
-                    bias=bias[row, head, mine],
-                    others=states.sink_logits is not None,
-                )
-                values[row, head, mine] = found.values
-                if found.logit_bias is not None:
-                    bias[row, head, mine] = found.logit_bias
+        group = queries.shape[1] // kept.shape[1]
+        # what counts for nothing changes nothing: a head that keeps everything stays as it is
+        counts = counts.unflatten(1, (-1, group)).flatten(2) * ~kept.all(dim=-1, keepdim=True)
+        values, bias = states.values.clone(), torch.zeros(kept.shape, device=kept.device)
+        bias += 0.0 if states.bias is None else states.bias
+        sizes = kept.sum(dim=-1)
+        for heads, most in _alike(sizes.amax(dim=0).tolist()):
+            mine = [head * group + place for head in heads for place in range(group)]
+            sinks = None if states.sink_logits is None else states.sink_logits[mine]
+            own = replace(states, queries=queries[:, mine], mask=None, sink_logits=sinks)
+            logits = attention_logits(own, states.keys[:, heads], 0, int(queries.shape[2]))
+            logits += bias[:, heads, None, None]
+            # evicted entries come behind the kept ones, where a head keeps fewer than another
+            order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
+            places = order[..., :most]
+            found = match_attention(
+                attention_softmax(logits, sinks).flatten(2, 3),
+                states.values[:, heads],
+                places,
+                sizes=sizes[:, heads],
+                query_weights=counts[:, heads],
+                value_ridge=self.value_ridge,
+                bias_ridge=self.bias_ridge if self.biases else None,
+                bias=bias[:, heads].gather(2, places),
+                others=sinks is not None,
+            )
+            index = _each_number(places, values)
+            values[:, heads] = values[:, heads].scatter(2, index, found.values)
+            if found.logit_bias is not None:
+                bias[:, heads] = bias[:, heads].scatter(2, places, found.logit_bias)
         return Combined(keys=states.keys, values=values, logit_bias=bias if self.biases else None)
 
     def _references(self, states: AttentionStates) -> tuple[Tensor, Tensor]:
@@ -210,17 +224,22 @@ def _moved_behind(states: AttentionStates, rows: int) -> Tensor:
     return rotate(last, ahead, frequencies.to(device))
 
 
-def _weights(states: AttentionStates, queries: Tensor, row: int, head: int) -> Tensor:
-    """Attention of queries behind the prompt to all entries of a KV head, (group * n, n_tokens)."""
-    group = int(queries.shape[1])
-    first = head * group
-    sinks = None if states.sink_logits is None else states.sink_logits[first : first + group]
-    keys = states.keys[row : row + 1, head : head + 1]
-    own = replace(states, queries=queries, keys=keys, mask=None, sink_logits=sinks)
-    logits = attention_logits(own, keys, 0, int(queries.shape[2]))
-    if states.bias is not None:
-        logits += states.bias[row, head]
-    return attention_softmax(logits, sinks)[0, 0].flatten(0, 1)
+def _alike(sizes: list[int]) -> list[tuple[list[int], int]]:
+    """Heads that keep about as many entries, which are fitted at once; and the most of each."""
+    found: list[tuple[list[int], int]] = []
+    smallest = 0
+    for size, head in sorted((size, head) for head, size in enumerate(sizes)):
+        if found and size <= smallest * _ALIKE:
+            found[-1] = ([*found[-1][0], head], size)
+        else:
+            found.append(([head], size))
+            smallest = size
+    return found
+
+
+def _each_number(places: Tensor, vectors: Tensor) -> Tensor:
+    """Places (..., n) as an index for all numbers of vectors (..., n_tokens, dim)."""
+    return places[..., None].expand(*places.shape, vectors.shape[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,8 +248,8 @@ class Matched:
 
     Attributes
     ----------
-    values : Tensor, (n_kept, head_dim)
-    logit_bias : Tensor of float32, (n_kept,), or None
+    values : Tensor, (..., n_kept, head_dim)
+    logit_bias : Tensor of float32, (..., n_kept), or None
         None where none was asked for.
     """
 
@@ -246,6 +265,7 @@ def match_attention(
     query_weights: Tensor,
     value_ridge: float,
     bias_ridge: float | None,
+    sizes: Tensor | None = None,
     bias: Tensor | None = None,
     others: bool = False,
 ) -> Matched:
@@ -253,17 +273,21 @@ def match_attention(
 
     Parameters
     ----------
-    weights : Tensor of float32, (n_queries, n_tokens)
-        Attention weights of the reference queries.
-    values : Tensor, (n_tokens, head_dim)
-    kept : Tensor of int64, (n_kept,)
-    query_weights : Tensor of float32, (n_queries,)
+    weights : Tensor of float32, (..., n_queries, n_tokens)
+        Attention weights of the reference queries, for any number of heads at once.
+    values : Tensor, (..., n_tokens, head_dim)
+    kept : Tensor of int64, (..., n_kept)
+        No entry twice in a head.
+    query_weights : Tensor of float32, (..., n_queries)
         How much each query counts, at least 0.
     value_ridge : float
         Above 0; large values leave the values as they are.
     bias_ridge : float or None
         Above 0; None for no biases.
-    bias : Tensor of float32, (n_kept,), optional
+    sizes : Tensor of int64, (...), optional
+        Where heads keep different numbers: how many of the first places of `kept` count. The
+        entries at the others are not kept, and come back as they were.
+    bias : Tensor of float32, (..., n_kept), optional
         What the logits of the kept entries have added already, as `weights` knows.
     others : bool
         Whether something without an entry takes part in the softmax, so that a row sums to less
@@ -280,54 +304,61 @@ def match_attention(
     of queries; here toward the entries' own values, so that a few queries are enough, and the
     mass in closed form, cut to its bounds.
     """
-    mass = weights.sum(dim=1)
-    own = weights[:, kept]
-    roots = query_weights.sqrt()[:, None]
+    n_kept = int(kept.shape[-1])
+    if min(value_ridge, bias_ridge or value_ridge) < _LEAST_RIDGE * n_kept:
+        weights = weights.double()
+    sizes = kept.new_full(kept.shape[:-1], n_kept) if sizes is None else sizes
+    there = torch.arange(n_kept, device=kept.device) < sizes[..., None]
+    mass = weights.sum(dim=-1, keepdim=True)
+    index = kept[..., None, :].expand(*weights.shape[:-1], n_kept)
+    own = weights.gather(-1, index) * there[..., None, :]
+    roots = query_weights.to(weights.dtype).sqrt()[..., None]
     counts = None
     if bias_ridge is not None:
-        lacking = (mass - own.sum(dim=1))[:, None]
-        more = ridge_step(roots * own, roots * lacking, bias_ridge)[:, 0]
-        before = torch.ones_like(more) if bias is None else bias.exp()
+        lacking = mass - own.sum(dim=-1, keepdim=True)
+        more = ridge_step(roots * own, roots * lacking, bias_ridge, sizes)[..., 0]
+        before = torch.ones_like(more) if bias is None else bias.to(more.dtype).exp()
         counts = (before * (1 + more)).clamp(LEAST_WEIGHT, MOST_WEIGHT)
-        own = own * (counts / before)
-    total = own.sum(dim=1)
+        own *= (counts / before)[..., None, :]
+    total = own.sum(dim=-1, keepdim=True)
     if others:
         total = total + (1 - mass).clamp(min=0)  # they stay
-    shares = own / total.clamp(min=torch.finfo(own.dtype).tiny)[:, None]
-    first = values[kept].float()
-    lacking = weights @ values.float() - shares @ first
-    change = ridge_step(roots * shares, roots * lacking, value_ridge)
+    shares = own.div_(total.clamp_(min=torch.finfo(own.dtype).tiny))
+    first = values.gather(-2, _each_number(kept, values)).to(weights.dtype)
+    lacking = weights @ values.to(weights.dtype) - shares @ first
+    change = ridge_step(roots * shares, roots * lacking, value_ridge, sizes)
     return Matched(
         values=(first + change).to(values.dtype),
-        logit_bias=None if counts is None else counts.log(),
+        logit_bias=None if counts is None else counts.log().float(),
     )
 
 
-def ridge_step(design: Tensor, target: Tensor, ridge: float) -> Tensor:
+def ridge_step(design: Tensor, target: Tensor, ridge: float, sizes: Tensor) -> Tensor:
     """``argmin |design x - target|^2 + lambda |x|^2``, lambda relative to the design.
 
     Parameters
     ----------
-    design : Tensor, (n_rows, n_columns)
-    target : Tensor, (n_rows, n_targets)
+    design : Tensor, (..., n_rows, n_columns)
+        Its type is that of all but the small system, which is solved in float64.
+    target : Tensor, (..., n_rows, n_targets)
     ridge : float
         lambda over the mean of the diagonal of ``design^T design``.
+    sizes : Tensor of int64, (...)
+        Columns of each design, from the first; all others are 0.
 
     Returns
     -------
-    Tensor of float32, (n_columns, n_targets)
-        In the form of rows or of columns, whichever system is smaller; solved in float64.
+    Tensor of the design's type, (..., n_columns, n_targets)
+        In the form of rows or of columns, whichever system is smaller. 0 where the ridge is too
+        small to make the system regular.
     """
-    wide, aim = design.double(), target.double()
-    n_rows, n_columns = wide.shape
-    scale = wide.square().sum() / n_columns * ridge
-    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # nothing is attended: no change
-    if n_rows < n_columns:
-        system = wide @ wide.T
-        system.diagonal().add_(scale)
-        found: Tensor = wide.T @ torch.linalg.solve(system, aim)
-        return found.float()
-    system = wide.T @ wide
-    system.diagonal().add_(scale)
-    solved: Tensor = torch.linalg.solve(system, wide.T @ aim)
-    return solved.float()
+    by_rows = design.shape[-2] < design.shape[-1]
+    system = (design @ design.mT if by_rows else design.mT @ design).double()
+    diagonal = system.diagonal(dim1=-2, dim2=-1)
+    scale = diagonal.sum(dim=-1) / sizes * ridge
+    diagonal += scale.clamp(min=_NOTHING)[..., None]  # nothing is attended: no change
+    factor, failed = torch.linalg.cholesky_ex(system)
+    aim = target if by_rows else design.mT @ target
+    solved = torch.cholesky_solve(aim.double(), factor).to(design.dtype)
+    found = design.mT @ solved if by_rows else solved
+    return torch.where((failed == 0)[..., None, None], found, 0.0)

@@ -91,7 +91,8 @@ def test_a_step_is_ordinary_least_squares_with_the_ridge_as_rows(
 ) -> None:
     draw = np.random.default_rng(seed)
     design, target = draw.normal(size=(n_rows, n_columns)), draw.normal(size=(n_rows, 3))
-    found = ridge_step(torch.from_numpy(design), torch.from_numpy(target), ridge)
+    sizes = torch.tensor(n_columns)
+    found = ridge_step(torch.from_numpy(design), torch.from_numpy(target), ridge, sizes)
     np.testing.assert_allclose(found, stacked(design, target, ridge), atol=1e-5)
 
 
@@ -155,6 +156,44 @@ def test_queries_that_see_nothing_of_what_is_kept_change_nothing() -> None:
     weights = torch.tensor([[0.0, 1.0]])
     found = matched(weights, torch.eye(2), [0], (0.1, 0.1))
     assert torch.equal(found.values, torch.eye(2)[:1])
+
+
+@pytest.mark.parametrize("ridge", [0.02, 1e-9])
+def test_heads_that_keep_different_numbers_are_matched_together(ridge: float) -> None:
+    weights = torch.rand(3, 6, 20).softmax(dim=-1)
+    values, counts = torch.randn(3, 20, 4), torch.rand(3, 6)
+    kept = [[0, 4, 5, 9], [2], list(range(1, 14))]
+    most = max(map(len, kept))
+    padded = [own + [place for place in range(20) if place not in own] for own in kept]
+    together = match_attention(
+        weights,
+        values,
+        torch.tensor([own[:most] for own in padded]),
+        sizes=torch.tensor([len(own) for own in kept]),
+        query_weights=counts,
+        value_ridge=ridge,
+        bias_ridge=ridge,
+    )
+    for head, own in enumerate(kept):
+        ridges = (ridge, ridge)
+        alone = matched(weights[head], values[head], own, ridges, query_weights=counts[head])
+        n = len(own)
+        torch.testing.assert_close(together.values[head, :n], alone.values, atol=1e-4, rtol=0)
+        bias = together.logit_bias[head, :n]
+        torch.testing.assert_close(bias, alone.logit_bias, atol=1e-4, rtol=0)
+        padding = torch.tensor(padded[head][n:most], dtype=torch.long)
+        assert torch.equal(together.values[head, n:], values[head, padding])
+        assert not together.logit_bias[head, n:].any()
+
+
+@pytest.mark.parametrize("lost", [0.0, float("nan")])
+def test_a_system_that_cannot_be_solved_changes_nothing(lost: float) -> None:
+    """Equal queries and a ridge below the rounding; logits that overflow."""
+    weights = torch.full((4, 8), 0.125) + lost
+    values = torch.randn(8, 4)
+    found = matched(weights, values, [0, 1, 2, 3, 4, 5], (1e-40, 1e-40))
+    assert torch.equal(found.values, values[:6])
+    assert not found.logit_bias.any()
 
 
 # As a policy
