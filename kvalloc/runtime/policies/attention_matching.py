@@ -129,12 +129,11 @@ class AttentionMatching(Score):
             If the prompt's queries cannot be put elsewhere.
         """
         queries, counts = self._references(states)
-        group = queries.shape[1] // kept.shape[1]
+        sizes, group = kept.sum(dim=-1), queries.shape[1] // kept.shape[1]
         # what counts for nothing changes nothing: a head that keeps everything stays as it is
-        counts = counts.unflatten(1, (-1, group)).flatten(2) * ~kept.all(dim=-1, keepdim=True)
+        counts = counts.reshape(*sizes.shape, -1) * ~kept.all(dim=-1, keepdim=True)
         values, bias = states.values.clone(), torch.zeros(kept.shape, device=kept.device)
         bias += 0.0 if states.bias is None else states.bias
-        sizes = kept.sum(dim=-1)
         for heads, most in _alike(sizes.amax(dim=0).tolist()):
             mine = [head * group + place for head in heads for place in range(group)]
             sinks = None if states.sink_logits is None else states.sink_logits[mine]
