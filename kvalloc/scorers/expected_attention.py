@@ -105,7 +105,7 @@ class ExpectedAttention(Scorer):
                 found["outer"] = (block.transpose(2, 3) @ block).double()
             totals |= {name: totals.get(name, 0.0) + each for name, each in found.items()}
         if before is not None:
-            totals = {name: total + before.totals[name] for name, total in totals.items()}
+            totals = {name: total + before.totals.get(name, 0.0) for name, total in totals.items()}
         return Observed(n_tokens=start + n_new, totals=totals)
 
     def _expected_logits(self, states: AttentionStates, seen: Observed) -> Tensor:

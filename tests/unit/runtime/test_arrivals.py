@@ -61,6 +61,30 @@ def test_a_row_of_a_padded_batch_keeps_what_it_would_keep_alone(
     assert cache.full_bytes == sum(profile.full_bytes_at(tokens) for tokens in LENGTHS)
 
 
+@pytest.mark.parametrize("scorer", ["h2o", "expected_attention"])
+def test_a_row_whose_first_chunk_is_padding_is_as_if_alone(tiny: ModuleType, scorer: str) -> None:
+    """Also where the scorer adds up what each chunk brings, of which the first one is nothing."""
+    model, tokens = tiny.tiny_model(), 97
+    profile = tiny.make_profile(model, CONTEXT, 0.3, scorer=scorer)
+    ids, mask = tiny.prompt(CONTEXT, 2), padding("left", (CONTEXT, tokens))
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = make_cache(profile, model, prompt_tokens=CONTEXT)
+    alone = make_cache(profile, model, prompt_tokens=tokens)
+    first = CONTEXT - tokens
+    with torch.no_grad():
+        for end in (first, 100, CONTEXT):
+            own = slice(cache.get_seq_length(), end)
+            inputs = {"attention_mask": mask[:, :end], "position_ids": places[:, own]}
+            model(ids[:, own], past_key_values=cache, **inputs)
+            if end > first:
+                model(ids[1:, own], past_key_values=alone)
+    for layer in range(tiny.N_LAYERS):
+        expected = alone.kept_indices(layer)[0] + first
+        kept = cache.kept_indices(layer)[1]
+        assert torch.equal(kept[:, : expected.shape[1]], expected)
+        assert (kept[:, expected.shape[1] :] == -1).all()
+
+
 def test_a_full_profile_in_a_padded_batch_drops_the_padding_alone(tiny: ModuleType) -> None:
     model = tiny.tiny_model()
     profile = tiny.make_profile(model, CONTEXT, 1.0)
