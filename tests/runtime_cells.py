@@ -23,10 +23,12 @@ from scorer_oracle import SCORERS
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
+from kvalloc.accounting.costs import key_bits
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import load_cache, make_cache
 from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class, policy_names
+from kvalloc.runtime.quantization import rotated
 from kvalloc.scorers import get_scorer
 
 CONTEXT, BATCH = 90, 2
@@ -119,8 +121,9 @@ class Setting:
                 own = its.keys[row, head], its.values[row, head]
                 if (row, head, layer) not in shadow.rounded and keys.dtype == torch.float32:
                     exact = [states[positions.long()] for states in own]
-                    assert ((keys - exact[0]).abs() <= half_step(exact[0], bits, 0)).all()
-                    assert ((values - exact[1]).abs() <= half_step(exact[1], bits, 1)).all()
+                    turned = [rotated(one) if bits == 3 else one for one in (values, exact[1])]
+                    assert ((keys - exact[0]).abs() <= half_step(exact[0], key_bits(bits), 0)).all()
+                    assert ((turned[0] - turned[1]).abs() <= half_step(turned[1], bits, 1)).all()
                 shadow.rounded.add((row, head, layer))
                 for states, found in zip(own, (keys, values), strict=True):
                     states[positions.long()] = found.float()
@@ -189,7 +192,7 @@ def widths(profile: Any, bits: str) -> Any:
     found = np.full_like(profile.budgets, 16)
     for place, layer in enumerate(profile.shape.full_layers):
         if bits == "mixed_bits":
-            found[layer] = (8, 4, 16, 8)[place % 4]
+            found[layer] = (8, 3, 16, 8)[place % 4]
             if profile.level == "head":
                 found[layer, 1] = (4, 16, 16, 8)[place % 4]
         else:

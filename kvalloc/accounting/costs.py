@@ -1,4 +1,4 @@
-"""Bytes of entries at 16, 8 or 4 bits, and what an option costs.
+"""Bytes of entries at 16, 8, 4 or 3 bits, and what an option costs.
 
 That is bytes stored, bytes read for each generated token, or bytes communicated for it.
 """
@@ -26,8 +26,9 @@ COSTS: dict[Cost, str] = {
 
 _Whole = TypeVar("_Whole", int, IntArray)
 
-BIT_WIDTHS = (16, 8, 4)
-"""Bits of a stored number: 16 stands for the model's own dtype, whatever its size."""
+BIT_WIDTHS = (16, 8, 4, 3)
+"""Bits of a stored number: 16 stands for the model's own dtype, whatever its size. At 3 bits keys
+have 4 (`key_bits`), and values are turned by a Hadamard matrix before they are rounded."""
 
 KEY_BLOCK_TOKENS = 64
 """Tokens of one key channel that share a scale and a minimum."""
@@ -54,7 +55,7 @@ MOST_BYTES = 2**60
 def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
     """Bytes of K and V that one KV head stores of one row.
 
-    At 16 bits an entry takes ``shape.bytes_per_entry``. At b = 8 or 4 bits, with the head's kept
+    At 16 bits an entry takes ``shape.bytes_per_entry``. At b = 8, 4 or 3 bits, with the head's kept
     entries in the order of their positions:
 
     - keys are quantised per channel in blocks of 64 tokens: of each channel and block a float16
@@ -63,7 +64,7 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     - values are quantised per token in blocks of 64 channels: of each token and block a scale and
       a minimum, ``n * ceil(head_dim / 64) * 4`` bytes;
     - the numbers themselves are packed row by row, a row of one token's key (value) vector ends on
-      a whole byte: ``ceil(head_dim * b / 8)`` bytes each for K and V.
+      a whole byte: ``ceil(head_dim * b / 8)`` bytes each for K and V, where keys at 3 bits have 4.
 
     Per channel for keys and per token for values is what KIVI found to hold at few bits.
 
@@ -72,7 +73,7 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     tokens : array_like of int
         Entries of the head.
     bits : array_like of int
-        16, 8 or 4; broadcast against ``tokens``.
+        16, 8, 4 or 3; broadcast against ``tokens``.
     shape : ModelShape
 
     Returns
@@ -152,8 +153,27 @@ def entries_in_share(
 
 def packed_row_bytes(bits: _Whole, head_dim: int) -> tuple[_Whole, _Whole]:
     """Bytes of one token's packed key, and of its packed value with that value's scales."""
-    vector = -(-head_dim * bits // 8)
-    return vector, vector + -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
+    scales = -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
+    return -(-head_dim * key_bits(bits) // 8), -(-head_dim * bits // 8) + scales
+
+
+def key_bits(bits: _Whole) -> _Whole:
+    """Bits of a stored key: those of its value, and one more at 3, where keys lose most.
+
+    With keys at 3 bits, too, the loss is several times as large (docs/runtime.md).
+    """
+    found: _Whole = bits + (bits == 3)
+    return found
+
+
+def bits_fault(bits: int, head_dim: int) -> str | None:
+    """Why heads of that size cannot be stored at a width, in words; None where they can."""
+    if bits != 3 or head_dim & (head_dim - 1) == 0:
+        return None
+    return (
+        f"3 bits for heads of {head_dim} numbers, expected a power of two: values at 3 bits are "
+        "turned by a Hadamard matrix; take 4 bits"
+    )
 
 
 def head_cost(

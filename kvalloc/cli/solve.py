@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
+from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.allocation.request import RANK_TOLERANCE, Request, RequestOptions, Target
 from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import (
@@ -408,7 +409,7 @@ def bits_text(decided: BudgetProfile) -> str:
         return ""
     kept = decided.budgets.sum()
     shares = (
-        (width, int(decided.budgets[decided.bits == width].sum()) / kept) for width in (16, 8, 4)
+        (width, int(decided.budgets[decided.bits == width].sum()) / kept) for width in BIT_WIDTHS
     )
     widths = ", ".join(f"{share:.1%} at {width} bits" for width, share in shares if share)
     return f"{widths}, of the kept entries"

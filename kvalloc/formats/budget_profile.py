@@ -14,7 +14,13 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import BIT_WIDTHS, check_size, entries_in_share, stored_bytes
+from kvalloc.accounting.costs import (
+    BIT_WIDTHS,
+    bits_fault,
+    check_size,
+    entries_in_share,
+    stored_bytes,
+)
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
 from kvalloc.files import atomic_write
@@ -484,6 +490,9 @@ class BudgetProfile(FileRecord):
         if self.bits is not None:
             found, known = np.unique(self.bits).tolist(), ", ".join(map(str, BIT_WIDTHS))
             require({*found} <= {*BIT_WIDTHS}, "bits", found, f"one of {known} each")
+            for width in found:
+                if fault := bits_fault(width, shape.head_dim):
+                    raise InputError(f"budget profile: bits: {fault}")
         if self.ranks is not None:
             expected = "a placement of single heads, at head level"
             require(self.level == "head", "ranks", "given at layer level", expected)

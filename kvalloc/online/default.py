@@ -1,8 +1,8 @@
 """The default for any model, nothing measured: the best way known within a share of the bytes.
 
 At equal bytes it pays to round first and to evict then. So entries are stored at 4 bits (at 8 where
-the share is large), as many as fit. The first tokens after the prompt choose which: the full cache
-is held until they have come, if it fits.
+the share is large, at 3 where it is small), as many as fit. The first tokens after the prompt
+choose which: the full cache is held until they have come, if it fits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvalloc.accounting.costs import entries_in_share
+from kvalloc.accounting.costs import bits_fault, entries_in_share
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
@@ -27,9 +27,9 @@ __all__ = ["Default"]
 
 _LOG = logging.getLogger(__name__)
 
-EIGHT_BITS_FROM = 0.42
-"""Smallest share of the bytes at which fewer entries at 8 bits lose less than more at 4
-(SmolLM2-135M and Qwen2.5-Coder-0.5B)."""
+EIGHT_BITS_FROM, THREE_BITS_BELOW = 0.42, 0.15
+"""Shares of the bytes from which on fewer entries at 8 bits lose less than more at 4, and below
+which more at 3 do (SmolLM2-135M; the first one Qwen2.5-Coder-0.5B, too)."""
 
 COSTS = {True: 1.1, False: 1.0}
 """Processor time of a prompt of 1,000 tokens against a plain prefill, late and early
@@ -108,10 +108,11 @@ class Default:
             _LOG.info(profile.detail)
         return make_cache(profile, model, **options)
 
-    @property
-    def bits(self) -> int:
+    def bits(self, shape: ModelShape) -> int:
         """Width of the entries that are kept."""
-        return 16 if self.share == 1 else 8 if self.share >= EIGHT_BITS_FROM else 4
+        if self.share >= EIGHT_BITS_FROM:
+            return 16 if self.share == 1 else 8
+        return 4 if self.share >= THREE_BITS_BELOW or bits_fault(3, shape.head_dim) else 3
 
     def profile(self, shape: ModelShape, tokens: int | None = None, *, late: bool) -> BudgetProfile:
         """Budgets for a model, whatever is known of the prompt.
@@ -131,9 +132,10 @@ class Default:
         """
         context = tokens or min(shape.max_context_tokens or 4096, 4096)
         table = (shape.n_layers, shape.n_kv_heads)
-        bits = np.full(table, self.bits)
+        width = self.bits(shape)
+        bits = np.full(table, width)
         bits[list(shape.sliding_layers)] = 16
-        kept = entries_in_share(self.share, context, self.bits, shape, least=SINKS + WINDOW)
+        kept = entries_in_share(self.share, context, width, shape, least=SINKS + WINDOW)
         budgets = np.full(table, kept)
         budgets[list(shape.sliding_layers)] = shape.sliding_entries(context)
         late = late and kept < context
@@ -151,7 +153,7 @@ class Default:
             context_tokens=context,
             budgets=budgets,
             share_of_16_bits=self.share,
-            bits=None if self.bits == 16 else bits,
+            bits=None if width == 16 else bits,
             by_prompt=late,
             policy=Policy(
                 scorer=scorer.name,
@@ -198,7 +200,8 @@ class Default:
             way = f"holds the full cache until {AWAITED} tokens have followed the prompt"
         elif kept == 1:
             way = "evicts nothing"
-        width = "as they are" if self.bits == 16 else f"at {self.bits} bits"
+        bits = self.bits(shape)
+        width = "as they are" if bits == 16 else f"at {bits} bits"
         return (
             f"by default, nothing measured: {way}; {kept:.0%} of the entries {width}, "
             f"{size(stored)}, {reached:.1%} of a cache at 16 bits; about {size(peak)} while it is "

@@ -1,4 +1,4 @@
-"""Kept entries of one layer at 16, 8 or 4 bits, each KV head as the profile says.
+"""Kept entries of one layer at 16, 8, 4 or 3 bits, each KV head as the profile says.
 
 The layout is ours, not that of optimum-quanto or torchao: theirs are tensors of one shape, with
 scales of the model's type, while heads and rows here keep different numbers of entries and each
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, key_bits
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.kept import FlatEntries, Piece, RaggedEntries
-from kvalloc.runtime.quantization import from_codes, key_codes, value_codes
+from kvalloc.runtime.quantization import from_codes, key_codes, rotated, value_codes
 
 __all__ = [
     "PackedEntries",
@@ -76,7 +76,7 @@ class Segment:
         own_codes, scales = value_codes(values, bits)
         rows = [packed_codes(own_codes, bits), scales.flatten(1).contiguous().view(torch.uint8)]
         return cls(
-            keys=packed_codes(codes, bits),
+            keys=packed_codes(codes, key_bits(bits)),
             values=torch.cat(rows, dim=1),
             key_scales=key_scales,
             positions=positions,
@@ -113,9 +113,18 @@ class Segment:
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes (n, head_dim) as bytes; at 4 bits two to a byte, the even channel in the low half."""
+    """Codes (n, head_dim) as bytes, the first channel in the lowest bits.
+
+    At 4 bits two to a byte, at 3 bits eight to three bytes.
+    """
     if bits == 8:
         return codes.contiguous()
+    if bits == 3:
+        n_bytes, places = -(-codes.shape[1] * 3 // 8), torch.arange(8, device=codes.device)
+        whole = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).int()
+        groups = whole.view(len(codes), whole.shape[1] // 8, 8)
+        words = (groups << 3 * places).sum(dim=-1, keepdim=True)
+        return torch.bitwise_and(words >> 8 * places[:3], 255).byte().flatten(1)[:, :n_bytes]
     padded = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
     return padded[:, 0::2] | (padded[:, 1::2] << 4)
 
@@ -124,6 +133,12 @@ def unpacked_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     """Codes (n, head_dim) of `packed_codes`."""
     if bits == 8:
         return packed
+    if bits == 3:
+        places = torch.arange(8, device=packed.device)
+        whole = torch.nn.functional.pad(packed, (0, -packed.shape[1] % 3)).int()
+        groups = whole.view(len(packed), whole.shape[1] // 3, 3)
+        words = (groups << 8 * places[:3]).sum(dim=-1, keepdim=True)
+        return torch.bitwise_and(words >> 3 * places, 7).flatten(1)[:, :head_dim]
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)[:, :head_dim]
 
 
@@ -135,16 +150,19 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
     rows : Tensor of uint8, (n, key_bytes)
     scales : Tensor of float16, (ceil(n / 64), 2, head_dim)
     bits : int
-        8 or 4.
+        8, 4 or 3.
     """
-    codes = unpacked_codes(rows, bits, int(scales.shape[-1]))
+    codes = unpacked_codes(rows, key_bits(bits), int(scales.shape[-1]))
     whole = torch.nn.functional.pad(codes, (0, 0, 0, -len(rows) % KEY_BLOCK_TOKENS))
     blocks = whole.view(-1, KEY_BLOCK_TOKENS, whole.shape[1])
     return from_codes(blocks, scales[:, :1], scales[:, 1:]).flatten(0, 1)[: len(rows)]
 
 
 def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
-    """Values, float32, (n, head_dim), of packed rows with their scales, (n, value_bytes)."""
+    """Values, float32, (n, head_dim), of packed rows with their scales, (n, value_bytes).
+
+    At 3 bits they are still `kvalloc.runtime.quantization.rotated`.
+    """
     n_bytes = -(-head_dim * bits // 8)
     # A copy even of one row: float16 cannot begin at an odd byte.
     scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format).view(torch.float16)
@@ -163,7 +181,7 @@ class PackedHeads:
     Attributes
     ----------
     bits : int
-        16, 8 or 4.
+        16, 8, 4 or 3.
     heads : tuple of int
         KV heads of the layer, rising.
     codes : RaggedEntries
@@ -221,9 +239,10 @@ class PackedHeads:
         every = torch.arange(one.positions.numel(), device=one.positions.device)
         if one.key_scales is None:
             return one.keys, one.values, one.positions, one.bias, every
+        found = value_numbers(one.values, self.bits, int(values.shape[-1]))
         return (
             key_numbers(one.keys, one.key_scales, self.bits).to(keys.dtype),
-            value_numbers(one.values, self.bits, int(values.shape[-1])).to(values.dtype),
+            (rotated(found) if self.bits == 3 else found).to(values.dtype),
             one.positions,
             one.bias,
             every,
@@ -262,7 +281,7 @@ class PackedEntries:
         piece : callable
             As for `RaggedEntries.collect`; asked once for each, in order.
         bits : ndarray of int64, (n_kv_heads,)
-            16, 8 or 4.
+            16, 8, 4 or 3.
         """
         segments: list[list[Segment]] = []
         like: tuple[Tensor, Tensor] | None = None

@@ -1,11 +1,17 @@
-"""Keys and values at 8 or 4 bits, as they will be stored: what measuring and running share."""
+"""Keys and values at 8, 4 or 3 bits, as they will be stored: what measuring and running share."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
 
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
+from kvalloc.accounting.costs import (
+    KEY_BLOCK_TOKENS,
+    VALUE_BLOCK_CHANNELS,
+    bits_fault,
+    key_bits,
+)
+from kvalloc.errors import InputError
 from kvalloc.scorers.attention_rows import window_attention
 
 if TYPE_CHECKING:
@@ -25,7 +31,7 @@ def quantised_keys(keys: Tensor, bits: int) -> Tensor:
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
         In the order in which they are stored.
     bits : int
-        8 or 4; at 16 they come back as they are.
+        8, 4 or 3; at 16 they come back as they are.
 
     Returns
     -------
@@ -33,7 +39,8 @@ def quantised_keys(keys: Tensor, bits: int) -> Tensor:
     """
     if bits == 16:
         return keys
-    return _rounded(keys.transpose(2, 3), KEY_BLOCK_TOKENS, bits).transpose(2, 3)
+    by_channel = keys.transpose(2, 3)
+    return _rounded(by_channel, KEY_BLOCK_TOKENS, key_bits(bits)).transpose(2, 3)
 
 
 def quantised_values(values: Tensor, bits: int) -> Tensor:
@@ -43,13 +50,53 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
     ----------
     values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
     bits : int
-        8 or 4; at 16 they come back as they are.
+        8, 4 or 3; at 16 they come back as they are.
 
     Returns
     -------
     Tensor, as ``values``
     """
+    if bits == 3:
+        turned = _rounded(rotated(values), VALUE_BLOCK_CHANNELS, bits)
+        return rotated(turned).to(values.dtype)
     return values if bits == 16 else _rounded(values, VALUE_BLOCK_CHANNELS, bits)
+
+
+def rotated(vectors: Tensor) -> Tensor:
+    """Vectors times the orthonormal Hadamard matrix; twice gives them back.
+
+    What stands out in one channel is spread over all, so that fewer bits lose less. By sums and
+    differences, whose result does not depend on how many vectors there are.
+
+    Parameters
+    ----------
+    vectors : Tensor, (..., dim)
+
+    Returns
+    -------
+    Tensor of float32, (..., dim)
+
+    Raises
+    ------
+    InputError
+        If dim is no power of two.
+
+    References
+    ----------
+    QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs (Ashkboos et al., 2024).
+    """
+    import torch
+
+    dim = int(vectors.shape[-1])
+    found: Tensor = vectors.float() * dim**-0.5
+    if fault := bits_fault(3, dim):
+        raise InputError(fault)
+    half = 1
+    while half < dim:
+        first, second = found.reshape(*vectors.shape[:-1], dim // half // 2, 2, half).unbind(-2)
+        found = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+        half *= 2
+    return found
 
 
 def output_fidelity(states: AttentionStates, *, bits: int, rows: int) -> Tensor:
@@ -66,7 +113,7 @@ def output_fidelity(states: AttentionStates, *, bits: int, rows: int) -> Tensor:
     states : AttentionStates
         What one layer's attention sees.
     bits : int
-        16, 8 or 4.
+        16, 8, 4 or 3.
     rows : int
         How many of the last tokens.
 
@@ -106,7 +153,7 @@ def key_codes(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     keys : Tensor, (n_tokens, head_dim)
         In the order in which they are stored.
     bits : int
-        8 or 4.
+        8, 4 or 3.
 
     Returns
     -------
@@ -116,7 +163,7 @@ def key_codes(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     import torch
 
-    codes, scale, least = _coded(keys.T, KEY_BLOCK_TOKENS, bits)
+    codes, scale, least = _coded(keys.T, KEY_BLOCK_TOKENS, key_bits(bits))
     scales = torch.stack([scale[..., 0].T, least[..., 0].T], dim=1)
     return codes.flatten(-2).T[: keys.shape[0]], scales
 
@@ -128,7 +175,7 @@ def value_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     ----------
     values : Tensor, (n_tokens, head_dim)
     bits : int
-        8 or 4.
+        8, 4 or 3.
 
     Returns
     -------
@@ -138,7 +185,8 @@ def value_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     import torch
 
-    codes, scale, least = _coded(values, VALUE_BLOCK_CHANNELS, bits)
+    numbers = rotated(values) if bits == 3 else values
+    codes, scale, least = _coded(numbers, VALUE_BLOCK_CHANNELS, bits)
     return codes.flatten(-2)[:, : values.shape[1]], torch.cat([scale, least], dim=-1)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -19,6 +20,7 @@ from kvalloc.runtime.attention.cpu import CpuBackend
 from kvalloc.runtime.attention.torch import TorchBackend
 from kvalloc.runtime.attention.triton import TritonBackend
 from kvalloc.runtime.kept import FlatEntries
+from kvalloc.runtime.quantization import rotated
 
 __all__ = ["BACKENDS", "attend", "chosen"]
 
@@ -43,7 +45,7 @@ def attend(call: AttentionCall, kept: Sequence[FlatEntries]) -> Tensor:
         Of the queries' type, contiguous.
     """
     if len(kept) == 1:
-        return chosen(call, kept[0]).attend(call, kept[0])
+        return _attend(call, kept[0])
     batch, n_query_heads, n_new, _ = call.queries.shape
     group = n_query_heads // call.keys.shape[1]
     output = call.queries.new_empty(batch, n_new, n_query_heads, call.values.shape[-1])
@@ -51,8 +53,18 @@ def attend(call: AttentionCall, kept: Sequence[FlatEntries]) -> Tensor:
         assert part.heads is not None, "parts of a layer say which heads they are"
         heads, own = _places(part.heads, group, output.device)
         some = call.heads(heads, own)
-        output.index_copy_(2, own, chosen(some, part).attend(some, part))
+        output.index_copy_(2, own, _attend(some, part))
     return output
+
+
+def _attend(call: AttentionCall, kept: FlatEntries) -> Tensor:
+    """As `attend`; values at 3 bits are rotated, and so are all others here, and the answer."""
+    if kept.bits != 3:
+        return chosen(call, kept).attend(call, kept)
+    queries, keys, values = call.queries.float(), call.keys.float(), rotated(call.values)
+    turned = replace(call, queries=queries, keys=keys, values=values)
+    found = chosen(turned, kept).attend(turned, kept)
+    return rotated(found).to(call.queries.dtype)
 
 
 def chosen(call: AttentionCall, kept: FlatEntries) -> Backend:

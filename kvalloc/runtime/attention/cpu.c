@@ -30,7 +30,7 @@ typedef int32_t ivec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint16_t half_vec __attribute__((vector_size(16), aligned(2), may_alias));
 
-enum kind { FLOAT32, BFLOAT16, FLOAT16, BITS_8, BITS_4 };
+enum kind { FLOAT32, BFLOAT16, FLOAT16, BITS_8, BITS_4, BITS_3 }; /* keys at 3 bits have 4 */
 
 /* The same fields, in the same order, as `_Arguments` in cpu.py. */
 typedef struct {
@@ -107,7 +107,7 @@ static inline vec power_of_two(vec x) {
     return (vec)((ivec)product & (enough | (x != x)));
 }
 
-/* Numbers of half precision, 8 codes of 8 or 4 bits: as float32. */
+/* Numbers of half precision, 8 codes of 8, 4 or 3 bits: as float32. */
 
 static inline vec from_bfloat16(half_vec x) {
     return (vec)(__builtin_convertvector(x, uvec) << 16);
@@ -146,11 +146,23 @@ static inline vec from_nibbles(uint32_t x) {
     return __builtin_convertvector((ivec)((many >> places) & 15), vec);
 }
 
+static inline vec from_threes(const char *x) {
+    const uvec places = {0, 3, 6, 9, 12, 15, 18, 21};
+    uint32_t own = 0;
+    memcpy(&own, x, 3);
+    uvec many = {own, own, own, own, own, own, own, own};
+    return __builtin_convertvector((ivec)((many >> places) & 7), vec);
+}
+
 /* Eight channels of a row from `first` on; fewer are left where `left` is below 8. */
 static inline vec eight(const char *row, int kind, int64_t first, int64_t left) {
     char own[32] = {0};
-    int size = kind == FLOAT32 ? 32 : kind == BITS_8 ? 8 : kind == BITS_4 ? 4 : 16;
-    row += kind == BITS_4 ? first / 2 : first * (size / LANES);
+    int size = kind == FLOAT32  ? 32
+               : kind == BITS_8 ? 8
+               : kind == BITS_4 ? 4
+               : kind == BITS_3 ? 3
+                                : 16;
+    row += first / LANES * size;
     if (left < LANES) {
         memcpy(own, row, (size * left + LANES - 1) / LANES);
         row = own;
@@ -161,6 +173,7 @@ static inline vec eight(const char *row, int kind, int64_t first, int64_t left) 
     case BFLOAT16: return from_bfloat16(*(const half_vec *)row);
     case FLOAT16: return from_float16(*(const half_vec *)row);
     case BITS_8: return from_bytes(row);
+    case BITS_3: return from_threes(row);
     default: memcpy(&nibbles, row, sizeof nibbles); return from_nibbles(nibbles);
     }
 }
@@ -172,13 +185,16 @@ static inline int64_t code_bytes(int kind, int64_t dim) {
     case FLOAT32: return 4 * dim;
     case BITS_8: return dim;
     case BITS_4: return (dim + 1) / 2;
+    case BITS_3: return (3 * dim + 7) / 8;
     default: return 2 * dim;
     }
 }
 
+static inline int key_kind(int kind) { return kind == BITS_3 ? BITS_4 : kind; }
+
 static inline int64_t value_bytes(int kind, int64_t dim) {
     int64_t scales = (dim + SCALE_CHANNELS - 1) / SCALE_CHANNELS;
-    return code_bytes(kind, dim) + (kind == BITS_8 || kind == BITS_4 ? 4 * scales : 0);
+    return code_bytes(kind, dim) + (kind >= BITS_8 ? 4 * scales : 0);
 }
 
 /* Rows of `width` floats each, zeros behind `dim`; `steps` and `leasts` for codes of keys. */
@@ -209,15 +225,16 @@ static inline __attribute__((always_inline)) void value_floats(
 }
 
 static void keys_as_floats(const span *of, int64_t first, int64_t n, int64_t dim, scratch *own) {
-    const char *rows = of->keys + first * code_bytes(of->kind, dim);
-    int64_t bytes = code_bytes(of->kind, dim), width = own->key_width;
+    int kind = key_kind(of->kind);
+    int64_t bytes = code_bytes(kind, dim), width = own->key_width;
+    const char *rows = of->keys + first * bytes;
     float *out = own->keys, *steps = own->steps, *leasts = own->leasts;
-    if (of->kind == BITS_8 || of->kind == BITS_4) {
+    if (kind >= BITS_8) {
         const char *scales = (const char *)(of->key_scales + first / BLOCK * 2 * dim);
         make_floats(scales, FLOAT16, 0, 1, dim, width, 0, 0, steps);
         make_floats(scales + 2 * dim, FLOAT16, 0, 1, dim, width, 0, 0, leasts);
     }
-    switch (of->kind) { /* each with its kind known, so that nothing is decided in the loop */
+    switch (kind) { /* each with its kind known, so that nothing is decided in the loop */
     case FLOAT32: make_floats(rows, FLOAT32, bytes, n, dim, width, 0, 0, out); break;
     case BFLOAT16: make_floats(rows, BFLOAT16, bytes, n, dim, width, 0, 0, out); break;
     case FLOAT16: make_floats(rows, FLOAT16, bytes, n, dim, width, 0, 0, out); break;
@@ -234,6 +251,7 @@ static void values_as_floats(const span *of, int64_t first, int64_t n, int64_t d
     case BFLOAT16: make_floats(rows, BFLOAT16, bytes, n, dim, width, 0, 0, own->values); break;
     case FLOAT16: make_floats(rows, FLOAT16, bytes, n, dim, width, 0, 0, own->values); break;
     case BITS_8: value_floats(rows, BITS_8, bytes, n, dim, width, own->values); break;
+    case BITS_3: value_floats(rows, BITS_3, bytes, n, dim, width, own->values); break;
     default: value_floats(rows, BITS_4, bytes, n, dim, width, own->values); break;
     }
 }
@@ -399,7 +417,7 @@ static void spans_of(const arguments *given, int64_t segment, span out[2]) {
     int64_t first = segment * given->room;
     out[0] = (span){
         .keys = (const char *)given->kept_keys
-            + own[0] * code_bytes(given->kept_kind, given->key_dim),
+            + own[0] * code_bytes(key_kind((int)given->kept_kind), given->key_dim),
         .values = (const char *)given->kept_values
             + own[0] * value_bytes(given->kept_kind, given->value_dim),
         .bias = given->bias ? given->bias + own[0] : 0,

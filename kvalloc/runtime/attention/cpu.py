@@ -1,7 +1,7 @@
 """Attention of a few new tokens over kept entries in one pass on the CPU, written in C.
 
 What `kvalloc.runtime.attention.triton` is on CUDA: each entry is read once, as it is stored
-(float32, half precision, codes of 8 or 4 bits), by threads that share all entries of a layer
+(float32, half precision, codes of 8, 4 or 3 bits), by threads that share all entries of a layer
 equally, however different segments are. `cpu.c` is built when kvalloc is installed where there is a
 compiler (setup.py), and by ``make kernel``; without it torch's operations do the same, slower.
 """
@@ -36,7 +36,7 @@ room for. A question of 50 tokens takes 0.5 to 0.8 of the time that torch's oper
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("cpu.c")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_PACKED_KINDS = {8: 3, 4: 4}
+_PACKED_KINDS = {8: 3, 4: 4, 3: 5}
 
 
 class _Arguments(ctypes.Structure):

@@ -54,6 +54,8 @@ class TritonBackend:
             return "the entries are not on CUDA"
         if not _installed():
             return "Triton is not installed"
+        if kept.bits == 3:
+            return "it does not read codes of 3 bits"
         dims = call.queries.shape[-1], call.values.shape[-1]
         if kept.bits != 16 and any(dim * kept.bits % 16 for dim in dims):
             return (

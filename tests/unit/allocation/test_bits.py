@@ -238,7 +238,7 @@ def test_loss_is_not_predicted_for_fewer_bits() -> None:
 def test_bad_bits_in_a_budget_profile() -> None:
     budgets = np.full((3, 2), 20)
     for bits, message in (
-        (np.full((3, 2), 2), "one of 16, 8, 4"),
+        (np.full((3, 2), 2), "one of 16, 8, 4, 3"),
         (np.full((3, 1), 8), "shaped"),
         (np.full((3, 2), 8.0), "float64"),
     ):

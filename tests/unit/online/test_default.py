@@ -51,6 +51,7 @@ def share_of(cache: Any, tokens: int, rows: int = 1) -> float:
         ({"budget": "20%"}, 4, True),
         ({"budget": 0.3}, 4, True),
         ({"budget": "50%"}, 8, True),
+        ({"budget": "14%"}, 3, True),
         ({"budget": "30%", "memory": "60KiB"}, 4, False),
         ({"budget": "30%", "decode_every": 64}, 4, False),
         ({"budget": "30%", "memory": "1GiB", "bounded": 2}, 4, True),
@@ -152,8 +153,8 @@ def test_the_profile_is_a_file_and_the_cache_another(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"budget": "2%"}, "2.0% of the bytes of 150 tokens at 16 bits is 6 entries a head at 4 "
-                           "bits, below the 12 of sinks and window; ask for at least 3.2%"),
+        ({"budget": "2%"}, "2.0% of the bytes of 150 tokens at 16 bits is 7 entries a head at 3 "
+                           "bits, below the 12 of sinks and window; ask for at least 3.0%"),
         ({"budget": "30%", "memory": "2KiB"}, "memory is 2.00 KiB, but a prompt of 150 tokens "
                                               "needs 198 KiB where its full cache is held, and "
                                               "59.94 KiB where it is evicted while it is read"),
@@ -168,6 +169,16 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=said.replace("(", r"\(")):
         run(model, tiny.prompt(TOKENS), **options)
+
+
+def test_heads_that_three_bits_do_not_fit_have_four(tiny: ModuleType) -> None:
+    model = tiny.tiny_model(head_dim=24)
+    cache = run(model, tiny.prompt(TOKENS), budget="14%")
+    assert np.unique(cache.profile.bits).tolist() == [4]
+    assert share_of(cache, TOKENS) <= 0.14
+    said = "bits: 3 bits for heads of 24 numbers, expected a power of two: .* take 4 bits"
+    with pytest.raises(InputError, match=said):
+        cache.profile.replace(bits=np.full_like(cache.profile.bits, 3), share_of_16_bits=None)
 
 
 def test_shares_do_not_depend_on_the_models_type(tiny: ModuleType, model: Any) -> None:

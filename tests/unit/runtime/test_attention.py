@@ -148,12 +148,15 @@ def test_entries_of_equal_number(
 @pytest.mark.parametrize("kernel", [WITH, WITHOUT])
 @pytest.mark.parametrize("n_new", [1, 7])
 @pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize("widths", [[4, 4, 4], [16, 8, 4], [8, 16, 8]])
-def test_heads_of_every_width(widths: list[int], extras: bool, n_new: int, kernel: str) -> None:
+@pytest.mark.parametrize("widths", [[4, 4, 4], [16, 8, 4], [8, 16, 8], [3, 3, 3], [16, 3, 4]])
+@pytest.mark.parametrize("dims", [(16, 16), (64, 128), (8, 4)])
+def test_heads_of_every_width(
+    dims: tuple[int, int], widths: list[int], extras: bool, n_new: int, kernel: str
+) -> None:
     counts = np.array([[300, 64, 5], [128, 200, 0]])
     torch.manual_seed(0)
-    entries = packed_of(stored_of(counts, (16, 16), torch.float32, biased=extras), counts, widths)
-    call = call_of(counts, (16, 16), torch.float32, n_new=n_new, extras=extras)
+    entries = packed_of(stored_of(counts, dims, torch.float32, biased=extras), counts, widths)
+    call = call_of(counts, dims, torch.float32, n_new=n_new, extras=extras)
     with kernel_choice(kernel):
         check(attend(call, entries.flat), call, unpacked(entries, counts))
 

@@ -84,7 +84,7 @@ def saved(
             profile = tiny.by_head(profile, 70)
         if name == "packed":
             bits = np.full_like(profile.budgets, 8)
-            bits[:, 1], bits[1], bits[2, 0] = 4, 4, 16
+            bits[:, 1], bits[1], bits[2, 0] = 4, 3, 16
             profile = profile.replace(bits=bits)
         cache = profile.cache(model, **options)
         mask = torch.ones(batch, CONTEXT, dtype=torch.long)

@@ -1,18 +1,20 @@
-"""Entries at 16, 8 and 4 bits: what is stored, to the byte, and what comes back."""
+"""Entries at 16, 8, 4 and 3 bits: what is stored, to the byte, and what comes back."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from factories import make_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvalloc.accounting.costs import stored_bytes
+from kvalloc.errors import InputError
 from kvalloc.runtime.packed import PackedEntries
-from kvalloc.runtime.quantization import quantised_keys, quantised_values
+from kvalloc.runtime.quantization import quantised_keys, quantised_values, rotated
 
 BATCH, HEADS = 2, 3
 
@@ -53,13 +55,15 @@ counts_strategy = st.lists(
 @settings(deadline=None, max_examples=25)
 @given(
     counts=counts_strategy,
-    bits=st.lists(st.sampled_from([16, 8, 4]), min_size=HEADS, max_size=HEADS),
-    head_dim=st.sampled_from([8, 9, 64, 80]),
+    bits=st.lists(st.sampled_from([16, 8, 4, 3]), min_size=HEADS, max_size=HEADS),
+    head_dim=st.sampled_from([4, 8, 9, 64, 80]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
     counts: Any, bits: list[int], head_dim: int, dtype: torch.dtype
 ) -> None:
+    if head_dim & (head_dim - 1):
+        bits = [max(width, 4) for width in bits]
     found, widths = numbers(counts, head_dim, dtype), np.array(bits)
     table = np.array(counts, dtype=np.int64)
     entries = PackedEntries.collect(table, piece_of(found), widths)
@@ -94,11 +98,34 @@ def test_four_bits_by_hand() -> None:
     assert codes.keys.tolist() == [[0], [15 + 16 * 3], [7 + 16 * 15]]
 
 
+def test_three_bits_by_hand() -> None:
+    """Keys at 4 bits; of values, turned by Hadamard's matrix, eight codes in three bytes."""
+    sign = torch.tensor([[1.0, 1], [1, -1]])
+    matrix = torch.kron(torch.kron(sign, sign), sign) / 8**0.5
+    turned = torch.tensor([[0.0, 7, 1, 2, 3, 4, 5, 6], [0, 14, 2, 4, 6, 8, 10, 12]])
+    values, every = turned @ matrix, torch.arange(2)
+    assert torch.allclose(rotated(values), turned, atol=1e-5)
+    assert torch.allclose(rotated(rotated(values)), values, atol=1e-5)
+    keys = torch.arange(16.0).view(2, 8)
+    entries = PackedEntries.collect(
+        np.array([[2]]), lambda row, head: (keys, values, every.int(), None, every), np.array([3])
+    )
+    codes = entries.parts[0].codes
+    assert codes.keys.shape == (2, 4)
+    word = sum(code << 3 * place for place, code in enumerate([0, 7, 1, 2, 3, 4, 5, 6]))
+    for row in codes.values.tolist():
+        assert row[:3] == [word & 255, word >> 8 & 255, word >> 16]
+        assert len(row) == 3 + 4
+    assert torch.allclose(entries.piece(0, 0)[1], values, atol=1e-2)
+    with pytest.raises(InputError, match="3 bits for heads of 6 numbers, expected a power of two"):
+        rotated(torch.zeros(1, 6))
+
+
 @settings(deadline=None, max_examples=25)
 @given(counts=counts_strategy, added=st.integers(1, 130), removed=st.integers(0, 40))
 def test_more_entries_behind_and_fewer_again(counts: Any, added: int, removed: int) -> None:
     """Whole blocks stay bit for bit; a block that was not full is rounded once more."""
-    table, widths = np.array(counts, dtype=np.int64), np.array([16, 8, 4])
+    table, widths = np.array(counts, dtype=np.int64), np.array([16, 8, 3])
     found = numbers(counts, 8, torch.float32)
     entries = PackedEntries.collect(table, piece_of(found), widths)
     first = 600
