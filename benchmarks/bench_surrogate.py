@@ -34,7 +34,10 @@ from kvalloc.scorers import get_scorer
 NEW, TARGET = 64, 1.10
 BUDGETS = {"20%": "smollm2-135m-instruct-context-20", "40%": "smollm2-135m-instruct-context-40"}
 TASKS = {"text": ("kl", "inside"), "needles, asked after": ("needle-keys", "after")}
-MATCHED_TOO = ("surrogate", "reconstruction")
+WAYS = {
+    "20%": ("snapkv", "expected_attention", "surrogate", "reconstruction"),
+    "40%": ("snapkv", "surrogate"),
+}
 MATCHED = {"name": "attention_matching", "parameters": {"following": 0}}
 
 
@@ -63,7 +66,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="the scorer surrogate")
     parser.add_argument("--surrogate", type=Path)
-    parser.add_argument("--samples", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1000)
@@ -98,21 +101,19 @@ def ways(share: str, file: str) -> dict[str, Any]:
     """Profiles with the same budgets by head, and another way to choose the entries each."""
     budgets = kvalloc.load_profile(BUDGETS[share])
     own, found = budgets.policy, {}
-    window = {"window": own.window}
-    for name, more in (
-        ("snapkv", {}),
-        ("expected_attention", {}),
-        ("surrogate", {"file": file}),
-        ("reconstruction", {}),
-    ):
-        scorer = get_scorer(name, **window, **more)
+    for name in WAYS[share]:
+        more = {"file": file} if name == "surrogate" else {}
+        scorer = get_scorer(name, window=own.window, **more)
         ranked = own.replace(
-            name="score", parameters={}, label="", scorer=name,
+            name="score",
+            parameters={},
+            label="",
+            scorer=name,
             scorer_parameters=scorer.parameters(),
-        )  # fmt: skip
+        )
         found[name] = budgets.with_policy(ranked)
-        if name in MATCHED_TOO and share == "20%":
-            found[f"{name}, matched"] = budgets.with_policy(ranked.replace(**MATCHED))
+        if name == "surrogate":
+            found["surrogate, matched"] = budgets.with_policy(ranked.replace(**MATCHED))
     return found
 
 

@@ -40,7 +40,7 @@ RANKED_TOKENS = 64
 """Tokens of each sample that are kept for the rank correlation."""
 
 _PIECE = "sums"
-_HALVES = ("even", "odd")
+_HALVES = ("first", "second")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +232,10 @@ class _Fitting:
     def target(self) -> Reconstruction:
         return Reconstruction(chunk=max(self.context, 16))
 
+    def _half(self, index: int) -> int:
+        """Of a sample: other documents than the first half's, or the same kinds in their turns."""
+        return int(2 * index >= len(self.samples.samples))
+
     def record(self) -> dict[str, Any]:
         return {
             **job_record(self.model, self.shape),
@@ -254,7 +258,7 @@ class _Fitting:
         steps.advance(done * len(layers))
         for index in range(done, n_samples):
             features, targets = self._rows(index, steps)
-            half = _HALVES[index % 2]
+            half = _HALVES[self._half(index)]
             own = NormalEquations.of(features, targets).moments
             arrays[half] = arrays[half] + own if half in arrays else own
             places = np.linspace(0, features.shape[2] - 1, RANKED_TOKENS).astype(np.int64)
@@ -300,15 +304,15 @@ class _Fitting:
 
     def _fit(self, arrays: dict[str, FloatArray]) -> FittedSurrogate:
         """The best ridge, both halves by the fit of the other, and the fit of both."""
-        even, odd = (NormalEquations(moments=arrays[half]) for half in _HALVES)
+        first, second = (NormalEquations(moments=arrays[half]) for half in _HALVES)
         explained = {
-            ridge: (odd.r_squared(even.fit(ridge)) + even.r_squared(odd.fit(ridge))) / 2
+            ridge: (second.r_squared(first.fit(ridge)) + first.r_squared(second.fit(ridge))) / 2
             for ridge in RIDGES
         }
         ridge = max(RIDGES, key=lambda one: float(explained[one].mean()))
-        by_other = odd.fit(ridge), even.fit(ridge)
+        by_other = second.fit(ridge), first.fit(ridge)
         correlations = [
-            _rank_correlation(arrays[f"ranked_{index:05d}"], by_other[index % 2])
+            _rank_correlation(arrays[f"ranked_{index:05d}"], by_other[self._half(index)])
             for index in range(len(self.samples.samples))
         ]
         return FittedSurrogate(
@@ -319,7 +323,7 @@ class _Fitting:
             samples=len(self.samples.samples),
             sinks=SINKS,
             ridge=ridge,
-            weights=(even + odd).fit(ridge),
+            weights=(first + second).fit(ridge),
             r_squared=explained[ridge].mean(axis=1),
             rank_correlation=np.mean(correlations, axis=(0, 2)),
             text_digest=self.samples.digest(),
