@@ -56,9 +56,8 @@ def main() -> int:
     print(
         f"prefill of {arguments.tokens:,} tokens at 20%, over a plain one: surrogate "
         f"{row['surrogate']['ratio']:.3f} [{row['surrogate']['ratio_quartile_1']:.3f}, "
-        f"{row['surrogate']['ratio_quartile_3']:.3f}] (target {TARGET:.2f}), snapkv "
-        f"{row['snapkv']['ratio']:.3f}, surrogate with matching {row['matched']['ratio']:.3f}, "
-        f"reconstruction {row['reconstruction']['ratio']:.3f}"
+        f"{row['surrogate']['ratio_quartile_3']:.3f}] (target {TARGET:.2f}), reconstruction "
+        f"{row['reconstruction']['ratio']:.3f}"
     )
     return int(row["surrogate"]["ratio"] > TARGET)
 
@@ -197,14 +196,9 @@ def speed(loaded: LoadedModel, file: str, arguments: argparse.Namespace) -> dict
             cache.evict()
 
     calls = {"plain": lambda: run(lambda: DynamicCache(config=model.config))}
-    for name, way in (
-        ("surrogate", "surrogate"),
-        ("snapkv", "snapkv"),
-        ("matched", "surrogate, matched"),
-        ("reconstruction", "reconstruction"),
-    ):
-        calls[name] = lambda way=way: run(lambda: found[way].cache(model))
-    seconds = timed_in_turns(calls, repeats=arguments.repeats)
+    for name in ("surrogate", "reconstruction"):
+        calls[name] = lambda name=name: run(lambda: found[name].cache(model))
+    seconds = timed_in_turns(calls, repeats=arguments.repeats, warm_up=0)
     return {name: ratios(seconds, name, "plain") for name in calls if name != "plain"}
 
 
