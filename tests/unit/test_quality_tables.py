@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from bench_quality import CELLS as ALL_CELLS
 from bench_quality import lines_of, prompts_note, report
+from demo_cases import make_outcome
+from quality.cells import CELLS as KINDS
+from quality.cells import OF, ORDER, row_of
 from quality.picture import spread
 from quality.tables import (
     LEAST_KL,
@@ -136,6 +141,16 @@ def test_the_picture_shows_what_all_cells_have_and_says_of_how_many(tmp_path, mo
     surely = against_best(rows(), "default", CELLS)["mean"].high < 1
     assert [met for _, met in report(rows(), "b-model", [0.2])] == [surely]
     assert (tmp_path / "quality" / "shares-a-model.png").stat().st_size > 10_000
+
+
+def test_a_row_keeps_kl_by_position_with_the_numbers_of_tokens():
+    kls = (None,) * 17 + (0.5,) * 47 + (0.25,) * 10
+    found = row_of(replace(make_outcome(), kls=(kls,)))
+    assert found["kl"] == {"0-15": [None, 0], "16-63": [0.5, 47], "64-255": [0.25, 10]}
+    assert (found["exact"], found["bytes"]) == (17, round(10_291_200 / 34_560_000, 5))
+    assert mean_kl(found) == pytest.approx((47 * 0.5 + 10 * 0.25) / 57)
+    assert set(CELLS) < set(KINDS) == set(ALL_CELLS)
+    assert sorted(ORDER) == list(range(OF))
 
 
 def test_labels_do_not_stand_upon_each_other():
