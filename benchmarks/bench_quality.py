@@ -18,9 +18,14 @@ import argparse
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from quality.picture import STYLES, draw_bytes
 from quality.tables import (
     CELLS_FOLDER,
@@ -29,14 +34,12 @@ from quality.tables import (
     against_best,
     answer_table,
     at_share,
-    by_method,
     current,
     is_ours,
-    mean_kl,
-    mean_of,
     name_of,
     position_table,
     read_rows,
+    shared_kl,
 )
 
 FOLDER = Path(__file__).resolve().parent
@@ -117,13 +120,13 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
             whole = found["mean"]
             said = f"{share:.0%}, {name}: {whole}, target {limit:.2f}, surely below 1"
             targets.append((said, whole.ratio <= limit and (whole.high or 2.0) < 1))
-    lines = lines_of(rows)
-    if lines:
+    shown = shown_in(rows)
+    if shown.lines:
         name = "shares.png" if model == DEMO else f"shares-{model}.png"
         draw_bytes(
-            lines, FOLDER / "quality" / name,
-            title=f"{model}: held-out prompts, mean of {len(CELLS)} kinds of long answers",
-            note=prompts_note(rows),
+            shown.lines, FOLDER / "quality" / name,
+            title=f"{model}: long answers, held-out prompts",
+            note=f"{shown.prompts} prompts of each kind: {', '.join(shown.cells)}",
         )  # fmt: skip
     return targets
 
@@ -132,21 +135,54 @@ def is_full(row: Row) -> bool:
     return bool(row["method"] == "full")
 
 
-def lines_of(rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
-    """Points of the picture: those of each method with all cells, at each share it was asked."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    shares = sorted({row["share"] for row in rows if row["share"] is not None})
-    for share in [*shares, None]:
-        for method, cells in by_method([row for row in rows if row["share"] == share]).items():
-            line = line_of(method)
-            if line not in STYLES or any(not cells[cell] for cell in CELLS):
-                continue
-            kls = [mean_of([mean_kl(row) for row in cells[cell].values()]) for cell in CELLS]
-            if None in kls:
-                continue
-            bytes_ = mean_of([row["bytes"] for own in cells.values() for row in own.values()])
-            found.setdefault(line, []).append((bytes_ or 0.0, mean_of(kls) or 0.0))
-    return found
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What the picture shows.
+
+    Attributes
+    ----------
+    lines : dict of str to list of (float, float)
+        Bytes and mean KL of each method's points.
+    cells : tuple of str
+        Of which it is the mean.
+    prompts : str
+        How many of each.
+    """
+
+    lines: dict[str, list[tuple[float, float]]]
+    cells: tuple[str, ...]
+    prompts: str
+
+
+def shown_in(rows: Sequence[Row]) -> Shown:
+    """What the picture shows: of the cells there are, those that most methods have.
+
+    KL is over the tokens that all methods predicted after their eviction.
+    """
+    prompts: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if line_of(name_of(row)) in STYLES:
+            prompts[row["cell"], row["digest"]].append(row)
+    points: dict[Any, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for (cell, _), own in prompts.items():
+        for row, kl in zip(own, shared_kl(own), strict=True):
+            if kl is not None:
+                points[name_of(row), row["share"]][cell].append((row["bytes"], kl))
+
+    def complete(cells: tuple[str, ...]) -> dict[Any, dict[str, list[tuple[float, float]]]]:
+        return {key: own for key, own in points.items() if all(own[cell] for cell in cells)}
+
+    sets = [some for count in range(len(CELLS), 0, -1) for some in combinations(CELLS, count)]
+    cells = max(sets, key=lambda some: len(complete(some)) * len(some))
+    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    counts = []
+    for (method, _), own in complete(cells).items():
+        means = np.mean([np.mean(own[cell], axis=0) for cell in cells], axis=0)
+        lines[line_of(method)].append((float(means[0]), float(means[1])))
+        counts += [len(own[cell]) for cell in cells]
+    few, many = min(counts, default=0), max(counts, default=0)
+    said = f"{few}" if few == many else f"{few} to {many}"
+    return Shown(lines=dict(lines), cells=cells, prompts=said)
 
 
 def line_of(method: str) -> str:
@@ -157,18 +193,6 @@ def line_of(method: str) -> str:
         return "plain 8 and 4 bits"
     family, _, share = method.rpartition("-")
     return f"shipped: {family}" if share.isdigit() else method
-
-
-def prompts_note(rows: Sequence[Row]) -> str:
-    """Of how many prompts a cell the picture is."""
-    counts = [
-        len(own)
-        for method, cells in by_method(rows).items()
-        if line_of(method) in STYLES
-        for own in cells.values()
-    ]
-    least, most = min(counts, default=0), max(counts, default=0)
-    return f"{least if least == most else f'{least} to {most}'} prompts of each kind"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from bench_quality import CELLS as ALL_CELLS
-from bench_quality import lines_of, prompts_note, report
+from bench_quality import report, shown_in
 from demo_cases import make_outcome
 from quality.cells import CELLS as KINDS
 from quality.cells import OF, ORDER, row_of
@@ -129,12 +129,16 @@ def test_the_picture_shows_what_all_cells_have_and_says_of_how_many(tmp_path, mo
     kzip = [row(cell, 0, "KVzip", 0.4, share=share, bytes=share)
             for cell in CELLS for share in (0.1, 0.2)]  # fmt: skip
     some = [*rows(), *kzip, row("text", 0, "SnapKV", 0.5)]
-    lines = lines_of(some)
-    assert lines == {
+    shown = shown_in(some)
+    assert shown.lines == {
         "kvalloc, default": [(pytest.approx(0.2), pytest.approx(0.15))],
-        "KVzip": [(0.1, 0.4), (0.2, 0.4)],
+        "KVzip": [(0.1, pytest.approx(0.4)), (0.2, pytest.approx(0.4))],
     }
-    assert prompts_note(some) == "1 to 2 prompts of each kind"
+    assert (shown.cells, shown.prompts) == (CELLS, "1 to 2")
+    # of what a stop left half done, the cells that most methods have
+    assert shown_in([one for one in some if one["method"] != "default"]).cells == CELLS
+    half = [one for one in some if one["cell"] == "text" or one["method"] == "default"]
+    assert (shown_in(half).cells, len(shown_in(half).lines)) == (("text",), 3)
     targets = report(some, "a-model", [0.2])
     # of the one prompt that KVzip was put to as well, 0.3 of the best peers' 0.6: no interval
     assert [met for _, met in targets] == [False]
