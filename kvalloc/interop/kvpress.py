@@ -42,7 +42,7 @@ class PeerName:
     share : float or None
         Share of the prompt's entries to keep, 0..1; None where none was said.
     bits : int
-        To which kvalloc rounds what the press has kept: 8 or 4, or 16 for not at all.
+        To which kvalloc rounds what the press has kept; 16 for not at all.
     """
 
     press: str
