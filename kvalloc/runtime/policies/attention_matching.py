@@ -42,6 +42,9 @@ _ALIKE = 1.25
 _NOTHING = 1e-30
 """Least lambda."""
 
+NEAR_ROWS, THINNED = 16, 8
+"""See `reference_weights`. On SmolLM2-135M at 20% kept, 46 queries of 144 take half the time."""
+
 _AHEAD_TOKENS = 8
 """How far behind the prompt's end its last queries are put."""
 
@@ -62,7 +65,8 @@ class AttentionMatching(Score):
     scorer : Scorer
         Picks the entries that stay.
     rows : int
-        Last queries of the prompt, tokens; 0 for none.
+        Last queries of the prompt, tokens; 0 for none. Beside tokens that follow the last 16 count
+        one by one, and of those before every eighth counts for eight.
     following : int
         Tokens that are waited for, as the scorer ``lookahead`` does; 0 for none.
     following_weight : float
@@ -165,8 +169,10 @@ class AttentionMatching(Score):
         queries, counts = [], []
         if self.rows:
             moved = _moved_behind(states, min(self.rows, int(states.queries.shape[2])))
-            queries.append(moved)
-            counts.append(torch.ones(moved.shape[:3], device=moved.device))
+            weights = reference_weights(int(moved.shape[2]), thinned=bool(self.following))
+            places = weights.nonzero()[:, 0].to(moved.device)
+            queries.append(moved[:, :, places])
+            counts.append(weights.to(moved.device)[places].expand(*moved.shape[:2], -1))
         for waits in self._waits:
             noted = waits.later_notes(states).totals["queries"].to(states.keys.device)
             queries.append(noted.float())
@@ -221,6 +227,28 @@ def _moved_behind(states: AttentionStates, rows: int) -> Tensor:
     device = last.device
     ahead = torch.arange(rows - 1, -1, -1, device=device) + _AHEAD_TOKENS
     return rotate(last, ahead, frequencies.to(device))
+
+
+def reference_weights(rows: int, *, thinned: bool) -> Tensor:
+    """How much each of the prompt's last queries counts; 0 for one that is left out.
+
+    Parameters
+    ----------
+    rows : int
+        How many they are.
+    thinned : bool
+        Whether tokens that follow are matched, too. Then of those before the last `NEAR_ROWS` every
+        `THINNED`-th is enough, which counts for as many.
+
+    Returns
+    -------
+    Tensor of float32, (rows,)
+    """
+    weights = torch.ones(rows)
+    if thinned:
+        far = weights[: max(rows - NEAR_ROWS, 0)].zero_()
+        far[THINNED // 2 :: THINNED] = THINNED
+    return weights
 
 
 def _alike(sizes: list[int]) -> list[tuple[list[int], int]]:

@@ -23,6 +23,7 @@ from kvalloc.runtime.policies.attention_matching import (
     LEAST_WEIGHT,
     MOST_WEIGHT,
     match_attention,
+    reference_weights,
     ridge_step,
 )
 
@@ -197,6 +198,13 @@ def test_a_system_that_cannot_be_solved_changes_nothing(lost: float) -> None:
     assert not found.logit_bias.any()
 
 
+def test_older_queries_are_thinned_beside_tokens_that_follow() -> None:
+    assert reference_weights(40, thinned=False).tolist() == [1.0] * 40
+    assert reference_weights(12, thinned=True).tolist() == [1.0] * 12
+    expected = [8.0 if place % 8 == 4 else 0.0 for place in range(24)] + [1.0] * 16
+    assert reference_weights(40, thinned=True).tolist() == expected
+
+
 # As a policy
 
 
@@ -237,7 +245,12 @@ def turned(queries: Array, positions: list[int], frequencies: Array) -> Array:
 
 
 def expected_of(
-    model: Any, ids: torch.Tensor, kept: dict[int, torch.Tensor], *, biases: bool = True
+    model: Any,
+    ids: torch.Tensor,
+    kept: dict[int, torch.Tensor],
+    *,
+    biases: bool = True,
+    rows: int = ROWS,
 ) -> dict[int, list[tuple[Array, Array]]]:
     """For each layer, values and biases of each KV head's kept entries, from plain forwards."""
     followed = model.generate(ids, max_new_tokens=AWAITED, do_sample=False, eos_token_id=None)
@@ -247,11 +260,14 @@ def expected_of(
         own = states[layer]
         n_tokens = ids.shape[1]
         queries = own.queries[0].double().numpy()
-        last = queries[:, n_tokens - ROWS : n_tokens]
-        ahead = [n_tokens - 1 + AHEAD_TOKENS - p for p in range(n_tokens - ROWS, n_tokens)]
+        last = queries[:, n_tokens - rows : n_tokens]
+        ahead = [n_tokens - 1 + AHEAD_TOKENS - p for p in range(n_tokens - rows, n_tokens)]
         moved = turned(last, ahead, own.frequencies.double().numpy())
         references = np.concatenate([moved, queries[:, n_tokens : n_tokens + AWAITED]], axis=1)
-        counts = np.array([1.0] * ROWS + [WEIGHT] * AWAITED)
+        near = [8.0 if place % 8 == 4 else 0.0 for place in range(rows - 16)] + [1.0] * min(
+            rows, 16
+        )
+        counts = np.array(near + [WEIGHT] * AWAITED)
         group = len(queries) // places.shape[1]
         found[layer] = []
         for head in range(places.shape[1]):
@@ -277,21 +293,23 @@ def stored_of(cache: Any, layer: int, head: int, row: int = 0) -> tuple[torch.Te
     return stored.values[row, head, : stored.kept_indices.shape[-1]], bias
 
 
-@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize(("biases", "rows"), [(True, ROWS), (False, ROWS), (True, 40)])
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
 def test_the_cache_stores_what_plain_forwards_say(
-    tiny: ModuleType, family: str, level: str, biases: bool
+    tiny: ModuleType, family: str, level: str, biases: bool, rows: int
 ) -> None:
     model, ids = tiny.tiny_model(family), tiny.prompt(CONTEXT)
     profile = tiny.make_profile(model, CONTEXT, 0.3)
-    profile = matching(tiny.by_head(profile) if level == "head" else profile, biases=biases)
+    profile = matching(
+        tiny.by_head(profile) if level == "head" else profile, biases=biases, rows=rows
+    )
     cache = profile.cache(model)
     read(model, ids, cache)
     kept = tiny.kept_of(cache)
     changed = 0.0
     plain = seen_by(model, ids)
-    for layer, heads in expected_of(model, ids, kept, biases=biases).items():
+    for layer, heads in expected_of(model, ids, kept, biases=biases, rows=rows).items():
         for head, (values, bias) in enumerate(heads):
             found, found_bias = stored_of(cache, layer, head)
             np.testing.assert_allclose(found, values, atol=2e-3)
