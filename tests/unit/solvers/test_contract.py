@@ -237,9 +237,15 @@ def test_what_it_refuses(name, problem, message):
         solve_problem(problem, registry.get_solver(name))
 
 
-@pytest.mark.parametrize(("name", "seconds"), [("dp", 1e-4), ("lagrangian", 1e-6)])
-def test_it_stops_in_time_with_an_honest_answer(name, seconds):
-    problem = medium_problem(6, n_layers=80, n_heads=8, n_options=64)
+LONG = medium_problem(6, n_layers=80, n_heads=8, n_options=64)
+LONG_TAIL = workloads(4, count=8, n_layers=20, n_heads=8, n_options=128)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "problem"),
+    [("dp", 1e-4, LONG), ("lagrangian", 1e-6, LONG), ("cvar", 1e-6, LONG_TAIL)],
+)
+def test_it_stops_in_time_with_an_honest_answer(name, seconds, problem):
     answer = solve_problem(problem, registry.get_solver(name), time_limit_seconds=seconds)
     assert answer.termination in (Termination.TIME_LIMIT, Termination.OPTIMAL)
     assert answer.objective <= answer.bound
