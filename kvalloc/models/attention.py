@@ -90,6 +90,9 @@ class AttentionStates:
         those of all query heads.
     bias : Tensor of float32, (batch, n_kv_heads, n_tokens), or None
         Added to the logits of entries into which evicted ones were put: ``log(n)`` for n of them.
+    stored_keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim), or None
+        While evicted entries are put into kept ones that are stored at fewer bits: the keys, where
+        kept as they will come back.
     """
 
     layer: int
@@ -109,6 +112,7 @@ class AttentionStates:
     positions: Tensor | None = None
     later: Mapping[Hashable, Observed] | None = None
     bias: Tensor | None = None
+    stored_keys: Tensor | None = None
 
     def unobserved(self) -> AttentionStates:
         """The same without the queries that `observed` counts already."""

@@ -17,6 +17,7 @@ from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
+from kvalloc.runtime.quantization import stored_keys
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.unfinished import Part, Unfinished, part_of, parts
 
@@ -442,9 +443,13 @@ class Eviction:
 
     def _chosen(self, found: Candidates, kept: Tensor) -> Choice:
         """What is stored of a piece of which that is kept."""
-        combined = None
+        combined, own = None, found.states
         if self.chooser is None and not bool(kept.all()):
-            combined = self.policy.combine(found.states, kept, sinks=self.sinks, window=self.window)
+            bits = self.bits.get(own.layer)
+            if bits is not None and self.policy.combines:
+                bits = bits[own.first_head : own.first_head + kept.shape[1]]
+                own = replace(own, stored_keys=stored_keys(own.keys, kept, bits))
+            combined = self.policy.combine(own, kept, sinks=self.sinks, window=self.window)
         bias = found.states.bias
         if combined is not None and combined.logit_bias is not None:
             bias = combined.logit_bias

@@ -17,6 +17,7 @@ from kvalloc.scorers.attention_rows import window_attention
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvalloc.accounting import IntArray
     from kvalloc.models.attention import AttentionStates
 
 _LARGEST_SCALE = 65504.0
@@ -60,6 +61,28 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
         turned = _rounded(rotated(values), VALUE_BLOCK_CHANNELS, bits)
         return rotated(turned).to(values.dtype)
     return values if bits == 16 else _rounded(values, VALUE_BLOCK_CHANNELS, bits)
+
+
+def stored_keys(keys: Tensor, kept: Tensor, bits: IntArray) -> Tensor:
+    """Keys of which those that are kept are as they come back from storage.
+
+    Parameters
+    ----------
+    keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
+    kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
+    bits : ndarray of int64, (n_kv_heads,)
+        16, 8, 4 or 3.
+
+    Returns
+    -------
+    Tensor, as ``keys``
+    """
+    found = keys.clone()
+    for row in range(keys.shape[0]):
+        for head, width in enumerate(bits.tolist()):
+            own = kept[row, head]
+            found[row, head, own] = quantised_keys(keys[row, head, own][None, None], width)[0, 0]
+    return found
 
 
 def rotated(vectors: Tensor) -> Tensor:

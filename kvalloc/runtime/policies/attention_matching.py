@@ -8,7 +8,8 @@ For reference queries r with attention weights a over all entries of a head, and
    with b the softmax over S with these biases.
 
 Both are ridge regressions toward what the entries are by themselves, with c_r the weight of a query
-and lambda the ridge times the mean of the diagonal of the normal matrix.
+and lambda the ridge times the mean of the diagonal of the normal matrix. Where entries are stored
+at fewer bits, what the kept ones give is that of their rounded keys: both make up for that, too.
 """
 
 from __future__ import annotations
@@ -143,6 +144,10 @@ class AttentionMatching(Score):
             sinks = None if states.sink_logits is None else states.sink_logits[mine]
             own = replace(states, queries=queries[:, mine], mask=None, sink_logits=sinks)
             logits = attention_logits(own, states.keys[:, heads], 0, int(queries.shape[2]))
+            change = None
+            if states.stored_keys is not None:
+                stored = states.stored_keys[:, heads]
+                change = attention_logits(own, stored, 0, int(queries.shape[2])) - logits
             logits += bias[:, heads, None, None]
             # evicted entries come behind the kept ones, where a head keeps fewer than another
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
@@ -156,6 +161,7 @@ class AttentionMatching(Score):
                 value_ridge=self.value_ridge,
                 bias_ridge=self.bias_ridge if self.biases else None,
                 bias=bias[:, heads].gather(2, places),
+                change=None if change is None else change.flatten(2, 3),
                 others=sinks is not None,
             )
             index = _each_number(places, values)
@@ -294,6 +300,7 @@ def match_attention(
     bias_ridge: float | None,
     sizes: Tensor | None = None,
     bias: Tensor | None = None,
+    change: Tensor | None = None,
     others: bool = False,
 ) -> Matched:
     """Values and logit biases of kept entries that reproduce the attention over all of them.
@@ -316,6 +323,8 @@ def match_attention(
         entries at the others are not kept, and come back as they were.
     bias : Tensor of float32, (..., n_kept), optional
         What the logits of the kept entries have added already, as `weights` knows.
+    change : Tensor of float32, (..., n_queries, n_tokens), optional
+        What rounding the keys of the kept entries adds to their logits, as `weights` does not know.
     others : bool
         Whether something without an entry takes part in the softmax, so that a row sums to less
         than 1.
@@ -339,6 +348,8 @@ def match_attention(
     mass = weights.sum(dim=-1, keepdim=True)
     index = kept[..., None, :].expand(*weights.shape[:-1], n_kept)
     own = weights.gather(-1, index) * there[..., None, :]
+    if change is not None:
+        own *= change.gather(-1, index).exp()
     roots = query_weights.to(weights.dtype).sqrt()[..., None]
     counts = None
     if bias_ridge is not None:
@@ -353,9 +364,9 @@ def match_attention(
     shares = own.div_(total.clamp_(min=torch.finfo(own.dtype).tiny))
     first = values.gather(-2, _each_number(kept, values)).to(weights.dtype)
     lacking = weights @ values.to(weights.dtype) - shares @ first
-    change = ridge_step(roots * shares, roots * lacking, value_ridge, sizes)
+    added = ridge_step(roots * shares, roots * lacking, value_ridge, sizes)
     return Matched(
-        values=(first + change).to(values.dtype),
+        values=(first + added).to(values.dtype),
         logit_bias=None if counts is None else counts.log().float(),
     )
 

@@ -26,6 +26,7 @@ from kvalloc.runtime.policies.attention_matching import (
     reference_weights,
     ridge_step,
 )
+from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
 Array = npt.NDArray[np.float64]
 CONTEXT = 90
@@ -48,11 +49,19 @@ def stacked(design: Array, target: Array, ridge: float) -> Array:
 
 
 def matched_by_hand(
-    weights: Array, values: Array, kept: list[int], counts: Array, biases: bool
+    weights: Array,
+    values: Array,
+    kept: list[int],
+    counts: Array,
+    biases: bool,
+    change: Array | float = 0.0,
 ) -> tuple[Array, Array]:
-    """Values and biases of one head's kept entries, from weights (n_queries, n_tokens)."""
+    """Values and biases of one head's kept entries, from weights (n_queries, n_tokens).
+
+    Rounding changes the logits of those kept.
+    """
     roots = np.sqrt(counts)[:, None]
-    mass, own = weights.sum(axis=1, keepdims=True), weights[:, kept]
+    mass, own = weights.sum(axis=1, keepdims=True), weights[:, kept] * np.exp(change)
     factors = np.ones(len(kept))
     if biases:
         lacking = mass - own.sum(axis=1, keepdims=True)
@@ -251,6 +260,7 @@ def expected_of(
     *,
     biases: bool = True,
     rows: int = ROWS,
+    bits: int = 16,
 ) -> dict[int, list[tuple[Array, Array]]]:
     """For each layer, values and biases of each KV head's kept entries, from plain forwards."""
     followed = model.generate(ids, max_new_tokens=AWAITED, do_sample=False, eos_token_id=None)
@@ -277,8 +287,14 @@ def expected_of(
             weights = (weights / weights.sum(axis=-1, keepdims=True)).reshape(-1, n_tokens)
             mine = [int(one) for one in places[0, head] if one >= 0]
             values = own.values[0, head, :n_tokens].double().numpy()
+            exact = own.keys[0, head, mine].double().numpy()
+            rounded = (
+                quantised_keys(own.keys[:, head : head + 1, mine], bits)[0, 0].double().numpy()
+            )
+            change = references[head * group : (head + 1) * group] @ (rounded - exact).T
+            change = (change * own.scaling).reshape(-1, len(mine))
             found[layer].append(
-                matched_by_hand(weights, values, mine, np.tile(counts, group), biases)
+                matched_by_hand(weights, values, mine, np.tile(counts, group), biases, change)
             )
     return found
 
@@ -319,6 +335,26 @@ def test_the_cache_stores_what_plain_forwards_say(
             mine = kept[layer][0, head][kept[layer][0, head] >= 0].long()
             changed = max(changed, float((found - plain[layer].values[0, head, mine]).abs().max()))
     assert changed > 0.1
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_it_makes_up_for_keys_as_they_are_stored(tiny: ModuleType, bits: int) -> None:
+    model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3)))
+    cache = profile.replace(bits=np.full_like(profile.budgets, bits)).cache(model)
+    read(model, ids, cache)
+    kept = tiny.kept_of(cache)
+    plain = expected_of(model, ids, kept)
+    unlike = 0.0
+    for layer, heads in expected_of(model, ids, kept, bits=bits).items():
+        for head, (values, bias) in enumerate(heads):
+            found, found_bias = stored_of(cache, layer, head)
+            np.testing.assert_allclose(found_bias, bias, atol=2e-3)
+            expected = quantised_values(torch.from_numpy(values)[None, None].float(), bits)[0, 0]
+            steps = (values.max() - values.min()) / (2**bits - 1) * 3  # a code may be the next one
+            np.testing.assert_allclose(found, expected, atol=steps)
+            unlike = max(unlike, float(np.abs(bias - plain[layer][head][1]).max()))
+    assert unlike > 4e-3
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
