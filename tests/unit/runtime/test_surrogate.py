@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import WordTokenizer, words
 
 from kvalloc import fit_scorer
 from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.prompts.texts import Prompt
 from kvalloc.runtime import make_cache
 from kvalloc.scorers import get_scorer
 from kvalloc.scorers.surrogate import Surrogate
@@ -22,11 +22,11 @@ OWN_SCORE = Surrogate.score
 
 @pytest.fixture(scope="module")
 def file(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A surrogate that says it is the tiny model's; the tokenizer knows more words than that."""
+    """A surrogate of the tiny model."""
     path = tmp_path_factory.mktemp("surrogate") / "s.safetensors"
-    model = tiny.tiny_model(vocab_size=101)
-    fitted = fit_scorer(model, WordTokenizer(), [words(300)], context=CONTEXT, samples=4)
-    fitted.replace(shape=tiny.shape_of(tiny.tiny_model())).save(path)
+    ids = [tuple(tiny.prompt(CONTEXT, seed=seed)[0].tolist()) for seed in range(2, 6)]
+    prompts = [Prompt(token_ids=each) for each in ids]
+    fit_scorer(tiny.tiny_model(), None, prompts, output=path, context=CONTEXT, samples=4)
     return str(path)
 
 
