@@ -50,7 +50,7 @@ def main() -> int:
     where = where_it_ran("kvalloc", "kvpress", "torch", "transformers")
     begun = time.perf_counter()
     if arguments.text is not None and arguments.text.exists():
-        answer = torch.load(arguments.text)
+        answer = torch.load(arguments.text)[:, : arguments.tokens]
     else:
         answer = written(loaded.model, ids, arguments)
     print(f"text written after {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
@@ -65,11 +65,11 @@ def main() -> int:
         "most, bytes of K and V over the full cache's at the end, KL in nats a token"
     )
     spans = [f"{a}-{b - 1}" for a, b in spans_of(arguments.tokens)]
-    print(f"{'':<28}{'entries':>8}{'most':>6}{'bytes':>7}" + "".join(f"{s:>11}" for s in spans))
+    print(f"{'':<40}{'entries':>8}{'most':>6}{'bytes':>7}" + "".join(f"{s:>11}" for s in spans))
     for row in rows:
         found = "".join(f"{kl:>11.4f}" for kl in row["kl"])
         print(
-            f"{row['name']:<28}{row['entries']:>8.1f}{row['most']:>6.0f}{row['bytes']:>7.3f}{found}"
+            f"{row['name']:<40}{row['entries']:>8.1f}{row['most']:>6.0f}{row['bytes']:>7.3f}{found}"
         )
     return int(not met(rows))
 

@@ -88,8 +88,7 @@ class Default:
         rows : int
             Of the batch.
         **options
-            As for `kvalloc.runtime.make_cache`. To keep the budget while decoding excludes late
-            eviction, so the other way is taken.
+            As for `kvalloc.runtime.make_cache`.
 
         Raises
         ------
@@ -99,9 +98,7 @@ class Default:
             As `kvalloc.runtime.make_cache`.
         """
         shape = shape_of(model)
-        late = options.get("decode_every") is None
-        if tokens is not None:
-            late = self._fits_late(shape, tokens, rows) and late
+        late = tokens is None or self._fits_late(shape, tokens, rows)
         profile = self.profile(shape, tokens, late=late)
         if tokens is not None:
             profile = profile.replace(detail=self._said(profile, tokens, rows))

@@ -539,9 +539,9 @@ class Prompt:
         )
 
     def _late(self, prompt_tokens: int, visible: Tensor | None, **more: Any) -> LateEviction:
-        policy = self.profile.policy
+        policy, who = self.profile.policy, self.plan.policy
         return LateEviction(
-            policy=self.plan.policy,
+            policy=who.again if self._again else who,
             sinks=policy.sinks,
             window=policy.window,
             prompt_tokens=prompt_tokens,
@@ -690,7 +690,7 @@ class Prompt:
     @property
     def _noted_tokens(self) -> int:
         """Of so many tokens after a prompt the queries are noted: the latest ones."""
-        policy, every = self.plan.policy, self.arrival.decode_every
+        policy, every = self.plan.policy.again, self.arrival.decode_every
         if every is None:
             return self.plan.awaited
         if policy.observes:

@@ -113,6 +113,11 @@ class AttentionMatching(Score):
         return (FollowingQueries(tokens=self.following),) if self.following else ()
 
     @property
+    def again(self) -> AttentionMatching:
+        """Matches the latest tokens' queries alone: of older ones the values have been fitted."""
+        return replace(self, rows=0) if self.following else self
+
+    @property
     def holds(self) -> bool:
         """It does: every chunk would change values that the next one has to match."""
         return True

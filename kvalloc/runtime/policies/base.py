@@ -214,6 +214,11 @@ class EvictionPolicy(Parameterized, ABC):
         """Who chooses while the prompt is read, where memory is bounded: see `Scorer.early`."""
         return replace(self, scorer=self.scorer.early)
 
+    @property
+    def again(self) -> EvictionPolicy:
+        """Who goes back to the budgets while tokens are decoded, where it evicts late: itself."""
+        return self
+
     def reader(self, *, sinks: int, window: int) -> Reader | None:
         """A filter for one cache that leaves entries unread while tokens are decoded.
 

@@ -102,6 +102,12 @@ class Weighted(CombinedPolicy):
         early = tuple(scorer.early for scorer in self.scorers)
         return replace(self, scorer=early[0], scorers=early, combining=None)
 
+    @property
+    def again(self) -> Weighted:
+        """The same mixture, and what its combining policy does then."""
+        combining = self.combining
+        return self if combining is None else replace(self, combining=combining.again)
+
     def _used(self, layer: int) -> list[int]:
         """Places of the scorers that count in any head of a layer."""
         return [int(place) for place in np.flatnonzero(self.weights[layer].any(axis=0))]
