@@ -12,6 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import runtime_oracle as tiny  # noqa: E402
+from scorer_oracle import SCORERS  # noqa: E402
+
+from kvalloc.runtime.policies import policy_names  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +58,33 @@ def test_any_budgets_and_any_lengths(
             logits = model(more, past_key_values=cache).logits
             assert (logits - oracle.logits(more)).abs().max() < 1e-4
     assert cache.get_seq_length() == context + sum(follow)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_budget_kept_while_decoding_holds(
+    models: dict[tuple[str, str], Any], data: st.DataObject
+) -> None:
+    """With any policy and scorer, whatever follows: the budgets, and what is stated beyond them."""
+    model = models[data.draw(st.sampled_from(sorted(models)))]
+    policy = data.draw(st.sampled_from(policy_names()), label="policy")
+    scorer = data.draw(st.sampled_from([name for name in SCORERS if name != "reconstruction"]))
+    context, every = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 30), label="every")
+    profile = tiny.make_profile(model, 60, data.draw(st.floats(0.2, 0.9)), scorer=scorer)
+    if policy != "mpcache" and data.draw(st.booleans(), label="heads"):
+        profile = tiny.by_head(profile)
+        if policy in ("score", "attention_matching") and data.draw(st.booleans(), label="prompt"):
+            profile = profile.replace(by_prompt=True)
+    cache = profile.cache(model, policy=policy, decode_every=every)
+    full = list(profile.shape.full_layers)
+    with torch.no_grad():
+        model(tiny.prompt(context), past_key_values=cache)
+        awaited = cache.awaited_tokens
+        least = profile.policy.protected_tokens + awaited
+        most = profile.budgets_for(context)[full].clip(least) + max(every - 1, awaited)
+        for tokens in data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=8)):
+            model(tiny.prompt(tokens, seed=tokens), past_key_values=cache)
+            kept = cache.kept_tokens[full]
+            if not cache.awaited_tokens:
+                assert kept.sum() <= most.sum()
+                assert profile.by_prompt or (kept <= most).all()

@@ -213,14 +213,26 @@ def test_left_padded_rows_keep_the_budgets_of_their_own_prompt(tiny: ModuleType)
     assert (cache.kept_tokens_by_row[1] == profile.budgets_for(CONTEXT - pads)).all()
 
 
-def test_a_copy_goes_on_by_itself(tiny: ModuleType) -> None:
+@pytest.mark.parametrize("policy", ["h2o", "lookahead", "attention_matching"])
+def test_a_copy_and_a_reset_cache_go_on_and_tokens_may_come_together(
+    tiny: ModuleType, policy: str
+) -> None:
     model = tiny.tiny_model()
-    cache = tiny.make_profile(model, CONTEXT, 0.5).cache(model, policy="h2o", decode_every=4)
-    ids = tiny.prompt(CONTEXT + 12)
-    feed(model, cache, ids[:, : CONTEXT + 2], [CONTEXT, 1, 1])
+    cache = tiny.make_profile(model, CONTEXT, 0.5).cache(model, policy=policy, decode_every=4)
+    ids = tiny.prompt(CONTEXT + 36)
+    feed(model, cache, ids[:, : CONTEXT + 18], [CONTEXT, *[1] * 18])
     twin = copy.deepcopy(cache)
-    expected = feed(model, cache, ids[:, CONTEXT + 2 :], [1] * 10)
-    assert torch.equal(feed(model, twin, ids[:, CONTEXT + 2 :], [1] * 10), expected)
+    expected = feed(model, cache, ids[:, CONTEXT + 18 :], [1] * 18)
+    assert torch.equal(feed(model, twin, ids[:, CONTEXT + 18 :], [1] * 18), expected)
+    cache.reset()
+    once = feed(model, cache, ids, [CONTEXT, *[1] * 36])
+    assert torch.equal(once[:, -18:], expected)
+    # up to the next eviction they may
+    cache.reset()
+    early = {"h2o": 0, "lookahead": 8, "attention_matching": 16}[policy]
+    sizes = [CONTEXT, early, 1, 4, 4, 4, 4] if early else [CONTEXT, 4, 4, 4, 4]
+    pieces = feed(model, cache, ids[:, : sum(sizes)], [size for size in sizes if size])
+    torch.testing.assert_close(pieces, once[:, : sum(sizes)], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 2.5])

@@ -55,6 +55,21 @@ def agree(cache: Any) -> None:
     assert first.shape != second.shape or not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("policy", ["score", "attention_matching"])
+def test_some_layers_of_a_group_are_packed_while_decoding(tiny: ModuleType, policy: str) -> None:
+    model = shared_model(tiny)
+    profile = shared_profile(tiny, model, "layer")
+    bits = np.full(profile.budgets.shape, 16)
+    bits[3] = bits[4] = 8
+    cache = profile.replace(bits=bits).cache(model, policy=policy, decode_every=3)
+    run(model, tiny.prompt(CONTEXT, 2), cache)
+    for step in range(cache.awaited_tokens + 7):
+        run(model, tiny.prompt(1, 2, seed=step), cache)
+        if cache.reduced:
+            agree(cache)
+    assert int(cache.kept_indices(3).max()) >= CONTEXT
+
+
 def left_padding() -> torch.Tensor:
     columns = torch.arange(CONTEXT)
     return (columns >= CONTEXT - torch.tensor(LENGTHS)[:, None]).long()
