@@ -134,7 +134,11 @@ def _budget_fields(profile: BudgetProfile, budgets: str) -> dict[str, str]:
 
     options = _parameters(profile.solver_options)
     others = "; ".join(_policy_text(other) for other in profile.other_policies)
-    fixed, policy = profile.length_rule == "fixed", profile.policy
+    policy, share = profile.policy, profile.share_of_16_bits
+    same = "number of" if profile.length_rule == "fixed" else "share of the evictable"
+    lengths = f"the same {same} entries"
+    if share is not None:
+        lengths = f"as many entries in every head as take {share:.1%} of a cache at 16 bits"
     stated = texts.decision_fields(profile)
     stated["solver"] += f"{options}, {profile.level} level, {profile.created}"
     if profile.predicted_loss is None:
@@ -147,7 +151,7 @@ def _budget_fields(profile: BudgetProfile, budgets: str) -> dict[str, str]:
         **stated,
         "sharing": _sharing_text(profile) if profile.share_groups else "",
         "budgets": budgets,
-        "other lengths": f"the same {'number of' if fixed else 'share of the evictable'} entries",
+        "other lengths": lengths,
         "policy": f"{_policy_text(policy)}, {policy.sinks} sinks, window {policy.window}",
         "other policies": others if stated["chosen"] else "",
     }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cli_tools import run as run_command
 from prompt_runs import generate
 
 import kvalloc
@@ -137,6 +138,8 @@ def test_the_profile_is_a_file_and_the_cache_another(
     cache.profile.save(tmp_path / "p.json")
     loaded = BudgetProfile.load(tmp_path / "p.json")
     assert loaded == cache.profile
+    told = run_command("inspect", tmp_path / "p.json").out
+    assert "as many entries in every head as take 20.0% of a cache at 16 bits" in told
     cache.save(tmp_path / "c.kv")
     again = load_cache(tmp_path / "c.kv", model)
     assert again.retained_bytes == cache.retained_bytes
