@@ -157,7 +157,9 @@ def generate(model: str, **typed: Any) -> None:
 
     The cache keeps of the prompt only what the budget profile grants, or what is decided for the
     prompt itself with --target-retention, --budget, --budget-tokens or --memory; the answer comes
-    on top of it.
+    on top of it. A --budget and nothing else is a share of the bytes of a cache at 16 bits, kept in
+    the best way that needs nothing measured; --memory beside it is what the cache may take
+    meanwhile.
     Answers go to stdout, what they took to stderr; in a pipe or a file an empty line stands
     between two answers, and --json keeps them apart whatever is in them. Always the most likely
     token is taken, so that answers can be compared.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import attention_cases
@@ -32,10 +32,12 @@ from kernel_choice import WITH, WITHOUT, kernel_choice
 
 from kvalloc.runtime.attention import backends, cpu
 from kvalloc.runtime.attention import torch as by_torch
+from kvalloc.runtime.attention import triton as by_triton
 from kvalloc.runtime.attention.backends import attend, chosen
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.cpu import MOST_ROWS, CpuBackend, cpu_attention
 from kvalloc.runtime.attention.torch import TorchBackend
+from kvalloc.runtime.attention.triton import TritonBackend
 from kvalloc.runtime.kept import FlatEntries
 
 needs_kernel = pytest.mark.skipif(
@@ -176,6 +178,19 @@ def test_the_triton_kernel(device: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "float32" in done.stdout
+
+
+def test_triton_leaves_codes_that_it_cannot_read_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_triton, "_installed", lambda: True)
+    call: Any = SimpleNamespace(
+        queries=SimpleNamespace(is_cuda=True, shape=(9,)), values=SimpleNamespace(shape=(9,))
+    )
+    for bits, said in (
+        (3, "codes of 3 bits"),
+        (4, "9 and 9 numbers at 4 bits ends in half a word"),
+    ):
+        kept: Any = SimpleNamespace(bits=bits)
+        assert said in str(TritonBackend().refusal(call, kept))
 
 
 # Memory of torch's operations
