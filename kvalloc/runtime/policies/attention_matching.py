@@ -44,7 +44,8 @@ _NOTHING = 1e-30
 """Least lambda."""
 
 NEAR_ROWS, THINNED = 32, 8
-"""See `reference_weights`. On SmolLM2-135M at 20% kept, 60 queries of 144 take little more than half the time."""
+"""See `reference_weights`. On SmolLM2-135M at 20% kept, 60 queries take little more than half as
+long as 144."""
 
 _AHEAD_TOKENS = 8
 """How far behind the prompt's end its last queries are put."""

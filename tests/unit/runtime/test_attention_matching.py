@@ -208,10 +208,10 @@ def test_a_system_that_cannot_be_solved_changes_nothing(lost: float) -> None:
 
 
 def test_older_queries_are_thinned_beside_tokens_that_follow() -> None:
-    assert reference_weights(40, thinned=False).tolist() == [1.0] * 40
+    assert reference_weights(56, thinned=False).tolist() == [1.0] * 56
     assert reference_weights(12, thinned=True).tolist() == [1.0] * 12
-    expected = [8.0 if place % 8 == 4 else 0.0 for place in range(24)] + [1.0] * 16
-    assert reference_weights(40, thinned=True).tolist() == expected
+    expected = [8.0 if place % 8 == 4 else 0.0 for place in range(24)] + [1.0] * 32
+    assert reference_weights(56, thinned=True).tolist() == expected
 
 
 # As a policy
@@ -274,9 +274,8 @@ def expected_of(
         ahead = [n_tokens - 1 + AHEAD_TOKENS - p for p in range(n_tokens - rows, n_tokens)]
         moved = turned(last, ahead, own.frequencies.double().numpy())
         references = np.concatenate([moved, queries[:, n_tokens : n_tokens + AWAITED]], axis=1)
-        near = [8.0 if place % 8 == 4 else 0.0 for place in range(rows - 16)] + [1.0] * min(
-            rows, 16
-        )
+        far = [8.0 if place % 8 == 4 else 0.0 for place in range(rows - 32)]
+        near = far + [1.0] * min(rows, 32)
         counts = np.array(near + [WEIGHT] * AWAITED)
         group = len(queries) // places.shape[1]
         found[layer] = []
@@ -309,7 +308,7 @@ def stored_of(cache: Any, layer: int, head: int, row: int = 0) -> tuple[torch.Te
     return stored.values[row, head, : stored.kept_indices.shape[-1]], bias
 
 
-@pytest.mark.parametrize(("biases", "rows"), [(True, ROWS), (False, ROWS), (True, 40)])
+@pytest.mark.parametrize(("biases", "rows"), [(True, ROWS), (False, ROWS), (True, 60)])
 @pytest.mark.parametrize("level", ["layer", "head"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
 def test_the_cache_stores_what_plain_forwards_say(
