@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     sections = read_sections()
     missed = []
     for name in wanted:
-        stem, *options = name.split()
+        stem, *options = shlex.split(name)
         print(f"== {name}", flush=True)
         code, text = run(known[stem], options)
         sections[stem] = text
