@@ -106,7 +106,9 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
         if not cells:
             continue
         print(f"\n{share:.0%} of the bytes: KL at positions 0-15/16-63/64-255, nats per token")
-        print("\n".join(position_table(some, cells)))
+        beyond = [row for row in rows if row["share"] is None and not is_full(row)]
+        beyond = [row for row in beyond if row not in some]  # plain rounding, for the eye
+        print("\n".join(position_table([*some, *beyond], cells)))
         if answers := answer_table([*filter(is_full, rows), *some], cells):
             print("facts that each cache's own answers hold")
             print("\n".join(answers))
