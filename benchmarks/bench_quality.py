@@ -128,7 +128,7 @@ def report(rows: Sequence[Row], model: str, shares: Sequence[float]) -> list[tup
         draw_bytes(
             shown.lines, FOLDER / "quality" / name,
             title=f"{model}: long answers, held-out prompts",
-            note=f"{shown.prompts} prompts of each kind: {', '.join(shown.cells)}",
+            note=f"prompts of each kind: {shown.prompts} ({', '.join(shown.cells)})",
         )  # fmt: skip
     return targets
 
