@@ -398,7 +398,8 @@ class BudgetCache(Cache):
         if self._prompt.step is None:
             raise ModelMismatchError(
                 f"this cache works only inside a forward of the {self._model_name} object that it "
-                "was made for; make one with profile.cache(model) for the model at hand"
+                "was made for, and not after a reset within one; make one with "
+                "profile.cache(model) for the model at hand"
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values

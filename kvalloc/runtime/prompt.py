@@ -361,6 +361,8 @@ class Prompt:
             crop_amid_prompt=arriving,
             crop_into_held=into and self.arrival.prompt_tokens,
         )
+        if self.interrupted is not None:
+            raise UnsupportedRequestError(self.interrupted)
 
     def crop(self) -> None:
         """The layers have been cropped."""

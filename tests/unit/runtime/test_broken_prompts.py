@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvalloc.errors import UnsupportedRequestError
+from kvalloc.errors import KVAllocError, UnsupportedRequestError
 from kvalloc.runtime import make_cache
 
 CONTEXT, CHUNK = 90, 30
@@ -109,6 +109,31 @@ def test_an_error_within_a_chunk(
         model(ids[:, :3])  # what Ctrl-C left open ends with the next forward of the model
     reason = f"(left by an error after {CHUNK} |failed half-way)"
     check_refused(tiny, model, cache, tmp_path / "c.kv", reason)
+    cache.reset()
+    check_as_new(tiny, model, cache, kind)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda cache: cache.crop(-1), r"failed half-way.*cache\.reset"),
+        (lambda cache: cache.evict(), r"failed half-way.*cache\.reset"),
+        (lambda cache: cache.reset(), "not after a reset within one"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_a_cache_is_not_changed_amid_a_forward(
+    tiny: ModuleType, kind: str, change: Any, said: str
+) -> None:
+    """It would be cut in some layers and not in others; afterwards a reset helps as ever."""
+    model = tiny.tiny_model()
+    cache, hooked = cache_of(tiny, model, kind), model.model.layers[1]
+    for tokens in (CONTEXT, 3):
+        run(model, tiny.prompt(tokens), cache)
+    handle = hooked.register_forward_hook(lambda *_: change(cache))
+    with pytest.raises(KVAllocError, match=said):
+        run(model, tiny.prompt(1), cache)
+    handle.remove()
     cache.reset()
     check_as_new(tiny, model, cache, kind)
 
