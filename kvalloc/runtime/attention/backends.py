@@ -46,15 +46,15 @@ def attend(call: AttentionCall, kept: Sequence[FlatEntries]) -> Tensor:
     """
     if len(kept) == 1:
         return _attend(call, kept[0])
-    batch, n_query_heads, n_new, _ = call.queries.shape
-    group = n_query_heads // call.keys.shape[1]
-    output = call.queries.new_empty(batch, n_new, n_query_heads, call.values.shape[-1])
+    heads = tuple(head for part in kept for head in part.heads or ())
+    order = _order(heads, call.queries.shape[1] // len(heads), call.queries.device)
+    call, outputs, first = call if order is None else call.ordered(*order[:2]), [], 0
     for part in kept:
         assert part.heads is not None, "parts of a layer say which heads they are"
-        heads, own = _places(part.heads, group, output.device)
-        some = call.heads(heads, own)
-        output.index_copy_(2, own, _attend(some, part))
-    return output
+        some = call.heads(first, first := first + len(part.heads))
+        outputs.append(_attend(some, part))
+    output = torch.cat(outputs, dim=2)
+    return output if order is None else output.index_select(2, order[2])
 
 
 def _attend(call: AttentionCall, kept: FlatEntries) -> Tensor:
@@ -83,8 +83,15 @@ def _log_once(name: str, reason: str) -> None:
 
 
 @cache
-def _places(heads: tuple[int, ...], group: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """KV heads, and the query heads that belong to them, on the device."""
+def _order(
+    heads: tuple[int, ...], group: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """KV heads, the query heads that belong to them, and the way back of these, on the device.
+
+    None where the heads stand in this order already.
+    """
+    if heads == tuple(range(len(heads))):
+        return None
     own = torch.tensor(heads, device=device)
-    members = torch.arange(group, device=device)
-    return own, (own[:, None] * group + members).view(-1)
+    queries = (own[:, None] * group + torch.arange(group, device=device)).view(-1)
+    return own, queries, queries.argsort()

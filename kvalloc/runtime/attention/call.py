@@ -64,8 +64,8 @@ class AttentionCall:
             sink_logits=states.sink_logits,
         )
 
-    def heads(self, heads: Tensor, query_heads: Tensor) -> AttentionCall:
-        """The same of some KV heads and of the query heads that belong to them."""
+    def ordered(self, heads: Tensor, query_heads: Tensor) -> AttentionCall:
+        """The same with its KV heads, and the query heads that belong to them, in this order."""
         sinks = self.sink_logits
         return replace(
             self,
@@ -73,6 +73,18 @@ class AttentionCall:
             keys=self.keys.index_select(1, heads),
             values=self.values.index_select(1, heads),
             sink_logits=None if sinks is None else sinks.index_select(0, query_heads),
+        )
+
+    def heads(self, first: int, last: int) -> AttentionCall:
+        """The same of the KV heads from the first to before the last, as views."""
+        group = self.queries.shape[1] // self.keys.shape[1]
+        own = slice(first * group, last * group)
+        return replace(
+            self,
+            queries=self.queries[:, own],
+            keys=self.keys[:, first:last],
+            values=self.values[:, first:last],
+            sink_logits=None if self.sink_logits is None else self.sink_logits[own],
         )
 
     def with_dense_vectors(self) -> AttentionCall:

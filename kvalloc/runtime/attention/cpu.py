@@ -193,12 +193,11 @@ def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Te
 
 def _room(states: Tensor) -> int | None:
     """Tokens between two heads' first ones; None where they do not stand like that."""
-    _, n_heads, _, dim = states.shape
-    row, head, token, number = states.stride()
-    room = head // dim
-    return (
-        room if (row, head, token, number) == (n_heads * room * dim, room * dim, dim, 1) else None
-    )
+    batch, n_heads, _, dim = states.shape
+    row, *strides = states.stride()
+    room = strides[0] // dim
+    one_after_another = batch == 1 or row == n_heads * room * dim
+    return room if one_after_another and strides == [room * dim, dim, 1] else None
 
 
 def _place(tensor: Tensor | None) -> int | None:
