@@ -75,7 +75,7 @@ def test_profile_measures_with_every_scorer(models, folder, name):
             ("--policy", "nacl", "--policy-option", "sed=1"),
             "no option 'sed'; the nearest is 'seed'",
         ),
-        (("--policy", "merge", "--decode-every", 4), "leave out --decode-every"),
+        (("--policy", "reconstruction", "--decode-every", 4), "leave out --decode-every"),
         (("--policy", "nacl", "--policy-option", "alpha=1"), "policy nacl has no option 'alpha'"),
         (("--policy", "nacl", "--policy-option", "seed=x"), "--policy-option seed of nacl is 'x'"),
         (("--policy", "nacl", "--policy-option", "seed"), "not KEY=VALUE"),

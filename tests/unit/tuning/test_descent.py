@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cli_tools import full_disk, run
+from scorer_oracle import SCORERS
 from tiny_models import VOCABULARY, WordTokenizer, tiny_model, words
 
 import kvalloc
@@ -16,7 +17,6 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure.checkpoint import checkpoint_folder
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.models.loading import LoadedModel, shape_of
-from kvalloc.problem.registry import SCORERS, names
 from kvalloc.prompts.texts import Prompt
 from kvalloc.scorers import get_scorer
 from kvalloc.tuning import tune, tune_each
@@ -376,7 +376,7 @@ def test_the_profile_states_what_it_loses_on_which_prompts(model):
     assert tuned(model)[0].profile.requested["predicted_interval"] is None
 
 
-@pytest.mark.parametrize("name", sorted(names(SCORERS)))
+@pytest.mark.parametrize("name", SCORERS)
 def test_every_scorer_can_be_chosen(model, name):
     own = name == SCORER.name
     wide = getattr(get_scorer(name), "window", 0) > SCORER.window
