@@ -31,11 +31,11 @@ EIGHT_BITS_FROM, THREE_BITS_BELOW = 0.42, 0.15
 """Shares of the bytes from which on fewer entries at 8 bits lose less than more at 4, and below
 which more at 3 do (SmolLM2-135M; the first one Qwen2.5-Coder-0.5B, too)."""
 
-COSTS = {True: 1.1, False: 1.0}
-"""Processor time of a prompt of 1,000 tokens against a plain prefill, late and early
+COST = 1.1
+"""Processor time of a prompt of 1,000 tokens against a plain prefill, late or early
 (SmolLM2-135M, one thread)."""
 
-SINKS, WINDOW, VOTES, AWAITED = 4, 8, 32, 16
+SINKS, WINDOW, VOTES, AWAITED = 4, 8, 128, 16
 """Tokens: never evicted at the prompt's begin and end; whose queries vote, of the prompt's last
 and of those that follow it."""
 
@@ -202,5 +202,5 @@ class Default:
         return (
             f"by default, nothing measured: {way}; {kept:.0%} of the entries {width}, "
             f"{size(stored)}, {reached:.1%} of a cache at 16 bits; about {size(peak)} while it is "
-            f"read, and {COSTS[late]} times a plain prefill"
+            f"read, and {1.0 if kept == 1 else COST} times a plain prefill"
         )

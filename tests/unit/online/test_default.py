@@ -159,7 +159,7 @@ def test_the_profile_is_a_file_and_the_cache_another(
         ({"budget": "2%"}, "2.0% of the bytes of 150 tokens at 16 bits is 7 entries a head at 3 "
                            "bits, below the 12 of sinks and window; ask for at least 3.0%"),
         ({"budget": "30%", "memory": "2KiB"}, "memory is 2.00 KiB, but a prompt of 150 tokens "
-                                              "needs 198 KiB where its full cache is held, and "
+                                              "needs 294 KiB where its full cache is held, and "
                                               "59.94 KiB where it is evicted while it is read"),
         ({"budget": "much"}, "'much' is not a share"),
         ({"budget": "20%", "memory": "much"}, "much"),
