@@ -109,9 +109,9 @@ def test_it_says_which_way_what_it_takes_and_what_it_costs(
     assert said[1] == early.profile.detail
     assert "holds the full cache until 16 tokens have followed the prompt; 5" in said[0]
     assert "evicts while the prompt is read; 5" in said[1]
-    for one, times in zip(said, (1.1, 1.0), strict=False):
+    for one in said[:2]:
         assert "% of the entries at 4 bits, 14.91 KiB, 19.9% of a cache at 16 bits; about" in one
-        assert f" KiB while it is read, and {times} times a plain prefill" in one
+        assert " KiB while it is read, and 1.1 times a plain prefill" in one
     assert "evicts nothing; 100% of the entries as they are, 150 KiB, 200.0% of" in said[2]
 
 
