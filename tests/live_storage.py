@@ -24,7 +24,8 @@ class LiveStorage(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._known: set[int] = set()
+        # A reference, if a weak one, keeps the address: it would be given to new storage otherwise.
+        self._known: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
         self,
@@ -35,9 +36,9 @@ class LiveStorage(TorchDispatchMode):
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                key = leaf.untyped_storage()._cdata
-                if key not in self._live:
-                    self._known.add(key)  # weights and inputs, there before
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._live:  # weights and inputs, there before
+                    self._known.setdefault(storage._cdata, StorageWeakRef(storage))
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

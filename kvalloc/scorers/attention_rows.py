@@ -13,7 +13,7 @@ from kvalloc.models.attention import AttentionStates
 if TYPE_CHECKING:
     from torch import Tensor
 
-_KEY_BLOCK_TOKENS = 512
+_KEY_BLOCK_TOKENS = 256
 
 
 def window_attention(states: AttentionStates, window: int) -> Tensor:
