@@ -50,7 +50,7 @@ def main() -> int:
     where = where_it_ran("kvalloc", "kvpress", "torch", "transformers")
     begun = time.perf_counter()
     if arguments.text is not None and arguments.text.exists():
-        answer = torch.load(arguments.text)[:, : arguments.tokens]
+        answer = torch.load(arguments.text, weights_only=True)[:, : arguments.tokens]
     else:
         answer = written(loaded.model, ids, arguments)
     print(f"text written after {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
