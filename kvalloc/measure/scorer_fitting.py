@@ -337,10 +337,11 @@ def _rank_correlation(rows: FloatArray, weights: FloatArray) -> FloatArray:
 
     ``(n_full_layers, n_kv_heads)``; 0 where one of them never changes.
     """
+    from scipy.stats import rankdata
+
     predicted = (rows[..., :-1] @ weights[..., :-1, None])[..., 0]
-    one, other = (
-        np.argsort(np.argsort(each, axis=-1), axis=-1) for each in (predicted, rows[..., -1])
-    )
-    centre = (rows.shape[-2] - 1) / 2
-    found: FloatArray = ((one - centre) * (other - centre)).mean(axis=-1) / one[0, 0].var()
-    return found
+    centre = (rows.shape[-2] + 1) / 2
+    one, other = (rankdata(each, axis=-1) - centre for each in (predicted, rows[..., -1]))
+    spread = np.sqrt((one**2).mean(axis=-1) * (other**2).mean(axis=-1))
+    together = (one * other).mean(axis=-1)
+    return np.divide(together, spread, out=np.zeros_like(spread), where=spread > 0)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,6 +139,16 @@ def test_rank_correlation_is_spearmans():
         predicted = rows[0, head, :, :3] @ weights[0, head, :3]
         expected = spearmanr(predicted, rows[0, head, :, 3]).statistic
         assert found[0, head] == pytest.approx(expected)
+
+
+def test_equal_scores_share_a_rank_and_constant_ones_say_nothing():
+    rows = np.random.default_rng(1).normal(size=(1, 2, 40, 2))
+    rows[0, 0, :, 1] = np.maximum(rows[0, 0, :, 1], 0.0)  # half of the targets are at the least
+    rows[0, 1, :, 1] = -3.0
+    found = scorer_fitting._rank_correlation(rows, np.ones((1, 2, 2)))
+    wanted = scipy.stats.spearmanr(rows[0, 0, :, 0], rows[0, 0, :, 1]).statistic
+    assert found[0, 0] == pytest.approx(wanted, abs=1e-12)
+    assert found[0, 1] == 0
 
 
 def test_the_scorer_is_a_direct_computation(fitted, file):
