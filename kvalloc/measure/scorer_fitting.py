@@ -344,4 +344,7 @@ def _rank_correlation(rows: FloatArray, weights: FloatArray) -> FloatArray:
     one, other = (rankdata(each, axis=-1) - centre for each in (predicted, rows[..., -1]))
     spread = np.sqrt((one**2).mean(axis=-1) * (other**2).mean(axis=-1))
     together = (one * other).mean(axis=-1)
-    return np.divide(together, spread, out=np.zeros_like(spread), where=spread > 0)
+    correlation: FloatArray = np.divide(
+        together, spread, out=np.zeros_like(spread), where=spread > 0
+    )
+    return correlation
