@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvalloc.accounting import IntArray
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.kept import Piece, RaggedEntries
-from kvalloc.runtime.packed import PackedEntries
+from kvalloc.runtime.kept import RaggedEntries, Segment
+from kvalloc.runtime.packed import LayerEntries
 
 HALF_A_STEP = {torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
@@ -43,17 +43,20 @@ def stored_of(
 def piece_of(stored: Stored) -> Any:
     """As storage asks for them."""
 
-    def piece(row: int, head: int) -> Piece:
+    def piece(row: int, head: int) -> Segment:
         keys, values, bias = stored[row, head]
-        every = torch.arange(len(keys), device=keys.device)
-        return keys, values, every.int(), bias, every
+        places = torch.arange(len(keys), dtype=torch.int32, device=keys.device)
+        return Segment(keys, values, places, bias)
 
     return piece
 
 
 def ragged_of(stored: Stored, counts: IntArray) -> RaggedEntries:
     """Stored without padding."""
-    return RaggedEntries.collect(counts, piece_of(stored), biased=stored[0, 0][2] is not None)
+    piece = piece_of(stored)
+    return RaggedEntries.of(
+        [[piece(b, h) for h in range(counts.shape[1])] for b in range(len(counts))]
+    )
 
 
 def dense_of(stored: Stored, shape: tuple[int, int]) -> tuple[tuple[Tensor, Tensor], Any]:
@@ -64,12 +67,12 @@ def dense_of(stored: Stored, shape: tuple[int, int]) -> tuple[tuple[Tensor, Tens
     return (keys, values), torch.stack(parts[2]).unflatten(0, shape) if biased else None
 
 
-def packed_of(stored: Stored, counts: IntArray, bits: list[int]) -> PackedEntries:
+def packed_of(stored: Stored, counts: IntArray, bits: list[int]) -> LayerEntries:
     """Stored at so many bits a KV head."""
-    return PackedEntries.collect(counts, piece_of(stored), np.array(bits, dtype=np.int64))
+    return LayerEntries.packed(counts.shape, piece_of(stored), np.array(bits, dtype=np.int64))
 
 
-def unpacked(entries: PackedEntries, counts: IntArray) -> Stored:
+def unpacked(entries: LayerEntries, counts: IntArray) -> Stored:
     """The numbers that packed entries stand for."""
     pieces = {place: entries.piece(*place) for place in np.ndindex(*counts.shape)}
     return {place: (one[0], one[1], one[3]) for place, one in pieces.items()}
@@ -200,7 +203,7 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
             device=device,
         )  # fmt: skip
         entries = packed_of(stored, counts, [bits] * counts.shape[1])
-        found = triton_attention(call, entries.flat[0], programs=programs)
+        found = triton_attention(call, entries.parts[0], programs=programs)
         compare(found, call, unpacked(entries, counts))
         if n_new > 1:  # as models give them: cut from larger tensors, tokens before heads
             given = {"queries": call.queries, "keys": call.keys, "values": call.values}
@@ -209,7 +212,7 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
                 name: one.transpose(1, 2).contiguous().transpose(1, 2)[..., :dim]
                 for name, one in wide.items()
             }
-            again = triton_attention(replace(call, **cut), entries.flat[0], programs=programs)
+            again = triton_attention(replace(call, **cut), entries.parts[0], programs=programs)
             assert torch.equal(again, found)
 
     # heads of every width in one layer, on the way that the cache takes on this device
@@ -218,8 +221,8 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
         stored = stored_of(counts, (64, 64), torch.float32, biased=extras, device=device)
         call = call_of(counts, (64, 64), torch.float32, group=3, extras=extras, device=device)
         entries = packed_of(stored, counts, [16, 4, 8])
-        compare(attend(call, entries.flat), call, unpacked(entries, counts))
-        assert device == "cpu" or TritonBackend().refusal(call, entries.flat[0]) is None
+        compare(attend(call, entries.parts), call, unpacked(entries, counts))
+        assert device == "cpu" or TritonBackend().refusal(call, entries.parts[0]) is None
     return worst
 
 

@@ -26,7 +26,6 @@ from transformers.generation.streamers import BaseStreamer
 from kvalloc.accounting.costs import key_bits
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import load_cache, make_cache
-from kvalloc.runtime.packed import PackedEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class, policy_names
 from kvalloc.runtime.quantization import rotated
 from kvalloc.scorers import get_scorer
@@ -111,7 +110,7 @@ class Setting:
         """
         for layer, stored in enumerate(cache.layers):
             entries, its = getattr(stored, "entries", None), shadow.cache.layers[layer]
-            if not isinstance(entries, PackedEntries):
+            if entries is None or not entries.is_packed:
                 continue
             for row, head in np.ndindex(*entries.lengths.shape):
                 bits = int(self.profile.bits[layer, head])

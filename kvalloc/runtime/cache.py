@@ -349,7 +349,7 @@ class BudgetCache(Cache):
         n_kept = 0 if layer.kept_indices is None else int(layer.kept_indices.shape[-1])
         visible = step.following_visible(n_stored - n_kept)
         if layer.entries is not None:
-            return attend(AttentionCall.of(states, visible), layer.entries.flat), None
+            return attend(AttentionCall.of(states, visible), layer.entries.parts), None
         if layer.logit_bias is not None:
             even = FlatEntries.even(states.keys, states.values, layer.logit_bias, n_kept)
             return attend(AttentionCall.of(states, visible, first=n_kept), [even]), None

@@ -15,7 +15,7 @@ from kvalloc.formats.sharing_groups import Groups
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.packed import PackedEntries
+from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
 from kvalloc.runtime.quantization import stored_keys
 from kvalloc.runtime.refusals import check_kept
@@ -59,11 +59,12 @@ def store_choices(
     """
     entries = _collected(targets, chosen)
     if bits is not None:
-        layer.keep_ragged(PackedEntries.collect(targets, entries.piece, bits), following)
+        packed = LayerEntries.packed(targets.shape, entries.segment, bits)
+        layer.keep_ragged(packed, following)
     elif (targets == targets[0, 0]).all():
         layer.keep_even(entries, following)
     else:
-        layer.keep_ragged(entries, following)
+        layer.keep_ragged(LayerEntries.whole(entries), following)
 
 
 def _collected(targets: IntArray, chosen: Iterator[tuple[Part, Choice]]) -> RaggedEntries:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +14,61 @@ from torch import Tensor
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS
 
-__all__ = ["FlatEntries", "Piece", "RaggedEntries", "Spans", "Tiles"]
+__all__ = ["FlatEntries", "RaggedEntries", "Segment", "Spans", "Tiles"]
 
-if TYPE_CHECKING:
-    #: Keys and values (n, head_dim), positions (n,), logit bias (n,) or None, and which of the n
-    #: are kept, increasing.
-    Piece: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
-else:
-    Piece = tuple
+
+class Segment(NamedTuple):
+    """One head's entries of one row, in position order: numbers, or codes as they are stored.
+
+    Attributes
+    ----------
+    keys : Tensor, (n, head_dim), or of uint8, (n, key_bytes)
+        Packed codes are rows of whole bytes.
+    values : Tensor, (n, head_dim), or of uint8, (n, value_bytes)
+        Packed codes, and after them the row's own scales and minima.
+    positions : Tensor of int32, (n,)
+        Columns of the row.
+    bias : Tensor of float32, (n,), or None
+        Added to their logits.
+    key_scales : Tensor of float16, (ceil(n / 64), 2, head_dim), or None
+        Of codes: scale and minimum of each channel.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    bias: Tensor | None = None
+    key_scales: Tensor | None = None
+
+    def cut(self, first: int, last: int) -> Segment:
+        """The entries from the first, which begins a block, to before the last, as views.
+
+        A block that loses some keeps its scales.
+        """
+        blocks = slice(first // KEY_BLOCK_TOKENS, -(-last // KEY_BLOCK_TOKENS))
+        return Segment(
+            keys=self.keys[first:last],
+            values=self.values[first:last],
+            positions=self.positions[first:last],
+            bias=None if self.bias is None else self.bias[first:last],
+            key_scales=None if self.key_scales is None else self.key_scales[blocks],
+        )
+
+    @classmethod
+    def joined(cls, segments: Sequence[Segment]) -> Segment:
+        """A copy of one behind the other; of codes, all blocks but the last one's are full."""
+        keys, values, positions, bias, scales = zip(*segments, strict=True)
+        biases = [
+            torch.zeros_like(place, dtype=torch.float32) if own is None else own
+            for own, place in zip(bias, positions, strict=True)
+        ]
+        return cls(
+            keys=torch.cat(keys),
+            values=torch.cat(values),
+            positions=torch.cat(positions),
+            bias=None if all(own is None for own in bias) else torch.cat(biases),
+            key_scales=None if scales[0] is None else torch.cat(scales),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +173,7 @@ class FlatEntries:
     Attributes
     ----------
     keys, values : Tensor, (n_entries, head_dim) and (n_entries, value_dim)
-        Contiguous; at fewer bits packed rows of uint8, see `kvalloc.runtime.packed.Segment`.
+        Contiguous; at fewer bits packed rows of uint8, see `Segment`.
     spans : Spans
     bias : Tensor of float32, (n_entries,), or None
         Added to their logits.
@@ -180,113 +227,53 @@ def _even_spans(n_segments: int, n_entries: int, n_kept: int, device: torch.devi
 
 
 @dataclass(frozen=True, kw_only=True)
-class RaggedEntries:
-    """Kept entries of one layer, one segment a row and KV head, back to back.
+class RaggedEntries(FlatEntries):
+    """Kept entries of one layer's heads of one width, a segment a row and KV head, back to back.
 
-    The segment of row b and head h is number ``b * n_kv_heads + h``. Its entries are in position
-    order, and nothing is padded.
+    Its entries are in position order, and nothing is padded. Keys and values are in storage of
+    their own, not one entry larger.
 
     Attributes
     ----------
-    keys, values : Tensor, (n_entries, head_dim)
-        In storage of their own, not one entry larger.
     positions : Tensor of int32, (n_entries,)
         Where in the row's columns each entry stood.
-    bias : Tensor of float32, (n_entries,), or None
-        Added to an entry's logits.
     lengths : ndarray of int64, (batch, n_kv_heads)
         Entries of each segment.
     """
 
-    keys: Tensor
-    values: Tensor
     positions: Tensor
-    bias: Tensor | None
     lengths: IntArray
+    spans: Spans = field(init=False)
+
+    def __post_init__(self) -> None:
+        spans = Spans.back_to_back(self.lengths, self.keys.device)
+        object.__setattr__(self, "spans", spans)
 
     @classmethod
     @torch.no_grad()
-    def collect(
-        cls, counts: IntArray, piece: Callable[[int, int], Piece], *, biased: bool = False
+    def of(
+        cls,
+        segments: Sequence[Sequence[Segment]],
+        *,
+        bits: int = 16,
+        heads: tuple[int, ...] | None = None,
     ) -> RaggedEntries:
-        """Copy the kept entries of every row and head into fresh storage.
-
-        Parameters
-        ----------
-        counts : ndarray of int64, (batch, n_kv_heads)
-            Entries that each segment keeps.
-        piece : callable
-            ``piece(row, head)`` gives what they are taken from; asked once for each, so that no
-            more than one head's candidates need to exist beside the result.
-        biased : bool
-            Whether any piece has a logit bias.
-        """
-        total, spans = int(counts.sum()), Spans.back_to_back(counts, torch.device("cpu"))
-        store: tuple[Tensor, ...] | None = None
-        bias: Tensor | None = None
-        for segment, (row, head) in enumerate(np.ndindex(*counts.shape)):
-            keys, values, positions, own_bias, kept = piece(row, head)
-            if store is None:
-                store = (
-                    keys.new_empty(total, keys.shape[1]),
-                    values.new_empty(total, values.shape[1]),
-                    positions.new_empty(total),
-                )
-                bias = positions.new_zeros(total, dtype=torch.float32) if biased else None
-            sources: list[tuple[Tensor, Tensor]] = list(
-                zip(store, (keys, values, positions), strict=True)
-            )
-            if bias is not None and own_bias is not None:
-                sources.append((bias, own_bias))
-            own = slice(int(spans.starts[segment]), int(spans.ends[segment]))
-            for target, source in sources:
-                torch.index_select(source, 0, kept, out=target[own])
-        assert store is not None, "a cache has at least one row and one head"
-        return cls(keys=store[0], values=store[1], positions=store[2], bias=bias, lengths=counts)
-
-    def tensors(self) -> list[Tensor]:
-        """K and V storage."""
-        return [self.keys, self.values]
-
-    def nothing(self) -> tuple[Tensor, Tensor]:
-        """Dense keys and values of no token, (batch, n_kv_heads, 0, head_dim)."""
-        shape = (*self.lengths.shape, 0)
-        return (
-            self.keys.new_empty(*shape, self.keys.shape[-1]),
-            self.values.new_empty(*shape, self.values.shape[-1]),
+        """A copy of segments, one a row and head."""
+        lengths = [[one.positions.numel() for one in row] for row in segments]
+        return cls(
+            **Segment.joined([one for row in segments for one in row])._asdict(),
+            lengths=np.array(lengths, dtype=np.int64),
+            bits=bits,
+            heads=heads,
         )
 
-    @cached_property
-    def spans(self) -> Spans:
-        """Where each segment's entries are."""
-        return Spans.back_to_back(self.lengths, self.keys.device)
-
-    @cached_property
-    def flat(self) -> tuple[FlatEntries, ...]:
-        """The same as attention reads it."""
-        own = FlatEntries(keys=self.keys, values=self.values, spans=self.spans, bias=self.bias)
-        return (own,)
-
-    def piece(self, row: int, head: int) -> Piece:
-        """One segment's entries in position order, all of them kept."""
-        number = row * self.lengths.shape[1] + head
-        start, end = int(self.spans.starts[number]), int(self.spans.ends[number])
-        bias = None if self.bias is None else self.bias[start:end]
-        every = torch.arange(end - start, device=self.keys.device)
-        return self.keys[start:end], self.values[start:end], self.positions[start:end], bias, every
-
-    def padded_positions(self) -> Tensor:
-        """`positions` of each segment, (batch, n_kv_heads, most); -1 beyond a segment's end."""
-        found = self.positions.new_full((*self.lengths.shape, int(self.lengths.max())), -1)
-        for row, head in np.ndindex(*self.lengths.shape):
-            found[row, head, : self.lengths[row, head]] = self.piece(row, head)[2]
-        return found
-
-    def rows(self, indices: Tensor) -> RaggedEntries:
-        """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
-        chosen = indices.cpu().numpy()
-        return RaggedEntries.collect(
-            self.lengths[chosen],
-            lambda row, head: self.piece(int(chosen[row]), head),
-            biased=self.bias is not None,
-        )
+    def segment(self, row: int, place: int) -> Segment:
+        """One head's entries of one row, as views; ``place`` counts the heads that are here."""
+        number = row * self.lengths.shape[1] + place
+        own = slice(int(self.spans.starts[number]), int(self.spans.ends[number]))
+        scales = self.key_scales
+        if scales is not None:
+            first, last = self.spans.first_scales[number : number + 2].tolist()
+            scales = scales[first:last]
+        bias = None if self.bias is None else self.bias[own]
+        return Segment(self.keys[own], self.values[own], self.positions[own], bias, scales)

@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicLayer
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError
-from kvalloc.runtime.kept import Piece, RaggedEntries
-from kvalloc.runtime.packed import PackedEntries
+from kvalloc.runtime.kept import RaggedEntries, Segment
+from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.unfinished import Unfinished
 
 __all__ = [
@@ -93,7 +93,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     ----------
     keys, values : Tensor, (batch, n_kv_heads, n_stored, head_dim)
         Dense storage, see above.
-    entries : RaggedEntries, PackedEntries or None
+    entries : LayerEntries or None
         What a ragged or packed layer keeps of the prompt.
     packed_following : int
         Tokens in a packed layer's `entries` that followed the latest eviction.
@@ -147,7 +147,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self._dense = (keys, values)
 
     def _forget(self) -> None:
-        self.entries: RaggedEntries | PackedEntries | None = None
+        self.entries: LayerEntries | None = None
         self.packed_following = 0
         self.kept_indices: Tensor | None = None
         self.logit_bias: Tensor | None = None
@@ -330,7 +330,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         first = int(keys.shape[-2]) - tokens
         return keys[..., first:, :], values[..., first:, :]
 
-    def keep_ragged(self, entries: RaggedEntries | PackedEntries, following: int = 0) -> None:
+    def keep_ragged(self, entries: LayerEntries, following: int = 0) -> None:
         """From now on store these entries and the latest tokens, and free the rest."""
         keys, values = entries.nothing()
         if following:
@@ -345,11 +345,11 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def pack(self, bits: IntArray) -> None:
         """Store all that there is at fewer bits, ``(n_kv_heads,)``: the prompt is complete."""
         counts = self.stored_counts()
-        if counts is None or isinstance(self.entries, PackedEntries):
+        if counts is None or (self.entries is not None and self.entries.is_packed):
             return
-        self.keep_ragged(PackedEntries.collect(counts, self._piece, bits))
+        self.keep_ragged(LayerEntries.packed(counts.shape, self._piece, bits))
 
-    def _piece(self, row: int, head: int) -> Piece:
+    def _piece(self, row: int, head: int) -> Segment:
         """Everything that one head stores of a row."""
         keys, values = self.keys[row, head], self.values[row, head]
         kept = 0 if self.kept_indices is None else int(self.kept_indices.shape[-1])
@@ -366,7 +366,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             keys, values = torch.cat([old_keys, keys]), torch.cat([old_values, values])
             positions = torch.cat([old_positions, positions])
             bias = None if bias is None else torch.nn.functional.pad(bias, (0, new))
-        return keys, values, positions, bias, torch.arange(keys.shape[0], device=keys.device)
+        return Segment(keys, values, positions, bias)
 
     def pack_following(self, visible: Tensor | None, latest: int = LATEST_TOKENS) -> None:
         """Round what followed a packed prompt, but for the latest tokens, a block at a time.
@@ -380,7 +380,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """
         dense = self.dense_tokens
         count = (dense - latest) // LATEST_TOKENS * LATEST_TOKENS
-        if not isinstance(self.entries, PackedEntries) or count <= 0:
+        if self.entries is None or not self.entries.is_packed or count <= 0:
             return
         keys, values = self.keys, self.values
         first = self.seen_tokens - dense
@@ -435,7 +435,7 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             return
         self.seen_tokens -= remove
         packed = remove - self.dense_tokens
-        if packed > 0 and isinstance(self.entries, PackedEntries):
+        if packed > 0 and self.entries is not None:
             self.entries = self.entries.before(self.seen_tokens)
             self.packed_following -= packed
             remove = self.dense_tokens

@@ -18,7 +18,7 @@ from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
 from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.making import make_cache
-from kvalloc.runtime.packed import PackedEntries, PackedHeads
+from kvalloc.runtime.packed import LayerEntries
 
 __all__ = ["filled_cache", "load_cache"]
 
@@ -108,32 +108,29 @@ def _fill(layer: Any, saved: SavedLayer, own: dict[str, Tensor], bits: IntArray 
     if saved.kind == "even":
         layer.kept_indices, layer.logit_bias = own["kept_indices"], own.get("logit_bias")
     elif saved.kind == "ragged":
-        layer.entries = _entries(own, "")
+        layer.entries = LayerEntries.whole(_entries(own, ""))
     elif saved.packed_following is not None and bits is not None:
         like = own["keys"][0, 0, :0].clone(), own["values"][0, 0, :0].clone()
         parts = [
-            PackedHeads(
-                bits=width,
-                heads=tuple(np.flatnonzero(bits == width).tolist()),
-                codes=_entries(own, f"bits_{width}."),
-                key_scales=own.get(f"bits_{width}.key_scales"),
-                like=like,
-            )
+            _entries(own, f"bits_{width}.", width, tuple(np.flatnonzero(bits == width).tolist()))
             for width in sorted(set(bits.tolist()), reverse=True)
         ]
-        layer.entries, layer.packed_following = (
-            PackedEntries(parts=tuple(parts)),
-            saved.packed_following,
-        )
+        layer.entries = LayerEntries(parts=tuple(parts), like=like)
+        layer.packed_following = saved.packed_following
 
 
-def _entries(own: dict[str, Tensor], prefix: str) -> RaggedEntries:
+def _entries(
+    own: dict[str, Tensor], prefix: str, bits: int = 16, heads: tuple[int, ...] | None = None
+) -> RaggedEntries:
     return RaggedEntries(
         keys=own[f"{prefix}kept_keys"],
         values=own[f"{prefix}kept_values"],
         positions=own[f"{prefix}kept_positions"],
         bias=own.get(f"{prefix}kept_bias"),
+        key_scales=own.get(f"{prefix}key_scales"),
         lengths=own[f"{prefix}lengths"].cpu().numpy(),
+        bits=bits,
+        heads=heads,
     )
 
 

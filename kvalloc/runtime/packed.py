@@ -9,8 +9,8 @@ The rounding itself is the measured one (`kvalloc.runtime.quantization`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -20,17 +20,10 @@ from torch import Tensor
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, key_bits
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.runtime.kept import FlatEntries, Piece, RaggedEntries
+from kvalloc.runtime.kept import RaggedEntries, Segment
 from kvalloc.runtime.quantization import from_codes, key_codes, rotated, value_codes
 
-__all__ = [
-    "PackedEntries",
-    "PackedHeads",
-    "Segment",
-    "key_numbers",
-    "packed_layers",
-    "value_numbers",
-]
+__all__ = ["LayerEntries", "key_numbers", "pack", "packed_layers", "value_numbers"]
 
 
 def packed_layers(profile: BudgetProfile) -> dict[int, IntArray]:
@@ -41,75 +34,18 @@ def packed_layers(profile: BudgetProfile) -> dict[int, IntArray]:
     return {layer: profile.bits[layer] for layer in full if (profile.bits[layer] != 16).any()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """One head's entries of one row, as they are stored.
-
-    Attributes
-    ----------
-    keys : Tensor, (n, key_bytes) of uint8, or (n, head_dim) at 16 bits
-        Packed codes, a row to a whole byte.
-    values : Tensor, (n, value_bytes) of uint8, or (n, head_dim) at 16 bits
-        Packed codes, and after them the row's own scales and minima.
-    key_scales : Tensor of float16, (ceil(n / 64), 2, head_dim)
-        None at 16 bits.
-    positions : Tensor of int32, (n,)
-    bias : Tensor of float32, (n,), or None
-    """
-
-    keys: Tensor
-    values: Tensor
-    key_scales: Tensor | None
-    positions: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, piece: Piece, bits: int) -> Segment:
-        """Round and pack what is kept of a piece."""
-        keys, values, positions, bias, kept = piece
-        keys, values = keys.index_select(0, kept), values.index_select(0, kept)
-        positions = positions.index_select(0, kept)
-        bias = None if bias is None else bias.index_select(0, kept)
-        if bits == 16:
-            return cls(keys=keys, values=values, key_scales=None, positions=positions, bias=bias)
-        codes, key_scales = key_codes(keys, bits)
-        own_codes, scales = value_codes(values, bits)
-        rows = [packed_codes(own_codes, bits), scales.flatten(1).contiguous().view(torch.uint8)]
-        return cls(
-            keys=packed_codes(codes, key_bits(bits)),
-            values=torch.cat(rows, dim=1),
-            key_scales=key_scales,
-            positions=positions,
-            bias=bias,
-        )
-
-    def first(self, count: int) -> Segment:
-        """The first entries; a block that loses some keeps its scales."""
-        scales = self.key_scales
-        return Segment(
-            keys=self.keys[:count],
-            values=self.values[:count],
-            key_scales=None if scales is None else scales[: -(-count // KEY_BLOCK_TOKENS)],
-            positions=self.positions[:count],
-            bias=None if self.bias is None else self.bias[:count],
-        )
-
-    def and_then(self, other: Segment) -> Segment:
-        """Another segment behind this one, whose last block is full."""
-        scales = None
-        if self.key_scales is not None and other.key_scales is not None:
-            scales = torch.cat([self.key_scales, other.key_scales])
-        bias = None
-        if self.bias is not None:
-            more = torch.zeros_like(other.positions, dtype=torch.float32)
-            bias = torch.cat([self.bias, more if other.bias is None else other.bias])
-        return Segment(
-            keys=torch.cat([self.keys, other.keys]),
-            values=torch.cat([self.values, other.values]),
-            key_scales=scales,
-            positions=torch.cat([self.positions, other.positions]),
-            bias=bias,
-        )
+def pack(numbers: Segment, bits: int) -> Segment:
+    """Round and pack a segment."""
+    if bits == 16:
+        return numbers
+    keys, key_scales = key_codes(numbers.keys, bits)
+    values, scales = value_codes(numbers.values, bits)
+    rows = [packed_codes(values, bits), scales.flatten(1).contiguous().view(torch.uint8)]
+    return numbers._replace(
+        keys=packed_codes(keys, key_bits(bits)),
+        values=torch.cat(rows, dim=1),
+        key_scales=key_scales,
+    )
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
@@ -175,142 +111,67 @@ def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedHeads:
-    """The heads of a layer that are stored at one width.
-
-    Attributes
-    ----------
-    bits : int
-        16, 8, 4 or 3.
-    heads : tuple of int
-        KV heads of the layer, rising.
-    codes : RaggedEntries
-        Packed rows of keys and values, see `Segment`, in the order of ragged entries.
-    key_scales : Tensor of float16, (n_key_blocks, 2, head_dim), or None
-        Those of one segment after those of another; None at 16 bits.
-    like : tuple of Tensor
-        Keys and values (0, head_dim): sizes and type of what was rounded.
-    """
-
-    bits: int
-    heads: tuple[int, ...]
-    codes: RaggedEntries
-    key_scales: Tensor | None
-    like: tuple[Tensor, Tensor]
-
-    @classmethod
-    def collect(
-        cls,
-        segments: list[list[Segment]],
-        *,
-        bits: int,
-        heads: tuple[int, ...],
-        like: tuple[Tensor, Tensor],
-    ) -> PackedHeads:
-        """Copy segments, one a row and head, into storage of their own."""
-        counts = np.array([[int(s.positions.numel()) for s in row] for row in segments])
-
-        def piece(row: int, head: int) -> Piece:
-            own = segments[row][head]
-            every = torch.arange(own.positions.numel(), device=own.positions.device)
-            return own.keys, own.values, own.positions, own.bias, every
-
-        biased = any(one.bias is not None for row in segments for one in row)
-        codes = RaggedEntries.collect(counts.astype(np.int64), piece, biased=biased)
-        scales = None
-        if bits != 16:
-            parts = [one.key_scales for row in segments for one in row]
-            scales = torch.cat([one for one in parts if one is not None])
-        return cls(bits=bits, heads=heads, codes=codes, key_scales=scales, like=like)
-
-    def segment(self, row: int, place: int) -> Segment:
-        """One head's entries of one row; ``place`` counts these heads."""
-        keys, values, positions, bias, _ = self.codes.piece(row, place)
-        scales = None
-        if self.key_scales is not None:
-            number = row * len(self.heads) + place
-            first, last = self.codes.spans.first_scales[number : number + 2].tolist()
-            scales = self.key_scales[first:last]
-        return Segment(keys=keys, values=values, key_scales=scales, positions=positions, bias=bias)
-
-    def piece(self, row: int, place: int) -> Piece:
-        """One segment's numbers."""
-        one, (keys, values) = self.segment(row, place), self.like
-        every = torch.arange(one.positions.numel(), device=one.positions.device)
-        if one.key_scales is None:
-            return one.keys, one.values, one.positions, one.bias, every
-        found = value_numbers(one.values, self.bits, int(values.shape[-1]))
-        return (
-            key_numbers(one.keys, one.key_scales, self.bits).to(keys.dtype),
-            (rotated(found) if self.bits == 3 else found).to(values.dtype),
-            one.positions,
-            one.bias,
-            every,
-        )
-
-    @cached_property
-    def flat(self) -> FlatEntries:
-        """The same as attention reads it."""
-        (own,) = self.codes.flat
-        return replace(own, bits=self.bits, key_scales=self.key_scales, heads=self.heads)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedEntries:
+class LayerEntries:
     """Kept entries of one layer, at the bits of each of its KV heads.
 
     Attributes
     ----------
-    parts : tuple of PackedHeads
-        One a width, the widest first.
+    parts : tuple of RaggedEntries
+        One a width, the widest first, of the KV heads that are stored at it.
+    like : tuple of Tensor
+        Keys and values (0, head_dim): sizes and type of what was rounded.
     """
 
-    parts: tuple[PackedHeads, ...]
-
-    @classmethod
-    @torch.no_grad()
-    def collect(
-        cls, counts: IntArray, piece: Callable[[int, int], Piece], bits: IntArray
-    ) -> PackedEntries:
-        """Round and pack the kept entries of every row and head.
-
-        Parameters
-        ----------
-        counts : ndarray of int64, (batch, n_kv_heads)
-            Entries that each segment keeps.
-        piece : callable
-            As for `RaggedEntries.collect`; asked once for each, in order.
-        bits : ndarray of int64, (n_kv_heads,)
-            16, 8, 4 or 3.
-        """
-        segments: list[list[Segment]] = []
-        like: tuple[Tensor, Tensor] | None = None
-        for row in range(counts.shape[0]):
-            own = []
-            for head in range(counts.shape[1]):
-                found = piece(row, head)
-                like = (found[0][:0].clone(), found[1][:0].clone()) if like is None else like
-                own.append(Segment.of(found, int(bits[head])))
-            segments.append(own)
-        assert like is not None, "a cache has at least one row and one head"
-        return cls.of(segments, bits, like)
+    parts: tuple[RaggedEntries, ...]
+    like: tuple[Tensor, Tensor]
 
     @classmethod
     def of(
-        cls, segments: list[list[Segment]], bits: IntArray, like: tuple[Tensor, Tensor]
-    ) -> PackedEntries:
-        """Segments, one a row and KV head, in storage of their own."""
+        cls, segments: Sequence[Sequence[Segment]], bits: IntArray, like: tuple[Tensor, Tensor]
+    ) -> LayerEntries:
+        """A copy of segments, one a row and KV head, that are stored at these bits."""
         parts = []
-        for width in sorted({int(each) for each in bits}, reverse=True):
+        for width in sorted(set(bits.tolist()), reverse=True):
             heads = tuple(np.flatnonzero(bits == width).tolist())
             mine = [[row[head] for head in heads] for row in segments]
-            parts.append(PackedHeads.collect(mine, bits=width, heads=heads, like=like))
-        return cls(parts=tuple(parts))
+            parts.append(RaggedEntries.of(mine, bits=width, heads=heads))
+        return cls(parts=tuple(parts), like=like)
+
+    @classmethod
+    def whole(cls, entries: RaggedEntries) -> LayerEntries:
+        """Entries of all KV heads as the model made them."""
+        return cls(parts=(entries,), like=(entries.keys[:0].clone(), entries.values[:0].clone()))
+
+    @classmethod
+    @torch.no_grad()
+    def packed(
+        cls, shape: tuple[int, ...], segment: Callable[[int, int], Segment], bits: IntArray
+    ) -> LayerEntries:
+        """Round and pack the entries of every row and head.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Rows and KV heads.
+        segment : callable
+            ``segment(row, head)`` gives their numbers; they need not all exist at once.
+        bits : ndarray of int64, (n_kv_heads,)
+            16, 8, 4 or 3.
+        """
+        n_rows, n_heads = shape
+        found = [
+            [pack(segment(row, head), int(bits[head])) for head in range(n_heads)]
+            for row in range(n_rows)
+        ]
+        keys, values, *_ = segment(0, 0)
+        return cls.of(found, bits, (keys[:0].clone(), values[:0].clone()))
 
     @cached_property
-    def _places(self) -> list[tuple[PackedHeads, int]]:
+    def _places(self) -> list[tuple[RaggedEntries, int]]:
         """Where each KV head is."""
-        owners = {head: (part, n) for part in self.parts for n, head in enumerate(part.heads)}
+        own = [part.heads or range(part.lengths.shape[1]) for part in self.parts]
+        pairs = zip(self.parts, own, strict=True)
+        owners = {head: (part, n) for part, heads in pairs for n, head in enumerate(heads)}
         return [owners[head] for head in range(len(owners))]
 
     @property
@@ -318,72 +179,77 @@ class PackedEntries:
         """Width of each KV head, (n_kv_heads,)."""
         return np.array([part.bits for part, _ in self._places], dtype=np.int64)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether any KV head is stored at fewer bits."""
+        return any(part.bits != 16 for part in self.parts)
+
     @cached_property
     def lengths(self) -> IntArray:
         """Entries of each row and head, (batch, n_kv_heads)."""
-        columns = [part.codes.lengths[:, place] for part, place in self._places]
+        columns = [part.lengths[:, place] for part, place in self._places]
         found: IntArray = np.stack(columns, axis=1)
         return found
 
-    @cached_property
-    def flat(self) -> tuple[FlatEntries, ...]:
-        """The same as attention reads it, one a width."""
-        if len(self.parts) == 1:
-            return (replace(self.parts[0].flat, heads=None),)
-        return tuple(part.flat for part in self.parts)
-
     def tensors(self) -> list[Tensor]:
         """All K and V storage, scales included."""
-        found = []
-        for part in self.parts:
-            found += part.codes.tensors()
-            found += [] if part.key_scales is None else [part.key_scales]
-        return found
+        found = [(part.keys, part.values, part.key_scales) for part in self.parts]
+        return [tensor for part in found for tensor in part if tensor is not None]
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """Dense keys and values of no token, (batch, n_kv_heads, 0, head_dim)."""
-        keys, values = self.parts[0].like
-        shape = (*self.lengths.shape, 0)
-        return keys.new_empty(*shape, keys.shape[-1]), values.new_empty(*shape, values.shape[-1])
+        keys, values = (own.new_empty(*self.lengths.shape, 0, own.shape[-1]) for own in self.like)
+        return keys, values
 
-    def piece(self, row: int, head: int) -> Piece:
-        """One segment's numbers in position order."""
+    def piece(self, row: int, head: int) -> Segment:
+        """One segment's numbers."""
         part, place = self._places[head]
-        return part.piece(row, place)
+        return self._numbers(part.segment(row, place), part.bits)
+
+    def _numbers(self, own: Segment, bits: int) -> Segment:
+        if own.key_scales is None:
+            return own
+        keys, values = self.like
+        found = value_numbers(own.values, bits, int(values.shape[-1]))
+        return own._replace(
+            keys=key_numbers(own.keys, own.key_scales, bits).to(keys.dtype),
+            values=(rotated(found) if bits == 3 else found).to(values.dtype),
+            key_scales=None,
+        )
 
     def padded_positions(self) -> Tensor:
         """Columns of each segment, (batch, n_kv_heads, most); -1 beyond a segment's end."""
-        first = self.parts[0].codes.positions
-        found = first.new_full((*self.lengths.shape, int(self.lengths.max())), -1)
-        for row, head in np.ndindex(*self.lengths.shape):
-            part, place = self._places[head]
-            found[row, head, : self.lengths[row, head]] = part.codes.piece(row, place)[2]
+        positions = self.parts[0].positions
+        found = positions.new_full((*self.lengths.shape, int(self.lengths.max())), -1)
+        for row, segments in enumerate(self._segments()):
+            for head, own in enumerate(segments):
+                found[row, head, : own.positions.numel()] = own.positions
         return found
 
     def _segments(self) -> list[list[Segment]]:
+        """As they are stored, one a row and KV head."""
         return [
             [part.segment(row, place) for part, place in self._places]
             for row in range(self.lengths.shape[0])
         ]
 
-    def rows(self, indices: Tensor) -> PackedEntries:
+    def rows(self, indices: Tensor) -> LayerEntries:
         """A copy of these rows, ``(n_rows,)``, in this order; a row may come more than once."""
         own = self._segments()
-        chosen = [own[row] for row in indices.tolist()]
-        return self.of(chosen, self.bits, self.parts[0].like)
+        return self.of([own[row] for row in indices.tolist()], self.bits, self.like)
 
-    def before(self, column: int) -> PackedEntries:
+    def before(self, column: int) -> LayerEntries:
         """A copy without the entries from this column on."""
         cut = [
-            [one.first(int((one.positions < column).sum())) for one in row]
+            [one.cut(0, int((one.positions < column).sum())) for one in row]
             for row in self._segments()
         ]
-        return self.of(cut, self.bits, self.parts[0].like)
+        return self.of(cut, self.bits, self.like)
 
     @torch.no_grad()
     def and_then(
         self, keys: Tensor, values: Tensor, positions: Tensor, shown: Tensor
-    ) -> PackedEntries:
+    ) -> LayerEntries:
         """A copy with more entries behind.
 
         They are rounded; and a block of keys that was not full once more with those that fill it.
@@ -396,28 +262,24 @@ class PackedEntries:
             False marks padding, which is left out.
         """
         segments = []
-        for row in range(self.lengths.shape[0]):
+        for row, before in enumerate(self._segments()):
             new = shown[row].nonzero()[:, 0]
-            own = []
-            for head, (part, place) in enumerate(self._places):
-                before = part.segment(row, place)
-                count = int(before.positions.numel())
-                full = count if part.bits == 16 else count // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS
-                rest = part.piece(row, place)
-                more = (
-                    torch.cat([rest[0][full:], keys[row, head].index_select(0, new)]),
-                    torch.cat([rest[1][full:], values[row, head].index_select(0, new)]),
-                    torch.cat([before.positions[full:], positions.index_select(0, new)]),
-                )
-                bias = None
-                if before.bias is not None:
-                    bias = torch.nn.functional.pad(before.bias[full:], (0, int(new.numel())))
-                every = torch.arange(more[0].shape[0], device=new.device)
-                added = Segment.of((*more, bias, every), part.bits)
-                if full < count:  # values are rounded by token: those that were stay as they are
-                    kept = before.values[full:]
-                    changed = torch.cat([kept, added.values[kept.shape[0] :]])
-                    added = replace(added, values=changed)
-                own.append(before.first(full).and_then(added))
-            segments.append(own)
-        return self.of(segments, self.bits, self.parts[0].like)
+            columns = positions[new]
+            more = [
+                Segment(keys[row, head, new], values[row, head, new], columns)
+                for head in range(keys.shape[1])
+            ]
+            segments.append(
+                [self._longer(*each) for each in zip(before, more, self.bits.tolist(), strict=True)]
+            )
+        return self.of(segments, self.bits, self.like)
+
+    def _longer(self, before: Segment, more: Segment, bits: int) -> Segment:
+        """One segment with numbers behind; at fewer bits from its last full block of keys on."""
+        count = before.positions.numel()
+        full = count if bits == 16 else count // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS
+        rest = before.cut(full, count)
+        added = pack(Segment.joined([self._numbers(rest, bits), more]), bits)
+        # values are rounded by token: those that were stay as they are
+        values = torch.cat([rest.values, added.values[count - full :]])
+        return Segment.joined([before.cut(0, full), added._replace(values=values)])

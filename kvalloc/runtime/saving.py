@@ -22,7 +22,6 @@ from kvalloc.formats.saved_cache import (
 from kvalloc.models.structure import weights_digest
 from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.runtime.packed import PackedEntries
 
 __all__ = ["save_cache", "stored"]
 
@@ -99,15 +98,11 @@ def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[SavedLayer]]:
                 kind, own["kept_indices"] = "even", layer.kept_indices
             if layer.logit_bias is not None:
                 own["logit_bias"] = layer.logit_bias
-            if isinstance(layer.entries, RaggedEntries):
-                kind = "ragged"
-                own |= _entries_tensors(layer.entries, "")
-            if isinstance(layer.entries, PackedEntries):
-                kind, following = "packed", layer.packed_following
+            if layer.entries is not None:
+                packed = layer.entries.is_packed
+                kind, following = ("packed", layer.packed_following) if packed else ("ragged", None)
                 for part in layer.entries.parts:
-                    own |= _entries_tensors(part.codes, f"bits_{part.bits}.")
-                    if part.key_scales is not None:
-                        own[f"bits_{part.bits}.key_scales"] = part.key_scales
+                    own |= _entries_tensors(part, f"bits_{part.bits}." if packed else "")
         layers.append(SavedLayer(kind=kind, packed_following=following))
         for name, tensor in own.items():
             tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
@@ -122,11 +117,11 @@ def _entries_tensors(entries: RaggedEntries, prefix: str) -> dict[str, Tensor]:
         "kept_keys": entries.keys,
         "kept_values": entries.values,
         "kept_positions": entries.positions,
+        "kept_bias": entries.bias,
+        "key_scales": entries.key_scales,
         "lengths": torch.from_numpy(entries.lengths.copy()),
     }
-    if entries.bias is not None:
-        found["kept_bias"] = entries.bias
-    return {prefix + name: tensor for name, tensor in found.items()}
+    return {prefix + name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def stored(tensor: Tensor) -> StoredTensor:

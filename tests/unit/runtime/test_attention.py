@@ -100,7 +100,7 @@ def test_entries_of_different_number(
 ) -> None:
     call, counts, biased = case
     stored = stored_of(counts, dims_of(call), call.queries.dtype, biased=biased)
-    (kept,) = ragged_of(stored, counts).flat
+    kept = ragged_of(stored, counts)
     if exact and backend == "torch":  # float64 over entries of another type, as autocast mixes them
         wide = (t.double() for t in (call.queries, call.keys, call.values))
         call = replace(call, **dict(zip(("queries", "keys", "values"), wide, strict=True)))
@@ -114,7 +114,7 @@ def test_entries_at_fewer_bits(backend: str, case: Any, bits: int, threads: int)
     """The numbers that codes stand for are not rounded to half precision once more."""
     call, counts, biased = case
     stored = stored_of(counts, dims_of(call), call.queries.dtype, biased=biased)
-    (kept,) = packed_of(stored, counts, [bits] * counts.shape[1]).flat
+    (kept,) = packed_of(stored, counts, [bits] * counts.shape[1]).parts
     wide = {place: (one[0].float(), one[1].float(), one[2]) for place, one in stored.items()}
     rounded = unpacked(packed_of(wide, counts, [bits] * counts.shape[1]), counts)
     check(answer(backend, call, kept, threads=threads, scratch=3000), call, rounded)
@@ -160,7 +160,7 @@ def test_heads_of_every_width(
     entries = packed_of(stored_of(counts, dims, torch.float32, biased=extras), counts, widths)
     call = call_of(counts, dims, torch.float32, n_new=n_new, extras=extras)
     with kernel_choice(kernel):
-        check(attend(call, entries.flat), call, unpacked(entries, counts))
+        check(attend(call, entries.parts), call, unpacked(entries, counts))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -200,7 +200,7 @@ def test_the_scratch_is_bounded(peak_bytes: Any) -> None:
     counts = np.array([[200, 300]])
     stored = stored_of(counts, (8, 8), torch.float32, biased=False)
     call = call_of(counts, (8, 8), torch.float32, n_new=500, before=0)
-    (kept,), peaks = ragged_of(stored, counts).flat, []
+    kept, peaks = ragged_of(stored, counts), []
     for scratch in (1 << 16, 1 << 23):
         peaks.append(peak_bytes(lambda: answer("torch", call, kept, scratch=scratch)))  # noqa: B023
     assert peaks[0] <= 2 * call.queries.nbytes + 5 * (1 << 16) * 4 < peaks[1]
@@ -212,7 +212,7 @@ def test_the_scratch_over_other_types_is_bounded(peak_bytes: Any, bits: int) -> 
     """Entries at fewer bits or in half precision become float32 a few segments at a time."""
     counts = np.array([[1000, 1000, 1000]] * 4)
     stored = stored_of(counts, (16, 16), torch.float16, biased=False)
-    (kept,) = packed_of(stored, counts, [bits] * 3).flat
+    (kept,) = packed_of(stored, counts, [bits] * 3).parts
     call = call_of(counts, (16, 16), torch.float16, n_new=2)
     peak = peak_bytes(lambda: answer("torch", call, kept, scratch=1))
     assert peak <= 5 * int(counts.sum()) * 2 * 16 * 4 // 12
@@ -273,7 +273,7 @@ def test_a_head_without_any_entry_ends_and_leaves_the_others_alone(counts: list[
     table = np.array(counts)
     call = call_of(table, (16, 16), torch.float32, group=1, before=-1)
     stored = stored_of(table, (16, 16), torch.float32, biased=False)
-    found = cpu_attention(call, ragged_of(stored, table).flat[0], threads=2)[0, 0]
+    found = cpu_attention(call, ragged_of(stored, table), threads=2)[0, 0]
     for head, count in enumerate(counts[0]):
         if not count:
             assert found[head].isnan().all()
@@ -292,7 +292,7 @@ def test_threads_share_entries_and_say_the_same() -> None:
     stored = stored_of(counts, (16, 16), torch.float32, biased=False)
     entries = ragged_of(stored, counts)
     for threads in (1, 2, 3, 7, 64):
-        check(cpu_attention(call, entries.flat[0], threads=threads), call, stored)
+        check(cpu_attention(call, entries, threads=threads), call, stored)
 
 
 @needs_kernel
@@ -310,7 +310,7 @@ def test_tensors_that_are_cut_from_others() -> None:
     )
     counts = np.array([[3, 0, 70], [128, 1, 9]])
     stored = stored_of(counts, (16, 24), torch.float32, biased=True)
-    check(CpuBackend().attend(call, ragged_of(stored, counts).flat[0]), call, stored)
+    check(CpuBackend().attend(call, ragged_of(stored, counts)), call, stored)
 
 
 @needs_kernel

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvalloc.accounting.costs import stored_bytes
 from kvalloc.errors import InputError
-from kvalloc.runtime.packed import PackedEntries
+from kvalloc.runtime.kept import Segment
+from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.quantization import quantised_keys, quantised_values, rotated
 
 BATCH, HEADS = 2, 3
@@ -36,7 +37,7 @@ def piece_of(found: dict[Any, Any], biased: bool = False) -> Any:
         keys, values = found[row, head]
         every = torch.arange(keys.shape[0])
         bias = (every % 5).float() if biased else None
-        return keys, values, (2 * every).int(), bias, every
+        return Segment(keys, values, (2 * every).int(), bias)
 
     return piece
 
@@ -66,7 +67,7 @@ def test_what_comes_back_is_what_was_measured_and_takes_the_accounts_bytes(
         bits = [max(width, 4) for width in bits]
     found, widths = numbers(counts, head_dim, dtype), np.array(bits)
     table = np.array(counts, dtype=np.int64)
-    entries = PackedEntries.collect(table, piece_of(found), widths)
+    entries = LayerEntries.packed(table.shape, piece_of(found), widths)
     shape = make_shape(head_dim=head_dim, dtype_bytes=torch.empty(0, dtype=dtype).element_size())
     stored = sum(tensor.untyped_storage().nbytes() for tensor in entries.tensors())
     assert stored == int(stored_bytes(table, widths[None], shape).sum())
@@ -87,14 +88,14 @@ def test_four_bits_by_hand() -> None:
     keys = torch.tensor([[0.0, -3.0], [15.0, 0.0], [7.4, 12.0]])
     values = torch.tensor([[0.0, 30.0], [1.0, 1.0], [-1.0, 0.0]])
     every = torch.arange(3)
-    entries = PackedEntries.collect(
-        np.array([[3]]), lambda row, head: (keys, values, every.int(), None, every), np.array([4])
+    entries = LayerEntries.packed(
+        (1, 1), lambda row, head: Segment(keys, values, every.int()), np.array([4])
     )
     found = entries.piece(0, 0)
     assert found[0].tolist() == [[0.0, -3.0], [15.0, 0.0], [7.0, 12.0]]
     assert found[1][1].tolist() == [1.0, 1.0]
     assert found[1][0].tolist() == [0.0, 30.0]
-    codes = entries.parts[0].codes
+    codes = entries.parts[0]
     assert codes.keys.tolist() == [[0], [15 + 16 * 3], [7 + 16 * 15]]
 
 
@@ -107,10 +108,10 @@ def test_three_bits_by_hand() -> None:
     assert torch.allclose(rotated(values), turned, atol=1e-5)
     assert torch.allclose(rotated(rotated(values)), values, atol=1e-5)
     keys = torch.arange(16.0).view(2, 8)
-    entries = PackedEntries.collect(
-        np.array([[2]]), lambda row, head: (keys, values, every.int(), None, every), np.array([3])
+    entries = LayerEntries.packed(
+        (1, 1), lambda row, head: Segment(keys, values, every.int()), np.array([3])
     )
-    codes = entries.parts[0].codes
+    codes = entries.parts[0]
     assert codes.keys.shape == (2, 4)
     word = sum(code << 3 * place for place, code in enumerate([0, 7, 1, 2, 3, 4, 5, 6]))
     for row in codes.values.tolist():
@@ -127,7 +128,7 @@ def test_more_entries_behind_and_fewer_again(counts: Any, added: int, removed: i
     """Whole blocks stay bit for bit; a block that was not full is rounded once more."""
     table, widths = np.array(counts, dtype=np.int64), np.array([16, 8, 3])
     found = numbers(counts, 8, torch.float32)
-    entries = PackedEntries.collect(table, piece_of(found), widths)
+    entries = LayerEntries.packed(table.shape, piece_of(found), widths)
     first = 600
     keys, values = torch.randn(2, BATCH, HEADS, added, 8)
     columns = torch.arange(first, first + added, dtype=torch.int32)

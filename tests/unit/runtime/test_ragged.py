@@ -10,32 +10,32 @@ import pytest
 import torch
 
 from kvalloc.runtime.attention import torch as by_torch
-from kvalloc.runtime.kept import RaggedEntries
+from kvalloc.runtime.kept import RaggedEntries, Segment
+from kvalloc.runtime.packed import LayerEntries
 
 CONTEXT = 300
 TOKENS, HEAD_DIM = 384, 8
 
 
-def entries_of(counts: Any, seed: int = 0, *, biased: bool = False) -> RaggedEntries:
+def entries_of(counts: Any) -> LayerEntries:
     """Random entries; counts (batch, n_kv_heads)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     counts = np.asarray(counts, dtype=np.int64)
 
-    def piece(row: int, head: int) -> Any:
+    def piece(row: int, head: int) -> Segment:
         kept = torch.randperm(TOKENS, generator=generator)[: counts[row, head]].sort().values
-        keys = torch.randn(TOKENS, HEAD_DIM, generator=generator)
-        values = torch.randn(TOKENS, HEAD_DIM, generator=generator)
-        bias = torch.rand(TOKENS, generator=generator) if biased else None
-        return keys, values, torch.arange(TOKENS, dtype=torch.int32), bias, kept
+        keys, values = torch.randn(2, len(kept), HEAD_DIM, generator=generator)
+        return Segment(keys, values, kept.int())
 
-    return RaggedEntries.collect(counts, piece, biased=biased)
+    rows = [[piece(row, head) for head in range(counts.shape[1])] for row in range(len(counts))]
+    return LayerEntries.whole(RaggedEntries.of(rows))
 
 
 def test_nothing_is_padded_and_segments_come_back_in_order() -> None:
     counts = np.array([[130, 64], [7, 300]])
     entries = entries_of(counts)
-    assert entries.keys.untyped_storage().nbytes() == int(counts.sum()) * HEAD_DIM * 4
-    assert entries.values.untyped_storage().nbytes() == int(counts.sum()) * HEAD_DIM * 4
+    assert entries.parts[0].keys.untyped_storage().nbytes() == int(counts.sum()) * HEAD_DIM * 4
+    assert entries.parts[0].values.untyped_storage().nbytes() == int(counts.sum()) * HEAD_DIM * 4
     for row, head in np.ndindex(2, 2):
         positions = entries.piece(row, head)[2]
         assert positions.numel() == counts[row, head]
