@@ -69,12 +69,7 @@ def stored_tensors(layer: Any) -> list[Tensor]:
 
 def plain_bytes(shape: ModelShape, row_tokens: IntArray) -> int:
     """Bytes of K and V of a plain cache whose rows have so many tokens, (batch,)."""
-    lengths, rows = np.unique(row_tokens, return_counts=True)
-    return sum(
-        shape.full_bytes(int(length), int(count))
-        for length, count in zip(lengths, rows, strict=True)
-        if length
-    )
+    return sum(shape.full_bytes(tokens) for tokens in row_tokens.tolist() if tokens)
 
 
 def slid_out_bytes(layers: Iterable[Any]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +13,7 @@ from kvalloc.accounting import BoolArray, IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 
-__all__ = ["Arrival", "Step", "none_if_all"]
+__all__ = ["Arrival", "Step", "none_if_all", "row_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +92,10 @@ class Step:
         """
         if self.budgets is None:
             return None
-        new = self.new_visible
-        arriving = np.full(self.batch, self.new_tokens, dtype=np.int64)
-        if new is not None:
-            arriving = new.sum(dim=1).cpu().numpy().astype(np.int64)
-        budgets = self.budgets[:, layer]
-        there = arriving[:, None] + (np.zeros_like(budgets) if stored is None else stored)
+        budgets, new = self.budgets[:, layer], self.new_visible
+        there = row_tokens(new, self.batch, self.new_tokens)[:, None] + np.zeros_like(budgets)
+        if stored is not None:
+            there += stored
         if new is None and (there <= budgets).all() and not always:
             return None
         targets: IntArray = np.minimum(there, budgets)
@@ -136,10 +133,6 @@ class Arrival:
         self.visible: Tensor | None = None
         self.row_profiles: tuple[BudgetProfile, ...] | None = None
 
-    def decide(self, row_profiles: Sequence[BudgetProfile]) -> None:
-        """Give the rows of the prompt budgets of their own, before any of it arrives."""
-        self.row_profiles = tuple(row_profiles)
-
     def _profiles_of(self, batch: int) -> tuple[BudgetProfile, ...] | None:
         """One profile a row; each stands for several where rows were repeated since."""
         if self.row_profiles is None:
@@ -151,16 +144,6 @@ class Arrival:
                 f"{batch}; call cache.reset() and decide for these rows"
             )
         return tuple(one for one in self.row_profiles for _ in range(times))
-
-    def padding(self, batch: int, tokens: int, mask: object) -> Tensor | None:
-        """What of a new prompt is no padding, ``(batch, tokens)``; None where all is.
-
-        Raises
-        ------
-        UnsupportedRequestError
-            If the mask cannot be followed.
-        """
-        return self._visible(0, batch, tokens, mask)
 
     def afresh(self) -> Arrival:
         """The same for a new prompt."""
@@ -185,54 +168,38 @@ class Arrival:
         """
         in_prompt = not self.complete or seen == 0
         end = seen + new_tokens
-        expected = end
-        if in_prompt and self.announced is not None:
-            expected = self.announced
-            if end > expected:
+        expected = self.announced if in_prompt and self.announced is not None else end
+        if end > expected:
+            raise UnsupportedRequestError(
+                f"the cache was made for a prompt of {expected} tokens, but {seen} seen and "
+                f"{new_tokens} new ones are more; send the prompt and what follows it "
+                "separately"
+            )
+        visible = self.visible_after(seen, batch, new_tokens, mask)
+        new_visible = None if visible is None else none_if_all(visible[:, seen:])
+        completes, budgets = in_prompt and not self.open and end == expected, None
+        if in_prompt:  # of each row's own length: its tokens so far and all still announced
+            budgets = self.budgets(row_tokens(visible, batch, end) + (expected - end))
+        elif self.decode_every is not None:
+            if new_visible is not None:
                 raise UnsupportedRequestError(
-                    f"the cache was made for a prompt of {expected} tokens, but {seen} seen and "
-                    f"{new_tokens} new ones are more; send the prompt and what follows it "
-                    "separately"
+                    "tokens that follow a prompt cannot have padding where the budget is kept "
+                    "while decoding; ask questions of equal length together, or leave out "
+                    f"{option('decode_every')}"
                 )
-        visible = self._visible(seen, batch, new_tokens, mask)
-        prompt_tokens = expected if in_prompt else (self.prompt_tokens or seen)
-        if not in_prompt and self.decode_every is not None:
-            return self._following(seen, batch, new_tokens, visible)
-        completes = in_prompt and not self.open and end == expected
+            due = self._followed + new_tokens >= self.decode_every
+            budgets = self._kept_budgets if due else None
         return Step(
             batch=batch,
             new_tokens=new_tokens,
             seen=seen,
             visible=visible,
-            new_visible=None if visible is None else none_if_all(visible[:, seen:]),
-            budgets=self._budgets(batch, end, expected, visible) if in_prompt else None,
-            prompt_tokens=prompt_tokens,
+            new_visible=new_visible,
+            budgets=budgets,
+            prompt_tokens=expected if in_prompt else (self.prompt_tokens or seen),
             completes=completes,
             follows=not in_prompt,
-            remember=in_prompt and (not completes or self.decode_every is not None),
-        )
-
-    def _following(self, seen: int, batch: int, new_tokens: int, visible: Tensor | None) -> Step:
-        """Tokens after the prompt, where the budget is kept while decoding."""
-        assert self.decode_every is not None
-        new_visible = None if visible is None else none_if_all(visible[:, seen:])
-        if new_visible is not None:
-            raise UnsupportedRequestError(
-                "tokens that follow a prompt cannot have padding where the budget is kept while "
-                "decoding; ask questions of equal length together, or leave out "
-                f"{option('decode_every')}"
-            )
-        due = self._followed + new_tokens >= self.decode_every
-        return Step(
-            batch=batch,
-            new_tokens=new_tokens,
-            seen=seen,
-            visible=visible,
-            new_visible=None,
-            budgets=self._kept_budgets if due else None,
-            prompt_tokens=self.prompt_tokens or seen,
-            completes=False,
-            follows=True,
+            remember=self.decode_every is not None or (in_prompt and not completes),
         )
 
     def end_prompt(self) -> None:
@@ -274,44 +241,36 @@ class Arrival:
         if self.visible is not None:
             self.visible = self.visible[:, :columns]
 
-    def row_tokens(self, seen: int, batch: int) -> IntArray:
-        """Tokens seen in each row without padding, (batch,)."""
-        if self.visible is None:
-            return np.full(batch, seen, dtype=np.int64)
-        return self.visible.sum(dim=1).cpu().numpy().astype(np.int64)
-
-    def final_budgets(
-        self, columns: int, batch: int, visible: Tensor | None
-    ) -> tuple[IntArray, IntArray]:
-        """What may stay of a complete prompt, and the tokens of its rows.
+    def budgets(self, tokens: IntArray) -> IntArray:
+        """What may stay of rows of so many tokens, (batch,), padding left out.
 
         Returns
         -------
-        budgets : ndarray of int64, (batch, n_layers, n_kv_heads)
-        tokens : ndarray of int64, (batch,)
-            Without padding.
+        ndarray of int64, (batch, n_layers, n_kv_heads)
         """
-        tokens = np.full(batch, columns, dtype=np.int64)
-        if visible is not None:
-            tokens = visible.sum(dim=1).cpu().numpy().astype(np.int64)
-        return self._budgets(batch, columns, columns, visible), tokens
+        profiles = self._profiles_of(len(tokens)) or (self._profile,) * len(tokens)
+        rows = list(zip(profiles, tokens.tolist(), strict=True))
+        each = {(id(profile), n): profile for profile, n in rows}
+        found = {key: _row_budgets(profile, key[1]) for key, profile in each.items()}
+        return np.stack([found[id(profile), n] for profile, n in rows])
 
-    def _visible(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor | None:
-        """Old and new padding, from the mask and what was known before."""
-        new = None
-        if mask is not None:
-            new = self._checked(seen, batch, new_tokens, mask)
-        if self.visible is None and new is None:
+    def visible_after(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor | None:
+        """What is no padding, old and new, ``(batch, seen + new_tokens)``; None where all is.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If the mask cannot be followed.
+        """
+        new = None if mask is None else self._checked(seen, batch, new_tokens, mask)
+        sizes = [(self.visible, seen), (new, new_tokens)]
+        devices = [one.device for one, _ in sizes if one is not None]
+        if not devices:
             return None
-        device = (self.visible if new is None else new).device  # type: ignore[union-attr]
-        everything = torch.ones(batch, new_tokens, dtype=torch.bool, device=device)
-        new = everything if new is None else new
-        if seen == 0:
-            return new
-        old = self.visible
-        if old is None:
-            old = torch.ones(batch, seen, dtype=torch.bool, device=device)
-        return torch.cat([old.to(device), new], dim=1)
+        parts = [
+            torch.ones(batch, size, dtype=torch.bool) if one is None else one for one, size in sizes
+        ]
+        return torch.cat([one.to(devices[-1]) for one in parts], dim=1)
 
     def _checked(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor | None:
         """The mask's new columns, or None where they hide nothing."""
@@ -340,22 +299,16 @@ class Arrival:
             )
         return shown[:, seen:]
 
-    def _budgets(self, batch: int, end: int, expected: int, visible: Tensor | None) -> IntArray:
-        """Budgets of each row from its own length: its tokens so far and all still announced."""
-        lengths = np.full(batch, end, dtype=np.int64)
-        if visible is not None:
-            lengths = visible.sum(dim=1).cpu().numpy().astype(np.int64)
-        lengths = lengths + (expected - end)
-        profiles = self._profiles_of(batch)
-        if profiles is not None:
-            rows = zip(profiles, lengths.tolist(), strict=True)
-            return np.stack([_row_budgets(profile, tokens) for profile, tokens in rows])
-        found = {int(n): _row_budgets(self._profile, int(n)) for n in np.unique(lengths)}
-        return np.stack([found[int(n)] for n in lengths])
-
 
 def _row_budgets(profile: BudgetProfile, tokens: int) -> IntArray:
     return np.zeros_like(profile.budgets) if tokens == 0 else profile.budgets_for(tokens)
+
+
+def row_tokens(visible: Tensor | None, batch: int, columns: int) -> IntArray:
+    """Tokens of each row in so many columns, padding left out, (batch,)."""
+    if visible is None:
+        return np.full(batch, columns, dtype=np.int64)
+    return visible.sum(dim=1).cpu().numpy().astype(np.int64)
 
 
 def none_if_all(visible: Tensor) -> Tensor | None:

@@ -17,13 +17,11 @@ from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError, ModelMismatchError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates, Compute
-from kvalloc.models.structure import decoder_of
 from kvalloc.runtime import account, hooks, refusals
-from kvalloc.runtime.arrival import Arrival, Step
+from kvalloc.runtime.arrival import Arrival, Step, row_tokens
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.masks import MaskKind, stored_mask
-from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.kept import FlatEntries
 from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, gathered, row_numbers
 from kvalloc.runtime.policies.base import Reader
@@ -56,34 +54,23 @@ class BudgetCache(Cache):
 
     layers: list[Any]  # each with keys: `make_layers` refuses others
 
-    def __init__(
-        self,
-        profile: BudgetProfile,
-        model: nn.Module,
-        *,
-        layers: list[Any],
-        prompt_tokens: int | None = None,
-        decode_every: int | None = None,
-        decide: Decide | None = None,
-        bounded: float | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, layers: list[Any], arrival: Arrival) -> None:
         super().__init__(layers=layers)
-        plan = Plan.of(profile, model, decide=decide, decode_every=decode_every, bounded=bounded)
-        self._prompt = Prompt(plan, self.layers, Arrival(profile, prompt_tokens, decode_every))
+        self._prompt = Prompt(plan, self.layers, arrival)
         self.decoder = plan.decoder
-        self._model_name = plan.name
         self._warned = False
         self._first_mask: Tensor | None = None
         self._masks: dict[tuple[int, int, torch.device], Any] = {}
         self._mask_kind: MaskKind = "boolean"
-        hooks.retain(self, decoder_of(model))
+        if (decoder := self.decoder()) is not None:
+            hooks.retain(self, decoder)
 
     def __repr__(self) -> str:
         """Model, tokens and bytes; layers each by itself would fill screens."""
         stored = f"{self.retained_bytes:,} of {self.full_bytes:,} bytes" if self.batch else "empty"
         state = "" if self.interrupted is None else ", interrupted"
         return (
-            f"BudgetCache({self._model_name}, {len(self.layers)} layers, rows={self.batch}, "
+            f"BudgetCache({self._prompt.plan.name}, {len(self.layers)} layers, rows={self.batch}, "
             f"tokens={self.get_seq_length()}, {stored}{state})"
         )
 
@@ -219,7 +206,7 @@ class BudgetCache(Cache):
         if not self.batch:
             return 0
         shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
-        tokens = self.arrival.row_tokens(self.get_seq_length(), self.batch)
+        tokens = row_tokens(self.arrival.visible, self.batch, self.get_seq_length())
         return account.plain_bytes(shape, tokens) + account.slid_out_bytes(self.layers)
 
     @property
@@ -278,7 +265,7 @@ class BudgetCache(Cache):
         """
         if self.decoder() is not decoder:
             raise ModelMismatchError(
-                f"this cache was made for another {self._model_name} object than the "
+                f"this cache was made for another {self._prompt.plan.name} object than the "
                 f"{type(decoder).__name__} that it was given to; make one with "
                 "profile.cache(model) for this model"
             )
@@ -397,8 +384,8 @@ class BudgetCache(Cache):
         """
         if self._prompt.step is None:
             raise ModelMismatchError(
-                f"this cache works only inside a forward of the {self._model_name} object that it "
-                "was made for, and not after a reset within one; make one with "
+                f"this cache works only inside a forward of the {self._prompt.plan.name} object "
+                "that it was made for, and not after a reset within one; make one with "
                 "profile.cache(model) for the model at hand"
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -78,8 +78,7 @@ def filled_cache(
             layer.cumulative_length = header.seen_tokens
     arrival = cache.arrival
     arrival.prompt_tokens, arrival.complete = header.prompt_tokens, True
-    if header.row_profiles is not None:
-        arrival.decide(list(header.row_profiles))
+    arrival.row_profiles = header.row_profiles
     visible = tensors.get("visible")
     arrival.visible = None if visible is None else _tensor(visible).bool().to(devices[0])
     return cache

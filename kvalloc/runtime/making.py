@@ -18,10 +18,12 @@ from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import text_config
 from kvalloc.runtime import refusals
+from kvalloc.runtime.arrival import Arrival
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.deciding import Decide
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.policies import changed_policy, policy_of
+from kvalloc.runtime.prompt import Plan
 from kvalloc.shape import ModelShape
 
 __all__ = ["make_cache", "make_layers", "with_policy"]
@@ -125,22 +127,13 @@ def make_cache(
     profile = with_policy(profile, policy, policy_options)
     refusals.check_profile(profile)
     refusals.check_model(model, prompt_tokens)
-    if decode_every is not None:
-        refusals.refuse(no_decode_every=not refusals.at_least_1(decode_every) and (decode_every,))
     shape = shape_of(model)
     profile.shape.require_same_model(shape, allow_other_model=allow_other_model)
     for each in profile.policies:
         policy_of(each).scorer.check_model(shape, allow_other_model=allow_other_model)
     layers = make_layers(model, shape)
-    return BudgetCache(
-        profile,
-        model,
-        layers=layers,
-        prompt_tokens=prompt_tokens,
-        decode_every=decode_every,
-        decide=decide,
-        bounded=bounded,
-    )
+    plan = Plan.of(profile, model, decide=decide, decode_every=decode_every, bounded=bounded)
+    return BudgetCache(plan, layers, Arrival(profile, prompt_tokens, decode_every))
 
 
 def with_policy(

@@ -22,7 +22,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.models.attention import AttentionStates
 from kvalloc.models.structure import context_limit, decoder_of
 from kvalloc.runtime import refusals
-from kvalloc.runtime.arrival import Arrival, Step, none_if_all
+from kvalloc.runtime.arrival import Arrival, Step, none_if_all, row_tokens
 from kvalloc.runtime.deciding import Decide, from_held, prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
 from kvalloc.runtime.late import Followers, LateEviction, note_queries
@@ -136,6 +136,9 @@ class Plan:
         holds = bool(wanted) or deciding or policy.holds or profile.by_prompt
         scorers = [scorer for each in wanted.values() for scorer in each]
         if decode_every is not None:
+            refusals.refuse(
+                no_decode_every=not refusals.at_least_1(decode_every) and (decode_every,)
+            )
             repeating = [scorer.name for scorer in scorers if repetitions([scorer])]
             refusals.refuse(
                 repeats_while_decoding=repeating and repeating[0],
@@ -738,7 +741,8 @@ class Prompt:
             visible = self.arrival.visible
             assert columns is not None
             visible = None if visible is None else visible[:, :columns]
-        budgets, tokens = self.arrival.final_budgets(columns, batch, visible)
+        tokens = row_tokens(visible, batch, columns)
+        budgets = self.arrival.budgets(tokens)
         found: dict[int, IntArray] = {}
         again = self.arrival.decode_every is not None  # where less is there, it will be more
         for index in self.profile.shape.full_layers:
@@ -810,7 +814,7 @@ class Prompt:
         if self.plan.decide is None or self.plan.deciding is not None:
             return
         batch, tokens = refusals.new_tokens_shape(inputs)
-        visible = self.arrival.padding(batch, tokens, inputs.get("attention_mask"))
+        visible = self.arrival.visible_after(0, batch, tokens, inputs.get("attention_mask"))
         self._decide_rows(prompt_rows(inputs, visible))
 
     def _decide_rows(
@@ -824,7 +828,7 @@ class Prompt:
             return
         begun = time.perf_counter()
         decided = row_decisions(self.plan.decide, decoder, rows, self.plan.profile, states)
-        self.arrival.decide(decided)
+        self.arrival.row_profiles = tuple(decided)
         if all(one is decided[0] for one in decided):
             self.profile = decided[0]
         self.decision_seconds = time.perf_counter() - begun

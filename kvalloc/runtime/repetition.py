@@ -205,14 +205,15 @@ def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNot
         looks = {layer: each for layer, each in served.items() if each}
         check_repeat(prompt.ids)
         _check_room(prompt, later)
-        for part in prompt.alike():
-            found: LaterNotes = {layer: {} for layer in looks}
+        found: list[LaterNotes] = []
+        for part in (parts := prompt.alike()):
+            found.append({layer: {} for layer in looks})
             for ids, step in _pieces(part, later, sinks):
-                with intercept_attention(part.decoder, _repeating(looks, found, step, sinks)):
+                with intercept_attention(part.decoder, _repeating(looks, found[-1], step, sinks)):
                     part.run(part.cache(), ids)
-            for layer, own in found.items():
-                for key, noted in own.items():
-                    _spread(notes[layer], key, noted, prompt, part)
+        for layer, own in found[0].items():
+            for key in own:
+                notes[layer][key] = _together([each[layer][key] for each in found], parts)
     return notes
 
 
@@ -320,31 +321,12 @@ def _repeating(looks: Wanted, found: LaterNotes, step: LaterStep, sinks: int) ->
     return handler
 
 
-def _spread(
-    notes: dict[Hashable, Observed],
-    key: Hashable,
-    noted: Observed,
-    prompt: HeldPrompt,
-    part: HeldPrompt,
-) -> None:
-    """Put what was noted of some rows in its place among all."""
-    if part is prompt:
-        notes[key] = noted
-        return
-    assert part.rows is not None
-    before = notes.get(key)
-
-    def placed(name: str | None, own: Tensor | None) -> Tensor | None:
-        if own is None:
-            return None
-        old = None if before is None else before.columns if name is None else before.totals[name]
-        whole = own.new_zeros(prompt.batch, *own.shape[1:]) if old is None else old
-        whole[list(part.rows or ())] = own
-        return whole
-
-    totals = {name: placed(name, total) for name, total in noted.totals.items()}
-    notes[key] = Observed(
-        n_tokens=noted.n_tokens,
-        columns=placed(None, noted.columns),
-        totals={name: total for name, total in totals.items() if total is not None},
-    )
+def _together(noted: Sequence[Observed], parts: Sequence[HeldPrompt]) -> Observed:
+    """What was noted of some rows each, for all of them in their order."""
+    first = noted[0]
+    if len(noted) == 1:
+        return first
+    columns = [one.columns for one in noted if one.columns is not None]
+    totals = {name: torch.cat([one.totals[name] for one in noted]) for name in first.totals}
+    joined = replace(first, columns=torch.cat(columns) if columns else None, totals=totals)
+    return joined.rows(torch.tensor([row for part in parts for row in part.rows or ()]).argsort())
