@@ -96,33 +96,25 @@ def read_tile(  # type: ignore[no-untyped-def]
     most = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     summed = tl.zeros([ROWS, VALUE_BLOCK], dtype=tl.float32)
-    if BITS == 16:
-        most, total, summed = _add_numbers(
-            asked, kept_keys, kept_values, bias, start, end, HEAD_DIM, VALUE_DIM,
-            most, total, summed, scaling, softcap,
-            row, end, 0,  # place and padding, which nothing asks for
-            HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS,
-            BIASED, False, CAPPED, False, PRECISION,
-        )  # fmt: skip
-    else:
-        scale = tl.load(own + 3, mask=is_kept, other=0)
-        most, total, summed = _add_packed(
-            asked, kept_keys, kept_values, key_scales, value_scales, bias, start, end, scale,
-            most, total, summed, scaling, softcap,
-            HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
-            BITS, BIASED, CAPPED, PRECISION,
-        )  # fmt: skip
+    scale = tl.load(own + 3, mask=is_kept, other=0)
+    most, total, summed = _add_entries(
+        asked, kept_keys, kept_values, key_scales, value_scales, bias, start, end, scale,
+        HEAD_DIM, VALUE_DIM, most, total, summed, scaling, softcap,
+        row, end, 0,  # place and padding, which nothing asks for
+        HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
+        BITS, BIASED, False, CAPPED, False, PRECISION,
+    )  # fmt: skip
     start = tl.where(is_kept, 0, (later % divisor) * tile)
     end = tl.where(is_kept, 0, tl.minimum(start + tile, n_following))
-    most, total, summed = _add_numbers(
+    most, total, summed = _add_entries(
         asked,
         keys + batch_row * key_row + head * key_head,
         values + batch_row * value_row + head * value_head,
-        bias, start, end, key_token, value_token,
-        most, total, summed, scaling, softcap,
+        key_scales, value_scales, bias, start, end, 0,
+        key_token, value_token, most, total, summed, scaling, softcap,
         n_following - n_new + row % n_new, visible + batch_row * visible_row, visible_token,
-        HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS,
-        False, PADDED, CAPPED, True, PRECISION,
+        HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
+        16, False, PADDED, CAPPED, True, PRECISION,
     )  # fmt: skip
     out = partial + (part * n_rows + row) * (VALUE_DIM + 2)
     tl.store(
@@ -193,13 +185,16 @@ def add_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _add_numbers(  # type: ignore[no-untyped-def]
+def _add_entries(  # type: ignore[no-untyped-def]
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     bias,
     start,
     end,
+    scale,
     key_token,
     value_token,
     most,
@@ -215,25 +210,50 @@ def _add_numbers(  # type: ignore[no-untyped-def]
     HEAD_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BITS: tl.constexpr,
     BIASED: tl.constexpr,
     PADDED: tl.constexpr,
     CAPPED: tl.constexpr,
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the entries from start to end to a softmax."""
+    """Add the entries from start to end to a softmax.
+
+    At fewer than 16 bits ``COLUMNS`` tokens share a key scale, of which ``scale`` is the first's;
+    ``CHANNELS`` channels share a value scale. The numbers are those of
+    `kvalloc.runtime.quantization.from_codes`, in the queries' type.
+    """
+    KEY_BYTES: tl.constexpr = HEAD_DIM * BITS // 8
+    VALUE_BYTES: tl.constexpr = VALUE_DIM * BITS // 8
+    BLOCKS: tl.constexpr = VALUE_BLOCK // CHANNELS
+    N_SCALES: tl.constexpr = (VALUE_DIM + CHANNELS - 1) // CHANNELS * 2
+    ROW_BYTES: tl.constexpr = VALUE_BYTES + 2 * N_SCALES
     dims, value_dims = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
+    blocks = tl.arange(0, BLOCKS)
     for first in range(start, end, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = column < end
-        key = tl.load(
-            keys + column[None, :] * key_token + dims[:, None],
-            mask=inside[None, :] & (dims[:, None] < HEAD_DIM),
-            other=0.0,
-        )
-        logits = _logits(
-            queries, key, bias, column, inside, scaling, softcap, BIASED, CAPPED, PRECISION
-        )
+        if BITS == 16:
+            key = tl.load(
+                keys + column[None, :] * key_token + dims[:, None],
+                mask=inside[None, :] & (dims[:, None] < HEAD_DIM),
+                other=0.0,
+            )
+        else:
+            own = key_scales + (scale + (first - start) // COLUMNS) * 2 * HEAD_DIM + dims
+            step = tl.load(own, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+            least = tl.load(own + HEAD_DIM, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+            codes = _codes(keys, column, inside, KEY_BYTES, KEY_BYTES, HEAD_BLOCK, BITS)
+            key = tl.trans((codes * step[None, :] + least[None, :]).to(queries.dtype))
+        logits = tl.dot(queries, key, input_precision=PRECISION) * scaling
+        if CAPPED:
+            # tanh by exponentials, of the absolute value so that they cannot overflow
+            small = tl.exp(-2.0 * tl.abs(logits) / softcap)
+            turned = (1.0 - small) / (1.0 + small)
+            logits = softcap * tl.where(logits < 0, -turned, turned)
+        if BIASED:
+            logits += tl.load(bias + column, mask=inside, other=0.0)[None, :]
         shown = inside[None, :]
         if CAUSAL:
             shown = shown & (column[None, :] <= place[:, None])
@@ -243,80 +263,22 @@ def _add_numbers(  # type: ignore[no-untyped-def]
         logits = tl.where(shown, logits, float("-inf"))
         most, finite, factor = _raised(most, tl.max(logits, 1))
         weights = tl.exp(logits - finite[:, None])
-        value = tl.load(
-            values + column[:, None] * value_token + value_dims[None, :],
-            mask=inside[:, None] & (value_dims[None, :] < VALUE_DIM),
-            other=0.0,
-        )
-        total = total * factor + tl.sum(weights, 1)
-        summed = summed * factor[:, None]
-        summed += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
-    return most, total, summed
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _add_packed(  # type: ignore[no-untyped-def]
-    queries,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    bias,
-    start,
-    end,
-    scale,
-    most,
-    total,
-    summed,
-    scaling,
-    softcap,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BITS: tl.constexpr,
-    BIASED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add packed entries from start to end to a softmax.
-
-    ``COLUMNS`` tokens share a key scale, of which ``scale`` is the first's; ``CHANNELS`` channels
-    share a value scale. The numbers are those of `kvalloc.runtime.quantization.from_codes`, in the
-    queries' type.
-    """
-    KEY_BYTES: tl.constexpr = HEAD_DIM * BITS // 8
-    VALUE_BYTES: tl.constexpr = VALUE_DIM * BITS // 8
-    BLOCKS: tl.constexpr = VALUE_BLOCK // CHANNELS
-    N_SCALES: tl.constexpr = (VALUE_DIM + CHANNELS - 1) // CHANNELS * 2
-    ROW_BYTES: tl.constexpr = VALUE_BYTES + 2 * N_SCALES
-    dims, blocks = tl.arange(0, HEAD_BLOCK), tl.arange(0, BLOCKS)
-    for first in range(start, end, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        inside = column < end
-        own = key_scales + (scale + (first - start) // COLUMNS) * 2 * HEAD_DIM + dims
-        step = tl.load(own, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-        least = tl.load(own + HEAD_DIM, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-        codes = _codes(keys, column, inside, KEY_BYTES, KEY_BYTES, HEAD_BLOCK, BITS)
-        key = tl.trans((codes * step[None, :] + least[None, :]).to(queries.dtype))
-        logits = _logits(
-            queries, key, bias, column, inside, scaling, softcap, BIASED, CAPPED, PRECISION
-        )
-        logits = tl.where(inside[None, :], logits, float("-inf"))
-        most, finite, factor = _raised(most, tl.max(logits, 1))
-        weights = tl.exp(logits - finite[:, None])
-        # of each token, behind its codes: scale and minimum of each block of channels
-        pair = value_scales + column[:, None] * (ROW_BYTES // 2) + VALUE_BYTES // 2
-        pair += 2 * blocks[None, :]
-        there = inside[:, None] & (2 * blocks[None, :] < N_SCALES)
-        step = tl.load(pair, mask=there, other=0.0).to(tl.float32)
-        least = tl.load(pair + 1, mask=there, other=0.0).to(tl.float32)
-        codes = _codes(values, column, inside, ROW_BYTES, VALUE_BYTES, VALUE_BLOCK, BITS)
-        codes = tl.reshape(codes, (COLUMNS, BLOCKS, CHANNELS))
-        wide = codes * step[:, :, None] + least[:, :, None]
-        value = tl.reshape(wide, (COLUMNS, VALUE_BLOCK)).to(queries.dtype)
+        if BITS == 16:
+            value = tl.load(
+                values + column[:, None] * value_token + value_dims[None, :],
+                mask=inside[:, None] & (value_dims[None, :] < VALUE_DIM),
+                other=0.0,
+            )
+        else:  # of each token, behind its codes: scale and minimum of each block of channels
+            pair = value_scales + column[:, None] * (ROW_BYTES // 2) + VALUE_BYTES // 2
+            pair += 2 * blocks[None, :]
+            there = inside[:, None] & (2 * blocks[None, :] < N_SCALES)
+            step = tl.load(pair, mask=there, other=0.0).to(tl.float32)
+            least = tl.load(pair + 1, mask=there, other=0.0).to(tl.float32)
+            codes = _codes(values, column, inside, ROW_BYTES, VALUE_BYTES, VALUE_BLOCK, BITS)
+            codes = tl.reshape(codes, (COLUMNS, BLOCKS, CHANNELS))
+            wide = codes * step[:, :, None] + least[:, :, None]
+            value = tl.reshape(wide, (COLUMNS, VALUE_BLOCK)).to(queries.dtype)
         total = total * factor + tl.sum(weights, 1)
         summed = summed * factor[:, None]
         summed += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
@@ -343,31 +305,6 @@ def _codes(  # type: ignore[no-untyped-def]
     if BITS == 4:
         packed = tl.interleave(packed & 15, packed >> 4)
     return packed.to(tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _logits(  # type: ignore[no-untyped-def]
-    queries,
-    key,
-    bias,
-    column,
-    inside,
-    scaling,
-    softcap,
-    BIASED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Logits of a block of columns, whose keys are (HEAD_BLOCK, COLUMNS)."""
-    logits = tl.dot(queries, key, input_precision=PRECISION) * scaling
-    if CAPPED:
-        # tanh by exponentials, of the absolute value so that they cannot overflow
-        small = tl.exp(-2.0 * tl.abs(logits) / softcap)
-        turned = (1.0 - small) / (1.0 + small)
-        logits = softcap * tl.where(logits < 0, -turned, turned)
-    if BIASED:
-        logits += tl.load(bias + column, mask=inside, other=0.0)[None, :]
-    return logits
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
