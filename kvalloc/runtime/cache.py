@@ -21,7 +21,7 @@ from kvalloc.runtime import account, hooks, refusals
 from kvalloc.runtime.arrival import Arrival, Step, row_tokens
 from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
-from kvalloc.runtime.attention.masks import MaskKind, stored_mask
+from kvalloc.runtime.attention.masks import MaskFunction, stored_mask
 from kvalloc.runtime.kept import FlatEntries
 from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, gathered, row_numbers
 from kvalloc.runtime.policies.base import Reader
@@ -61,7 +61,7 @@ class BudgetCache(Cache):
         self._warned = False
         self._first_mask: Tensor | None = None
         self._masks: dict[tuple[int, int, torch.device], Any] = {}
-        self._mask_kind: MaskKind = "boolean"
+        self._mask_function: MaskFunction | None = None
         if (decoder := self.decoder()) is not None:
             hooks.retain(self, decoder)
 
@@ -272,7 +272,7 @@ class BudgetCache(Cache):
         prompt = self._prompt
         if prompt.interrupted is not None:
             raise UnsupportedRequestError(prompt.interrupted)
-        mask_kind = refusals.check_forward(decoder, arguments, self.batch)
+        mask_function = refusals.check_forward(decoder, arguments, self.batch)
         mask = arguments.get("attention_mask")
         seen = self.get_seq_length()
         taken = self.arrival.took_for_whole(seen)
@@ -288,7 +288,7 @@ class BudgetCache(Cache):
         if prompt.reader is None:
             self._hold_apart(step)
         self._masks.clear()
-        self._mask_kind = mask_kind
+        self._mask_function = mask_function
         if mask is None and step.visible is not None:
             return {"attention_mask": step.visible.long()}
         return None
@@ -344,10 +344,11 @@ class BudgetCache(Cache):
             return self._read(reader, layer, states, compute)
         key = (n_stored, n_kept, states.keys.device)
         if key not in self._masks:
+            assert self._mask_function is not None
             self._masks[key] = stored_mask(
+                self._mask_function,
                 int(states.queries.shape[2]),
                 n_stored,
-                kind=self._mask_kind,
                 dtype=states.queries.dtype,
                 device=states.keys.device,
                 batch=int(states.queries.shape[0]),

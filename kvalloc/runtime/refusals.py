@@ -22,7 +22,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.models.attention import base_implementation
 from kvalloc.models.structure import is_compiled
-from kvalloc.runtime.attention.masks import MaskKind, mask_kind
+from kvalloc.runtime.attention.masks import MaskFunction, mask_function
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
 
 __all__ = [
@@ -249,7 +249,9 @@ def check_generate(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     )
 
 
-def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows: int) -> MaskKind:
+def check_forward(
+    decoder: nn.Module, arguments: Mapping[str, Any], stored_rows: int
+) -> MaskFunction:
     """Refuse a forward that the cache cannot serve.
 
     Parameters
@@ -263,8 +265,8 @@ def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows:
 
     Returns
     -------
-    MaskKind
-        What the model's attention implementation takes.
+    MaskFunction
+        What makes the masks of the model's attention implementation.
 
     Raises
     ------
@@ -272,19 +274,19 @@ def check_forward(decoder: nn.Module, arguments: Mapping[str, Any], stored_rows:
         If the attention implementation, the arguments, the batch size or the mask do not fit.
     """
     base, batch = base_implementation(decoder.config), new_tokens_shape(arguments)[0]
-    kind, weights = mask_kind(base), arguments.get("output_attentions")
+    masks, weights = mask_function(base), arguments.get("output_attentions")
     refuse(
         # Looked for once a prompt; `hooks` notices layers that are compiled after it.
         compiled=_is_compiling() or (stored_rows == 0 and is_compiled(decoder)),
         unused=arguments.get("use_cache") is False,
         checkpointed=decoder.training
         and any(getattr(one, "gradient_checkpointing", False) for one in decoder.modules()),
-        attention=kind is None and base,
+        attention=masks is None and base,
         weights=getattr(decoder.config, "output_attentions", False) if weights is None else weights,
         other_batch=stored_rows not in (0, batch) and (stored_rows, batch),
     )
-    assert kind is not None
-    return kind
+    assert masks is not None
+    return masks
 
 
 def check_not_chunked(first: Tensor | None, arguments: Mapping[str, Any]) -> Tensor | None:
