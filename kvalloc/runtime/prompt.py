@@ -173,6 +173,11 @@ class Plan:
         return None if decide is None else decide.scorer
 
     @property
+    def decides_on_arrival(self) -> bool:
+        """Whether budgets are decided before anything of a prompt is stored."""
+        return self.decide is not None and self.deciding is None
+
+    @property
     def scorers(self) -> list[Scorer]:
         """All that look beyond the prompt, or decide."""
         looks = [scorer for each in self.wanted.values() for scorer in each]
@@ -340,8 +345,9 @@ class Prompt:
                 "the budgets of a prompt are decided before it arrives, but this cache holds one "
                 "already; call cache.reset(), or make a new cache"
             )
-        self._decide_for(inputs)
-        self._decided_ahead = self.plan.decide is not None
+        if self.plan.decides_on_arrival:
+            self._decide_for(inputs)
+            self._decided_ahead = True
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what is known of row ``rows[i]``."""
@@ -517,9 +523,7 @@ class Prompt:
             return
         coming = step.prompt_tokens - step.seen - step.new_tokens
         places = self._positions_after(step) + coming
-        tokens = torch.full((step.batch,), step.prompt_tokens)
-        if step.visible is not None:
-            tokens = step.visible.sum(dim=1) + coming
+        tokens = row_tokens(step.visible, step.batch, step.seen + step.new_tokens) + coming
         for later in asked:
             check_context(later, places.tolist(), tokens.tolist(), self.plan.limit)
 
@@ -811,8 +815,6 @@ class Prompt:
     # Budgets that are decided when the prompt has come
 
     def _decide_for(self, inputs: Mapping[str, Any]) -> None:
-        if self.plan.decide is None or self.plan.deciding is not None:
-            return
         batch, tokens = refusals.new_tokens_shape(inputs)
         visible = self.arrival.visible_after(0, batch, tokens, inputs.get("attention_mask"))
         self._decide_rows(prompt_rows(inputs, visible))
@@ -835,9 +837,7 @@ class Prompt:
 
     def _decide_on_arrival(self, batch: int, arguments: Mapping[str, Any], mask: object) -> None:
         """Decide in the first forward, unless that was done before, or is done from a held one."""
-        if self.plan.decide is None or self.plan.deciding is not None:
-            return
-        if self._n_seen or self._decided_ahead:
+        if not self.plan.decides_on_arrival or self._n_seen or self._decided_ahead:
             return
         _, tokens = refusals.new_tokens_shape(arguments)
         if self.arrival.open or self.arrival.announced not in (None, tokens):

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, Compute, Observed, intercept_attention
 from kvalloc.models.structure import context_limit
+from kvalloc.runtime.arrival import none_if_all, row_tokens
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import repetitions
 from kvalloc.scorers.later_pass import CARRIED_TOKENS, SMALLEST_CHUNK, Later, LaterStep
@@ -70,12 +71,6 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.get_seq_length() + int(new), 0
 
 
-class LaterCache(Cache):
-    """Keys and values of a held prompt, and those of later tokens, which go with this object."""
-
-    layers: list[Any]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldPrompt:
     """A prompt in a full cache, from which the model can run on without changing it.
@@ -114,8 +109,8 @@ class HeldPrompt:
         """Rows that this is about."""
         return int(self.next_positions.shape[0])
 
-    def cache(self) -> LaterCache:
-        """A new cache for tokens after the prompt."""
+    def cache(self) -> Cache:
+        """A new cache for tokens after the prompt, which go with it."""
         layers: list[Any] = []
         for index in range(len(self.stored) + len(self.sliding)):
             if index in self.stored:
@@ -125,7 +120,7 @@ class HeldPrompt:
             if self.rows is not None:
                 layer.batch_select_indices(torch.tensor(self.rows, device=layer.keys.device))
             layers.append(layer)
-        return LaterCache(layers=layers)
+        return Cache(layers=layers)
 
     def alike(self) -> list[HeldPrompt]:
         """The same, one for all rows whose padding is in the same places."""
@@ -137,21 +132,16 @@ class HeldPrompt:
         return [self._some(tuple(rows)) for rows in groups.values()]
 
     def _some(self, rows: tuple[int, ...]) -> HeldPrompt:
-        def cut(states: Tensor | None) -> Tensor | None:
-            return None if states is None else states[list(rows)]
-
-        visible, positions = cut(self.visible), cut(self.next_positions)
-        assert visible is not None
-        assert positions is not None
+        own, visible = list(rows), self.visible
         return replace(
             self,
             rows=rows,
-            visible=None if bool(visible.all()) else visible,
-            next_positions=positions,
-            ids=cut(self.ids),
+            visible=None if visible is None else none_if_all(visible[own]),
+            next_positions=self.next_positions[own],
+            ids=None if self.ids is None else self.ids[own],
         )
 
-    def run(self, cache: LaterCache, ids: Tensor) -> None:
+    def run(self, cache: Cache, ids: Tensor) -> None:
         """Let the decoder read tokens, (batch, n_new_tokens), right after the prompt."""
         n_new = int(ids.shape[1])
         positions = torch.arange(n_new, device=ids.device)
@@ -276,10 +266,8 @@ def _check_room(part: HeldPrompt, later: Later) -> None:
     """Refuse as `check_context` does."""
     limit = context_limit(part.decoder)
     if limit is not None:
-        tokens = [part.n_prompt] * part.batch
-        if part.visible is not None:
-            tokens = part.visible.sum(dim=1).tolist()
-        check_context(later, part.next_positions.tolist(), tokens, limit)
+        tokens = row_tokens(part.visible, part.batch, part.n_prompt)
+        check_context(later, part.next_positions.tolist(), tokens.tolist(), limit)
 
 
 def _pieces(part: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, LaterStep]]:
@@ -311,9 +299,8 @@ def _repeating(looks: Wanted, found: LaterNotes, step: LaterStep, sinks: int) ->
     """The layers' own attention, shown to the scorers."""
 
     def handler(states: AttentionStates, compute: Compute) -> Any:
-        own = found.get(states.layer)
-        for scorer in looks.get(states.layer, ()) if own is not None else ():
-            assert own is not None
+        for scorer in looks.get(states.layer, ()):
+            own = found[states.layer]
             before = replace(states, observed=own.get(scorer.later_key))
             own[scorer.later_key] = scorer.observe_later(before, step, sinks=sinks)
         return compute(states.mask)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -86,23 +86,25 @@ class Unfinished:
 
     def select(self, rows: Tensor) -> None:
         """Let row i go on with the notes of row ``rows[i]``."""
-        observed: dict[Part, Observed] = {}
-        for (row, head), found in self.observed.items():
-            if row is None:
-                observed[(None, head)] = found.rows(rows)
-            for place in (rows == row).nonzero()[:, 0].tolist() if row is not None else ():
-                observed[(place, head)] = found
-        queries: dict[int | None, Tensor] = {}
-        for row, held in self.queries.items():
-            if row is None:
-                queries[None] = held[rows.to(held.device)]
-            for place in (rows == row).nonzero()[:, 0].tolist() if row is not None else ():
-                queries[place] = held
-        places: dict[int | None, Tensor] = {}
-        for row, held in self.places.items():
-            for place in (rows == row).nonzero()[:, 0].tolist() if row is not None else (None,):
-                places[place] = held
-        self.observed, self.queries, self.places = observed, queries, places
+        numbers = rows.tolist()
+
+        def now(row: int | None) -> list[Any]:
+            """Where what was noted of a row belongs; of all rows (None), to all."""
+            return (
+                [to for to, was in enumerate(numbers) if was == row] if row is not None else [None]
+            )
+
+        self.observed = {
+            (to, head): found.rows(rows) if row is None else found
+            for (row, head), found in self.observed.items()
+            for to in now(row)
+        }
+        self.queries = {
+            to: held[rows.to(held.device)] if row is None else held
+            for row, held in self.queries.items()
+            for to in now(row)
+        }
+        self.places = {to: held for row, held in self.places.items() for to in now(row)}
         if self.following is not None:
             self.following = self.following[rows.to(self.following.device)]
         self.later = {key: noted.rows(rows) for key, noted in self.later.items()}
