@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
+from kvalloc.accounting.costs import WIDTHS
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import RaggedEntries, Segment
 from kvalloc.runtime.packed import LayerEntries
@@ -173,6 +174,10 @@ def triton_cases(
         (4, 128, 2, 1, True, 1),
         (4, 80, 1, 2, False, 1),
         (8, 24, 2, 2, False, 2),
+        (5, 64, 3, 5, True, 99),
+        (5, 80, 2, 1, False, 2),
+        (3, 64, 3, 1, True, 2),
+        (3, 16, 1, 2, False, 99),
     ):
         for dtype in (torch.float32, *(halves if dim == 64 else ())):
             yield skewed, bits, dim, group, n_new, 3, extras, dtype, programs
@@ -182,10 +187,20 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
     """The largest error of the Triton kernels in each type; raises where it is too large."""
     from kvalloc.runtime.attention.backends import attend
     from kvalloc.runtime.attention.triton import TritonBackend, triton_attention
+    from kvalloc.runtime.quantization import rotated
 
     # Triton's interpreter has no bfloat16 (it multiplies the raw bits).
     halves = (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,)
     worst: dict[torch.dtype, float] = {}
+
+    def answer(call: AttentionCall, kept: RaggedEntries, programs: int) -> Tensor:
+        """The kernel's, where values are turned as the cache asks for it."""
+        if not WIDTHS[kept.bits].turned:
+            return triton_attention(call, kept, programs=programs)
+        numbers = {"queries": call.queries.float(), "keys": call.keys.float()}
+        turned = replace(call, **numbers, values=rotated(call.values))
+        found = triton_attention(turned, kept, programs=programs)
+        return rotated(found).to(call.queries.dtype)
 
     def compare(found: Tensor, call: AttentionCall, stored: Stored) -> None:
         expected, _ = by_definition(call, stored)
@@ -203,7 +218,7 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
             device=device,
         )  # fmt: skip
         entries = packed_of(stored, counts, [bits] * counts.shape[1])
-        found = triton_attention(call, entries.parts[0], programs=programs)
+        found = answer(call, entries.parts[0], programs)
         compare(found, call, unpacked(entries, counts))
         if n_new > 1:  # as models give them: cut from larger tensors, tokens before heads
             given = {"queries": call.queries, "keys": call.keys, "values": call.values}
@@ -212,7 +227,7 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
                 name: one.transpose(1, 2).contiguous().transpose(1, 2)[..., :dim]
                 for name, one in wide.items()
             }
-            again = triton_attention(replace(call, **cut), entries.parts[0], programs=programs)
+            again = answer(replace(call, **cut), entries.parts[0], programs)
             assert torch.equal(again, found)
 
     # heads of every width in one layer, on the way that the cache takes on this device
@@ -220,7 +235,7 @@ def check_triton(device: str) -> dict[torch.dtype, float]:
     for extras in (False, True):
         stored = stored_of(counts, (64, 64), torch.float32, biased=extras, device=device)
         call = call_of(counts, (64, 64), torch.float32, group=3, extras=extras, device=device)
-        entries = packed_of(stored, counts, [16, 4, 8])
+        entries = packed_of(stored, counts, [16, 5, 8])
         compare(attend(call, entries.parts), call, unpacked(entries, counts))
         assert device == "cpu" or TritonBackend().refusal(call, entries.parts[0]) is None
     return worst

@@ -23,7 +23,7 @@ from scorer_oracle import SCORERS
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from kvalloc.accounting.costs import key_bits
+from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import load_cache, make_cache
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class, policy_names
@@ -120,9 +120,11 @@ class Setting:
                 own = its.keys[row, head], its.values[row, head]
                 if (row, head, layer) not in shadow.rounded and keys.dtype == torch.float32:
                     exact = [states[positions.long()] for states in own]
-                    turned = [rotated(one) if bits == 3 else one for one in (values, exact[1])]
-                    assert ((keys - exact[0]).abs() <= half_step(exact[0], key_bits(bits), 0)).all()
-                    assert ((turned[0] - turned[1]).abs() <= half_step(turned[1], bits, 1)).all()
+                    width, own_values = WIDTHS[bits], (values, exact[1])
+                    turned = [rotated(one) if width.turned else one for one in own_values]
+                    off = (keys - exact[0]).abs(), (turned[0] - turned[1]).abs()
+                    assert (off[0] <= half_step(exact[0], width.keys, 0)).all()
+                    assert (off[1] <= half_step(turned[1], width.values, 1)).all()
                 shadow.rounded.add((row, head, layer))
                 for states, found in zip(own, (keys, values), strict=True):
                     states[positions.long()] = found.float()
@@ -191,7 +193,7 @@ def widths(profile: Any, bits: str) -> Any:
     found = np.full_like(profile.budgets, 16)
     for place, layer in enumerate(profile.shape.full_layers):
         if bits == "mixed_bits":
-            found[layer] = (8, 3, 16, 8)[place % 4]
+            found[layer] = (8, 3, 16, 5)[place % 4]
             if profile.level == "head":
                 found[layer, 1] = (4, 16, 16, 8)[place % 4]
         else:

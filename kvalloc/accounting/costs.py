@@ -1,4 +1,4 @@
-"""Bytes of entries at 16, 8, 4 or 3 bits, and what an option costs.
+"""Bytes of entries at 16, 8, 5, 4 or 3 bits, and what an option costs.
 
 That is bytes stored, bytes read for each generated token, or bytes communicated for it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,34 @@ COSTS: dict[Cost, str] = {
     "communication": "bytes communicated for one generated token in private inference (MPCache)",
 }
 
-_Whole = TypeVar("_Whole", int, IntArray)
 
-BIT_WIDTHS = (16, 8, 4, 3)
-"""Bits of a stored number: 16 stands for the model's own dtype, whatever its size. At 3 bits keys
-have 4 (`key_bits`), and values are turned by a Hadamard matrix before they are rounded."""
+class Width(NamedTuple):
+    """How entries at some bits are stored.
+
+    Attributes
+    ----------
+    keys, values : int
+        Bits of each number.
+    turned : bool
+        Whether values are turned by a Hadamard matrix before they are rounded.
+    """
+
+    keys: int
+    values: int
+    turned: bool = False
+
+
+WIDTHS = {
+    16: Width(16, 16),
+    8: Width(8, 8),
+    5: Width(5, 4),
+    4: Width(4, 4),
+    3: Width(4, 3, turned=True),
+}
+"""By the bits' name; 16 stands for the model's own dtype, whatever its size. At 5 and 3 bits keys
+have one bit more than values: their rounding is what loses most (docs/runtime.md)."""
+
+BIT_WIDTHS = tuple(WIDTHS)
 
 KEY_BLOCK_TOKENS = 64
 """Tokens of one key channel that share a scale and a minimum."""
@@ -55,8 +78,8 @@ MOST_BYTES = 2**60
 def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) -> IntArray:
     """Bytes of K and V that one KV head stores of one row.
 
-    At 16 bits an entry takes ``shape.bytes_per_entry``. At b = 8, 4 or 3 bits, with the head's kept
-    entries in the order of their positions:
+    At 16 bits an entry takes ``shape.bytes_per_entry``. At 8, 5, 4 or 3 bits, with the head's
+    kept entries in the order of their positions:
 
     - keys are quantised per channel in blocks of 64 tokens: of each channel and block a float16
       scale and a float16 minimum. The last block may hold fewer tokens and has scales all the
@@ -64,7 +87,7 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     - values are quantised per token in blocks of 64 channels: of each token and block a scale and
       a minimum, ``n * ceil(head_dim / 64) * 4`` bytes;
     - the numbers themselves are packed row by row, a row of one token's key (value) vector ends on
-      a whole byte: ``ceil(head_dim * b / 8)`` bytes each for K and V, where keys at 3 bits have 4.
+      a whole byte: ``ceil(head_dim * b / 8)`` bytes for K and for V, b as `WIDTHS` has it.
 
     Per channel for keys and per token for values is what KIVI found to hold at few bits.
 
@@ -73,7 +96,7 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     tokens : array_like of int
         Entries of the head.
     bits : array_like of int
-        16, 8, 4 or 3; broadcast against ``tokens``.
+        Of `BIT_WIDTHS`; broadcast against ``tokens``.
     shape : ModelShape
 
     Returns
@@ -84,8 +107,8 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     --------
     >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=64,
     ...                    dtype_bytes=2, layer_types=("full",))
-    >>> stored_bytes([64, 65], [[16], [8], [4]], shape).tolist()
-    [[16384, 16640], [8704, 9092], [4608, 4932]]
+    >>> stored_bytes([64, 65], [[16], [8], [5], [4]], shape).tolist()
+    [[16384, 16640], [8704, 9092], [5120, 5452], [4608, 4932]]
 
     References
     ----------
@@ -94,9 +117,10 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
     count, width = np.broadcast_arrays(
         np.asarray(tokens, dtype=np.int64), np.asarray(bits, dtype=np.int64)
     )
-    keys, values = packed_row_bytes(width, shape.head_dim)
+    rows = np.zeros(max(BIT_WIDTHS) + 1, dtype=np.int64)
+    rows[[*BIT_WIDTHS]] = [sum(packed_row_bytes(bits, shape.head_dim)) for bits in BIT_WIDTHS]
     key_scales = -(-count // KEY_BLOCK_TOKENS) * shape.head_dim * 2 * SCALE_BYTES
-    packed = count * (keys + values) + key_scales
+    packed = count * rows[width] + key_scales
     found: IntArray = np.where(width == 16, count * shape.bytes_per_entry, packed).astype(np.int64)
     return found
 
@@ -151,28 +175,20 @@ def entries_in_share(
     return found
 
 
-def packed_row_bytes(bits: _Whole, head_dim: int) -> tuple[_Whole, _Whole]:
+def packed_row_bytes(bits: int, head_dim: int) -> tuple[int, int]:
     """Bytes of one token's packed key, and of its packed value with that value's scales."""
     scales = -(-head_dim // VALUE_BLOCK_CHANNELS) * 2 * SCALE_BYTES
-    return -(-head_dim * key_bits(bits) // 8), -(-head_dim * bits // 8) + scales
-
-
-def key_bits(bits: _Whole) -> _Whole:
-    """Bits of a stored key: those of its value, and one more at 3, where keys lose most.
-
-    With keys at 3 bits, too, the loss is several times as large (docs/runtime.md).
-    """
-    found: _Whole = bits + (bits == 3)
-    return found
+    keys, values, _ = WIDTHS[bits]
+    return -(-head_dim * keys // 8), -(-head_dim * values // 8) + scales
 
 
 def bits_fault(bits: int, head_dim: int) -> str | None:
     """Why heads of that size cannot be stored at a width, in words; None where they can."""
-    if bits != 3 or head_dim & (head_dim - 1) == 0:
+    if not WIDTHS[bits].turned or head_dim & (head_dim - 1) == 0:
         return None
     return (
-        f"3 bits for heads of {head_dim} numbers, expected a power of two: values at 3 bits are "
-        "turned by a Hadamard matrix; take 4 bits"
+        f"{bits} bits for heads of {head_dim} numbers, expected a power of two: values at {bits} "
+        "bits are turned by a Hadamard matrix; take 4 bits"
     )
 
 

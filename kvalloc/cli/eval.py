@@ -45,7 +45,7 @@ class EvalOptions(TypedDict, total=False):
     budget : str
         Also what ``kvalloc.apply(model, budget=...)`` does at this share of the bytes.
     plain_bits : str
-        Also everything kept at fewer bits: 8, 4, 3 or several with commas.
+        Also everything kept at fewer bits: 8, 5, 4, 3 or several with commas.
     peer : sequence of str
         A press of kvpress on the same prompts, at the profiles' share of entries or at one of its
         own: kvpress:TOVA, kvpress:AdaKV(SnapKV), kvpress:KVzip@20%, and rounded by kvalloc's way

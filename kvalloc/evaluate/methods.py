@@ -209,7 +209,7 @@ def rounded_cache(model: PreTrainedModel, bits: int) -> CacheMethod:
     ----------
     model : PreTrainedModel
     bits : int
-        8 or 4.
+        Of `kvalloc.accounting.costs.WIDTHS`, but not 16.
 
     Raises
     ------

@@ -162,7 +162,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     n_levels)``; None where all are of one kind."""
 
     bit_widths: IntArray1D | None = None
-    """Bit widths whose fidelity was measured, of 16, 8 and 4, ``(n_bits,)``."""
+    """Bit widths whose fidelity was measured, ``(n_bits,)``."""
 
     bit_fidelity: FloatArray4D | None = None
     """``max(0, 1 - ||o_b - o|| / ||o||)`` of the window's rows of attention output with K and V at

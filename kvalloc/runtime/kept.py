@@ -178,7 +178,7 @@ class FlatEntries:
     bias : Tensor of float32, (n_entries,), or None
         Added to their logits.
     bits : int
-        16, 8, 4 or 3.
+        Of `kvalloc.accounting.costs.WIDTHS`.
     key_scales : Tensor of float16, (n_key_blocks, 2, head_dim), or None
         Those of one segment after those of another; None at 16 bits.
     heads : tuple of int, or None

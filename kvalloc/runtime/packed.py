@@ -1,4 +1,4 @@
-"""Kept entries of one layer at 16, 8, 4 or 3 bits, each KV head as the profile says.
+"""Kept entries of one layer at fewer bits than 16, each KV head as the profile says.
 
 The layout is ours, not that of optimum-quanto or torchao: theirs are tensors of one shape, with
 scales of the model's type, while heads and rows here keep different numbers of entries and each
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvalloc.accounting import IntArray
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, key_bits
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.runtime.kept import RaggedEntries, Segment
 from kvalloc.runtime.quantization import from_codes, key_codes, rotated, value_codes
@@ -40,27 +40,21 @@ def pack(numbers: Segment, bits: int) -> Segment:
         return numbers
     keys, key_scales = key_codes(numbers.keys, bits)
     values, scales = value_codes(numbers.values, bits)
-    rows = [packed_codes(values, bits), scales.flatten(1).contiguous().view(torch.uint8)]
+    width = WIDTHS[bits]
+    rows = [packed_codes(values, width.values), scales.flatten(1).contiguous().view(torch.uint8)]
     return numbers._replace(
-        keys=packed_codes(keys, key_bits(bits)),
+        keys=packed_codes(keys, width.keys),
         values=torch.cat(rows, dim=1),
         key_scales=key_scales,
     )
 
 
 def packed_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes (n, head_dim) as bytes, the first channel in the lowest bits.
-
-    At 4 bits two to a byte, at 3 bits eight to three bytes.
-    """
+    """Codes (n, head_dim) as bytes, eight in ``bits`` bytes, the first channel in the lowest."""
     if bits == 8:
         return codes.contiguous()
-    if bits == 3:
-        n_bytes, places = -(-codes.shape[1] * 3 // 8), torch.arange(8, device=codes.device)
-        whole = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).int()
-        groups = whole.view(len(codes), whole.shape[1] // 8, 8)
-        words = (groups << 3 * places).sum(dim=-1, keepdim=True)
-        return torch.bitwise_and(words >> 8 * places[:3], 255).byte().flatten(1)[:, :n_bytes]
+    if bits != 4:
+        return _regrouped(codes, bits, 8)[:, : -(-codes.shape[1] * bits // 8)]
     padded = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
     return padded[:, 0::2] | (padded[:, 1::2] << 4)
 
@@ -69,13 +63,18 @@ def unpacked_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     """Codes (n, head_dim) of `packed_codes`."""
     if bits == 8:
         return packed
-    if bits == 3:
-        places = torch.arange(8, device=packed.device)
-        whole = torch.nn.functional.pad(packed, (0, -packed.shape[1] % 3)).int()
-        groups = whole.view(len(packed), whole.shape[1] // 3, 3)
-        words = (groups << 8 * places[:3]).sum(dim=-1, keepdim=True)
-        return torch.bitwise_and(words >> 3 * places, 7).flatten(1)[:, :head_dim]
+    if bits != 4:
+        return _regrouped(packed, 8, bits)[:, :head_dim]
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)[:, :head_dim]
+
+
+def _regrouped(numbers: Tensor, bits: int, other: int) -> Tensor:
+    """Of numbers (n, m) of ``bits`` bits, each ``other`` as ``bits`` numbers of ``other`` bits."""
+    groups = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % other))
+    groups = groups.view(len(numbers), groups.shape[1] // other, other)
+    places = torch.arange(8, device=numbers.device)
+    words = (groups << bits * places[:other]).sum(dim=-1, keepdim=True)
+    return torch.bitwise_and(words >> other * places[:bits], 2**other - 1).byte().flatten(1)
 
 
 def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -86,9 +85,9 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
     rows : Tensor of uint8, (n, key_bytes)
     scales : Tensor of float16, (ceil(n / 64), 2, head_dim)
     bits : int
-        8, 4 or 3.
+        Of `WIDTHS`, but not 16.
     """
-    codes = unpacked_codes(rows, key_bits(bits), int(scales.shape[-1]))
+    codes = unpacked_codes(rows, WIDTHS[bits].keys, int(scales.shape[-1]))
     whole = torch.nn.functional.pad(codes, (0, 0, 0, -len(rows) % KEY_BLOCK_TOKENS))
     blocks = whole.view(-1, KEY_BLOCK_TOKENS, whole.shape[1])
     return from_codes(blocks, scales[:, :1], scales[:, 1:]).flatten(0, 1)[: len(rows)]
@@ -97,16 +96,17 @@ def key_numbers(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
 def value_numbers(rows: Tensor, bits: int, head_dim: int) -> Tensor:
     """Values, float32, (n, head_dim), of packed rows with their scales, (n, value_bytes).
 
-    At 3 bits they are still `kvalloc.runtime.quantization.rotated`.
+    Those that are turned are still `kvalloc.runtime.quantization.rotated`.
     """
-    n_bytes = -(-head_dim * bits // 8)
+    width = WIDTHS[bits].values
+    n_bytes = -(-head_dim * width // 8)
     # A copy even of one row: float16 cannot begin at an odd byte.
     scales = rows[:, n_bytes:].clone(memory_format=torch.contiguous_format).view(torch.float16)
     scales = scales.view(len(rows), scales.shape[1] // 2, 2)
-    codes = unpacked_codes(rows[:, :n_bytes], bits, head_dim)
-    width = min(VALUE_BLOCK_CHANNELS, head_dim)
-    whole = torch.nn.functional.pad(codes, (0, -head_dim % width))
-    blocks = whole.view(len(rows), scales.shape[1], width)
+    codes = unpacked_codes(rows[:, :n_bytes], width, head_dim)
+    block = min(VALUE_BLOCK_CHANNELS, head_dim)
+    whole = torch.nn.functional.pad(codes, (0, -head_dim % block))
+    blocks = whole.view(len(rows), scales.shape[1], block)
     return from_codes(blocks, scales[..., :1], scales[..., 1:]).flatten(1)[:, :head_dim]
 
 
@@ -156,7 +156,7 @@ class LayerEntries:
         segment : callable
             ``segment(row, head)`` gives their numbers; they need not all exist at once.
         bits : ndarray of int64, (n_kv_heads,)
-            16, 8, 4 or 3.
+            Of `WIDTHS`.
         """
         n_rows, n_heads = shape
         found = [
@@ -213,7 +213,7 @@ class LayerEntries:
         found = value_numbers(own.values, bits, int(values.shape[-1]))
         return own._replace(
             keys=key_numbers(own.keys, own.key_scales, bits).to(keys.dtype),
-            values=(rotated(found) if bits == 3 else found).to(values.dtype),
+            values=(rotated(found) if WIDTHS[bits].turned else found).to(values.dtype),
             key_scales=None,
         )
 

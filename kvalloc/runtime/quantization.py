@@ -1,4 +1,4 @@
-"""Keys and values at 8, 4 or 3 bits, as they will be stored: what measuring and running share."""
+"""Keys and values at fewer bits, as they will be stored: what measuring and running share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvalloc.accounting.costs import (
     KEY_BLOCK_TOKENS,
     VALUE_BLOCK_CHANNELS,
+    WIDTHS,
     bits_fault,
-    key_bits,
 )
 from kvalloc.errors import InputError
 from kvalloc.scorers.attention_rows import window_attention
@@ -32,7 +32,7 @@ def quantised_keys(keys: Tensor, bits: int) -> Tensor:
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
         In the order in which they are stored.
     bits : int
-        8, 4 or 3; at 16 they come back as they are.
+        Of `WIDTHS`; at 16 they come back as they are.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def quantised_keys(keys: Tensor, bits: int) -> Tensor:
     if bits == 16:
         return keys
     by_channel = keys.transpose(2, 3)
-    return _rounded(by_channel, KEY_BLOCK_TOKENS, key_bits(bits)).transpose(2, 3)
+    return _rounded(by_channel, KEY_BLOCK_TOKENS, WIDTHS[bits].keys).transpose(2, 3)
 
 
 def quantised_values(values: Tensor, bits: int) -> Tensor:
@@ -51,16 +51,17 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
     ----------
     values : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
     bits : int
-        8, 4 or 3; at 16 they come back as they are.
+        Of `WIDTHS`; at 16 they come back as they are.
 
     Returns
     -------
     Tensor, as ``values``
     """
-    if bits == 3:
-        turned = _rounded(rotated(values), VALUE_BLOCK_CHANNELS, bits)
-        return rotated(turned).to(values.dtype)
-    return values if bits == 16 else _rounded(values, VALUE_BLOCK_CHANNELS, bits)
+    if bits == 16:
+        return values
+    _, width, turned = WIDTHS[bits]
+    found = _rounded(rotated(values) if turned else values, VALUE_BLOCK_CHANNELS, width)
+    return rotated(found).to(values.dtype) if turned else found
 
 
 def stored_keys(keys: Tensor, kept: Tensor, bits: IntArray) -> Tensor:
@@ -71,7 +72,7 @@ def stored_keys(keys: Tensor, kept: Tensor, bits: IntArray) -> Tensor:
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
     kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
     bits : ndarray of int64, (n_kv_heads,)
-        16, 8, 4 or 3.
+        Of `WIDTHS`.
 
     Returns
     -------
@@ -136,7 +137,7 @@ def output_fidelity(states: AttentionStates, *, bits: int, rows: int) -> Tensor:
     states : AttentionStates
         What one layer's attention sees.
     bits : int
-        16, 8, 4 or 3.
+        Of `WIDTHS`.
     rows : int
         How many of the last tokens.
 
@@ -176,7 +177,7 @@ def key_codes(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     keys : Tensor, (n_tokens, head_dim)
         In the order in which they are stored.
     bits : int
-        8, 4 or 3.
+        Of `WIDTHS`, but not 16.
 
     Returns
     -------
@@ -186,7 +187,7 @@ def key_codes(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     import torch
 
-    codes, scale, least = _coded(keys.T, KEY_BLOCK_TOKENS, key_bits(bits))
+    codes, scale, least = _coded(keys.T, KEY_BLOCK_TOKENS, WIDTHS[bits].keys)
     scales = torch.stack([scale[..., 0].T, least[..., 0].T], dim=1)
     return codes.flatten(-2).T[: keys.shape[0]], scales
 
@@ -198,7 +199,7 @@ def value_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     ----------
     values : Tensor, (n_tokens, head_dim)
     bits : int
-        8, 4 or 3.
+        Of `WIDTHS`, but not 16.
 
     Returns
     -------
@@ -208,8 +209,9 @@ def value_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     import torch
 
-    numbers = rotated(values) if bits == 3 else values
-    codes, scale, least = _coded(numbers, VALUE_BLOCK_CHANNELS, bits)
+    _, width, turned = WIDTHS[bits]
+    numbers = rotated(values) if turned else values
+    codes, scale, least = _coded(numbers, VALUE_BLOCK_CHANNELS, width)
     return codes.flatten(-2)[:, : values.shape[1]], torch.cat([scale, least], dim=-1)
 
 

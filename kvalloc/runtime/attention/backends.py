@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvalloc.accounting.costs import WIDTHS
 from kvalloc.runtime.attention.call import AttentionCall, Backend
 from kvalloc.runtime.attention.cpu import CpuBackend
 from kvalloc.runtime.attention.torch import TorchBackend
@@ -58,8 +59,8 @@ def attend(call: AttentionCall, kept: Sequence[FlatEntries]) -> Tensor:
 
 
 def _attend(call: AttentionCall, kept: FlatEntries) -> Tensor:
-    """As `attend`; values at 3 bits are rotated, and so are all others here, and the answer."""
-    if kept.bits != 3:
+    """As `attend`; where kept values are turned, so are all others here, and the answer back."""
+    if not WIDTHS[kept.bits].turned:
         return chosen(call, kept).attend(call, kept)
     queries, keys, values = call.queries.float(), call.keys.float(), rotated(call.values)
     turned = replace(call, queries=queries, keys=keys, values=values)

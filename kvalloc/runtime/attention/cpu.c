@@ -30,7 +30,7 @@ typedef int32_t ivec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint16_t half_vec __attribute__((vector_size(16), aligned(2), may_alias));
 
-enum kind { FLOAT32, BFLOAT16, FLOAT16, BITS_8, BITS_4, BITS_3 }; /* keys at 3 bits have 4 */
+enum kind { FLOAT32, BFLOAT16, FLOAT16, BITS_8, BITS_5, BITS_4, BITS_3 };
 
 /* The same fields, in the same order, as `_Arguments` in cpu.py. */
 typedef struct {
@@ -46,7 +46,7 @@ typedef struct {
     const float *sinks;           /* (n_kv_heads, group), or NULL */
     float *output;                /* (batch, n_new, n_kv_heads * group, value_dim) */
     int64_t n_segments, n_kv_heads, n_rows, n_new, n_following, room, key_dim, value_dim;
-    int64_t kept_kind, following_kind, threads;
+    int64_t kept_key_kind, kept_value_kind, following_kind, threads;
     float scaling, softcap; /* softcap is 0 where there is none */
 } arguments;
 
@@ -69,7 +69,7 @@ typedef struct {
     const uint16_t *key_scales;
     const float *bias;
     int64_t count;
-    int kind;
+    int key_kind, value_kind;
     int following; /* 1: of the tokens that followed, which new tokens need not all see */
 } span;
 
@@ -107,7 +107,7 @@ static inline vec power_of_two(vec x) {
     return (vec)((ivec)product & (enough | (x != x)));
 }
 
-/* Numbers of half precision, 8 codes of 8, 4 or 3 bits: as float32. */
+/* Numbers of half precision, 8 codes of 8 to 3 bits: as float32. */
 
 static inline vec from_bfloat16(half_vec x) {
     return (vec)(__builtin_convertvector(x, uvec) << 16);
@@ -140,6 +140,15 @@ static inline vec from_bytes(const char *x) {
     return __builtin_convertvector((ivec)((many >> places) & 255), vec);
 }
 
+static inline vec from_fives(const char *x) {
+    const uvec places = {0, 5, 10, 15, 12, 17, 22, 27}; /* the fifth begins at the 20th bit */
+    uint32_t first, second;
+    memcpy(&first, x, sizeof first);
+    memcpy(&second, x + 1, sizeof second);
+    uvec many = {first, first, first, first, second, second, second, second};
+    return __builtin_convertvector((ivec)((many >> places) & 31), vec);
+}
+
 static inline vec from_nibbles(uint32_t x) {
     const uvec places = {0, 4, 8, 12, 16, 20, 24, 28}; /* low halves of bytes come first */
     uvec many = {x, x, x, x, x, x, x, x};
@@ -159,6 +168,7 @@ static inline vec eight(const char *row, int kind, int64_t first, int64_t left) 
     char own[32] = {0};
     int size = kind == FLOAT32  ? 32
                : kind == BITS_8 ? 8
+               : kind == BITS_5 ? 5
                : kind == BITS_4 ? 4
                : kind == BITS_3 ? 3
                                 : 16;
@@ -173,6 +183,7 @@ static inline vec eight(const char *row, int kind, int64_t first, int64_t left) 
     case BFLOAT16: return from_bfloat16(*(const half_vec *)row);
     case FLOAT16: return from_float16(*(const half_vec *)row);
     case BITS_8: return from_bytes(row);
+    case BITS_5: return from_fives(row);
     case BITS_3: return from_threes(row);
     default: memcpy(&nibbles, row, sizeof nibbles); return from_nibbles(nibbles);
     }
@@ -184,13 +195,12 @@ static inline int64_t code_bytes(int kind, int64_t dim) {
     switch (kind) {
     case FLOAT32: return 4 * dim;
     case BITS_8: return dim;
+    case BITS_5: return (5 * dim + 7) / 8;
     case BITS_4: return (dim + 1) / 2;
     case BITS_3: return (3 * dim + 7) / 8;
     default: return 2 * dim;
     }
 }
-
-static inline int key_kind(int kind) { return kind == BITS_3 ? BITS_4 : kind; }
 
 static inline int64_t value_bytes(int kind, int64_t dim) {
     int64_t scales = (dim + SCALE_CHANNELS - 1) / SCALE_CHANNELS;
@@ -225,7 +235,7 @@ static inline __attribute__((always_inline)) void value_floats(
 }
 
 static void keys_as_floats(const span *of, int64_t first, int64_t n, int64_t dim, scratch *own) {
-    int kind = key_kind(of->kind);
+    int kind = of->key_kind;
     int64_t bytes = code_bytes(kind, dim), width = own->key_width;
     const char *rows = of->keys + first * bytes;
     float *out = own->keys, *steps = own->steps, *leasts = own->leasts;
@@ -239,14 +249,15 @@ static void keys_as_floats(const span *of, int64_t first, int64_t n, int64_t dim
     case BFLOAT16: make_floats(rows, BFLOAT16, bytes, n, dim, width, 0, 0, out); break;
     case FLOAT16: make_floats(rows, FLOAT16, bytes, n, dim, width, 0, 0, out); break;
     case BITS_8: make_floats(rows, BITS_8, bytes, n, dim, width, steps, leasts, out); break;
+    case BITS_5: make_floats(rows, BITS_5, bytes, n, dim, width, steps, leasts, out); break;
     default: make_floats(rows, BITS_4, bytes, n, dim, width, steps, leasts, out); break;
     }
 }
 
 static void values_as_floats(const span *of, int64_t first, int64_t n, int64_t dim, scratch *own) {
-    int64_t bytes = value_bytes(of->kind, dim), width = own->value_width;
+    int64_t bytes = value_bytes(of->value_kind, dim), width = own->value_width;
     const char *rows = of->values + first * bytes;
-    switch (of->kind) {
+    switch (of->value_kind) {
     case FLOAT32: make_floats(rows, FLOAT32, bytes, n, dim, width, 0, 0, own->values); break;
     case BFLOAT16: make_floats(rows, BFLOAT16, bytes, n, dim, width, 0, 0, own->values); break;
     case FLOAT16: make_floats(rows, FLOAT16, bytes, n, dim, width, 0, 0, own->values); break;
@@ -387,9 +398,9 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
     float logits[MOST_ROWS][BLOCK];
     int64_t key_dim = given->key_dim, value_dim = given->value_dim, n_rows = given->n_rows;
     int64_t key_width = own->key_width, value_width = own->value_width;
-    int keys_as_they_are = of->kind == FLOAT32 && key_dim == key_width;
-    int values_as_they_are = of->kind == FLOAT32 && value_dim == value_width;
-    int64_t row_bytes = value_bytes(of->kind, value_dim);
+    int keys_as_they_are = of->key_kind == FLOAT32 && key_dim == key_width;
+    int values_as_they_are = of->value_kind == FLOAT32 && value_dim == value_width;
+    int64_t row_bytes = value_bytes(of->value_kind, value_dim);
     while (first < end) {
         int64_t stop = first / BLOCK * BLOCK + BLOCK, n = (stop < end ? stop : end) - first;
         const float *keys = own->keys, *values = own->values;
@@ -417,12 +428,13 @@ static void spans_of(const arguments *given, int64_t segment, span out[2]) {
     int64_t first = segment * given->room;
     out[0] = (span){
         .keys = (const char *)given->kept_keys
-            + own[0] * code_bytes(key_kind((int)given->kept_kind), given->key_dim),
+            + own[0] * code_bytes(given->kept_key_kind, given->key_dim),
         .values = (const char *)given->kept_values
-            + own[0] * value_bytes(given->kept_kind, given->value_dim),
+            + own[0] * value_bytes(given->kept_value_kind, given->value_dim),
         .bias = given->bias ? given->bias + own[0] : 0,
         .count = own[1] - own[0],
-        .kind = (int)given->kept_kind,
+        .key_kind = (int)given->kept_key_kind,
+        .value_kind = (int)given->kept_value_kind,
     };
     if (given->key_scales) out[0].key_scales = given->key_scales + own[2] * 2 * given->key_dim;
     out[1] = (span){
@@ -431,7 +443,8 @@ static void spans_of(const arguments *given, int64_t segment, span out[2]) {
         .values = (const char *)given->values
             + first * code_bytes(given->following_kind, given->value_dim),
         .count = given->n_following,
-        .kind = (int)given->following_kind,
+        .key_kind = (int)given->following_kind,
+        .value_kind = (int)given->following_kind,
         .following = 1,
     };
 }

@@ -1,7 +1,7 @@
 """Attention of a few new tokens over kept entries in one pass on the CPU, written in C.
 
 What `kvalloc.runtime.attention.triton` is on CUDA: each entry is read once, as it is stored
-(float32, half precision, codes of 8, 4 or 3 bits), by threads that share all entries of a layer
+(float32, half precision, codes of 8 to 3 bits), by threads that share all entries of a layer
 equally, however different segments are. `cpu.c` is built when kvalloc is installed where there is a
 compiler (setup.py), and by ``make kernel``; without it torch's operations do the same, slower.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvalloc.accounting.costs import WIDTHS
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import FlatEntries
 
@@ -36,7 +37,7 @@ room for. A question of 50 tokens takes 0.5 to 0.8 of the time that torch's oper
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("cpu.c")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_PACKED_KINDS = {8: 3, 4: 4, 3: 5}
+_CODE_KINDS = {8: 3, 5: 4, 4: 5, 3: 6}
 
 
 class _Arguments(ctypes.Structure):
@@ -48,7 +49,8 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values", "visible", "sinks", "output")),
         *((name, ctypes.c_int64) for name in ("n_segments", "n_kv_heads", "n_rows", "n_new")),
         *((name, ctypes.c_int64) for name in ("n_following", "room", "key_dim", "value_dim")),
-        *((name, ctypes.c_int64) for name in ("kept_kind", "following_kind", "threads")),
+        *((name, ctypes.c_int64) for name in ("kept_key_kind", "kept_value_kind")),
+        *((name, ctypes.c_int64) for name in ("following_kind", "threads")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
 
@@ -154,6 +156,7 @@ def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Te
     if len(rooms) > 1 or None in rooms:
         latest, rooms = (call.keys.contiguous(), call.values.contiguous()), {n_following}
     shown, sinks, kind = call.visible, call.sink_logits, _KINDS[call.queries.dtype]
+    width = WIDTHS[kept.bits]
     if shown is not None:
         shown = shown.expand(batch, n_following).to(torch.uint8).contiguous()
     if sinks is not None:
@@ -178,7 +181,8 @@ def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Te
         room=rooms.pop(),
         key_dim=key_dim,
         value_dim=value_dim,
-        kept_kind=_PACKED_KINDS.get(kept.bits, kind),
+        kept_key_kind=_CODE_KINDS.get(width.keys, kind),
+        kept_value_kind=_CODE_KINDS.get(width.values, kind),
         following_kind=kind,
         threads=threads,
         scaling=call.scaling,

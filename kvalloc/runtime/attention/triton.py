@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS
+from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, VALUE_BLOCK_CHANNELS, WIDTHS
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.kept import FlatEntries
 
@@ -54,10 +54,9 @@ class TritonBackend:
             return "the entries are not on CUDA"
         if not _installed():
             return "Triton is not installed"
-        if kept.bits == 3:
-            return "it does not read codes of 3 bits"
         dims = call.queries.shape[-1], call.values.shape[-1]
-        if kept.bits != 16 and any(dim * kept.bits % 16 for dim in dims):
+        widths = WIDTHS[kept.bits][:2]
+        if kept.bits != 16 and any(n * bits % 16 for n, bits in zip(dims, widths, strict=True)):
             return (
                 f"a head of {dims[0]} and {dims[1]} numbers at {kept.bits} bits ends in half a word"
             )
@@ -159,7 +158,8 @@ def _constants(
         "ROWS": min(max(_power_of_two(n_rows), _ROWS[0]), _ROWS[1]),
         "COLUMNS": COLUMNS,
         "CHANNELS": min(VALUE_BLOCK_CHANNELS, value_block),
-        "BITS": bits,
+        "KEY_BITS": WIDTHS[bits].keys,
+        "VALUE_BITS": WIDTHS[bits].values,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
 

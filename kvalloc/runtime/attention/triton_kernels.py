@@ -5,7 +5,7 @@ With ``TRITON_INTERPRET=1`` the same kernels run on the CPU, where they are test
 A softmax over what was read so far is, for each query row, the largest logit ``most``, the sum of
 ``exp(logit - most)`` ``total``, and the values weighted by the same, ``summed``. Entries are added
 a block of columns at a time, and read from memory once: as numbers, or as the codes that are
-stored at 8 or 4 bits, which become numbers in registers. Triton has no records, so its functions
+stored at fewer bits, which become numbers in registers. Triton has no records, so its functions
 take every tensor by itself.
 
 Query row r of a KV head is new token ``r % n_new`` of the head's query head ``r // n_new``.
@@ -66,7 +66,8 @@ def read_tile(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    BITS: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The softmax of one block of query rows over one tile, kept or of those that followed.
@@ -102,7 +103,7 @@ def read_tile(  # type: ignore[no-untyped-def]
         HEAD_DIM, VALUE_DIM, most, total, summed, scaling, softcap,
         row, end, 0,  # place and padding, which nothing asks for
         HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
-        BITS, BIASED, False, CAPPED, False, PRECISION,
+        KEY_BITS, VALUE_BITS, BIASED, False, CAPPED, False, PRECISION,
     )  # fmt: skip
     start = tl.where(is_kept, 0, (later % divisor) * tile)
     end = tl.where(is_kept, 0, tl.minimum(start + tile, n_following))
@@ -114,7 +115,7 @@ def read_tile(  # type: ignore[no-untyped-def]
         key_token, value_token, most, total, summed, scaling, softcap,
         n_following - n_new + row % n_new, visible + batch_row * visible_row, visible_token,
         HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
-        16, False, PADDED, CAPPED, True, PRECISION,
+        16, 16, False, PADDED, CAPPED, True, PRECISION,
     )  # fmt: skip
     out = partial + (part * n_rows + row) * (VALUE_DIM + 2)
     tl.store(
@@ -211,7 +212,8 @@ def _add_entries(  # type: ignore[no-untyped-def]
     VALUE_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    BITS: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     BIASED: tl.constexpr,
     PADDED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -224,8 +226,8 @@ def _add_entries(  # type: ignore[no-untyped-def]
     ``CHANNELS`` channels share a value scale. The numbers are those of
     `kvalloc.runtime.quantization.from_codes`, in the queries' type.
     """
-    KEY_BYTES: tl.constexpr = HEAD_DIM * BITS // 8
-    VALUE_BYTES: tl.constexpr = VALUE_DIM * BITS // 8
+    KEY_BYTES: tl.constexpr = HEAD_DIM * KEY_BITS // 8
+    VALUE_BYTES: tl.constexpr = VALUE_DIM * VALUE_BITS // 8
     BLOCKS: tl.constexpr = VALUE_BLOCK // CHANNELS
     N_SCALES: tl.constexpr = (VALUE_DIM + CHANNELS - 1) // CHANNELS * 2
     ROW_BYTES: tl.constexpr = VALUE_BYTES + 2 * N_SCALES
@@ -234,7 +236,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
     for first in range(start, end, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = column < end
-        if BITS == 16:
+        if KEY_BITS == 16:
             key = tl.load(
                 keys + column[None, :] * key_token + dims[:, None],
                 mask=inside[None, :] & (dims[:, None] < HEAD_DIM),
@@ -244,7 +246,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
             own = key_scales + (scale + (first - start) // COLUMNS) * 2 * HEAD_DIM + dims
             step = tl.load(own, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
             least = tl.load(own + HEAD_DIM, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-            codes = _codes(keys, column, inside, KEY_BYTES, KEY_BYTES, HEAD_BLOCK, BITS)
+            codes = _codes(keys, column, inside, KEY_BYTES, KEY_BYTES, HEAD_BLOCK, KEY_BITS)
             key = tl.trans((codes * step[None, :] + least[None, :]).to(queries.dtype))
         logits = tl.dot(queries, key, input_precision=PRECISION) * scaling
         if CAPPED:
@@ -263,7 +265,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
         logits = tl.where(shown, logits, float("-inf"))
         most, finite, factor = _raised(most, tl.max(logits, 1))
         weights = tl.exp(logits - finite[:, None])
-        if BITS == 16:
+        if VALUE_BITS == 16:
             value = tl.load(
                 values + column[:, None] * value_token + value_dims[None, :],
                 mask=inside[:, None] & (value_dims[None, :] < VALUE_DIM),
@@ -275,7 +277,7 @@ def _add_entries(  # type: ignore[no-untyped-def]
             there = inside[:, None] & (2 * blocks[None, :] < N_SCALES)
             step = tl.load(pair, mask=there, other=0.0).to(tl.float32)
             least = tl.load(pair + 1, mask=there, other=0.0).to(tl.float32)
-            codes = _codes(values, column, inside, ROW_BYTES, VALUE_BYTES, VALUE_BLOCK, BITS)
+            codes = _codes(values, column, inside, ROW_BYTES, VALUE_BYTES, VALUE_BLOCK, VALUE_BITS)
             codes = tl.reshape(codes, (COLUMNS, BLOCKS, CHANNELS))
             wide = codes * step[:, :, None] + least[:, :, None]
             value = tl.reshape(wide, (COLUMNS, VALUE_BLOCK)).to(queries.dtype)
@@ -295,16 +297,32 @@ def _codes(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """The codes of some rows, float32, (COLUMNS, BLOCK); at 4 bits the low half comes first."""
-    byte = tl.arange(0, BLOCK * BITS // 8)
-    packed = tl.load(
+    """The codes of some rows, float32, (COLUMNS, BLOCK); the first is in the lowest bits.
+
+    Those of 5 or 3 bits may begin in one byte and end in the next.
+    """
+    if BITS == 8 or BITS == 4:
+        packed = _bytes(rows, column, inside, tl.arange(0, BLOCK * BITS // 8), ROW_BYTES, N_BYTES)
+        if BITS == 4:
+            packed = tl.interleave(packed & 15, packed >> 4)
+    else:
+        place = tl.arange(0, BLOCK) * BITS
+        low = _bytes(rows, column, inside, place // 8, ROW_BYTES, N_BYTES).to(tl.int32)
+        high = _bytes(rows, column, inside, place // 8 + 1, ROW_BYTES, N_BYTES).to(tl.int32)
+        packed = ((low | (high << 8)) >> (place % 8)[None, :]) & ((1 << BITS) - 1)
+    return packed.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _bytes(  # type: ignore[no-untyped-def]
+    rows, column, inside, byte, ROW_BYTES: tl.constexpr, N_BYTES: tl.constexpr
+):
+    """These bytes of some rows, 0 behind a row's ``N_BYTES``."""
+    return tl.load(
         rows + column[:, None] * ROW_BYTES + byte[None, :],
         mask=inside[:, None] & (byte[None, :] < N_BYTES),
         other=0,
     )
-    if BITS == 4:
-        packed = tl.interleave(packed & 15, packed >> 4)
-    return packed.to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

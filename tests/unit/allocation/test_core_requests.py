@@ -142,7 +142,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     *(
         (make_bits, {"bits": (16, 8, 4), **fields}, words)
         for fields, words in (
-            ({"bits": (16, 2)}, "expected some of 16, 8, 4, 3"),
+            ({"bits": (16, 2)}, "expected some of 16, 8, 5, 4, 3"),
             ({"bits": ()}, "expected some of"),
             ({"objective": "loss"}, "loss curves.*know no bits"),
             ({"max_distinct": 2}, "max_distinct and equal_heads"),

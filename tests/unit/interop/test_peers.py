@@ -158,7 +158,7 @@ def test_what_a_press_leaves_is_what_is_attended_to(model, press, share, kept):
     assert reduced.stored_bytes == stored * entry_bytes
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 5, 4])
 @pytest.mark.parametrize(("press", "share", "kept"), [("Recent", "40", 12), ("Hiding", "60", 18)])
 def test_what_a_press_keeps_can_be_rounded_as_we_store_it(model, press, share, kept, bits):
     """Each head's kept entries alone, in their order; what is hidden changes no scale."""
@@ -220,7 +220,7 @@ def test_names_are_read_and_written_alike():
         ("kvpress:Recent(Hiding)@20%", "cannot be made"),
         ("kvpress:Ratioless@20%", "takes no share"),
         ("kvpress:Recent", "needs a share"),
-        ("kvpress:Recent@20%@2bits", "nothing is rounded to 2 bits; choose from: 16, 8, 4, 3"),
+        ("kvpress:Recent@20%@2bits", "nothing is rounded to 2 bits; choose from: 16, 8, 5, 4, 3"),
     ],
 )
 def test_what_is_no_peer_is_refused(text, said):

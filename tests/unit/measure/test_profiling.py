@@ -142,9 +142,9 @@ def test_a_broken_model_is_named_with_layer_and_sample():
     ("options", "said"),
     [
         ({"batch": 0}, "batch is 0"),
-        ({"bits": ()}, "expected some of 16, 8, 4, 3"),
-        ({"bits": (2,)}, "expected some of 16, 8, 4, 3"),
-        ({"bits": (16, 7)}, "expected some of 16, 8, 4, 3"),
+        ({"bits": ()}, "expected some of 16, 8, 5, 4, 3"),
+        ({"bits": (2,)}, "expected some of 16, 8, 5, 4, 3"),
+        ({"bits": (16, 7)}, "expected some of 16, 8, 5, 4, 3"),
         ({"resume": True}, "name the output"),
         ({"loss": "exact"}, "loss method is 'exact'"),
         ({"loss": "fast", "loss_level": "token"}, "loss level is 'token'"),

@@ -109,7 +109,7 @@ def test_entries_of_different_number(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=60, deadline=None)
-@given(case=cases(), bits=st.sampled_from([8, 4]), threads=st.integers(1, 4))
+@given(case=cases(), bits=st.sampled_from([8, 5, 4]), threads=st.integers(1, 4))
 def test_entries_at_fewer_bits(backend: str, case: Any, bits: int, threads: int) -> None:
     """The numbers that codes stand for are not rounded to half precision once more."""
     call, counts, biased = case
@@ -150,7 +150,7 @@ def test_entries_of_equal_number(
 @pytest.mark.parametrize("kernel", [WITH, WITHOUT])
 @pytest.mark.parametrize("n_new", [1, 7])
 @pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize("widths", [[4, 4, 4], [16, 8, 4], [8, 16, 8], [3, 3, 3], [16, 3, 4]])
+@pytest.mark.parametrize("widths", [[4, 4, 4], [16, 8, 4], [5, 16, 5], [3, 3, 3], [16, 3, 5]])
 @pytest.mark.parametrize("dims", [(16, 16), (64, 128), (8, 4)])
 def test_heads_of_every_width(
     dims: tuple[int, int], widths: list[int], extras: bool, n_new: int, kernel: str
@@ -186,7 +186,7 @@ def test_triton_leaves_codes_that_it_cannot_read_to_torch(monkeypatch: pytest.Mo
         queries=SimpleNamespace(is_cuda=True, shape=(9,)), values=SimpleNamespace(shape=(9,))
     )
     for bits, said in (
-        (3, "codes of 3 bits"),
+        (5, "9 and 9 numbers at 5 bits ends in half a word"),
         (4, "9 and 9 numbers at 4 bits ends in half a word"),
     ):
         kept: Any = SimpleNamespace(bits=bits)

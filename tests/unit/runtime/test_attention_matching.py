@@ -16,6 +16,7 @@ from prompt_runs import chunked_copied_and_loaded, padded_rows, policy, read, ru
 from scorer_oracle import make_states
 from transformers import DynamicCache
 
+from kvalloc.accounting.costs import WIDTHS
 from kvalloc.errors import InputError, UnsupportedModelError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.models.attention import intercept_attention
@@ -336,7 +337,7 @@ def test_the_cache_stores_what_plain_forwards_say(
     assert changed > 0.1
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("bits", [8, 5, 4, 3])
 def test_it_makes_up_for_keys_as_they_are_stored(tiny: ModuleType, bits: int) -> None:
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
     profile = matching(tiny.by_head(tiny.make_profile(model, CONTEXT, 0.3)))
@@ -350,7 +351,8 @@ def test_it_makes_up_for_keys_as_they_are_stored(tiny: ModuleType, bits: int) ->
             found, found_bias = stored_of(cache, layer, head)
             np.testing.assert_allclose(found_bias, bias, atol=2e-3)
             expected = quantised_values(torch.from_numpy(values)[None, None].float(), bits)[0, 0]
-            steps = (values.max() - values.min()) / (2**bits - 1) * 3  # a code may be the next one
+            levels = 2 ** WIDTHS[bits].values - 1
+            steps = (values.max() - values.min()) / levels * 3  # a code may be the next one
             np.testing.assert_allclose(found, expected, atol=steps)
             unlike = max(unlike, float(np.abs(bias - plain[layer][head][1]).max()))
     assert unlike > 4e-3

@@ -1,4 +1,4 @@
-"""Entries at 16, 8, 4 and 3 bits: what is stored, to the byte, and what comes back."""
+"""Entries at every number of bits: what is stored, to the byte, and what comes back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ counts_strategy = st.lists(
 @settings(deadline=None, max_examples=25)
 @given(
     counts=counts_strategy,
-    bits=st.lists(st.sampled_from([16, 8, 4, 3]), min_size=HEADS, max_size=HEADS),
+    bits=st.lists(st.sampled_from([16, 8, 5, 4, 3]), min_size=HEADS, max_size=HEADS),
     head_dim=st.sampled_from([4, 8, 9, 64, 80]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
@@ -122,11 +122,37 @@ def test_three_bits_by_hand() -> None:
         rotated(torch.zeros(1, 6))
 
 
+def test_five_bits_by_hand() -> None:
+    """Eight codes of a key in five bytes; values as at 4 bits, not turned."""
+    codes = [0, 31, 1, 17, 2, 30, 5, 9]
+    keys = torch.tensor([codes, [31, 0, 31, 31, 31, 0, 31, 31], [0, 31, 0, 0, 0, 31, 0, 0]])
+    values = torch.tensor([[0.0, 15, 1, 2, 3, 4, 5, 6]]).expand(3, 8)
+    entries = LayerEntries.packed(
+        (1, 1),
+        lambda row, head: Segment(keys.float(), values, torch.arange(3).int()),
+        np.array([5]),
+    )
+    (stored,) = entries.parts
+    word = sum(code << 5 * place for place, code in enumerate(codes))
+    assert stored.keys[0].tolist() == list(word.to_bytes(5, "little"))
+    assert stored.values[0, :4].tolist() == [240, 33, 67, 101]
+    assert stored.values.shape == (3, 4 + 4)
+    assert torch.equal(entries.piece(0, 0)[0], keys.float())
+    assert torch.equal(entries.piece(0, 0)[1], values)
+
+
 @settings(deadline=None, max_examples=25)
-@given(counts=counts_strategy, added=st.integers(1, 130), removed=st.integers(0, 40))
-def test_more_entries_behind_and_fewer_again(counts: Any, added: int, removed: int) -> None:
+@given(
+    counts=counts_strategy,
+    bits=st.sampled_from([[16, 8, 3], [5, 16, 4]]),
+    added=st.integers(1, 130),
+    removed=st.integers(0, 40),
+)
+def test_more_entries_behind_and_fewer_again(
+    counts: Any, bits: list[int], added: int, removed: int
+) -> None:
     """Whole blocks stay bit for bit; a block that was not full is rounded once more."""
-    table, widths = np.array(counts, dtype=np.int64), np.array([16, 8, 3])
+    table, widths = np.array(counts, dtype=np.int64), np.array(bits)
     found = numbers(counts, 8, torch.float32)
     entries = LayerEntries.packed(table.shape, piece_of(found), widths)
     first = 600
