@@ -10,6 +10,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["AskedTheDevice", "Launches", "decoded_on_fake_device"]
+__all__ = ["AskedTheDevice", "Launches", "decoded_on_fake_device", "evicted_on_fake_device"]
 
 _NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
 
@@ -95,28 +96,13 @@ def decoded_on_fake_device(
     AskedTheDevice
         If a value goes between device and host while it is decoded.
     """
-    launches = Launches()
-
-    def noted(kernel: Any, *arguments: Any, **options: Any) -> None:
-        launches.found[kernel.__name__] += 1
-
-    model = make_model()
+    launches, model = Launches(), make_model()
     with torch.no_grad():
         filled = fill(make_model())
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("triton.runtime.jit.JITFunction.run", noted))
-        stack.enter_context(
-            mock.patch("torch.cuda.device_of", return_value=contextlib.nullcontext())
-        )
-        properties = mock.Mock(multi_processor_count=132)
-        stack.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=properties))
-        on_device = property(lambda tensor: tensor.device.type == "meta")
-        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", on_device))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(_fake_device(launches))
         cache = make_cache(model)
-        for module in model.modules():
-            for own in (module._parameters, module._buffers):
-                own.update({k: None if one is None else _moved(one) for k, one in own.items()})
+        _move_model(model)
         for layer, full in zip(cache.layers, filled.layers, strict=True):
             layer.__dict__.update(_moved(full.__dict__))
             layer.device = torch.device("meta")
@@ -124,7 +110,9 @@ def decoded_on_fake_device(
             with contextlib.suppress(AttributeError):
                 stack.enter_context(mock.patch(name, return_value=True))
         if hasattr(cache, "arrival"):
-            cache.arrival.__dict__.update(_moved(filled.arrival.__dict__))
+            cache.arrival.__dict__.update(filled.arrival.__dict__)
+            if importlib.util.find_spec("kvalloc.runtime.checks") is None:  # earlier commits
+                cache.arrival.visible = _moved(filled.arrival.visible)
         rows = int(cache.layers[0].keys.shape[0])
         ids = torch.ones(rows, 1, dtype=torch.long, device="meta")
         for number in range(WARM + 1):
@@ -133,6 +121,65 @@ def decoded_on_fake_device(
             with launches:
                 model(ids, past_key_values=cache)
     return launches.found
+
+
+def evicted_on_fake_device(
+    model: Any, cache: Any, rows: int, tokens: int, following: int = 0
+) -> int:
+    """How often the host reads the device while a prompt is evicted, or what waits for more.
+
+    What is noted to be checked holds, and counts as one read where it is read.
+
+    Parameters
+    ----------
+    model, cache : PreTrainedModel and BudgetCache
+        On the CPU, the cache empty; the model is moved.
+    rows, tokens, following : int
+        Of the prompt, and how many tokens follow it one by one.
+
+    Raises
+    ------
+    AskedTheDevice
+        If anything else is read.
+    """
+    launches, reads = Launches(), 0
+
+    def values(flags: list[Tensor]) -> list[bool]:
+        nonlocal reads
+        reads += 1
+        return [True] * len(flags)
+
+    with _fake_device(launches), mock.patch("kvalloc.runtime.checks._values", values), launches:
+        _move_model(model)
+        for columns in (tokens, *[1] * following):
+            ids = torch.ones(rows, columns, dtype=torch.long, device="meta")
+            model(ids, past_key_values=cache)
+    return reads
+
+
+@contextlib.contextmanager
+def _fake_device(launches: Launches) -> Iterator[None]:
+    """Tensors on ``meta`` are taken for those on CUDA, and no gradients are asked for."""
+
+    def noted(kernel: Any, *arguments: Any, **options: Any) -> None:
+        launches.found[kernel.__name__] += 1
+
+    on_device = property(lambda tensor: tensor.device.type == "meta")
+    properties = mock.Mock(multi_processor_count=132)
+    with (
+        mock.patch("triton.runtime.jit.JITFunction.run", noted),
+        mock.patch("torch.cuda.device_of", return_value=contextlib.nullcontext()),
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        mock.patch.object(torch.Tensor, "is_cuda", on_device),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def _move_model(model: Any) -> None:
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            own.update({k: None if one is None else _moved(one) for k, one in own.items()})
 
 
 def _moved(given: Any) -> Any:

@@ -198,7 +198,7 @@ class LossProbe:
         list of Tensor of bool, (n_kv_heads, n_tokens)
         """
         scores, sinks, window = self.scores[layer], self._sinks, self._scorer.window
-        rows = [torch.full((1, scores.shape[0]), one, device=scores.device) for one in budgets]
+        rows = [torch.full((1, scores.shape[0]), one) for one in budgets]
         if place == 0:
             return [keep_best(scores[None], row, sinks=sinks, window=window)[0] for row in rows]
         policy = self.policies[place - 1]

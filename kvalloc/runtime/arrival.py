@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import BoolArray, IntArray
+from kvalloc.accounting import IntArray
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
 
@@ -27,7 +27,7 @@ class Step:
     seen : int
         Columns seen before it.
     visible : Tensor of bool, (batch, seen + new_tokens), or None
-        False marks padding; None where there is none.
+        False marks padding; None where there is none. On the host.
     new_visible : Tensor of bool, (batch, new_tokens), or None
         The same for the new tokens alone.
     budgets : ndarray of int64, (batch, n_layers, n_kv_heads), or None
@@ -54,18 +54,17 @@ class Step:
     follows: bool = False
     remember: bool = True
 
-    def following_visible(self, tokens: int) -> Tensor | None:
+    def following_visible(self, tokens: int, device: torch.device | str = "cpu") -> Tensor | None:
         """The last columns of `visible`, (batch, tokens); None where they hide nothing."""
-        if self.visible is None or bool(self._on_host[:, -tokens:].all()):
-            return None
-        return self.visible[:, -tokens:]
+        key = tokens, str(device)
+        if key not in self._following:
+            last = None if self.visible is None else none_if_all(self.visible[:, -tokens:])
+            self._following[key] = None if last is None else last.to(device)
+        return self._following[key]
 
     @cached_property
-    def _on_host(self) -> BoolArray:
-        """`visible`, read from the device once a forward and not in each layer."""
-        assert self.visible is not None
-        found: BoolArray = self.visible.cpu().numpy()
-        return found
+    def _following(self) -> dict[tuple[int, str], Tensor | None]:
+        return {}
 
     @property
     def settles(self) -> bool:
@@ -230,7 +229,7 @@ class Arrival:
     def select(self, rows: Tensor) -> None:
         """Let row i go on with what row ``rows[i]`` has seen."""
         if self.visible is not None:
-            self.visible = self.visible[rows.to(self.visible.device)]
+            self.visible = self.visible[rows.cpu()]
         if self._kept_budgets is not None:
             self._kept_budgets = self._kept_budgets[rows.cpu().numpy()]
         if self.row_profiles is not None:
@@ -257,23 +256,19 @@ class Arrival:
     def visible_after(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor | None:
         """What is no padding, old and new, ``(batch, seen + new_tokens)``; None where all is.
 
+        A mask is read here, once, and no later forward reads it again unless it brings one.
+
         Raises
         ------
         UnsupportedRequestError
             If the mask cannot be followed.
         """
-        new = None if mask is None else self._checked(seen, batch, new_tokens, mask)
-        sizes = [(self.visible, seen), (new, new_tokens)]
-        devices = [one.device for one, _ in sizes if one is not None]
-        if not devices:
+        if mask is None and self.visible is None:
             return None
-        parts = [
-            torch.ones(batch, size, dtype=torch.bool) if one is None else one for one, size in sizes
-        ]
-        return torch.cat([one.to(devices[-1]) for one in parts], dim=1)
-
-    def _checked(self, seen: int, batch: int, new_tokens: int, mask: object) -> Tensor | None:
-        """The mask's new columns, or None where they hide nothing."""
+        old = self.visible
+        old = torch.ones(batch, seen, dtype=torch.bool) if old is None else old
+        if mask is None:
+            return torch.nn.functional.pad(old, (0, new_tokens), value=True)
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             raise UnsupportedRequestError(
                 "a ready-made attention mask does not fit layers that keep different entries; pass "
@@ -285,19 +280,14 @@ class Arrival:
                 f"{seen + new_tokens} in {batch}: all {seen} seen ones and the {new_tokens} new "
                 "ones"
             )
-        shown = mask.bool()
-        if self.visible is None and bool(shown.all()):
-            return None
-        before = shown[:, :seen]
-        known = self.visible
-        same = bool(before.all()) if known is None else torch.equal(before, known.to(mask.device))
-        if seen and not same:
+        shown = mask.to("cpu", torch.bool, copy=True)
+        if not torch.equal(shown[:, :seen], old):
             raise UnsupportedRequestError(
                 "attention_mask shows or hides other tokens of the past than it did when they "
                 "arrived, but what was padding is gone and what was not is kept; pass the same "
                 "values for them again"
             )
-        return shown[:, seen:]
+        return none_if_all(shown) if self.visible is None else shown
 
 
 def _row_budgets(profile: BudgetProfile, tokens: int) -> IntArray:
@@ -308,7 +298,7 @@ def row_tokens(visible: Tensor | None, batch: int, columns: int) -> IntArray:
     """Tokens of each row in so many columns, padding left out, (batch,)."""
     if visible is None:
         return np.full(batch, columns, dtype=np.int64)
-    return visible.sum(dim=1).cpu().numpy().astype(np.int64)
+    return visible.sum(dim=1).numpy()
 
 
 def none_if_all(visible: Tensor) -> Tensor | None:

@@ -23,10 +23,11 @@ from kvalloc.runtime.attention.backends import attend
 from kvalloc.runtime.attention.call import AttentionCall
 from kvalloc.runtime.attention.masks import MaskFunction, stored_mask
 from kvalloc.runtime.kept import FlatEntries
-from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, gathered, row_numbers
+from kvalloc.runtime.layer import BudgetLayer, cropped_tokens, row_numbers
 from kvalloc.runtime.policies.base import Reader
 from kvalloc.runtime.prompt import Plan, Prompt, State
 from kvalloc.runtime.saving import save_cache
+from kvalloc.runtime.selection import gathered
 
 __all__ = ["BudgetCache"]
 
@@ -289,9 +290,10 @@ class BudgetCache(Cache):
             self._hold_apart(step)
         self._masks.clear()
         self._mask_function = mask_function
-        if mask is None and step.visible is not None:
-            return {"attention_mask": step.visible.long()}
-        return None
+        reduced = all(getattr(layer, "reduced", False) for layer in self.layers)
+        if mask is not None or step.visible is None or reduced:
+            return None
+        return {"attention_mask": step.visible.to(self.layers[0].device, torch.long)}
 
     def attend(self, states: AttentionStates, compute: Compute) -> Any:
         """Run one layer's attention with the mask that fits it; evict what is not to stay."""
@@ -300,8 +302,9 @@ class BudgetCache(Cache):
             output = compute(states.mask)
             account.free_slid_out(layer, states)
             return output
-        output = self._attention(layer, states, compute)
-        self._prompt.attended(layer, states)
+        with self._prompt.checks.noted():  # the host reads once a forward what it has to know
+            output = self._attention(layer, states, compute)
+            self._prompt.attended(layer, states)
         return output
 
     def end_forward(self, *, completed: bool) -> None:
@@ -334,7 +337,7 @@ class BudgetCache(Cache):
             return attend(AttentionCall.of(states), [even]), None
         n_stored = int(states.keys.shape[2])
         n_kept = 0 if layer.kept_indices is None else int(layer.kept_indices.shape[-1])
-        visible = step.following_visible(n_stored - n_kept)
+        visible = step.following_visible(n_stored - n_kept, states.keys.device)
         if layer.entries is not None:
             return attend(AttentionCall.of(states, visible), layer.entries.parts), None
         if layer.logit_bias is not None:

@@ -105,9 +105,10 @@ def prompt_rows(arguments: Mapping[str, Any], visible: Tensor | None) -> list[In
             "budgets of a prompt's own are decided from its token ids, but this prompt came as "
             "inputs_embeds; pass input_ids, or use a stored profile without adapt"
         )
-    shown = ids.new_ones(ids.shape).bool() if visible is None else visible.to(ids.device)
-    rows = zip(ids, shown, strict=True)
-    return [row[kept].cpu().numpy().astype(np.int64) for row, kept in rows]
+    rows = ids.cpu().numpy().astype(np.int64)
+    if visible is None:
+        return list(rows)
+    return [row[shown] for row, shown in zip(rows, visible.numpy(), strict=True)]
 
 
 def row_decisions(

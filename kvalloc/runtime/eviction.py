@@ -17,8 +17,10 @@ from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
 from kvalloc.runtime.packed import LayerEntries
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy
+from kvalloc.runtime.policies.base import Limits
 from kvalloc.runtime.quantization import stored_keys
 from kvalloc.runtime.refusals import check_kept
+from kvalloc.runtime.selection import kept_places
 from kvalloc.runtime.unfinished import Part, Unfinished, part_of, parts
 
 __all__ = ["Eviction", "Held", "groups_by_layer"]
@@ -82,7 +84,7 @@ def _collected(targets: IntArray, chosen: Iterator[tuple[Part, Choice]]) -> Ragg
         pairs += [] if choice.bias is None or bias is None else [(bias, choice.bias[..., None])]
         if end == first:
             continue
-        places = choice.kept.nonzero_static(size=end - first)
+        places = choice.kept.nonzero_static(size=end - first, fill_value=0)
         for target, source in pairs:
             entries, index = _flat(source, places)
             torch.index_select(entries, 0, index, out=target[first:end])
@@ -258,7 +260,7 @@ class Eviction:
 
     def _candidates(self, layer: BudgetLayer, states: AttentionStates, part: Part) -> Candidates:
         row, head = part
-        columns = self._columns(layer, states, row)
+        columns = self._columns(states.keys, row)
         if layer.entries is None:
             keys = _rows(states.keys, row, head)[:, :, columns]
             values = _rows(states.values, row, head)[:, :, columns]
@@ -329,41 +331,34 @@ class Eviction:
             None where the last keys are those of the queries, so that plain causal is right.
         """
         n_rows = int(own.queries.shape[2])
-        n_new = int(states.queries.shape[2]) if self.visible is None else 0
-        if not layer.reduced or not n_rows or n_rows <= max(self.window, n_new):
+        if not layer.reduced or not own.older or n_rows <= self.window:
             return None
         wanted = self._wanted_rows()
         new = self._row_places(layer, states, part[0])
         places = layer.unfinished.places_of(part[0], new, wanted)
         last = positions[..., -n_rows:]
-        if last.shape[-1] == n_rows and bool((last == places).all()):
+        if last.shape[-1] == n_rows and bool((last == places).all()):  # the host asks the device
             return None
         seen = positions[:, :, None] <= places[:, None]
         return seen.repeat_interleave(own.queries.shape[1] // positions.shape[1], dim=1)
 
     def _row_places(self, layer: BudgetLayer, states: AttentionStates, row: int | None) -> Tensor:
         """Columns of the new tokens of a row, padding left out, (n,)."""
-        end = self._end(layer)
-        device = states.queries.device
+        end, device = self._end(layer), states.queries.device
         first = end - int(states.queries.shape[2])
         places = torch.arange(first, end, dtype=torch.int32, device=device)
-        shown = self._shown(row, device)
-        return places if shown is None or not places.numel() else places[shown]
+        return places[self._columns(states.queries, row)]
 
-    def _columns(
-        self, layer: BudgetLayer, states: AttentionStates, row: int | None
-    ) -> slice | Tensor:
-        """Columns of the dense storage that hold tokens of this row, and no padding."""
-        if (shown := self._shown(row, states.keys.device)) is None:
+    def _columns(self, states: Tensor, row: int | None) -> slice | Tensor:
+        """Columns of keys or queries, new tokens last, of this row without its padding."""
+        if row is None or self.visible is None:
             return slice(None)
-        older = int(states.keys.shape[2]) - int(shown.shape[0])
-        found = shown.nonzero()[:, 0] + older
-        if older:
-            found = torch.cat([torch.arange(older, device=found.device), found])
+        older = int(states.shape[2]) - int(self.visible.shape[1])
+        found = torch.nn.functional.pad(self.visible[row], (older, 0), value=True).nonzero()[:, 0]
         first, count = (int(found[0]), int(found.numel())) if found.numel() else (0, 0)
         if count and int(found[-1]) == first + count - 1:
             return slice(first, first + count)  # a view, where padding is at one end only
-        return found
+        return found.to(states.device)
 
     def _part_states(
         self, layer: BudgetLayer, states: AttentionStates, part: Part
@@ -395,13 +390,7 @@ class Eviction:
     def _row_queries(self, states: AttentionStates, row: int | None) -> Tensor:
         if row is None:
             return states.queries
-        queries = states.queries[row : row + 1]
-        shown = self._shown(row, queries.device)
-        return queries if shown is None or not queries.shape[2] else queries[:, :, shown]
-
-    def _shown(self, row: int | None, device: torch.device) -> Tensor | None:
-        """What of a row's new tokens is no padding: the mask may be on another device."""
-        return None if row is None or self.visible is None else self.visible[row].to(device)
+        return states.queries[row : row + 1, :, self._columns(states.queries, row)]
 
     # What is chosen
 
@@ -421,36 +410,32 @@ class Eviction:
         after: Unfinished,
     ) -> Choice:
         found = self._candidates(layer, states, part)
-        budgets = self._part_budgets(targets, part, found)
+        budgets = _part_budgets(targets, part)
         if bool((budgets == found.states.keys.shape[2]).all()):
             kept = torch.ones_like(found.states.keys[..., 0], dtype=torch.bool)
         else:
             kept = self._kept(part, found.states, budgets)
             check_kept(self.policy, kept, budgets)
         if self.remember:
-            self._note(after, part, found.states, kept)
+            self._note(after, part, found.states, kept, budgets)
             self._note_queries(layer, after, part, states, layer.unfinished)
-        return self._chosen(found, kept)
+        return self._chosen(found, kept, budgets)
 
     def _kept(self, part: Part, states: AttentionStates, budgets: Tensor) -> Tensor:
         """What the policy keeps of a piece, (batch, n_kv_heads, n_tokens)."""
         chooser = self.policy if self.chooser is None else self.chooser
         return chooser.keep(states, budgets, sinks=self.sinks, window=self.window)
 
-    def _part_budgets(self, targets: IntArray, part: Part, found: Candidates) -> Tensor:
-        """Entries to keep of a piece, (batch, n_kv_heads)."""
-        budgets = torch.from_numpy(targets).to(found.states.keys.device)
-        return _rows(budgets[..., None], *part)[..., 0]
-
-    def _chosen(self, found: Candidates, kept: Tensor) -> Choice:
+    def _chosen(self, found: Candidates, kept: Tensor, budgets: Tensor) -> Choice:
         """What is stored of a piece of which that is kept."""
         combined, own = None, found.states
-        if self.chooser is None and not bool(kept.all()):
+        if self.chooser is None and bool((budgets < kept.shape[2]).any()):
             bits = self.bits.get(own.layer)
             if bits is not None and self.policy.combines:
                 bits = bits[own.first_head : own.first_head + kept.shape[1]]
-                own = replace(own, stored_keys=stored_keys(own.keys, kept, bits))
-            combined = self.policy.combine(own, kept, sinks=self.sinks, window=self.window)
+                own = replace(own, stored_keys=stored_keys(own.keys, _places(kept, budgets), bits))
+            limits = Limits(sinks=self.sinks, window=self.window)
+            combined = self.policy.combine(own, kept, budgets, **limits)
         bias = found.states.bias
         if combined is not None and combined.logit_bias is not None:
             bias = combined.logit_bias
@@ -463,37 +448,35 @@ class Eviction:
             kept=kept,
         )
 
-    def _note(
-        self, notes: Unfinished, part: Part, states: AttentionStates, kept: Tensor | None = None
-    ) -> None:
+    def _note(self, notes: Unfinished, part: Part, states: AttentionStates, *kept: Tensor) -> None:
         """What the policy remembers of this chunk, for the entries that stay."""
-        observed = None
-        if self.policy.observes:
-            observed = self.policy.observe(states, sinks=self.sinks)
-        self._keep_note(notes, part, observed, kept)
+        found = self.policy.observe(states, sinks=self.sinks) if self.policy.observes else None
+        self._keep_note(notes, part, found, *kept)
 
     @staticmethod
     def _keep_note(
-        notes: Unfinished, part: Part, observed: Observed | None, kept: Tensor | None
+        notes: Unfinished,
+        part: Part,
+        observed: Observed | None,
+        kept: Tensor | None = None,
+        budgets: Tensor | None = None,
     ) -> None:
         """Write down what was observed of a piece, cut to the entries that stay."""
         notes.observed.pop(part, None)
         if observed is None:
             return
-        if kept is None or observed.columns is None:
+        if kept is None or budgets is None or observed.columns is None:
             notes.observed[part] = observed
             return
-        counts = kept.sum(dim=-1)
-        if bool((counts == counts[0, 0]).all()):
-            indices = kept.nonzero()[:, 2].view(*kept.shape[:2], -1)
+        places = _places(kept, budgets)
+        if bool((budgets == budgets[0, 0]).all()):
+            indices = torch.stack(places).view(*budgets.shape, -1)
             notes.observed[part] = observed.kept(indices)
             return
         # Heads differ from here on, and so will be looked at one by one.
-        batch, n_kv_heads = kept.shape[:2]
-        for row, head in np.ndindex(batch, n_kv_heads):
-            own = part_of(observed, (row, head), n_kv_heads)
+        for (row, head), indices in zip(np.ndindex(*budgets.shape), places, strict=True):
+            own = part_of(observed, (row, head), budgets.shape[1])
             key = (row if part[0] is None else part[0], head if part[1] is None else part[1])
-            indices = kept[row, head].nonzero()[:, 0]
             notes.observed[key] = own.kept(indices[None, None])
 
     def _note_queries(
@@ -605,7 +588,7 @@ class Eviction:
         """Whether any head of a row gives up an entry that is no padding, (batch,)."""
         columns = np.full(targets.shape[0], int(states.keys.shape[2]), dtype=np.int64)
         if self.visible is not None:
-            columns -= (~self.visible).sum(dim=1).cpu().numpy()
+            columns -= (~self.visible).sum(dim=1).numpy()
         there = columns[:, None] + (0 if layer.entries is None else layer.entries.lengths)
         return np.asarray((targets < there).any(axis=1))
 
@@ -615,7 +598,7 @@ class Eviction:
         assert isinstance(policy, RankedPolicy)
         for part, rankings in joint.items():
             found = self._candidates(last.layer, last.states, part)
-            budgets = self._part_budgets(last.targets, part, found)
+            budgets = _part_budgets(last.targets, part)
             kept[part] = policy.keep_ranked(
                 rankings, found.states, budgets, sinks=self.sinks, window=self.window
             )
@@ -631,9 +614,19 @@ class Eviction:
             own = kept.get(part)
             if own is None:  # nothing of this row goes
                 own = torch.ones_like(found.states.keys[..., 0], dtype=torch.bool)
-            own = own.to(found.states.keys.device)
-            self._keep_note(after, part, held.notes.observed.get(part), own)
-            yield part, self._chosen(found, own)
+            own, budgets = own.to(found.states.keys.device), _part_budgets(held.targets, part)
+            self._keep_note(after, part, held.notes.observed.get(part), own, budgets)
+            yield part, self._chosen(found, own, budgets)
+
+
+def _places(kept: Tensor, budgets: Tensor) -> tuple[Tensor, ...]:
+    """Places of what is kept, row by row and of one head after the other, each (n_kept,)."""
+    return torch.split(kept_places(kept, budgets), budgets.flatten().tolist())
+
+
+def _part_budgets(targets: IntArray, part: Part) -> Tensor:
+    """Entries to keep of a piece, (batch, n_kv_heads), on the host."""
+    return _rows(torch.from_numpy(targets)[..., None], *part)[..., 0]
 
 
 def _rows(states: Tensor, row: int | None, head: int | None) -> Tensor:

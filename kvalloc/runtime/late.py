@@ -57,7 +57,7 @@ class Followers:
         """
         new = torch.arange(step.seen, step.seen + step.new_tokens).expand(step.batch, -1)
         if step.new_visible is not None:
-            new = new.masked_fill(~step.new_visible.cpu(), -1)
+            new = new.masked_fill(~step.new_visible, -1)
         columns, order = _latest(torch.cat([self.columns, new], dim=1), tokens)
         return Followers(columns=columns, counts=self.counts + (new >= 0).sum(dim=1)), order
 
@@ -215,11 +215,11 @@ class LateEviction(Eviction):
             return replace(states, queries=queries, keys=keys, values=values)
         assert self.followers is not None
         if layer.unfinished.following is not None:
-            votes = (self.followers.columns[row] >= 0).to(queries.device)
-            queries = queries[row : row + 1, :, votes]
+            none = int((self.followers.columns[row] < 0).sum())
+            queries = queries[row : row + 1, :, none:]
         keys, values = (own[row : row + 1] for own in layer.latest(self.following))
         if self.following_visible is not None:
-            shown = self.following_visible[row].to(keys.device)
+            shown = self.following_visible[row].nonzero()[:, 0].to(keys.device)
             keys, values = keys[:, :, shown], values[:, :, shown]
         if head is not None:
             group = queries.shape[1] // keys.shape[1]

@@ -20,7 +20,6 @@ __all__ = [
     "SPARE",
     "BudgetLayer",
     "cropped_tokens",
-    "gathered",
     "row_numbers",
 ]
 
@@ -385,10 +384,8 @@ class BudgetLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         keys, values = self.keys, self.values
         first = self.seen_tokens - dense
         columns = torch.arange(first, first + count, dtype=torch.int32, device=keys.device)
-        if visible is None:
-            shown = torch.ones(keys.shape[0], count, dtype=torch.bool, device=keys.device)
-        else:
-            shown = visible[:, :count].to(keys.device)
+        shown = torch.ones(keys.shape[0], count, dtype=torch.bool)
+        shown = shown if visible is None else visible[:, :count]
         older = (keys[:, :, :count], values[:, :, :count])
         self.entries = self.entries.and_then(*older, columns, shown)
         self.packed_following += count
@@ -498,17 +495,3 @@ def cropped_tokens(tokens_to_remove: int, seen: int) -> int:
 def row_numbers(indices: Tensor) -> Tensor:
     """Rows that are named by their numbers, or by a mask, as numbers."""
     return indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-
-
-def gathered(states: Tensor, indices: Tensor) -> Tensor:
-    """A contiguous copy of the entries at ``indices``, each KV head its own.
-
-    Parameters
-    ----------
-    states : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-        Keys or values.
-    indices : Tensor of int64, (batch, n_kv_heads, n_wanted)
-        Which tokens.
-    """
-    wanted = indices.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1])
-    return states.gather(2, wanted)

@@ -80,7 +80,7 @@ def filled_cache(
     arrival.prompt_tokens, arrival.complete = header.prompt_tokens, True
     arrival.row_profiles = header.row_profiles
     visible = tensors.get("visible")
-    arrival.visible = None if visible is None else _tensor(visible).bool().to(devices[0])
+    arrival.visible = None if visible is None else _tensor(visible).bool()
     return cache
 
 

@@ -259,11 +259,11 @@ class LayerEntries:
         keys, values : Tensor, (batch, n_kv_heads, n, head_dim)
         positions : Tensor of int32, (n,)
         shown : Tensor of bool, (batch, n)
-            False marks padding, which is left out.
+            False marks padding, which is left out. On the host.
         """
         segments = []
         for row, before in enumerate(self._segments()):
-            new = shown[row].nonzero()[:, 0]
+            new = shown[row].nonzero()[:, 0].to(keys.device)
             columns = positions[new]
             more = [
                 Segment(keys[row, head, new], values[row, head, new], columns)

@@ -23,6 +23,7 @@ from kvalloc.models.attention import AttentionStates
 from kvalloc.models.structure import context_limit, decoder_of
 from kvalloc.runtime import refusals
 from kvalloc.runtime.arrival import Arrival, Step, none_if_all, row_tokens
+from kvalloc.runtime.checks import Checks
 from kvalloc.runtime.deciding import Decide, from_held, prompt_rows, row_decisions
 from kvalloc.runtime.eviction import Eviction, Held, groups_by_layer
 from kvalloc.runtime.late import Followers, LateEviction, note_queries
@@ -245,6 +246,7 @@ class Prompt:
         self._broken: str | None = None
         self._targets: dict[int, IntArray] = {}
         self._members: list[Held] = []  # of a group, those that have been ranked
+        self.checks = Checks()  # of the forward or the eviction that runs now
         self._followers: Followers | None = None  # of a prompt that waits for some, or goes on
         self._again = False  # evicted late, and the budget is kept while decoding
         self._following: tuple[Followers, Tensor] | None = None  # of the forward that runs now
@@ -254,7 +256,7 @@ class Prompt:
         self._seen: dict[int, AttentionStates] = {}
         self._ids: Tensor | None = None
         self._next_positions: Tensor | None = None
-        self._new: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._new: tuple[Tensor | None, Tensor]  # of the forward that runs now
 
     def forked(self) -> None:
         """Go on as the prompt of a copy of the cache, which no hook and no ``with`` will end."""
@@ -421,6 +423,15 @@ class Prompt:
         self.step = step
         return step
 
+    @contextmanager
+    def _half_way(self) -> Iterator[None]:
+        """What fails inside leaves layers that disagree; what was noted to be checked is read."""
+        self._broken = refusals.HALF_WAY
+        with self.checks.noted():
+            yield
+        self.checks.read()
+        self._broken = None
+
     def attended(self, layer: BudgetLayer, states: AttentionStates) -> None:
         """A layer has attended to all that it holds: note what is needed, evict what has to go."""
         step = self.step
@@ -472,6 +483,8 @@ class Prompt:
             return
         unseen = [layer for layer in self._budget_layers if layer.awaits_eviction]
         if completed:
+            with self._half_way():
+                pass  # what was noted in its layers
             self.arrival.commit(step)
             if not step.follows and self.plan.late:
                 self._end_held(step)
@@ -479,6 +492,7 @@ class Prompt:
                 self._followers = following[0]
             self._evict_if_due()
             return
+        self.checks = Checks()
         for layer in self._budget_layers:
             layer.cancel_eviction()
         lengths = {layer.get_seq_length() for layer in self._layers}
@@ -500,7 +514,7 @@ class Prompt:
         if self.plan.deciding is not None:
             prompt_rows(arguments, None)  # refuses where there are no ids
         positions = arguments.get("position_ids")
-        self._new = ids, positions if isinstance(positions, Tensor) else None
+        self._new = ids, self._positions_after(step, positions)
         # any chunk may be the last one inside `prefill`; budgets still to be decided are not known
         layers: Collection[int] = self.plan.wanted
         if self.plan.deciding is None:
@@ -522,7 +536,7 @@ class Prompt:
         if self.plan.limit is None or not asked:
             return
         coming = step.prompt_tokens - step.seen - step.new_tokens
-        places = self._positions_after(step) + coming
+        places = self._new[1] + coming
         tokens = row_tokens(step.visible, step.batch, step.seen + step.new_tokens) + coming
         for later in asked:
             check_context(later, places.tolist(), tokens.tolist(), self.plan.limit)
@@ -564,26 +578,23 @@ class Prompt:
 
     def _end_held(self, step: Step) -> None:
         """A forward of the prompt went through: note where each row is."""
-        ids, _ = self._new
+        ids, self._next_positions = self._new
         if ids is not None:
             self._ids = ids if self._ids is None else torch.cat([self._ids, ids], dim=1)
-        self._next_positions = self._positions_after(step)
-        self._new = (None, None)
         if step.completes:
             self._complete_held()
 
-    def _positions_after(self, step: Step) -> Tensor:
-        """Position of what follows each row after a forward, (batch,).
+    def _positions_after(self, step: Step, positions: object) -> Tensor:
+        """Position of what follows each row after a forward, (batch,), on the host.
 
         Whatever padding comes behind a row; one of padding only is where it was before.
         """
-        positions = self._new[1]
-        if positions is None:
+        if not isinstance(positions, Tensor):
             positions = torch.arange(step.seen, step.seen + step.new_tokens)[None]
         positions, rows = positions.cpu().expand(step.batch, -1), torch.arange(step.batch)
         if step.new_visible is None:
             return positions[:, -1] + 1
-        shown = step.new_visible.cpu()
+        shown = step.new_visible
         last = (shown * torch.arange(step.new_tokens)).amax(dim=1)
         found = positions[rows, last] + 1
         if self._next_positions is None:
@@ -605,12 +616,11 @@ class Prompt:
         else:
             for layer in self.plan.profile.shape.full_layers:
                 looks[layer] = (*looks.get(layer, ()), self.plan.deciding)
-        self._broken = refusals.HALF_WAY
         if repetitions(scorer for each in looks.values() for scorer in each):
-            notes = repeat_prompt(self._held(decoder), looks, sinks=self.profile.policy.sinks)
+            with self._half_way():
+                notes = repeat_prompt(self._held(decoder), looks, sinks=self.profile.policy.sinks)
             for index, found in notes.items():
                 self._layers[index].unfinished.later |= found
-        self._broken = None
         self._followers = Followers.none(self._layers[0].keys.shape[0])
         if not awaited_tokens(scorer for each in looks.values() for scorer in each):
             self.evict()
@@ -660,7 +670,6 @@ class Prompt:
             visible = none_if_all(visible[:, :columns])
         if self.plan.bounded is not None:  # the padding of the prompt has gone
             visible = None
-        self._broken = refusals.HALF_WAY
         eviction = self._late(
             columns,
             visible,
@@ -668,12 +677,12 @@ class Prompt:
             following_visible=following_visible,
             followers=self._followers,
         )
-        if self.plan.deciding is not None and decoder is not None:
-            rows = prompt_rows({"input_ids": self._ids}, visible)
-            self._decide_rows(rows, lambda row: self._row_states(eviction, row))
-        self._evict_layers(eviction, self._final_targets())
+        with self._half_way():
+            if self.plan.deciding is not None and decoder is not None:
+                rows = prompt_rows({"input_ids": self._ids}, visible)
+                self._decide_rows(rows, lambda row: self._row_states(eviction, row))
+            self._evict_layers(eviction, self._final_targets())
         self._settle()
-        self._broken = None
 
     def _evict_layers(self, eviction: LateEviction, targets: dict[int, IntArray]) -> None:
         self._check_read(targets)
@@ -714,7 +723,6 @@ class Prompt:
         """
         assert self._followers is not None
         latest = min(self.plan.awaited, self._n_following)
-        self._broken = refusals.HALF_WAY
         eviction = self._late(
             self.plan.profile.context_tokens,  # whatever the length of a row
             None,
@@ -727,11 +735,11 @@ class Prompt:
         for index, own in self._final_targets().items():
             there = self._layers[index].stored_counts() - latest
             targets[index] = np.minimum(np.maximum(own - latest, least), there)
-        self._evict_layers(eviction, targets)
+        with self._half_way():
+            self._evict_layers(eviction, targets)
         self._followers, order = self._followers.evicted(latest)
         for layer in self._budget_layers:
             note_queries(layer, order)
-        self._broken = None
 
     def _final_targets(
         self, batch: int | None = None, columns: int | None = None, visible: Tensor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvalloc.accounting.costs import (
@@ -64,13 +65,14 @@ def quantised_values(values: Tensor, bits: int) -> Tensor:
     return rotated(found).to(values.dtype) if turned else found
 
 
-def stored_keys(keys: Tensor, kept: Tensor, bits: IntArray) -> Tensor:
+def stored_keys(keys: Tensor, places: Sequence[Tensor], bits: IntArray) -> Tensor:
     """Keys of which those that are kept are as they come back from storage.
 
     Parameters
     ----------
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
-    kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
+    places : sequence of Tensor of int64, each (n_kept,)
+        Which entries are kept, increasing; row by row, of one head after the other.
     bits : ndarray of int64, (n_kv_heads,)
         Of `WIDTHS`.
 
@@ -79,10 +81,10 @@ def stored_keys(keys: Tensor, kept: Tensor, bits: IntArray) -> Tensor:
     Tensor, as ``keys``
     """
     found = keys.clone()
-    for row in range(keys.shape[0]):
-        for head, width in enumerate(bits.tolist()):
-            own = kept[row, head]
-            found[row, head, own] = quantised_keys(keys[row, head, own][None, None], width)[0, 0]
+    for number, own in enumerate(places):
+        row, head = divmod(number, len(bits))
+        rounded = quantised_keys(keys[row, head, own][None, None], int(bits[head]))[0, 0]
+        found[row, head].index_copy_(0, own, rounded)
     return found
 
 

@@ -23,6 +23,7 @@ from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.models.attention import base_implementation
 from kvalloc.models.structure import is_compiled
 from kvalloc.runtime.attention.masks import MaskFunction, mask_function
+from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
 
 __all__ = [
@@ -335,10 +336,14 @@ def check_kept(policy: EvictionPolicy, kept: Tensor, budgets: Tensor) -> None:
     SolverError
         If a head keeps more or fewer entries than its budget.
     """
-    found = kept.sum(dim=-1)
-    for row, head in (found != budgets.to(found.device)).nonzero().tolist():
-        kept_here, budget = int(found[row, head]), int(budgets[row, head])
+    found, wanted = kept.sum(dim=-1), budgets.to(kept.device)
+
+    def fail() -> None:
+        row, head = (found != wanted).nonzero()[0].tolist()
+        kept_here, budget = int(found[row, head]), int(wanted[row, head])
         refuse(budget_missed=(policy.name, kept_here, row, head, budget))
+
+    ensure((found == wanted).all(), fail)
 
 
 def _is_compiling() -> bool:

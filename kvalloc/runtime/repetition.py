@@ -127,7 +127,7 @@ class HeldPrompt:
         if self.visible is None:
             return [self]
         groups: dict[bytes, list[int]] = {}
-        for row, shown in enumerate(self.visible.cpu().numpy()):
+        for row, shown in enumerate(self.visible.numpy()):
             groups.setdefault(shown.tobytes(), []).append(row)
         return [self._some(tuple(rows)) for rows in groups.values()]
 
@@ -276,7 +276,7 @@ def _pieces(part: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, La
     ids = part.ids
     columns = torch.arange(part.n_prompt, device=ids.device)
     if part.visible is not None:
-        columns = columns[part.visible[0].to(ids.device)]
+        columns = part.visible[0].nonzero()[:, 0].to(ids.device)
     pieces = []
     for begin in range(0, columns.numel(), later.tokens):
         repeated = columns[begin : begin + later.tokens]

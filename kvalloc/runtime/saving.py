@@ -108,7 +108,7 @@ def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[SavedLayer]]:
             tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
     visible = cache.arrival.visible
     if visible is not None:
-        tensors["visible"] = visible.to(torch.uint8).contiguous().cpu()
+        tensors["visible"] = visible.to(torch.uint8)
     return tensors, layers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -12,8 +11,18 @@ from torch import Tensor, nn
 
 from kvalloc.accounting import IntArray
 from kvalloc.errors import InputError
+from kvalloc.runtime.checks import ensure
 
-__all__ = ["Room", "best_entries", "handed_out", "keep_best", "row_places", "select_entries"]
+__all__ = [
+    "best_entries",
+    "evictable",
+    "free_counts",
+    "gathered",
+    "handed_out",
+    "keep_best",
+    "kept_places",
+    "select_entries",
+]
 
 
 def select_entries(scores: Tensor, budget: int, *, sinks: int, window: int) -> Tensor:
@@ -41,8 +50,8 @@ def select_entries(scores: Tensor, budget: int, *, sinks: int, window: int) -> T
     Raises
     ------
     InputError
-        If the budget is below sinks and window or above the number of tokens, or a score is not
-        finite.
+        If the budget is below sinks and window, as far as there are tokens, or above the number of
+        tokens, or a score is not finite.
 
     Examples
     --------
@@ -50,18 +59,12 @@ def select_entries(scores: Tensor, budget: int, *, sinks: int, window: int) -> T
     >>> select_entries(scores, 4, sinks=1, window=1).tolist()
     [[[0, 1, 2, 5]]]
     """
-    batch, n_kv_heads, n_tokens = scores.shape
-    if budget < sinks + window or budget > n_tokens:
-        raise _does_not_fit(budget, n_tokens, sinks, window)
-    budgets = torch.full((batch, n_kv_heads), budget, device=scores.device)
+    budgets = torch.full(scores.shape[:2], budget)
     kept = keep_best(scores, budgets, sinks=sinks, window=window)
-    # `nonzero` lists positions row by row in increasing order, and every row has `budget` of them.
-    return kept.nonzero()[:, 2].view(batch, n_kv_heads, budget)
+    return kept_places(kept, budgets).view(*scores.shape[:2], budget)
 
 
-def keep_best(
-    scores: Tensor, budgets: Tensor, *, sinks: int, window: int, valid: Tensor | None = None
-) -> Tensor:
+def keep_best(scores: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Tensor:
     """Mask of what each KV head keeps: sinks, window, and the best of the rest.
 
     Parameters
@@ -69,11 +72,9 @@ def keep_best(
     scores : Tensor, (batch, n_kv_heads, n_tokens)
         Importance of each entry, finite where it is evictable, any float type.
     budgets : Tensor of int64, (batch, n_kv_heads)
-        Entries that each KV head keeps, sinks and window included.
+        Entries that each KV head keeps, sinks and window included; best on the host.
     sinks, window : int
-        First and last tokens of each row that are never evicted; padding does not count.
-    valid : Tensor of bool, (batch, n_tokens), optional
-        False marks padding, which is never kept; no padding by default.
+        First and last tokens of each row that are never evicted.
 
     Returns
     -------
@@ -87,103 +88,79 @@ def keep_best(
         If a budget is below sinks and window or above the row's number of tokens, or a score is
         not finite.
     """
-    room = Room.of(scores, budgets, sinks=sinks, window=window, valid=valid)
-    return room.always | best_entries(scores, room.counts, among=room.evictable)
+    free = evictable(scores, sinks=sinks, window=window)
+    counts = free_counts(scores, budgets, sinks=sinks, window=window)
+    return ~free | best_entries(scores, counts, among=free)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """What a policy may decide: all but sinks, window and padding.
-
-    Attributes
-    ----------
-    always : Tensor of bool, (batch, 1, n_tokens)
-        Sinks and window: a row's first and last tokens, padding left out.
-    evictable : Tensor of bool, (batch, n_kv_heads, n_tokens)
-        What may be kept or not.
-    counts : Tensor of int64, (batch, n_kv_heads)
-        How many of those each KV head keeps.
-    rank : Tensor of int64, (batch, n_tokens)
-        Place of each token in its row, padding left out, from 0; -1 for padding.
-    n_tokens : Tensor of int64, (batch, 1)
-        Tokens of each row without padding.
-    """
-
-    always: Tensor
-    evictable: Tensor
-    counts: Tensor
-    rank: Tensor
-    n_tokens: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        entries: Tensor,
-        budgets: Tensor,
-        *,
-        sinks: int,
-        window: int,
-        valid: Tensor | None = None,
-    ) -> Room:
-        """The room that budgets leave.
-
-        Parameters
-        ----------
-        entries : Tensor, (batch, n_kv_heads, n_tokens, ...)
-            Scores or keys: its sizes and its device count.
-        budgets : Tensor of int64, (batch, n_kv_heads)
-            Entries that each KV head keeps, sinks and window included.
-        sinks, window : int
-            First and last tokens of each row that always stay.
-        valid : Tensor of bool, (batch, n_tokens), optional
-            False marks padding.
-
-        Raises
-        ------
-        InputError
-            If a budget is below sinks and window or above the row's number of tokens.
-        """
-        batch, n_kv_heads, columns = entries.shape[:3]
-        rank, n_tokens = row_places(entries, valid)
-        valid, budgets = rank >= 0, budgets.to(entries.device)
-        always = valid & ((rank < sinks) | (n_tokens - rank <= window))
-        least = always.sum(dim=-1, keepdim=True)
-        wrong = (budgets < least) | (budgets > n_tokens)
-        if bool(wrong.any()):
-            row, head = (int(index) for index in wrong.nonzero()[0])
-            raise _does_not_fit(int(budgets[row, head]), int(n_tokens[row, 0]), sinks, window)
-        return cls(
-            always=always[:, None],
-            evictable=(valid & ~always)[:, None].expand(batch, n_kv_heads, columns),
-            counts=budgets - least,
-            rank=rank,
-            n_tokens=n_tokens,
-        )
-
-
-def row_places(entries: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Place of each token in its row.
+def evictable(entries: Tensor, *, sinks: int, window: int) -> Tensor:
+    """What a policy may decide: all but sinks and window.
 
     Parameters
     ----------
     entries : Tensor, (batch, n_kv_heads, n_tokens, ...)
-        Its sizes and its device count.
-    valid : Tensor of bool, (batch, n_tokens), optional
-        False marks padding.
+        Scores or keys: its sizes and its device count.
+    sinks, window : int
+        First and last tokens that always stay.
 
     Returns
     -------
-    rank : Tensor of int64, (batch, n_tokens)
-        From 0, padding left out; -1 for padding.
-    n_tokens : Tensor of int64, (batch, 1)
-        Tokens of each row without padding.
+    Tensor of bool, (batch, n_kv_heads, n_tokens)
     """
-    batch, _, columns = entries.shape[:3]
-    if valid is None:
-        valid = torch.ones(batch, columns, dtype=torch.bool)
-    valid = valid.to(entries.device)
-    upto = valid.cumsum(dim=-1)
-    return torch.where(valid, upto - 1, -1), upto[:, -1:]
+    place = torch.arange(entries.shape[2], device=entries.device)
+    return ((place >= sinks) & (place < entries.shape[2] - window)).expand(entries.shape[:3])
+
+
+def free_counts(entries: Tensor, budgets: Tensor, *, sinks: int, window: int) -> Tensor:
+    """How many of the `evictable` entries each KV head keeps, (batch, n_kv_heads).
+
+    Parameters
+    ----------
+    entries, sinks, window
+        As there.
+    budgets : Tensor of int64, (batch, n_kv_heads)
+        Entries that each KV head keeps, sinks and window included; best on the host.
+
+    Raises
+    ------
+    InputError
+        If a budget is below sinks and window or above the number of tokens.
+    """
+    n_tokens = int(entries.shape[2])
+    least = min(sinks + window, n_tokens)
+    wrong = (budgets < least) | (budgets > n_tokens)
+    if bool(wrong.any()):
+        raise InputError(
+            f"a budget of {int(budgets[wrong][0])} entries does not fit a prompt of {n_tokens} "
+            f"tokens with {sinks} sinks and a window of {window}; solve again with larger budgets"
+        )
+    return budgets - least
+
+
+def kept_places(kept: Tensor, counts: Tensor) -> Tensor:
+    """Places of the kept entries in their heads, row by row and head by head, (n_kept,).
+
+    Parameters
+    ----------
+    kept : Tensor of bool, (batch, n_kv_heads, n_tokens)
+    counts : Tensor of int64, (batch, n_kv_heads)
+        How many are kept, on the host, which then need not ask the device.
+    """
+    return kept.nonzero_static(size=int(counts.sum()), fill_value=0)[:, 2]
+
+
+def gathered(states: Tensor, indices: Tensor) -> Tensor:
+    """A contiguous copy of the entries at ``indices``, each KV head its own.
+
+    Parameters
+    ----------
+    states : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
+        Keys or values.
+    indices : Tensor of int64, (batch, n_kv_heads, n_wanted)
+        Which tokens.
+    """
+    wanted = indices.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1])
+    return states.gather(2, wanted)
 
 
 def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
@@ -197,7 +174,7 @@ def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
     scores : Tensor, (batch, n_kv_heads, n_tokens)
         Finite where `among` is True.
     counts : Tensor of int64, (batch, n_kv_heads)
-        How many to take, at most as many as `among` offers.
+        How many to take, at most as many as `among` offers; best on the host.
     among : Tensor of bool, (batch, n_kv_heads, n_tokens)
         Entries that may be taken.
 
@@ -210,14 +187,19 @@ def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
     InputError
         If a score that counts is not finite.
     """
-    if not bool((torch.isfinite(scores) | ~among).all()):
+    dtype = scores.dtype
+
+    def fail() -> None:
         raise InputError(
             "the scorer gave a score that is not finite; the model's queries or keys overflow in "
-            f"{scores.dtype}: load the model in bfloat16 or float32"
+            f"{dtype}: load the model in bfloat16 or float32"
         )
+
+    ensure((torch.isfinite(scores) | ~among).all(), fail)
     most = int(counts.max()) if counts.numel() else 0
     if most == 0:
         return torch.zeros_like(among)
+    counts = counts.to(scores.device)
     scores = scores.masked_fill(~among, float("-inf"))
     ranked = scores.topk(most, dim=-1).values
     threshold = ranked.gather(-1, (counts - 1).clamp(min=0)[..., None])
@@ -225,13 +207,6 @@ def best_entries(scores: Tensor, counts: Tensor, *, among: Tensor) -> Tensor:
     equal = (scores == threshold) & among
     room = counts[..., None] - above.sum(dim=-1, keepdim=True)
     return above | (equal & (equal.cumsum(dim=-1) <= room))
-
-
-def _does_not_fit(budget: int, tokens: int, sinks: int, window: int) -> InputError:
-    return InputError(
-        f"a budget of {budget} entries does not fit a prompt of {tokens} tokens with "
-        f"{sinks} sinks and a window of {window}; solve again with larger budgets"
-    )
 
 
 def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntArray:
@@ -263,13 +238,13 @@ def handed_out(scores: Sequence[Tensor], total: int, *, protected: int) -> IntAr
             for own in scores
         ]
     )
-    there = int((joined > -inf).sum())
-    wanted = min(max(total - protected * (joined.shape[0] * joined.shape[1]), 0), there)
+    free = max(total - protected * (joined.shape[0] * joined.shape[1]), 0)
+    wanted = min(free, joined.numel())
     if n_evictable == 0 or wanted == 0:
         return np.full(tuple(joined.shape[:2]), protected, dtype=np.int64)
     least = joined.reshape(-1).topk(wanted, sorted=False).values.min()
-    counts = (joined > least).sum(dim=-1).cpu().numpy().astype(np.int64)
-    ties = (joined == least).sum(dim=-1).cpu().numpy().astype(np.int64)
+    masks = torch.stack([joined > least, (joined == least) & (joined > -inf)])
+    counts, ties = masks.sum(dim=-1).cpu().numpy()  # all that is read of the device
     before = np.cumsum(ties) - ties.ravel()
     room = np.clip(wanted - counts.sum() - before, 0, ties.ravel())
     found: IntArray = counts + room.reshape(counts.shape) + protected

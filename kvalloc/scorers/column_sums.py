@@ -40,8 +40,8 @@ def add_columns(states: AttentionStates, *, forgetting: float = 1.0) -> Observed
 
     states = states.unobserved()
     n_new, n_tokens = states.queries.shape[2], states.keys.shape[2]
-    age = torch.arange(n_new - 1, -1, -1, dtype=torch.float32, device=states.keys.device)
-    columns = weighted_rows(states, (forgetting**age)[None])
+    age = torch.arange(n_new - 1, -1, -1, dtype=torch.float32)
+    columns = weighted_rows(states, forgetting**age)
     before = states.observed
     if before is not None and before.columns is not None:
         columns[..., : n_tokens - n_new] += before.columns * forgetting**n_new
@@ -56,9 +56,8 @@ def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
     ----------
     states : AttentionStates
         What one layer's attention sees.
-    weights : Tensor of float32, (batch or 1, n_new_tokens)
-        Of the rows; those of weight 0 in the whole batch are not computed where they can be
-        skipped block by block.
+    weights : Tensor of float32, (n_new_tokens,)
+        Of the rows, on the host; those of weight 0 at either end are not computed.
 
     Returns
     -------
@@ -71,35 +70,39 @@ def weighted_rows(states: AttentionStates, weights: Tensor) -> Tensor:
     columns = torch.zeros(
         (batch, n_kv_heads, n_tokens), dtype=torch.float32, device=states.keys.device
     )
-    wanted = weights.any(dim=0).nonzero()
+    wanted = weights.nonzero()
     if not wanted.numel():  # also a chunk that is all padding: no rows and no columns
         return columns
+    weights = weights.to(columns.device)
     rows = max(_BLOCK_ELEMENTS // (batch * n_query_heads * n_tokens), _LEAST_ROWS)
     for first in range(int(wanted[0]), int(wanted[-1]) + 1, rows):
         end = min(first + rows, n_new)
         found = attention_rows(states, first, end).mean(dim=2)
-        block = weights[:, None, first:end, None]
+        block = weights[first:end, None]
         columns[..., : found.shape[-1]] += (found * block).sum(dim=2)
     return columns
 
 
-def last_rows(states: AttentionStates, tokens: Tensor) -> Tensor:
+def last_rows(states: AttentionStates, tokens: range) -> Tensor:
     """Weights of rows, 1 for those of certain last tokens.
 
     Parameters
     ----------
     states : AttentionStates
         What one layer's attention sees.
-    tokens : Tensor of bool, (batch, n_tokens)
-        Which tokens, by their keys.
+    tokens : range
+        Which tokens, by the places of their keys.
 
     Returns
     -------
-    Tensor of float32, (batch, n_new_tokens)
-        Where the keys of some are gone, all rows that the states have: the caller asked for no
-        more of them.
+    Tensor of float32, (n_new_tokens,)
+        On the host. Where the keys of some are gone, all rows that the states have: the caller
+        asked for no more of them.
     """
-    n_rows = states.queries.shape[2]
-    if states.gaps:
-        return tokens.new_ones(tokens.shape[0], n_rows).float()
-    return tokens[:, -n_rows:].float()
+    import torch
+
+    weights = torch.ones(states.queries.shape[2])
+    if not states.gaps:
+        place = torch.arange(states.keys.shape[2] - len(weights), states.keys.shape[2])
+        weights *= (place >= tokens.start) & (place < tokens.stop)
+    return weights

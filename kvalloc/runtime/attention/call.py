@@ -59,7 +59,7 @@ class AttentionCall:
             keys=states.keys[:, :, first:],
             values=states.values[:, :, first:],
             scaling=states.scaling,
-            visible=None if visible is None else visible.to(states.keys.device),
+            visible=visible,
             softcap=states.softcap,
             sink_logits=states.sink_logits,
         )

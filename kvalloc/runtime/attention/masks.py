@@ -84,7 +84,7 @@ def stored_mask(
         place = {"cache_position": torch.arange(offset, stored_tokens, device=device)}
     if visible is not None:
         kept = stored_tokens - visible.shape[1]
-        visible = torch.nn.functional.pad(visible.to(device), (kept, 0), value=True)
+        visible = torch.nn.functional.pad(visible, (kept, 0), value=True)
     return function(
         batch_size=batch,
         kv_length=stored_tokens,

@@ -131,7 +131,9 @@ class AttentionMatching(Score):
         """The scorer's, and those that are matched."""
         return max(super().query_rows(n_tokens), min(self.rows, n_tokens))
 
-    def combine(self, states: AttentionStates, kept: Tensor, **limits: Unpack[Limits]) -> Combined:
+    def combine(
+        self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
+    ) -> Combined:
         """Give what stays its new values and biases; see `EvictionPolicy.combine`.
 
         Raises
@@ -140,12 +142,12 @@ class AttentionMatching(Score):
             If the prompt's queries cannot be put elsewhere.
         """
         queries, counts = self._references(states)
-        sizes, group = kept.sum(dim=-1), queries.shape[1] // kept.shape[1]
+        sizes, group = budgets.to(kept.device), queries.shape[1] // kept.shape[1]
         # what counts for nothing changes nothing: a head that keeps everything stays as it is
         counts = counts.reshape(*sizes.shape, -1) * ~kept.all(dim=-1, keepdim=True)
         values, bias = states.values.clone(), torch.zeros(kept.shape, device=kept.device)
         bias += 0.0 if states.bias is None else states.bias
-        for heads, most in _alike(sizes.amax(dim=0).tolist()):
+        for heads, most in _alike(budgets.amax(dim=0).tolist()):
             mine = [head * group + place for head in heads for place in range(group)]
             sinks = None if states.sink_logits is None else states.sink_logits[mine]
             own = replace(states, queries=queries[:, mine], mask=None, sink_logits=sinks)

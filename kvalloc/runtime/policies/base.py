@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypedDict, Unpack
 
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers import Scorer
@@ -25,14 +25,10 @@ class Limits(TypedDict):
     ----------
     sinks, window : int
         First and last tokens of each row that always stay.
-    valid : Tensor of bool, (batch, n_tokens), optional
-        False marks padding, which never stays, and which the states' mask hides; no padding by
-        default.
     """
 
     sinks: int
     window: int
-    valid: NotRequired[Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,12 +115,13 @@ class EvictionPolicy(Parameterized, ABC):
         Parameters
         ----------
         states : AttentionStates
-            What one layer's attention sees when the prompt is complete; ``states.observed`` is
-            what `observe` left of earlier chunks.
+            What one layer's attention sees when the prompt is complete, without padding;
+            ``states.observed`` is what `observe` left of earlier chunks.
         budgets : Tensor of int64, (batch, n_kv_heads)
-            Entries that each KV head keeps, sinks and window included.
+            Entries that each KV head keeps, sinks and window included. The cache has them on the
+            host, so that nobody has to ask the device.
         **limits
-            Sinks, window and padding; see `Limits`.
+            Sinks and window; see `Limits`.
 
         Returns
         -------
@@ -157,13 +154,13 @@ class EvictionPolicy(Parameterized, ABC):
         return [self.keep(states, each, sinks=sinks, window=window) for each in budgets]
 
     def combine(
-        self, states: AttentionStates, kept: Tensor, **limits: Unpack[Limits]
+        self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Combined | None:
         """Put something of the evicted entries into the kept ones, whose number stays the same.
 
         Parameters
         ----------
-        states, **limits
+        states, budgets, **limits
             As for `keep`; but in a group of layers that share entries, without queries: those
             have gone by the time the group has chosen.
         kept : Tensor of bool, (batch, n_kv_heads, n_tokens)

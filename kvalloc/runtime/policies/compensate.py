@@ -9,7 +9,7 @@ import torch
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Combined, Limits, RankedPolicy, Rankings
-from kvalloc.runtime.selection import Room, best_entries
+from kvalloc.runtime.selection import best_entries, evictable, free_counts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,21 +48,23 @@ class Compensate(RankedPolicy):
         self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Tensor:
         """Choose the entries that stay, the compensation entry's place among them."""
-        room = Room.of(states.keys, budgets, **limits)
-        place = _place(room)
-        place = place & (room.counts > 0)[..., None]
-        rest = room.counts - place.sum(dim=-1)
-        return room.always | place | best_entries(rankings[0], rest, among=room.evictable & ~place)
+        free, counts = evictable(states.keys, **limits), free_counts(states.keys, budgets, **limits)
+        some = counts > 0
+        place = _place(free) & some.to(free.device)[..., None]
+        best = best_entries(rankings[0], counts - some.long(), among=free & ~place)
+        return ~free | place | best
 
-    def combine(self, states: AttentionStates, kept: Tensor, **limits: Unpack[Limits]) -> Combined:
+    def combine(
+        self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
+    ) -> Combined:
         """Put the mean of what goes into its place; see `EvictionPolicy.combine`."""
-        room = Room.of(states.keys, kept.sum(dim=-1), **limits)
-        dropped = room.evictable & ~kept
+        free = evictable(states.keys, **limits)
+        dropped = free & ~kept
         # where nothing is dropped, and where there is no place, everything stays as it is
-        place = _place(room) & kept & dropped.any(dim=-1, keepdim=True)
+        place = _place(free) & kept & dropped.any(dim=-1, keepdim=True)
         dropped = (dropped & place.any(dim=-1, keepdim=True)) | place
-        before = torch.zeros(()) if states.bias is None else states.bias
-        counts = dropped * before.to(kept.device).exp()
+        before = torch.zeros((), device=kept.device) if states.bias is None else states.bias
+        counts = dropped * before.exp()
         count = counts.sum(dim=-1, keepdim=True)
         share = (counts / count.clamp(min=torch.finfo(torch.float32).tiny))[..., None, :]
 
@@ -70,12 +72,12 @@ class Compensate(RankedPolicy):
             mean = (share @ tensor.float()).to(tensor.dtype)
             return torch.where(place[..., None], mean, tensor)
 
-        bias = torch.where(place, count.log(), before.to(kept.device))
+        bias = torch.where(place, count.log(), before)
         return Combined(
             keys=with_mean(states.keys), values=with_mean(states.values), logit_bias=bias
         )
 
 
-def _place(room: Room) -> Tensor:
+def _place(free: Tensor) -> Tensor:
     """The first evictable entry of each row and head, (batch, n_kv_heads, n_tokens)."""
-    return room.evictable & (room.evictable.cumsum(dim=-1) == 1)
+    return free & (free.cumsum(dim=-1) == 1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings
-from kvalloc.runtime.selection import Room, best_entries
+from kvalloc.runtime.selection import best_entries, evictable, free_counts
 from kvalloc.scorers.parameters import NonNegative, Share
 from kvalloc.scorers.projected_values import projected_value_norms
 
@@ -68,9 +68,7 @@ class Critical(RankedPolicy):
     ) -> Tensor:
         """Choose in two stages; see `RankedPolicy.keep_ranked`."""
         scores, weighted = rankings
-        room = Room.of(states.keys, budgets, **limits)
-        first = (room.counts * self.alpha).floor().long()
-        stage_1 = best_entries(scores, first, among=room.evictable)
-        left = room.evictable & ~stage_1
-        stage_2 = best_entries(weighted, room.counts - first, among=left)
-        return room.always | stage_1 | stage_2
+        free, counts = evictable(scores, **limits), free_counts(scores, budgets, **limits)
+        first = (counts * self.alpha).floor().long()
+        stage_1 = best_entries(scores, first, among=free)
+        return ~free | stage_1 | best_entries(weighted, counts - first, among=free & ~stage_1)

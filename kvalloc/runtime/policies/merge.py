@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Unpack
 
 import torch
+from torch.nn.functional import normalize
 
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Combined, Limits
 from kvalloc.runtime.policies.score import Score
-from kvalloc.runtime.selection import Room
+from kvalloc.runtime.selection import evictable, free_counts, gathered
 from kvalloc.scorers.parameters import Range
 
 if TYPE_CHECKING:
@@ -65,48 +67,83 @@ class Merge(Score):
     threshold: Annotated[float | None, Range(0, 1)] = None
     weights: Literal["exponential", "gaussian"] = "exponential"
 
-    def combine(self, states: AttentionStates, kept: Tensor, **limits: Unpack[Limits]) -> Combined:
+    def combine(
+        self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
+    ) -> Combined:
         """Merge what goes into what stays; see `EvictionPolicy.combine`."""
-        room = Room.of(states.keys, kept.sum(dim=-1), **limits)
+        free = evictable(states.keys, **limits)
+        n_kept = free_counts(states.keys, budgets, **limits)
+        n_gone = int(kept.shape[2]) - budgets
         keys, values = states.keys.clone(), states.values.clone()
-        for row in range(keys.shape[0]):
-            for head in range(keys.shape[1]):
-                free = room.evictable[row, head]
-                targets = (free & kept[row, head]).nonzero()[:, 0]
-                sources = (free & ~kept[row, head]).nonzero()[:, 0]
-                if targets.numel() and sources.numel():
-                    self._merge(keys[row, head], values[row, head], targets, sources)
-        return Combined(keys=keys, values=values)
-
-    def _merge(self, keys: Tensor, values: Tensor, targets: Tensor, sources: Tensor) -> None:
-        """Change the targets' keys and values (n_tokens, head_dim) in place."""
-        wide = keys.float()
-        cosine, place = _nearest(wide, targets, sources)
-        least = cosine.mean() if self.threshold is None else self.threshold
-        merged = cosine >= least
-        sources, cosine, place = sources[merged], cosine[merged], place[merged]
+        if not bool(((n_kept > 0) & (n_gone > 0)).any()):
+            return Combined(keys=keys, values=values)
+        targets, taken = _front(free & kept, n_kept)
+        sources, there = _front(free & ~kept, n_gone)
+        blocks = torch.split(sources, max(_BLOCK_ENTRIES // n_kept.numel(), 1), dim=2)
+        cosine, place = _nearest(keys, blocks, targets, taken)
+        found = there & taken.any(dim=-1, keepdim=True)
+        least = _mean(cosine, found) if self.threshold is None else self.threshold
+        merged = found & (cosine >= least)
         if self.weights == "exponential":
             weight, own = cosine.exp(), math.e
         else:
-            square = (wide[sources] - wide[targets[place]]).square().sum(dim=-1)
-            spread = square.sqrt().mean().square().clamp(min=torch.finfo(torch.float32).tiny)
+            apart = gathered(keys, sources).float() - gathered(keys, targets.gather(2, place))
+            square = apart.square().sum(dim=-1)
+            spread = _mean(square.sqrt(), merged).square()
+            spread = spread.clamp(min=torch.finfo(torch.float32).tiny)
             weight, own = (-square / (2 * spread)).exp(), 1.0
-        total = torch.full((targets.numel(),), own, device=keys.device)
-        total.index_add_(0, place, weight)
+        weight = weight.masked_fill(~merged, 0.0)
+        total = torch.full(targets.shape, own, device=keys.device).scatter_add_(2, place, weight)
+        goals, shares = (torch.split(one, blocks[0].shape[2], dim=2) for one in (place, weight))
         for tensor in (keys, values):
-            mixed = tensor[targets].float() * own
-            mixed.index_add_(0, place, tensor[sources].float() * weight[:, None])
-            tensor[targets] = (mixed / total[:, None]).to(tensor.dtype)
+            before = gathered(tensor, targets)
+            mixed = before.float() * own
+            for block, goal, share in zip(blocks, goals, shares, strict=True):
+                more = gathered(tensor, block).float() * share[..., None]
+                mixed.scatter_add_(2, goal[..., None].expand_as(more), more)
+            mixed = (mixed / total[..., None]).to(tensor.dtype)
+            index = targets[..., None].expand_as(before)
+            tensor.scatter_(2, index, torch.where(total[..., None] > own, mixed, before))
+        return Combined(keys=keys, values=values)
 
 
-def _nearest(keys: Tensor, targets: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
+def _front(mask: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a mask is True, increasing, and other places behind, where a head has fewer.
+
+    Parameters
+    ----------
+    mask : Tensor of bool, (batch, n_kv_heads, n_tokens)
+    counts : Tensor of int64, (batch, n_kv_heads)
+        How often it is, on the host.
+
+    Returns
+    -------
+    places : Tensor of int64, (batch, n_kv_heads, most)
+    there : Tensor of bool, of that shape
+        Whether the mask is True there.
+    """
+    order = mask.byte().argsort(dim=-1, descending=True, stable=True)[..., : int(counts.max())]
+    return order, mask.gather(-1, order)
+
+
+def _mean(numbers: Tensor, among: Tensor) -> Tensor:
+    """Of some numbers of each head, (batch, n_kv_heads, 1)."""
+    count = among.sum(dim=-1, keepdim=True).clamp(min=1)
+    return numbers.masked_fill(~among, 0.0).sum(dim=-1, keepdim=True) / count
+
+
+def _nearest(
+    keys: Tensor, blocks: Sequence[Tensor], targets: Tensor, taken: Tensor
+) -> tuple[Tensor, Tensor]:
     """Best cosine of each source, and the place among the targets that has it.
 
-    Block by block of sources, so that the scratch is ``1024 x n_targets``.
+    Block by block of sources, so that the scratch is ``1024 x n_targets`` for all heads together.
     """
-    directions = torch.nn.functional.normalize(keys, dim=-1)
-    others = directions[targets].T
-    found = [
-        (directions[block] @ others).max(dim=-1) for block in torch.split(sources, _BLOCK_ENTRIES)
-    ]
-    return torch.cat([best.values for best in found]), torch.cat([best.indices for best in found])
+    others = normalize(gathered(keys, targets).float(), dim=-1).mT
+    cosines, places = [], []
+    for block in blocks:
+        own = normalize(gathered(keys, block).float(), dim=-1) @ others
+        best = own.masked_fill_(~taken[:, :, None], -math.inf).max(dim=-1)
+        cosines.append(best.values)
+        places.append(best.indices)
+    return torch.cat(cosines, dim=2), torch.cat(places, dim=2)

@@ -11,7 +11,7 @@ import torch
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings, Reader
-from kvalloc.runtime.selection import best_entries, keep_best, row_places
+from kvalloc.runtime.selection import best_entries, keep_best, kept_places
 from kvalloc.scorers.column_sums import last_rows, weighted_rows
 from kvalloc.scorers.parameters import Positive, Share, ShareAbove0
 
@@ -79,9 +79,8 @@ class MPCache(RankedPolicy):
         """The last rows' votes, or the scores; see `RankedPolicy.rankings`."""
         if not self.rows_share:
             return (self.scorer.score(states, sinks=limits["sinks"]),)
-        rank, n_tokens = row_places(states.keys, limits.get("valid"))
-        count = (n_tokens.double() * self.rows_share).ceil().long()
-        voters = (rank >= 0) & (rank >= n_tokens - count)
+        n_tokens = int(states.keys.shape[2])
+        voters = range(n_tokens - self.query_rows(n_tokens), n_tokens)
         return (weighted_rows(states, last_rows(states, voters)),)
 
     def keep_ranked(
@@ -143,7 +142,7 @@ class ClusterReader(Reader):
         self._settings = settings
         self._sinks, self._window = sinks, window
         self._clusters: dict[int, _Clusters] = {}
-        self._led: tuple[int, Tensor] | None = None
+        self._led: tuple[int, Tensor, Tensor] | None = None
 
     def read(
         self, states: AttentionStates, *, place: int, n_prompt: int, positions: Tensor | None
@@ -160,7 +159,7 @@ class ClusterReader(Reader):
             chosen = self._follow(place, where, n_coarse)
         if chosen is None:
             chosen = self._compare(states, place, entries)
-            self._led = (place, self._marked(where, chosen))
+            self._led = (place, where.contiguous(), self._inside(where, chosen))
         return self._entries(states, chosen, entries)
 
     def forget(self) -> None:
@@ -193,7 +192,7 @@ class ClusterReader(Reader):
         open_coarse = _best(coarse, n_kept)
         parts = settings.coarse_tokens // settings.fine_tokens
         fine = (clusters.fine.float() @ query).squeeze(-1)
-        return _places(_best(fine, n_fine, among=open_coarse.repeat_interleave(parts, dim=-1)))
+        return _best_places(fine, n_fine, open_coarse.repeat_interleave(parts, dim=-1))
 
     def _follow(self, place: int, where: Tensor, n_coarse: int) -> Tensor | None:
         """Fine clusters with most of the positions that the layer before reads.
@@ -202,20 +201,17 @@ class ClusterReader(Reader):
         """
         if self._led is None or self._led[0] != place - 1:
             return None
-        marked = self._led[1].to(where.device)
-        last = marked.shape[-1] - 1
-        shared = marked.gather(-1, where.clamp(max=last)) & (where <= last)
+        led, inside = (own.to(where.device) for own in self._led[1:])
+        same = torch.searchsorted(led, where.contiguous()).clamp(max=led.shape[-1] - 1)
+        shared = inside.gather(-1, same) & (led.gather(-1, same) == where)
         held = _clustered(shared, self._settings.fine_tokens).sum(dim=-1)
-        return _places(_best(held.float(), self._counts(n_coarse)[1]))
+        return _best_places(held.float(), self._counts(n_coarse)[1])
 
-    def _marked(self, where: Tensor, chosen: Tensor) -> Tensor:
-        """Mask of the original positions in the chosen clusters, (batch, n_kv_heads, n)."""
+    def _inside(self, where: Tensor, chosen: Tensor) -> Tensor:
+        """Which entries are in the chosen clusters, (batch, n_kv_heads, n)."""
         size = self._settings.fine_tokens
         inside = _clustered(torch.zeros_like(where, dtype=torch.bool), size)
-        inside.scatter_(2, chosen[..., None].expand(*chosen.shape, size), True)
-        last = int(where.max())
-        marked = torch.zeros(*where.shape[:2], last + 1, dtype=torch.bool, device=where.device)
-        return marked.scatter_(2, where, inside.flatten(2))
+        return inside.scatter(2, chosen[..., None].expand(*chosen.shape, size), True).flatten(2)
 
     def _positions(
         self, states: AttentionStates, positions: Tensor | None, entries: slice
@@ -251,11 +247,11 @@ def _clustered(entries: Tensor, size: int) -> Tensor:
 
 
 def _best(scores: Tensor, count: int, among: Tensor | None = None) -> Tensor:
-    counts = torch.full(scores.shape[:2], count, device=scores.device)
     among = torch.ones_like(scores, dtype=torch.bool) if among is None else among
-    return best_entries(scores, counts, among=among)
+    return best_entries(scores, torch.full(scores.shape[:2], count), among=among)
 
 
-def _places(mask: Tensor) -> Tensor:
-    """Where a mask is True, as many places in each row and head."""
-    return mask.nonzero()[:, 2].view(*mask.shape[:2], -1)
+def _best_places(scores: Tensor, count: int, among: Tensor | None = None) -> Tensor:
+    """Places of the best, increasing, (batch, n_kv_heads, count)."""
+    mask, counts = _best(scores, count, among), torch.full(scores.shape[:2], count)
+    return kept_places(mask, counts).view(*counts.shape, count)

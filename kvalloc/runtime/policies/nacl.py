@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
@@ -11,7 +12,7 @@ import torch
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.policies.base import Limits, RankedPolicy, Rankings
-from kvalloc.runtime.selection import Room, best_entries, row_places
+from kvalloc.runtime.selection import best_entries, evictable, free_counts
 from kvalloc.scorers.column_sums import last_rows, weighted_rows
 from kvalloc.scorers.parameters import Count, Share
 
@@ -80,53 +81,51 @@ class NaCl(RankedPolicy):
 
     def rankings(self, states: AttentionStates, **limits: Unpack[Limits]) -> Rankings:
         """The proxies' votes F; see `RankedPolicy.rankings`."""
-        proxies = self._proxies(*row_places(states.keys, limits.get("valid")))
-        return (weighted_rows(states, last_rows(states, proxies)),)
+        return (weighted_rows(states, last_rows(states, self._proxies(states))),)
 
     def keep_ranked(
         self, rankings: Rankings, states: AttentionStates, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Tensor:
         """Choose the entries that stay; see `RankedPolicy.keep_ranked`."""
         (scores,) = rankings
-        room = Room.of(states.keys, budgets, **limits)
-        proxies = self._proxies(room.rank, room.n_tokens)
+        free, counts = evictable(scores, **limits), free_counts(scores, budgets, **limits)
+        proxies, n_tokens = self._proxies(states), int(scores.shape[2])
+        first = max(proxies.start, limits["sinks"])
+        stop = max(min(proxies.stop, n_tokens - limits["window"]), first)
+        n_own = counts.clamp(max=stop - first)
+        place = torch.arange(n_tokens, device=free.device)
+        own = free & (place >= first) & (place < stop)
         # latest first, where the proxies are more than the budget
-        own = room.evictable & proxies[:, None]
-        n_own = torch.minimum(own.sum(dim=-1), room.counts)
-        latest = room.rank[:, None].expand(scores.shape).float()
-        kept_proxies = best_entries(latest, n_own, among=own)
-        left = room.counts - n_own
+        kept_proxies = own & (place >= stop - n_own[..., None].to(place.device))
+        left = counts - n_own
         n_random = (left * self.random_share).floor().long()
-        others = room.evictable & ~own
-        best = best_entries(scores, left - n_random, among=others)
-        drawn = best_entries(scores + self._noise(states, room), n_random, among=others & ~best)
-        return room.always | kept_proxies | best | drawn
+        best = best_entries(scores, left - n_random, among=free & ~own)
+        drawn = best_entries(scores + self._noise(states), n_random, among=free & ~own & ~best)
+        return ~free | kept_proxies | best | drawn
 
-    def _proxies(self, rank: Tensor, n_tokens: Tensor) -> Tensor:
-        """(batch, n_tokens); `rank` counts a row's tokens from 0, -1 for padding."""
+    def _proxies(self, states: AttentionStates) -> range:
+        """Places of the proxies."""
+        n_tokens = int(states.keys.shape[2])
         if self.proxy_start is not None and self.proxy_stop is not None:
-            shortest = int(n_tokens.min())
-            if self.proxy_stop > shortest:
+            if self.proxy_stop > n_tokens:
                 raise InputError(
                     f"policy nacl: proxy_stop is {self.proxy_stop}, but a prompt has only "
-                    f"{shortest} tokens"
+                    f"{n_tokens} tokens"
                 )
-            return (rank >= self.proxy_start) & (rank < self.proxy_stop)
-        count = (n_tokens.double() * self.proxy_share).ceil().long().clamp(min=1)
-        return (rank >= 0) & (rank >= (n_tokens - count))
+            return range(self.proxy_start, self.proxy_stop)
+        return range(n_tokens - max(math.ceil(n_tokens * self.proxy_share), 1), n_tokens)
 
-    def _noise(self, states: AttentionStates, room: Room) -> Tensor:
-        """Gumbel noise: the largest of ``F + noise`` are a draw from softmax(F)."""
-        n_heads, n_columns = room.evictable.shape[1:]
-        noise = np.empty((n_heads, n_columns))
-        for head in range(n_heads):
-            own = [self.seed, states.layer, states.first_head + head]
-            generator = np.random.default_rng(own)
-            noise[head] = generator.gumbel(size=n_columns)
-        # by a row's own tokens, so that padding in front of them draws nothing else
-        places = room.rank.clamp(min=0)[:, None].expand(-1, n_heads, -1).cpu()
-        spread = torch.from_numpy(noise)[None].expand(places.shape[0], -1, -1)
-        return spread.gather(-1, places).to(room.rank.device, torch.float32)
+    def _noise(self, states: AttentionStates) -> Tensor:
+        """Gumbel noise, (n_kv_heads, n_tokens): the largest of ``F + noise`` are a draw.
+
+        That is, from softmax(F).
+        """
+        heads = range(states.first_head, states.first_head + int(states.keys.shape[1]))
+        noise = [
+            np.random.default_rng([self.seed, states.layer, head]).gumbel(size=states.keys.shape[2])
+            for head in heads
+        ]
+        return torch.from_numpy(np.stack(noise)).to(states.keys.device, torch.float32)
 
     def observe(self, states: AttentionStates, *, sinks: int) -> None:
         """Nothing: the proxies' queries are held back by the cache."""
@@ -140,4 +139,4 @@ class NaCl(RankedPolicy):
         """From the first proxy to the end."""
         if self.proxy_start is not None:
             return max(n_tokens - self.proxy_start, 0)
-        return max(int(np.ceil(n_tokens * self.proxy_share)), 1)
+        return max(math.ceil(n_tokens * self.proxy_share), 1)

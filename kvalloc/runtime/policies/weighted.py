@@ -79,12 +79,12 @@ class Weighted(CombinedPolicy):
         return keep_best(scores, budgets, **limits)
 
     def combine(
-        self, states: AttentionStates, kept: Tensor, **limits: Unpack[Limits]
+        self, states: AttentionStates, kept: Tensor, budgets: Tensor, **limits: Unpack[Limits]
     ) -> Combined | None:
         """As the policy that combines does, if there is one; see `EvictionPolicy.combine`."""
         if self.combining is None:
             return None
-        return self.combining.combine(states, kept, **limits)
+        return self.combining.combine(states, kept, budgets, **limits)
 
     @property
     def combines(self) -> bool:

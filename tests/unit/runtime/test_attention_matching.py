@@ -223,7 +223,9 @@ def test_without_rotation_only_what_follows_can_be_matched() -> None:
     kept = torch.zeros(states.keys.shape[:3], dtype=torch.bool)
     kept[..., :9] = True
     with pytest.raises(UnsupportedModelError, match="rows=0"):
-        policy("attention_matching", following=0).combine(states, kept, sinks=2, window=4)
+        policy("attention_matching", following=0).combine(
+            states, kept, kept.sum(dim=-1), sinks=2, window=4
+        )
 
 
 # In a cache

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvalloc.errors import KVAllocError, UnsupportedRequestError
+from kvalloc.errors import InputError, KVAllocError, SolverError, UnsupportedRequestError
 from kvalloc.runtime import make_cache
+from kvalloc.runtime.policies.score import Score
+from kvalloc.runtime.selection import keep_best
 
 CONTEXT, CHUNK = 90, 30
 KINDS = ["layer", "head", "bits", "held", "decode_every"]
@@ -208,3 +210,33 @@ def test_a_long_second_chunk_that_was_not_announced_is_warned_of_once(tiny: Modu
         with opened.prefill():
             run(model, ids[:, :half], opened)
         run(model, ids[:, half:], opened)
+
+
+@pytest.mark.parametrize("scores", ["not finite", "too few"])
+@pytest.mark.parametrize("kind", ["layer", "head", "held", "decode_every"])
+def test_what_is_checked_at_the_end_leaves_nothing_half_done(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, scores: str
+) -> None:
+    """Of all layers the host asks once, when all have evicted: the cache then needs a reset."""
+    model = tiny.tiny_model()
+    cache = cache_of(tiny, model, kind)
+
+    def keep_ranked(
+        self: Any, rankings: Any, states: Any, budgets: torch.Tensor, **limits: Any
+    ) -> torch.Tensor:
+        found = rankings[0].masked_fill(rankings[0] > 0, torch.inf)
+        if states.layer == 0 or scores == "not finite":
+            return keep_best(found if scores == "not finite" else rankings[0], budgets, **limits)
+        return keep_best(rankings[0], budgets - 1, **limits)
+
+    error = InputError if scores == "not finite" else SolverError
+    said = "score that is not finite" if scores == "not finite" else "the policy score kept"
+    with monkeypatch.context() as patched:
+        patched.setattr(Score, "keep_ranked", keep_ranked)
+        with pytest.raises(error, match=said):
+            for tokens in (CONTEXT, *[1] * 8):
+                run(model, tiny.prompt(tokens), cache)
+    with pytest.raises(UnsupportedRequestError, match=r"half-way.*cache\.reset\(\)"):
+        run(model, tiny.prompt(1), cache)
+    cache.reset()
+    check_as_new(tiny, model, cache, kind)

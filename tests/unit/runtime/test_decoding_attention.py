@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import AskedTheDevice, Launches, decoded_on_fake_device
+from fake_device import (
+    AskedTheDevice,
+    Launches,
+    decoded_on_fake_device,
+    evicted_on_fake_device,
+)
 
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.layer import SPARE
@@ -214,11 +219,19 @@ def test_a_models_soft_cap(tiny: ModuleType, policy: str | None) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
-    ("level", "bits"),
-    [("layer", None), ("layer", (8, 8)), ("head", None), ("head", (4, 4)), ("head", (16, 4))],
+    ("level", "bits", "padding"),
+    [
+        ("layer", None, 0),
+        ("layer", None, 20),
+        ("layer", (8, 8), 0),
+        ("head", None, 0),
+        ("head", None, 20),
+        ("head", (4, 4), 20),
+        ("head", (16, 4), 0),
+    ],
 )
 def test_a_decoded_token_asks_nothing_of_the_device(
-    tiny: ModuleType, level: str, bits: tuple[int, ...] | None
+    tiny: ModuleType, level: str, bits: tuple[int, ...] | None, padding: int
 ) -> None:
     """No value goes between host and device, and each width takes two launches of Triton's."""
 
@@ -233,8 +246,9 @@ def test_a_decoded_token_asks_nothing_of_the_device(
         return profile.cache(model)
 
     def fill(model: Any) -> Any:
-        cache = make_cache(model)
-        model(tiny.prompt(TOKENS, 2), past_key_values=cache)
+        cache, mask = make_cache(model), torch.ones(2, TOKENS, dtype=torch.long)
+        mask[1, :padding] = 0
+        model(tiny.prompt(TOKENS, 2), attention_mask=mask, past_key_values=cache)
         return cache
 
     found = decoded_on_fake_device(make_model, fill, make_cache)
@@ -260,20 +274,91 @@ def test_the_device_that_is_not_there_says_what_is_asked_of_it() -> None:
             torch.ones(3).to("meta")
 
 
-@pytest.mark.parametrize("level", ["layer", "head"])
-def test_padding_is_read_from_the_device_once_a_forward(tiny: ModuleType, level: str) -> None:
-    """However many layers there are: a device would let the host wait in each."""
-    ids, mask = tiny.prompt(TOKENS, 2), torch.ones(2, TOKENS, dtype=torch.long)
+class OnDevice(torch.Tensor):
+    """A mask on a device: copies to the host are counted, and nothing else may be asked of it."""
+
+    read = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if func.__name__ in ("__bool__", "equal", "item", "tolist", "numpy"):
+            raise AskedTheDevice(func.__name__)
+        if func.__name__ in ("to", "cpu"):
+            cls.read += 1
+            return found.as_subclass(torch.Tensor)
+        return found
+
+
+def test_padding_is_read_once_a_prompt(tiny: ModuleType) -> None:
+    """And again only where a forward brings a mask, which could say something else."""
+    model = tiny.tiny_model("llama")
+    arrival = tiny.make_profile(model, TOKENS, 0.4).cache(model).arrival
+    mask = torch.ones(2, TOKENS + 8, dtype=torch.long)
     mask[1, :20] = 0
-    reads = []
-    for n_layers in (2, 4):
-        model = tiny.tiny_model("llama", num_hidden_layers=n_layers)
-        profile = tiny.make_profile(model, TOKENS, 0.4)
-        cache = (tiny.by_head(profile) if level == "head" else profile).cache(model)
-        with torch.no_grad():
-            model(ids, attention_mask=mask, past_key_values=cache)
-            counted = Launches()
-            with counted:
-                model(tiny.prompt(1, 2), past_key_values=cache)
-        reads.append(counted.read)
-    assert reads[0] == reads[1]
+    OnDevice.read, reads = 0, []
+    for seen, given in ((0, TOKENS), (TOKENS, None), (TOKENS + 1, None), (TOKENS + 2, TOKENS + 3)):
+        own = None if given is None else mask[:, :given].as_subclass(OnDevice)
+        step = arrival.step(seen, 2, 1 if seen else TOKENS, own)
+        for layer in range(tiny.N_LAYERS):
+            step.targets(layer, None)
+            assert step.following_visible(1) is None
+        arrival.commit(step)
+        reads.append(OnDevice.read)
+    assert reads == [1, 1, 1, 2]
+    assert arrival.visible is not None
+    assert torch.equal(arrival.visible, mask[:, : TOKENS + 3].bool())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("options", "following", "evictions"),
+    [
+        ({"policy": "score"}, 0, 1),
+        ({"policy": "nacl"}, 0, 1),
+        ({"policy": "merge"}, 0, 1),
+        ({"policy": "compensate"}, 0, 1),
+        ({"policy": "attention_matching"}, 16, 1),
+        ({"policy": "attention_matching", "bits": 8}, 16, 1),
+        ({"scorer": "lookahead"}, 8, 1),
+        ({"scorer": "h2o"}, 0, 1),
+        ({"scorer": "lookahead", "decode_every": 12}, 24, 3),
+        ({"policy": "score", "decode_every": 8}, 16, 3),
+        ({"policy": "score", "by_prompt": True}, 1, 1),
+    ],
+)
+@pytest.mark.parametrize(("n_layers", "rows", "level"), [(2, 1, "layer"), (4, 3, "head")])
+def test_an_eviction_asks_the_device_once(
+    tiny: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    following: int,
+    evictions: int,
+    n_layers: int,
+    rows: int,
+    level: str,
+) -> None:
+    """Whether scores are finite and budgets met, of all layers, rows and heads at once.
+
+    Where entries are handed out by each prompt's scores, how many go to each head is read as well,
+    once a row.
+    """
+    options = dict(options)
+    model = tiny.tiny_model("llama", num_hidden_layers=n_layers)
+    scorer = {"scorer": options.pop("scorer", "xkv")}
+    profile = tiny.make_profile(model, TOKENS, 0.4, **scorer)
+    profile = tiny.by_head(profile) if level == "head" else profile
+    if bits := options.pop("bits", None):
+        profile = profile.replace(bits=np.full_like(profile.budgets, bits))
+    profile = profile.replace(by_prompt=options.pop("by_prompt", False) and level == "head")
+    handed = []
+
+    def handed_out(scores: Any, total: int, *, protected: int) -> Any:
+        handed.append(total)
+        return profile.budgets_for(TOKENS)
+
+    monkeypatch.setattr("kvalloc.runtime.prompt.handed_out", handed_out)
+    cache = make_cache(profile, model, **options)
+    read = evicted_on_fake_device(model, cache, rows, TOKENS, following)
+    assert (read, len(handed)) == (evictions, rows * profile.by_prompt)
+    assert cache.reduced

@@ -40,13 +40,6 @@ def states_of(**changes: Any) -> Any:
     return make_states(**{**values, **changes})
 
 
-def padded(states: Any, pads: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
-    """The same states with the first tokens of each row being padding."""
-    valid = torch.arange(N_TOKENS) >= torch.tensor(pads)[:, None]
-    causal = torch.ones(N_TOKENS, N_TOKENS).tril().bool()
-    return replace(states, mask=causal & valid[:, None, None]), valid
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", policy_names())
 def test_budgets_are_met_exactly_for_each_row_and_head(name: str, dtype: torch.dtype) -> None:
@@ -58,25 +51,6 @@ def test_budgets_are_met_exactly_for_each_row_and_head(name: str, dtype: torch.d
     assert kept[..., :2].all()
     assert kept[..., -4:].all()
     assert torch.equal(kept, policy(name).keep(states, budgets, **LIMITS))
-
-
-@pytest.mark.parametrize("name", policy_names())
-def test_padding_is_never_kept_and_changes_nothing(name: str) -> None:
-    states, valid = padded(states_of(), (0, 11))
-    budgets = torch.tensor([[20, 13], [29, 9]])
-    kept = policy(name).keep(states, budgets, **LIMITS, valid=valid)
-    assert torch.equal(kept.sum(dim=-1), budgets)
-    assert not kept[1, :, :11].any()
-    assert kept[1, :, 11:13].all()
-    assert kept[..., -4:].all()
-    alone = replace(
-        states,
-        queries=states.queries[1:, :, 11:],
-        keys=states.keys[1:, :, 11:],
-        values=states.values[1:, :, 11:],
-        mask=None,
-    )
-    assert torch.equal(policy(name).keep(alone, budgets[1:], **LIMITS)[0], kept[1, :, 11:])
 
 
 @pytest.mark.parametrize("name", policy_names())
