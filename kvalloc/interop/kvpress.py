@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.accounting.costs import stored_bytes as entry_bytes
 from kvalloc.errors import InputError, MissingDependencyError, option
-from kvalloc.evaluate.caches import HALF_BYTES, next_logits, stored_bytes
+from kvalloc.evaluate.caches import (
+    HALF_BYTES,
+    MakeCache,
+    bytes_at_16_bits,
+    needed_bytes,
+    next_logits,
+    stored_bytes,
+)
 from kvalloc.evaluate.methods import Compressed
 
 if TYPE_CHECKING:
@@ -161,8 +168,8 @@ class PeerCompressed(Compressed):
 
         from kvalloc.models.attention import intercept_attention
 
-        stored = int(self.cache.layers[0].keys.shape[2])  # type: ignore[union-attr]
-        begin, ids = self.n_prompt + stored - self.first_stored, [*question_ids, *answer_ids]
+        followed = self.cache.layers[0].get_seq_length() - self.first_stored
+        begin, ids = self.n_prompt + followed, [*question_ids, *answer_ids]
         positions = torch.arange(begin, begin + len(ids), device=self.model.device)[None]
         with intercept_attention(self.model, self._attend):
             return next_logits(self.model, self.cache, ids, last=last, position_ids=positions)
@@ -174,6 +181,9 @@ class PeerCompressed(Compressed):
         n_new, n_total = states.queries.shape[2], states.keys.shape[2]
         device = states.keys.device
         seen = torch.ones(n_new, n_total, dtype=torch.bool, device=device).tril(n_total - n_new)
+        stored: Any = self.cache.layers[states.layer]
+        if stored.is_sliding:
+            seen = seen.triu(n_total - n_new + 1 - stored.sliding_window)
         hidden = self.hidden[states.layer]
         if hidden is None:
             return compute(seen[None, None])
@@ -194,21 +204,28 @@ class KvpressMethod:
         Which press, and the share of entries to keep.
     tokenizer_path : str or None
         Where KVzip finds the tokenizer, which it loads again; the model's own name by default.
+    make_cache : callable, optional
+        Gives a new cache for the press to reduce, such as transformers' QuantizedCache, whose
+        layers then say what they store (``stored_tensors``); a plain one by default.
 
     Raises
     ------
     InputError
-        If no share of entries is given or kvpress has no such press.
+        If no share of entries is given, kvpress has no such press, or what a cache rounds by
+        itself is to be rounded again.
     MissingDependencyError
         If kvpress is not installed.
     """
 
     name: PeerName
     tokenizer_path: str | None = None
+    make_cache: MakeCache | None = None
 
     def __post_init__(self) -> None:
         if self.name.share is None:
             raise InputError(f"{self.name} needs a share of entries to keep: {self.name}@20%")
+        if self.make_cache is not None and self.name.bits != 16:
+            raise InputError(f"{self.name}: bits are for a plain cache; leave them or make_cache")
         make_press(self.name)
 
     def compress(self, model: PreTrainedModel, prompt_ids: Sequence[int]) -> Compressed:
@@ -238,7 +255,8 @@ class KvpressMethod:
         n_tokens = len(prompt_ids)
         n_kept = max(1, round(share * n_tokens))
         press.compression_ratio = max(0.0, 1 - (n_kept + 0.01) / n_tokens)
-        cache: Any = DynamicCache(config=model.config)
+        cache: Any = self.make_cache() if self.make_cache else DynamicCache(config=model.config)
+        shape = shape_of(model)
         start = time.perf_counter()
         try:
             with torch.inference_mode(), _as_it_was(model, self.tokenizer_path):
@@ -246,26 +264,28 @@ class KvpressMethod:
                     logits = next_logits(model, cache, prompt_ids, last=1)[-1]
                 seconds = time.perf_counter() - start
                 hidden = [
-                    _hidden(layer, stored)
+                    _hidden(layer, stored, shape.n_kv_heads)
                     for layer, stored in zip(_layers(model), cache.layers, strict=True)
                 ]
-                _round(cache, hidden, self.name.bits)
+                if self.name.bits != 16:
+                    _round(cache, hidden, self.name.bits)
         except (AssertionError, RuntimeError) as error:
             raise InputError(f"{self.name} fails on a prompt of {n_tokens} tokens: {error}") from (
                 error
             )
-        shape = shape_of(model)
-        half = replace(shape, dtype_bytes=HALF_BYTES)
+        half, bits = replace(shape, dtype_bytes=HALF_BYTES), self.name.bits
+        layers = list(zip(cache.layers, hidden, strict=True))
+        full = [(layer, marked) for layer, marked in layers if not layer.is_sliding]
         return PeerCompressed(
             model=model,
             cache=cache,
             logits=logits,
             stored_bytes=stored_bytes(cache),
-            kept_bytes=_kept_bytes(cache, hidden, self.name.bits, shape),
-            bytes_at_16_bits=_kept_bytes(cache, hidden, self.name.bits, half, sliding=False),
+            kept_bytes=_kept_bytes(needed_bytes(cache), layers, bits, shape),
+            bytes_at_16_bits=_kept_bytes(bytes_at_16_bits(cache), full, bits, half),
             prefill_seconds=seconds,
             hidden=tuple(hidden),
-            first_stored=int(cache.layers[0].keys.shape[2]),
+            first_stored=cache.layers[0].get_seq_length(),
             n_prompt=n_tokens,
         )
 
@@ -319,14 +339,14 @@ def _share(profile: BudgetProfile) -> float:
     return round(profile.retained_tokens / (profile.budgets.size * profile.context_tokens), 3)
 
 
-def _hidden(layer: Any, stored: Any) -> Tensor | None:
+def _hidden(layer: Any, stored: Any, n_kv_heads: int) -> Tensor | None:
     """What a press has marked on a layer's module, ``(n_kv_heads, n_stored)``; None for nothing."""
     import torch
 
     marked = getattr(layer.self_attn, "masked_key_indices", None)
     if marked is None:
         return None
-    mask = torch.zeros(stored.keys.shape[1:3], dtype=torch.bool, device=stored.keys.device)
+    mask = torch.zeros(n_kv_heads, _entries(stored), dtype=torch.bool, device=stored.keys.device)
     mask[marked[1], marked[2]] = True
     return mask
 
@@ -348,23 +368,22 @@ def _round(cache: Any, hidden: Sequence[Tensor | None], bits: int) -> None:
 
 
 def _kept_bytes(
-    cache: Any,
-    hidden: Sequence[Tensor | None],
-    bits: int,
-    shape: ModelShape,
-    *,
-    sliding: bool = True,
+    held_bytes: int, layers: Sequence[tuple[Any, Tensor | None]], bits: int, shape: ModelShape
 ) -> int:
-    """Bytes of what is not hidden, rounded to so many bits."""
-    found = 0
-    for layer, marked in zip(cache.layers, hidden, strict=True):
-        if layer.is_sliding and not sliding:
-            continue
-        counts = [layer.keys.shape[2]] * layer.keys.shape[1]
+    """Of the bytes that these layers hold, those of what is not hidden, rounded to so many bits."""
+    kept = every = 0
+    for layer, marked in layers:
+        counts = [_entries(layer)] * shape.n_kv_heads
+        every += sum(counts) * shape.bytes_per_entry
         if marked is not None:
             counts = (~marked).sum(dim=1).tolist()
-        found += int(entry_bytes(counts, 16 if layer.is_sliding else bits, shape).sum())
-    return found
+        kept += int(entry_bytes(counts, 16 if layer.is_sliding else bits, shape).sum())
+    return round(held_bytes * kept / every)
+
+
+def _entries(layer: Any) -> int:
+    """Entries that a layer stores; the length of a sliding one is all that it has seen."""
+    return int(layer.keys.shape[2] if layer.is_sliding else layer.get_seq_length())
 
 
 @contextmanager

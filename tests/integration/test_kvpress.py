@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,14 @@ pytest.importorskip("kvpress", reason="kvpress has an environment of its own: ma
 
 import torch
 from tiny_models import VOCABULARY, tiny_model
-from transformers import DynamicCache
+from transformers import DynamicCache, QuantizedCache
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from quality.quantized import BACKENDS, COMPILER, quantized_cache
 
 from kvalloc.cli.main import main
+from kvalloc.evaluate.methods import CacheMethod
 from kvalloc.interop.kvpress import KvpressMethod, make_press, read_peer_name
 
 EVICTING = (
@@ -23,7 +30,7 @@ EVICTING = (
     "CriticalKV(SnapKV)",
 )  # fmt: skip
 HIDING = ("AdaKV(SnapKV)", "CriticalAdaKV(SnapKV)", "AdaKV(ExpectedAttention)")
-N_PROMPT = 180
+N_PROMPT, ANSWER = 192, (7, 11, 90, 3)
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +47,24 @@ def prompt():
 @pytest.mark.parametrize("share", [50, 20])
 def test_what_we_run_is_what_kvpress_runs(model, prompt, name, share):
     """Its own way: the press around the prefill, then one token at a time with positions."""
-    answer = (7, 11, 90, 3)
     method = KvpressMethod(name=read_peer_name(f"kvpress:{name}@{share}%"))
     reduced = method.compress(model, prompt)
+    expected = as_kvpress_runs_it(model, prompt, method, DynamicCache())
+    ours = reduced.feed(ANSWER, last=len(ANSWER))
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+    assert reduced.kept_bytes / (3 * 2 * N_PROMPT * 64) == pytest.approx(share / 100, abs=0.01)
+    assert (reduced.stored_bytes > reduced.kept_bytes) == (name in HIDING)
+
+
+def as_kvpress_runs_it(model, prompt, method, cache):
+    """Predictions after the answer's tokens, one by one."""
     press = make_press(method.name)
-    press.compression_ratio = 1 - (round(share / 100 * N_PROMPT) + 0.01) / N_PROMPT
-    cache, rows = DynamicCache(), []
+    press.compression_ratio = 1 - (round(method.name.share * N_PROMPT) + 0.01) / N_PROMPT
+    rows = []
     with torch.inference_mode():
         with press(model):
             model.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
-        for place, token in enumerate(answer):
+        for place, token in enumerate(ANSWER):
             output = model(
                 input_ids=torch.tensor([[token]]),
                 past_key_values=cache,
@@ -58,10 +73,39 @@ def test_what_we_run_is_what_kvpress_runs(model, prompt, name, share):
             rows.append(output.logits[0])
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
-    ours = reduced.feed(answer, last=len(answer))
-    torch.testing.assert_close(ours, torch.cat(rows), rtol=1e-3, atol=1e-3)
-    assert reduced.kept_bytes / (3 * 2 * N_PROMPT * 64) == pytest.approx(share / 100, abs=0.01)
-    assert (reduced.stored_bytes > reduced.kept_bytes) == (name in HIDING)
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("backend", [
+    pytest.param("quanto", marks=pytest.mark.skipif(not shutil.which(COMPILER), reason=COMPILER)),
+    "HQQ",
+])  # fmt: skip
+@pytest.mark.parametrize("name", [None, "SnapKV", "AdaKV(SnapKV)"])
+def test_quantised_caches_alone_and_with_presses(model, prompt, name, backend, bits):
+    """What a press keeps of transformers' own cache, its bytes read from its tensors."""
+    share, axis = 1.0 if name is None else 0.5, BACKENDS[backend][1]
+    own = QuantizedCache(backend.lower(), model.config, bits, axis, axis)
+    make = partial(quantized_cache, model, backend, bits)
+    if name is None:
+        method = CacheMethod(make_cache=make)
+        with torch.inference_mode():
+            model.model(input_ids=torch.tensor([prompt]), past_key_values=own)
+            expected = model(input_ids=torch.tensor([ANSWER]), past_key_values=own).logits[0]
+    else:
+        method = KvpressMethod(name=read_peer_name(f"kvpress:{name}@50%"), make_cache=make)
+        expected = as_kvpress_runs_it(model, prompt, method, own)
+    reduced = method.compress(model, prompt)
+    ours = reduced.fork().feed(ANSWER, last=len(ANSWER))
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+    one_by_one = torch.cat([reduced.feed([token], last=1) for token in ANSWER])
+    torch.testing.assert_close(one_by_one, ours, rtol=1e-4, atol=1e-4)
+    numbers = 3 * 2 * 2 * N_PROMPT * 8
+    per_number = bits / 8 + 2 * 2 / 64  # and two numbers of 16 bits a group of 64
+    assert reduced.bytes_at_16_bits / numbers == pytest.approx(share * per_number, rel=0.01)
+    stored = 1.0 if name in HIDING else share
+    assert reduced.stored_bytes / numbers == pytest.approx(stored * (per_number + 2 * 2 / 64))
+    assert reduced.kept_bytes / reduced.stored_bytes == pytest.approx(share / stored, rel=0.01)
 
 
 @pytest.mark.model

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvalloc.accounting.costs import stored_bytes
 from kvalloc.cli.main import main
 from kvalloc.errors import InputError, MissingDependencyError
-from kvalloc.evaluate.methods import CacheMethod
+from kvalloc.evaluate.methods import CacheMethod, full_cache
 from kvalloc.interop.kvpress import KvpressMethod, make_press, read_peer_name, read_peers
 from kvalloc.models.loading import shape_of
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
@@ -226,6 +226,23 @@ def test_names_are_read_and_written_alike():
 def test_what_is_no_peer_is_refused(text, said):
     with pytest.raises(InputError, match=said):
         method(text)
+
+
+def test_a_cache_that_rounds_by_itself_is_not_rounded_again():
+    name = read_peer_name("kvpress:Recent@20%@4bits")
+    with pytest.raises(InputError, match="Recent@20%@4bits: bits are for a plain cache"):
+        KvpressMethod(name=name, make_cache=DynamicCache)
+
+
+def test_sliding_layers_see_their_window_and_positions_go_on():
+    """Such a layer stores no more than its window, however many tokens follow."""
+    sliding = tiny_model("gemma3")
+    expected = full_cache(sliding).compress(sliding, ids()).feed(ANSWER, last=len(ANSWER))
+    reduced = method("kvpress:Reread@100%").compress(sliding, ids())
+    at_once = reduced.fork().feed(ANSWER, last=len(ANSWER))
+    torch.testing.assert_close(at_once, expected, rtol=1e-4, atol=1e-4)
+    one_by_one = torch.cat([reduced.feed([token], last=1) for token in ANSWER])
+    torch.testing.assert_close(one_by_one, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_press_that_refuses_a_prompt_is_one_line(model):
