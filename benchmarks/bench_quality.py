@@ -1,4 +1,4 @@
-"""Quality at equal bytes, on long answers: kvalloc beside kvpress and plain rounding.
+"""Quality at equal bytes, on long answers: kvalloc beside kvpress, quanto, HQQ and plain rounding.
 
     python benchmarks/bench_quality.py [--samples 12] [--seconds 1200] [--shares 50 20 10]
 
@@ -88,10 +88,10 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def versions(python: Path) -> str:
     """What is installed where the cells are measured."""
-    names = ("kvpress", "transformers", "torch")
+    names = ("kvpress", "optimum-quanto", "hqq", "transformers", "torch")
     code = (
-        "import json\nfrom importlib.metadata import version\n"
-        f"print(json.dumps([(n, version(n)) for n in {names!r}]))"
+        "import json\nfrom importlib.metadata import distributions\n"
+        f"print(json.dumps([(d.name, d.version) for d in distributions() if d.name in {names!r}]))"
     )
     ran = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
     return ", ".join(f"{name} {version}" for name, version in json.loads(ran.stdout))
