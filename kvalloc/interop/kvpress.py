@@ -168,7 +168,7 @@ class PeerCompressed(Compressed):
 
         from kvalloc.models.attention import intercept_attention
 
-        followed = self.cache.layers[0].get_seq_length() - self.first_stored
+        followed = self.cache.get_seq_length() - self.first_stored
         begin, ids = self.n_prompt + followed, [*question_ids, *answer_ids]
         positions = torch.arange(begin, begin + len(ids), device=self.model.device)[None]
         with intercept_attention(self.model, self._attend):
@@ -285,7 +285,7 @@ class KvpressMethod:
             bytes_at_16_bits=_kept_bytes(bytes_at_16_bits(cache), full, bits, half),
             prefill_seconds=seconds,
             hidden=tuple(hidden),
-            first_stored=cache.layers[0].get_seq_length(),
+            first_stored=cache.get_seq_length(),
             n_prompt=n_tokens,
         )
 
