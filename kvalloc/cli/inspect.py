@@ -359,7 +359,7 @@ def _show_saved(file: str, header: SavedCacheHeader, tensors: Mapping[str, Store
         prompt = header.prompt_tokens
         kept = profile.budgets_for(prompt)
         if profile.by_prompt:
-            kept = _handed_out(tensors, profile, prompt)
+            kept = _handed_out(tensors, profile, header)
         profile = profile.replace(context_tokens=prompt, budgets=kept)
     facts: dict[str, Any] = {
         "document": notes.get("document"),
@@ -405,20 +405,23 @@ def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> d
 
 
 def _handed_out(
-    tensors: Mapping[str, StoredTensor], profile: BudgetProfile, prompt_tokens: int
+    tensors: Mapping[str, StoredTensor], profile: BudgetProfile, header: SavedCacheHeader
 ) -> IntArray:
     """What each KV head really keeps of one prompt that handed its entries out itself.
 
     The budgets of such a profile are what heads had in the mean over other prompts.
     """
     kept = profile.budgets.copy()
+    widths = np.full_like(kept, 16) if profile.bits is None else profile.bits
     for layer in profile.shape.full_layers:
-        if f"{layer}.lengths" in tensors:
-            kept[layer] = tensors[f"{layer}.lengths"].numbers()[0]
-        else:  # all heads of the layer happen to keep the same
-            even = tensors.get(f"{layer}.kept_indices", tensors[f"{layer}.keys"])
-            kept[layer] = even.shape[2]
-    return np.minimum(kept, prompt_tokens)
+        dense = tensors[f"{layer}.keys"].shape[2]
+        followed = max(header.seen_tokens - header.prompt_tokens - dense, 0)  # packed as well
+        # without segments all heads of the layer happen to keep the same
+        kept[layer] = tensors.get(f"{layer}.kept_indices", tensors[f"{layer}.keys"]).shape[2]
+        for width in np.unique(widths[layer]).tolist():
+            if (found := tensors.get(f"{layer}.bits_{width}.lengths")) is not None:
+                kept[layer, widths[layer] == width] = found.numbers()[0] - followed
+    return np.clip(kept, 0, header.prompt_tokens)
 
 
 def bar_scale(largest: float) -> float:

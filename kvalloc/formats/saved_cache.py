@@ -23,9 +23,9 @@ from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import KEY_BLOCK_TOKENS, packed_row_bytes
 from kvalloc.errors import ProfileFileError, by_interface, option
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.record import FileRecord, Record, require
+from kvalloc.formats.record import FileRecord, require
 
-__all__ = ["LayerKind", "SavedCacheHeader", "SavedLayer", "StoredTensor", "tensor_digest"]
+__all__ = ["SavedCacheHeader", "StoredTensor", "tensor_digest"]
 
 
 def _checked(stated: object) -> BudgetProfile:
@@ -44,8 +44,6 @@ _Profile = Annotated[
     PlainValidator(_checked),
     PlainSerializer(BudgetProfile.record, return_type=dict[str, Any]),
 ]
-
-LayerKind = Literal["sliding", "whole", "even", "ragged", "packed"]
 
 #: What safetensors calls a type, what torch does, and its bytes: no others are in a saved cache.
 _TYPES = {
@@ -95,16 +93,6 @@ def tensor_digest(tensors: Mapping[str, StoredTensor]) -> str:
     return hasher.hexdigest()
 
 
-class SavedLayer(Record):
-    """How the file holds one layer."""
-
-    kind: LayerKind
-    """How the layer stores its entries."""
-
-    packed_following: int | None = Field(default=None, ge=0)
-    """How many of the tokens after the prompt are packed as well."""
-
-
 class SavedCacheHeader(FileRecord):
     """All of a saved cache but its tensors."""
 
@@ -114,7 +102,7 @@ class SavedCacheHeader(FileRecord):
     kind: Literal["kvalloc.cache"] = "kvalloc.cache"
     """What the file is."""
 
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     """How the file is to be read."""
 
     model: str
@@ -140,9 +128,6 @@ class SavedCacheHeader(FileRecord):
 
     prompt_tokens: int = Field(ge=1)
     """Tokens of the prompt."""
-
-    layers: tuple[SavedLayer, ...]
-    """What is stored of each layer."""
 
     tensor_digest: str
     """Digest of all tensors."""
@@ -204,24 +189,15 @@ class SavedCacheHeader(FileRecord):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        rows, shape = self.row_profiles, self.profile.shape
+        rows = self.row_profiles
         sound = rows is None or len(rows) == self.batch
         expected = f"one for each of {self.batch} rows"
         require(sound, "row_profiles", len(rows or ()), expected)
         sizes = all(row.budgets.shape == self.profile.budgets.shape for row in rows or ())
         require(sizes, "row_profiles", "of other sizes", "of the sizes of the profile")
-        n_layers, most = shape.n_layers, self.seen_tokens - self.prompt_tokens
-        require(len(self.layers) == n_layers, "layers", len(self.layers), f"{n_layers} layers")
         expected = f"at most the {self.seen_tokens} tokens seen"
-        require(most >= 0, "prompt_tokens", self.prompt_tokens, expected)
-        for index, (layer, found) in enumerate(zip(shape.layer_types, self.layers, strict=True)):
-            packed, following = found.kind == "packed", found.packed_following
-            sound = (found.kind == "sliding") == (layer == "sliding")
-            sound = sound and (not packed or self.profile.bits is not None)
-            require(sound, f"layers.{index}.kind", found.kind, "one that its profile has")
-            inside = following is not None and following <= most
-            right, field = inside == packed, f"layers.{index}.packed_following"
-            require(right, field, following, f"a number from 0 to {most}, where it is packed")
+        sound = self.prompt_tokens <= self.seen_tokens
+        require(sound, "prompt_tokens", self.prompt_tokens, expected)
         return self
 
 
@@ -268,38 +244,37 @@ class _Contents:
         self._require(header.batch <= most, "batch", header.batch, "an entry for each row and head")
         if "visible" in self._left:
             self._shown = self._take("visible", "uint8", (header.batch, header.seen_tokens)) != 0
-        for index, layer in enumerate(header.layers):
-            self._check_layer(index, layer.kind)
+        for index, kind in enumerate(header.profile.shape.layer_types):
+            self._check_layer(index, kind)
         self._require(not self._left, min(self._left, default=""), "there", "no such tensor")
 
-    def _check_layer(self, index: int, kind: LayerKind) -> None:
+    def _check_layer(self, index: int, kind: str) -> None:
+        """Its tensors tell how it is stored: whole, even (with columns), or in segments."""
         header, profile = self._header, self._header.profile
         seen, heads, dim = header.seen_tokens, profile.shape.n_kv_heads, profile.shape.head_dim
         name = f"{index}.keys"
         n_dense = self._take(name, header.dtype, (header.batch, heads, None, dim)).shape[2]
         self._take(f"{index}.values", header.dtype, (header.batch, heads, n_dense, dim))
         found, n_kept, indices = f"of {n_dense} tokens", 0, f"{index}.kept_indices"
-        if kind in ("sliding", "whole"):
+        even, parts = indices in self._left, any(n.startswith(f"{index}.bits_") for n in self._left)
+        if kind == "sliding" or not (even or parts):
             there = profile.shape.sliding_entries(seen) if kind == "sliding" else seen
             self._require(n_dense == there, name, found, f"all {there}")
             return
-        if kind == "even":
+        if even:
             kept = self._take(indices, "int32", (header.batch, heads, None))
             n_kept = kept.shape[2]
             self._maybe(f"{index}.logit_bias", "float32", kept.shape)
         end = seen - (n_dense - n_kept)
         expected = f"the {n_kept} kept ones, and no more after them than the {seen} seen"
         self._require(n_kept <= n_dense and end >= 0, name, found, expected)
-        if kind == "even":
+        if even:
             counts = np.full(header.batch * heads, n_kept)
             self._check_columns(indices, kept.reshape(-1), counts, heads, end)
             return
-        widths = np.full(heads, 16)
-        if kind == "packed" and profile.bits is not None:
-            widths = profile.bits[index]
+        widths = np.full(heads, 16) if profile.bits is None else profile.bits[index]
         for bits in np.unique(widths).tolist():
-            part = f"bits_{bits}." if kind == "packed" else ""
-            self._check_segments(f"{index}.{part}", bits, int((widths == bits).sum()), end)
+            self._check_segments(f"{index}.bits_{bits}.", bits, int((widths == bits).sum()), end)
 
     def _check_segments(self, prefix: str, bits: int, heads: int, end: int) -> None:
         """Segments of rows and heads, back to back, of columns below ``end``."""

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvalloc.accounting import IntArray
 from kvalloc.errors import ModelMismatchError, UnsupportedRequestError, option
 from kvalloc.formats.budget_profile import BudgetProfile
-from kvalloc.formats.saved_cache import SavedCacheHeader, SavedLayer, StoredTensor
+from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
 from kvalloc.models.structure import decoder_layers, decoder_of, weights_digest
 from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
@@ -64,16 +63,17 @@ def filled_cache(
     _check_model(path, header, model, allow_other_model=allow_other_model)
     decide = None if header.row_profiles is None else _decided_before
     cache = make_cache(header.profile, model, allow_other_model=allow_other_model, decide=decide)
-    devices, bits = _devices(model, len(cache.layers)), header.profile.bits
-    for index, (layer, saved) in enumerate(zip(cache.layers, header.layers, strict=True)):
+    devices = _devices(model, len(cache.layers))
+    for index, (layer, device) in enumerate(zip(cache.layers, devices, strict=True)):
         own = {
-            name.removeprefix(f"{index}."): _tensor(tensor).to(devices[index])
+            name.removeprefix(f"{index}."): _tensor(tensor).to(device)
             for name, tensor in tensors.items()
             if name.startswith(f"{index}.")
         }
-        _fill(layer, saved, own, None if bits is None else bits[index])
+        layer.lazy_initialization(own["keys"], own["values"])
+        layer.keys, layer.values = own["keys"], own["values"]
         if isinstance(layer, BudgetLayer):
-            layer.seen_tokens = header.seen_tokens
+            _fill(layer, own, header, index)
         else:
             layer.cumulative_length = header.seen_tokens
     arrival = cache.arrival
@@ -100,37 +100,32 @@ def _decided_before(decoder: nn.Module, rows: Sequence[Any]) -> list[BudgetProfi
     )
 
 
-def _fill(layer: Any, saved: SavedLayer, own: dict[str, Tensor], bits: IntArray | None) -> None:
+def _fill(layer: BudgetLayer, own: dict[str, Tensor], header: SavedCacheHeader, index: int) -> None:
     """Put a layer into the state that was saved."""
-    layer.lazy_initialization(own["keys"], own["values"])
-    layer.keys, layer.values = own["keys"], own["values"]
-    if saved.kind == "even":
-        layer.kept_indices, layer.logit_bias = own["kept_indices"], own.get("logit_bias")
-    elif saved.kind == "ragged":
-        layer.entries = LayerEntries.whole(_entries(own, ""))
-    elif saved.packed_following is not None and bits is not None:
-        like = own["keys"][0, 0, :0].clone(), own["values"][0, 0, :0].clone()
-        parts = [
-            _entries(own, f"bits_{width}.", width, tuple(np.flatnonzero(bits == width).tolist()))
-            for width in sorted(set(bits.tolist()), reverse=True)
-        ]
-        layer.entries = LayerEntries(parts=tuple(parts), like=like)
-        layer.packed_following = saved.packed_following
-
-
-def _entries(
-    own: dict[str, Tensor], prefix: str, bits: int = 16, heads: tuple[int, ...] | None = None
-) -> RaggedEntries:
-    return RaggedEntries(
-        keys=own[f"{prefix}kept_keys"],
-        values=own[f"{prefix}kept_values"],
-        positions=own[f"{prefix}kept_positions"],
-        bias=own.get(f"{prefix}kept_bias"),
-        key_scales=own.get(f"{prefix}key_scales"),
-        lengths=own[f"{prefix}lengths"].cpu().numpy(),
-        bits=bits,
-        heads=heads,
-    )
+    shape, bits = header.profile.shape, header.profile.bits
+    layer.seen_tokens = header.seen_tokens
+    layer.kept_indices, layer.logit_bias = own.get("kept_indices"), own.get("logit_bias")
+    widths = np.full(shape.n_kv_heads, 16) if bits is None else bits[index]
+    if f"bits_{widths[0]}.lengths" not in own:
+        return
+    parts = [
+        RaggedEntries(
+            keys=own[f"bits_{width}.kept_keys"],
+            values=own[f"bits_{width}.kept_values"],
+            positions=own[f"bits_{width}.kept_positions"],
+            bias=own.get(f"bits_{width}.kept_bias"),
+            key_scales=own.get(f"bits_{width}.key_scales"),
+            lengths=own[f"bits_{width}.lengths"].cpu().numpy(),
+            bits=width,
+            heads=tuple(np.flatnonzero(widths == width).tolist()),
+        )
+        for width in sorted(set(widths.tolist()), reverse=True)
+    ]
+    like = own["keys"][0, 0, :0].clone(), own["values"][0, 0, :0].clone()
+    layer.entries = LayerEntries(parts=tuple(parts), like=like)
+    if layer.entries.is_packed:  # of what followed, all but the latest tokens
+        followed = header.seen_tokens - header.prompt_tokens - layer.dense_tokens
+        layer.packed_following = max(followed, 0)
 
 
 def _devices(model: nn.Module, n_layers: int) -> list[torch.device]:

@@ -12,15 +12,8 @@ from torch import Tensor
 
 from kvalloc.errors import UnsupportedRequestError, option
 from kvalloc.files import atomic_write
-from kvalloc.formats.saved_cache import (
-    LayerKind,
-    SavedCacheHeader,
-    SavedLayer,
-    StoredTensor,
-    tensor_digest,
-)
+from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor, tensor_digest
 from kvalloc.models.structure import weights_digest
-from kvalloc.runtime.kept import RaggedEntries
 from kvalloc.runtime.layer import BudgetLayer
 
 __all__ = ["save_cache", "stored"]
@@ -60,7 +53,7 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
             "the model of this cache is gone, so the file could not say whose memory it holds; "
             "save the cache while its model is loaded"
         )
-    (tensors, layers), rows = _tensors_of(cache), cache.arrival.row_profiles
+    tensors, rows = _tensors_of(cache), cache.arrival.row_profiles
     raw = {name: stored(tensor) for name, tensor in tensors.items()}
     header = SavedCacheHeader(
         model=type(model).__name__,
@@ -71,7 +64,6 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
         batch=cache.batch,
         seen_tokens=cache.get_seq_length(),
         prompt_tokens=cache.arrival.prompt_tokens,
-        layers=tuple(layers),
         tensor_digest=tensor_digest(raw),
         versions={"torch": str(torch.__version__)},
         notes=dict(notes or {}),
@@ -84,44 +76,30 @@ def save_cache(cache: Any, path: str | Path, *, notes: Mapping[str, Any] | None 
             raise OSError(str(error)) from error
 
 
-def _tensors_of(cache: Any) -> tuple[dict[str, Tensor], list[SavedLayer]]:
-    """Everything stored, by layer and name, and of which kind each layer is."""
+def _tensors_of(cache: Any) -> dict[str, Tensor]:
+    """Everything stored, by layer and name."""
     tensors: dict[str, Tensor] = {}
-    layers: list[SavedLayer] = []
     for index, layer in enumerate(cache.layers):
-        own = {"keys": layer.keys, "values": layer.values}
-        kind: LayerKind = "sliding"
-        following = None
+        own: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
         if isinstance(layer, BudgetLayer):
-            kind = "whole"
-            if layer.kept_indices is not None:
-                kind, own["kept_indices"] = "even", layer.kept_indices
-            if layer.logit_bias is not None:
-                own["logit_bias"] = layer.logit_bias
-            if layer.entries is not None:
-                packed = layer.entries.is_packed
-                kind, following = ("packed", layer.packed_following) if packed else ("ragged", None)
-                for part in layer.entries.parts:
-                    own |= _entries_tensors(part, f"bits_{part.bits}." if packed else "")
-        layers.append(SavedLayer(kind=kind, packed_following=following))
+            own |= {"kept_indices": layer.kept_indices, "logit_bias": layer.logit_bias}
+            for part in () if layer.entries is None else layer.entries.parts:
+                segments = {
+                    "kept_keys": part.keys,
+                    "kept_values": part.values,
+                    "kept_positions": part.positions,
+                    "kept_bias": part.bias,
+                    "key_scales": part.key_scales,
+                    "lengths": torch.from_numpy(part.lengths.copy()),
+                }
+                own |= {f"bits_{part.bits}.{name}": one for name, one in segments.items()}
         for name, tensor in own.items():
-            tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
+            if tensor is not None:
+                tensors[f"{index}.{name}"] = tensor.detach().contiguous().cpu()
     visible = cache.arrival.visible
     if visible is not None:
         tensors["visible"] = visible.to(torch.uint8)
-    return tensors, layers
-
-
-def _entries_tensors(entries: RaggedEntries, prefix: str) -> dict[str, Tensor]:
-    found = {
-        "kept_keys": entries.keys,
-        "kept_values": entries.values,
-        "kept_positions": entries.positions,
-        "kept_bias": entries.bias,
-        "key_scales": entries.key_scales,
-        "lengths": torch.from_numpy(entries.lengths.copy()),
-    }
-    return {prefix + name: tensor for name, tensor in found.items() if tensor is not None}
+    return tensors
 
 
 def stored(tensor: Tensor) -> StoredTensor:

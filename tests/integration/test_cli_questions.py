@@ -337,7 +337,7 @@ def test_a_saved_cache_whose_header_was_edited_is_refused(folder):
     whole = (folder / "doc.kv").read_bytes()
     edits = ((b'seen_tokens\\": 120', b'seen_tokens\\": 121', "digest"),
              (b"doc.txt", b"cod.txt", "digest"),
-             (b'schema_version\\": 3,', b'schema_version\\": 4,', "schema_version"),
+             (b'schema_version\\": 4,', b'schema_version\\": 5,', "schema_version"),
              (b'kept_indices"', b'kept_Indices"', "tensor_digest"))  # fmt: skip
     for old, new, named in edits:
         edited = whole.replace(old, new)
@@ -384,7 +384,8 @@ def test_inspecting_tells_bits_and_layers_that_share_entries(folder):
     assert "sharing" not in run("inspect", folder / "doc.kv").out
 
 
-def test_inspecting_tells_what_a_prompt_handed_out_itself(folder):
+@pytest.mark.parametrize("bits", [16, 8])
+def test_inspecting_tells_what_a_prompt_handed_out_itself(folder, bits):
     import kvalloc
     from kvalloc.models.loading import load_model
 
@@ -397,8 +398,9 @@ def test_inspecting_tells_what_a_prompt_handed_out_itself(folder):
         window=stored.policy.window,
     )
     own = stored.replace(
-        level="head", other_policies=(recent,), unit_weights=weights, by_prompt=True
-    )
+        level="head", other_policies=(recent,), unit_weights=weights, by_prompt=True,
+        bits=None if bits == 16 else np.full_like(stored.budgets, bits),
+    )  # fmt: skip
     saved = saved_with(folder, own, "tiny")
     told = run("inspect", saved, "--json").json
     cache = kvalloc.load_cache(saved, load_model(folder / "tiny").model)

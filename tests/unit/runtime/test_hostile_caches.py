@@ -142,29 +142,29 @@ def same(found: list[torch.Tensor]) -> bool:
 
 
 def _longer_segment(file: File) -> None:
-    file.tensors["0.lengths"][0, 0] += 1
+    file.tensors["0.bits_16.lengths"][0, 0] += 1
 
 
 def _huge_lengths(file: File) -> None:
-    file.tensors["0.lengths"][:] = 50_000_000
+    file.tensors["0.bits_16.lengths"][:] = 50_000_000
 
 
 def _one_head(file: File) -> None:
-    file.tensors["0.lengths"] = file.tensors["0.lengths"][:, :1].clone()
+    file.tensors["0.bits_16.lengths"] = file.tensors["0.bits_16.lengths"][:, :1].clone()
 
 
 def _no_entries(file: File) -> None:
-    for name in ("0.kept_keys", "0.kept_values"):
+    for name in ("0.bits_16.kept_keys", "0.bits_16.kept_values"):
         file.tensors[name] = file.tensors[name][:0]
 
 
 def _one_entry(file: File) -> None:
-    for name in ("0.kept_keys", "0.kept_values"):
+    for name in ("0.bits_16.kept_keys", "0.bits_16.kept_values"):
         file.tensors[name] = file.tensors[name][:1]
 
 
 def _short_bias(file: File) -> None:
-    file.tensors["0.kept_bias"] = file.tensors["0.kept_bias"][:1]
+    file.tensors["0.bits_16.kept_bias"] = file.tensors["0.bits_16.kept_bias"][:1]
 
 
 def _no_scales(file: File) -> None:
@@ -180,12 +180,12 @@ def _short_rows(file: File) -> None:
 
 
 def _moved_entries(file: File) -> None:
-    file.tensors["0.lengths"][0, 0] -= 1
-    file.tensors["0.lengths"][0, 1] += 1
+    file.tensors["0.bits_16.lengths"][0, 0] -= 1
+    file.tensors["0.bits_16.lengths"][0, 1] += 1
 
 
 def _far_position(file: File) -> None:
-    file.tensors["0.kept_positions"][-1] = 2**31 - 1
+    file.tensors["0.bits_16.kept_positions"][-1] = 2**31 - 1
 
 
 def _position_twice(file: File) -> None:
@@ -216,7 +216,7 @@ def _other_rows(file: File) -> None:
 
 
 def _other_dim(file: File) -> None:
-    for name in ("0.kept_keys", "0.keys"):
+    for name in ("0.bits_16.kept_keys", "0.keys"):
         file.tensors[name] = file.tensors[name][..., :-1]
 
 
@@ -225,7 +225,7 @@ def _short_mask(file: File) -> None:
 
 
 def _hidden_entry(file: File) -> None:
-    file.tensors["visible"][0, int(file.tensors["0.kept_positions"][0])] = 0
+    file.tensors["visible"][0, int(file.tensors["0.bits_16.kept_positions"][0])] = 0
 
 
 def _one_more(file: File) -> None:
@@ -248,16 +248,20 @@ def _wider_window(file: File) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "named"),
     [
-        ("ragged", _longer_segment, "0.kept_keys is float32 of"),
-        ("ragged", _huge_lengths, "0.lengths is from 50000000 to 50000000, expected from 0 to 300"),
-        ("ragged", _one_head, "0.lengths is int64 of 1 x 1, expected int64 of 1 x 2"),
-        ("ragged", _no_entries, "0.kept_keys is float32 of 0 x 16"),
-        ("ragged", _one_entry, "0.kept_keys is float32 of 1 x 16"),
-        ("ragged", _moved_entries, "0.kept_positions"),
-        ("ragged", _far_position, "0.kept_positions is others, expected columns that rise"),
+        ("ragged", _longer_segment, "0.bits_16.kept_keys is float32 of"),
+        (
+            "ragged",
+            _huge_lengths,
+            "0.bits_16.lengths is from 50000000 to 50000000, expected from 0 to 300",
+        ),
+        ("ragged", _one_head, "0.bits_16.lengths is int64 of 1 x 1, expected int64 of 1 x 2"),
+        ("ragged", _no_entries, "0.bits_16.kept_keys is float32 of 0 x 16"),
+        ("ragged", _one_entry, "0.bits_16.kept_keys is float32 of 1 x 16"),
+        ("ragged", _moved_entries, "0.bits_16.kept_positions"),
+        ("ragged", _far_position, "0.bits_16.kept_positions is others, expected columns that rise"),
         ("ragged", _other_dim, "0.keys is float32 of 1 x 2 x 3 x 15"),
         ("ragged", _one_more, "0.other is there, expected no such tensor"),
-        ("biased", _short_bias, "0.kept_bias is float32 of 1"),
+        ("biased", _short_bias, "0.bits_16.kept_bias is float32 of 1"),
         ("even", _position_twice, "0.kept_indices"),
         ("even", _short_even_bias, "0.logit_bias is float32 of 2 x 2 x 1"),
         ("even", _many_rows, "batch is 1099511627776, expected an entry for each row and head"),
@@ -269,7 +273,7 @@ def _wider_window(file: File) -> None:
         ("whole", _few_tokens, "0.keys is of 302 tokens, expected all 303"),
         ("whole", _more_seen, "0.keys is of 303 tokens, expected all 304"),
         ("padded", _short_mask, "visible is uint8 of 2 x 302, expected uint8 of 2 x 303"),
-        ("padded", _hidden_entry, "0.kept_positions is those of padding"),
+        ("padded", _hidden_entry, "0.bits_16.kept_positions is those of padding"),
         ("sliding", _few_tokens, "0.keys is of 14 tokens, expected all 15"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -364,7 +368,9 @@ def _change_tensor(file: File, rng: random.Random) -> None:
     elif act == 1:
         file.tensors[name], file.tensors[other] = file.tensors[other], tensor
     elif act == 2:
-        file.tensors[rng.choice((other, name + "x", "0.kept_bias", "visible"))] = tensor.clone()
+        file.tensors[rng.choice((other, name + "x", "0.bits_16.kept_bias", "visible"))] = (
+            tensor.clone()
+        )
     elif act == 3:
         file.tensors[name] = tensor.to(getattr(torch, rng.choice(TYPES)))
     elif act == 4:

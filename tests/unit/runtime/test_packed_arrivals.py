@@ -7,7 +7,6 @@ model computed is replaced by what comes back from storage, the evicted entries 
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,13 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import DynamicCache
 
 import kvalloc
 from kvalloc.accounting.costs import stored_bytes
-from kvalloc.errors import ProfileFileError, UnsupportedRequestError
+from kvalloc.errors import UnsupportedRequestError
 from kvalloc.runtime import make_cache
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
 
@@ -264,28 +261,6 @@ def test_saved_loaded_copied_reordered_and_cropped(
         ids, past_key_values=profile.cache(model), max_new_tokens=6, num_beams=3, do_sample=False
     )
     assert out.shape == (2, CONTEXT + 6)
-
-
-def test_a_file_whose_packed_layers_were_edited_is_refused(
-    tiny: ModuleType, tmp_path: Path
-) -> None:
-    model, path = tiny.tiny_model(), tmp_path / "c.safetensors"
-    cache = bits_profile(tiny, model).cache(model)
-    run(model, tiny.prompt(CONTEXT), cache)
-    cache.save(path)
-    for field, value, expected in (
-        ("bits", [4, 4], r"layers\.0\.bits"),
-        ("bits", None, r"layers\.0\.bits"),
-        ("packed_following", 64, r"packed_following.*from 0 to 0"),
-    ):
-        with safe_open(path, framework="pt") as file:
-            header = json.loads(file.metadata()["kvalloc_cache"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        header["layers"][0][field] = value
-        other = tmp_path / "other.safetensors"
-        save_file(tensors, other, metadata={"kvalloc_cache": json.dumps(header)})
-        with pytest.raises(ProfileFileError, match=expected):
-            kvalloc.load_cache(other, model)
 
 
 @pytest.mark.parametrize(
