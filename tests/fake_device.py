@@ -123,9 +123,7 @@ def decoded_on_fake_device(
     return launches.found
 
 
-def evicted_on_fake_device(
-    model: Any, cache: Any, rows: int, tokens: int, following: int = 0
-) -> int:
+def evicted_on_fake_device(model: Any, cache: Any, mask: Tensor, following: int = 0) -> int:
     """How often the host reads the device while a prompt is evicted, or what waits for more.
 
     What is noted to be checked holds, and counts as one read where it is read.
@@ -134,8 +132,10 @@ def evicted_on_fake_device(
     ----------
     model, cache : PreTrainedModel and BudgetCache
         On the CPU, the cache empty; the model is moved.
-    rows, tokens, following : int
-        Of the prompt, and how many tokens follow it one by one.
+    mask : Tensor, (rows, tokens)
+        Of the prompt, on the host: eager attention reads none that is on the device.
+    following : int
+        How many tokens follow it one by one.
 
     Raises
     ------
@@ -151,9 +151,10 @@ def evicted_on_fake_device(
 
     with _fake_device(launches), mock.patch("kvalloc.runtime.checks._values", values), launches:
         _move_model(model)
-        for columns in (tokens, *[1] * following):
-            ids = torch.ones(rows, columns, dtype=torch.long, device="meta")
-            model(ids, past_key_values=cache)
+        for given in (mask, *[None] * following):
+            columns = 1 if given is None else given.shape[1]
+            ids = torch.ones(mask.shape[0], columns, dtype=torch.long, device="meta")
+            model(ids, attention_mask=given, past_key_values=cache)
     return reads
 
 

@@ -325,6 +325,8 @@ def test_padding_is_read_once_a_prompt(tiny: ModuleType) -> None:
         ({"scorer": "lookahead", "decode_every": 12}, 24, 3),
         ({"policy": "score", "decode_every": 8}, 16, 3),
         ({"policy": "score", "by_prompt": True}, 1, 1),
+        ({"policy": "score", "padding": 20}, 0, 1),
+        ({"policy": "attention_matching", "padding": 20}, 16, 1),
     ],
 )
 @pytest.mark.parametrize(("n_layers", "rows", "level"), [(2, 1, "layer"), (4, 3, "head")])
@@ -344,7 +346,9 @@ def test_an_eviction_asks_the_device_once(
     once a row.
     """
     options = dict(options)
-    model = tiny.tiny_model("llama", num_hidden_layers=n_layers)
+    model = tiny.tiny_model("llama", "eager", num_hidden_layers=n_layers)
+    mask = torch.ones(rows, TOKENS, dtype=torch.long)
+    mask[0, : options.pop("padding", 0)] = 0
     scorer = {"scorer": options.pop("scorer", "xkv")}
     profile = tiny.make_profile(model, TOKENS, 0.4, **scorer)
     profile = tiny.by_head(profile) if level == "head" else profile
@@ -359,6 +363,6 @@ def test_an_eviction_asks_the_device_once(
 
     monkeypatch.setattr("kvalloc.runtime.prompt.handed_out", handed_out)
     cache = make_cache(profile, model, **options)
-    read = evicted_on_fake_device(model, cache, rows, TOKENS, following)
+    read = evicted_on_fake_device(model, cache, mask, following)
     assert (read, len(handed)) == (evictions, rows * profile.by_prompt)
     assert cache.reduced
