@@ -1,46 +1,17 @@
-"""What a cache stores now: entries, their positions, and bytes; on layers of any kind."""
+"""Tensors that layers of any kind store now, and their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import IntArray
 from kvalloc.models.attention import AttentionStates
 from kvalloc.runtime.layer import BudgetLayer
-from kvalloc.shape import ModelShape
 
-__all__ = [
-    "allocated_bytes",
-    "free_slid_out",
-    "kept_bytes",
-    "plain_bytes",
-    "slid_out_bytes",
-    "stored_counts",
-    "stored_rows",
-    "stored_tensors",
-]
-
-
-def stored_rows(layer: Any) -> int:
-    """Rows of the batch that a layer stores; 0 before the first forward."""
-    if isinstance(layer, BudgetLayer):
-        return layer.batch
-    return 0 if layer.keys is None or layer.keys.ndim < 4 else int(layer.keys.shape[0])
-
-
-def allocated_bytes(layers: Iterable[Any]) -> int:
-    """Bytes of K and V storage of these layers: every storage once and in full."""
-    storages = {}
-    for layer in layers:
-        for tensor in stored_tensors(layer):
-            storage = tensor.untyped_storage()
-            storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
-    return sum(storages.values())
+__all__ = ["free_slid_out", "kept_bytes", "stored_tensors"]
 
 
 def kept_bytes(layers: Iterable[Any]) -> int | None:
@@ -67,21 +38,6 @@ def stored_tensors(layer: Any) -> list[Tensor]:
     return [] if layer.keys is None else [layer.keys, layer.values]
 
 
-def plain_bytes(shape: ModelShape, row_tokens: IntArray) -> int:
-    """Bytes of K and V of a plain cache whose rows have so many tokens, (batch,)."""
-    return sum(shape.full_bytes(tokens) for tokens in row_tokens.tolist() if tokens)
-
-
-def slid_out_bytes(layers: Iterable[Any]) -> int:
-    """Bytes of entries that have left a sliding window and are allocated still."""
-    return sum(
-        tensor.untyped_storage().nbytes() - tensor.nbytes
-        for layer in layers
-        if not isinstance(layer, BudgetLayer)
-        for tensor in stored_tensors(layer)
-    )
-
-
 def free_slid_out(layer: Any, states: AttentionStates) -> None:
     """Give back the storage of prompt tokens that have left a sliding window.
 
@@ -95,15 +51,3 @@ def free_slid_out(layer: Any, states: AttentionStates) -> None:
         view: Tensor = getattr(layer, name)
         if view.untyped_storage().nbytes() > view.nbytes:
             setattr(layer, name, view.clone(memory_format=torch.contiguous_format))
-
-
-def stored_counts(layers: Sequence[Any], batch: int, n_kv_heads: int) -> IntArray:
-    """Entries that these layers store, ``(batch, n_layers, n_kv_heads)``."""
-    found = np.zeros((batch, len(layers), n_kv_heads), dtype=np.int64)
-    for index, layer in enumerate(layers):
-        if isinstance(layer, BudgetLayer):
-            counts = layer.stored_counts()
-            found[:, index] = 0 if counts is None else counts
-        elif layer.keys is not None:
-            found[:, index] = int(layer.keys.shape[-2])
-    return found

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Cache
@@ -190,12 +191,17 @@ class BudgetCache(Cache):
     @property
     def batch(self) -> int:
         """Rows that are stored; 0 before the first forward."""
-        return account.stored_rows(self.layers[0])
+        first: BudgetLayer = self.layers[self.profile.shape.full_layers[0]]
+        return first.batch
 
     @property
     def retained_bytes(self) -> int:
         """Bytes of K and V storage allocated now: every storage once and in full."""
-        return account.allocated_bytes(self.layers)
+        storages = {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
+        return sum(storages.values())
 
     @property
     def full_bytes(self) -> int:
@@ -208,7 +214,13 @@ class BudgetCache(Cache):
             return 0
         shape = replace(self.profile.shape, dtype_bytes=self.layers[0].dtype.itemsize)
         tokens = row_tokens(self.arrival.visible, self.batch, self.get_seq_length())
-        return account.plain_bytes(shape, tokens) + account.slid_out_bytes(self.layers)
+        slid_out = sum(
+            tensor.untyped_storage().nbytes() - tensor.nbytes
+            for layer in self.layers
+            if not isinstance(layer, BudgetLayer)
+            for tensor in account.stored_tensors(layer)
+        )
+        return sum(shape.full_bytes(own) for own in tokens.tolist() if own) + slid_out
 
     @property
     def kept_tokens(self) -> IntArray:
@@ -219,7 +231,16 @@ class BudgetCache(Cache):
     @property
     def kept_tokens_by_row(self) -> IntArray:
         """Entries stored now, ``(batch, n_layers, n_kv_heads)``."""
-        return account.stored_counts(self.layers, self.batch, self.profile.shape.n_kv_heads)
+        shape = (self.batch, len(self.layers), self.profile.shape.n_kv_heads)
+        found: IntArray = np.zeros(shape, dtype=np.int64)
+        for index, layer in enumerate(self.layers if self.batch else ()):
+            own = isinstance(layer, BudgetLayer)
+            found[:, index] = layer.stored_counts() if own else layer.keys.shape[-2]
+        return found
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """All K and V tensors."""
+        return (tensor for layer in self.layers for tensor in account.stored_tensors(layer))
 
     def kept_indices(self, layer: int) -> Tensor:
         """Original positions of the prompt's entries that a layer keeps.
@@ -491,7 +512,7 @@ class BudgetCache(Cache):
         memo[id(self)] = clone
         for shared in (self.profile, *self.row_profiles):
             memo[id(shared)] = shared
-        for tensor in (one for layer in self.layers for one in account.stored_tensors(layer)):
+        for tensor in self._tensors():
             if tensor.requires_grad:  # torch copies no tensor with a history
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})

@@ -38,6 +38,7 @@ from kvalloc.runtime.repetition import (
     repeat_prompt,
 )
 from kvalloc.runtime.selection import handed_out
+from kvalloc.runtime.unfinished import Unfinished
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import awaited_tokens, repetitions
 from kvalloc.scorers.later_pass import Later
@@ -335,7 +336,7 @@ class Prompt:
             self._complete_held()
         elif arrival.decode_every is None:
             for layer in self._budget_layers:
-                layer.unfinished.clear()
+                layer.unfinished = Unfinished()
         for index, bits in self.plan.bits.items() if arrival.complete else ():
             if self._followers is None:
                 self._layers[index].pack(bits)
@@ -450,7 +451,7 @@ class Prompt:
                 layer.unfinished.keep_queries(self._noted_tokens - followers)
             return
         if not layer.awaits_eviction and not step.remember:
-            layer.unfinished.clear()
+            layer.unfinished = Unfinished()
             return
         policy = self.profile.policy
         eviction = Eviction(
@@ -701,7 +702,7 @@ class Prompt:
             self._again, self._ids = True, None
             return
         for layer in self._budget_layers:
-            layer.unfinished.clear()
+            layer.unfinished = Unfinished()
         self._followers = None
         self._forget_held()
 

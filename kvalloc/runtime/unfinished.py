@@ -65,15 +65,6 @@ class Unfinished:
     following: Tensor | None = None
     later: dict[Hashable, Observed] = field(default_factory=dict)
 
-    def clear(self) -> None:
-        """Forget everything: the prompt is complete."""
-        self.grain = 0
-        self.observed.clear()
-        self.queries.clear()
-        self.places.clear()
-        self.following = None
-        self.later.clear()
-
     def keep_queries(self, tokens: int) -> None:
         """Hold back no more than so many of the last queries."""
         for row, held in self.queries.items():
