@@ -151,7 +151,7 @@ LIMITED = "long.jsonl, line 1: a prompt of 505 tokens and its answer go beyond t
             "--question before is neither inside nor",
         ),
         ("tiny", "tiny.json --plain-bits 4,x", "--plain-bits is '4,x', expected numbers"),
-        ("tiny", "tiny.json --plain-bits 5", "bits"),
+        ("tiny", "tiny.json --plain-bits 6", "bits"),
         ("tiny", "tiny.json --tasks kl --question second-turn --context 40", "no question"),
         ("tiny", "tiny.json --split test", "--split test is neither development nor held-out"),
         (
