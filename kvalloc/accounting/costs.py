@@ -62,6 +62,12 @@ VALUE_BLOCK_CHANNELS = 64
 SCALE_BYTES = 2
 """A scale or a minimum, float16."""
 
+POSITION_BYTES = 4
+"""Of an entry's place in the prompt, int32."""
+
+BIAS_BYTES = 4
+"""Of an entry's logit bias, float32."""
+
 GATHER_CLUSTER_TOKENS = 16
 """Cluster of MPCache's example: T = 1024 tokens in C = 64 clusters (Table 2)."""
 
@@ -126,12 +132,20 @@ def stored_bytes(tokens: npt.ArrayLike, bits: npt.ArrayLike, shape: ModelShape) 
 
 
 def entries_in_share(
-    share: float, tokens: int, bits: npt.ArrayLike, shape: ModelShape, *, least: int
+    share: float,
+    tokens: int,
+    bits: npt.ArrayLike,
+    shape: ModelShape,
+    *,
+    least: int,
+    biased: bool = False,
 ) -> int:
     """Most entries, the same for each KV head, within a share of the bytes of a 16-bit cache.
 
     A number at 16 bits counts two bytes, in whatever type the model has it, so that a share means
-    the same for a model in float32 and in bfloat16.
+    the same for a model in float32 and in bfloat16. Counted are keys, values, scales and minima, a
+    position for each entry, and its logit bias where it has one; a cache of everything at 16 bits
+    has neither.
 
     Parameters
     ----------
@@ -144,6 +158,8 @@ def entries_in_share(
     shape : ModelShape
     least : int
         Sinks and window, which are always kept.
+    biased : bool
+        Whether entries have a logit bias.
 
     Raises
     ------
@@ -155,12 +171,15 @@ def entries_in_share(
     >>> shape = ModelShape(model_id="m", n_layers=1, n_query_heads=1, n_kv_heads=1, head_dim=64,
     ...                    dtype_bytes=4, layer_types=("full",))
     >>> [entries_in_share(0.2, 1000, width, shape, least=12) for width in (16, 8, 4)]
-    [200, 376, 707]
+    [196, 365, 672]
     """
+    if share == 1:
+        return tokens
     half = replace(shape, dtype_bytes=2)
     widths, heads = np.unique(np.asarray(bits), return_counts=True)
     counts = np.arange(tokens + 1)[:, None]
-    needed = (stored_bytes(counts, widths, half) * heads).sum(axis=1)
+    beside = POSITION_BYTES + (BIAS_BYTES if biased else 0)
+    needed = ((stored_bytes(counts, widths, half) + beside * counts) * heads).sum(axis=1)
     whole = tokens * half.bytes_per_entry * int(heads.sum())
     found = int(np.searchsorted(needed, int(share * whole + 1e-6), side="right")) - 1
     floor = min(least, tokens)

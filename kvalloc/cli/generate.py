@@ -45,7 +45,7 @@ OF_A_PROMPT = (*(kind.keyword for kind in TARGETS if kind.keyword != "target_los
 _REDUCING = (
     *OF_A_PROMPT,
     *("profile", "full", "solver", "adapt", "measured_tokens", "hold"),
-    *("policy", "policy_option", "decode_every", "bounded"),
+    *("policy", "policy_option", "decode_every", "bounded", "surrogate"),
 )
 """Options that say how a prompt is reduced: a saved cache was reduced when it was saved."""
 
@@ -99,6 +99,9 @@ class Asked:
     bounded : float
         Where the policy looks at what follows the prompt: keep TIMES the budgets until then, such
         as 2, instead of the whole prompt.
+    surrogate : str
+        With a budget and nothing else: what 'kvalloc fit-scorer' wrote for the model, which spares
+        a second read of the prompt. By default the one that ships for the model, if any.
     allow_other_model : bool
         Accept a profile of a model of the same sizes.
     dtype : str
@@ -131,6 +134,7 @@ class Asked:
     policy_option: Annotated[Sequence[str], Option("KEY=VALUE")] = ()
     decode_every: Annotated[int | None, Option("N", least=1)] = None
     bounded: Annotated[float | None, Option("TIMES")] = None
+    surrogate: Annotated[Path | None, Option("FILE")] = None
     allow_other_model: Annotated[bool, Option()] = False
     dtype: Annotated[str | None, Option("NAME")] = None
     device: Annotated[str | None, Option("NAME")] = None
@@ -144,7 +148,8 @@ class Asked:
     def default(self) -> bool:
         """Whether a budget is all that is said of how a prompt is reduced."""
         said = {*_REDUCING} & {*self.typed}
-        return "budget" in said and said <= {"budget", "memory", "decode_every", "bounded"}
+        own = {"budget", "memory", "decode_every", "bounded", "surrogate"}
+        return "budget" in said and said <= own
 
     def given(self, *names: str) -> list[str]:
         """Those of some options that were typed, as flags."""
@@ -206,6 +211,11 @@ def _check_reduction(asked: Asked) -> None:
         )
     if reached and asked.full:
         raise InputError(f"{reached[0]} reduces the cache and --full does not; give one of them")
+    if asked.surrogate is not None and not asked.default:
+        raise InputError(
+            "--surrogate goes with --budget and nothing else; leave it out, or name the policy "
+            "with --policy surrogate --policy-option file=FILE"
+        )
     if asked.policy_option and asked.policy is None:
         raise InputError("--policy-option belongs to a policy; name it with --policy")
     if asked.full and (keeping := asked.given("policy", "decode_every", "bounded")):
@@ -323,7 +333,7 @@ def _load(asked: Asked) -> tuple[LoadedModel, Callable[[int], Any]]:
     if asked.default:
         from kvalloc.online.default import Default
 
-        default = Default.parse(**target)
+        default = Default.parse(**target, surrogate=asked.surrogate)
         loaded = load(asked.model, asked.typed)
         kept: dict[str, Any] = {"decode_every": asked.decode_every, "bounded": asked.bounded}
         return loaded, lambda tokens: default.cache(loaded.model, tokens, **kept)

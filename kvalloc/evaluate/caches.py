@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvalloc.accounting.costs import POSITION_BYTES
 from kvalloc.models import structure
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 MakeCache = Callable[[], "Cache"]
 HALF_BYTES = 2
 """A number at 16 bits."""
-POSITION_BYTES = 4
-"""A kept entry's position, int32."""
 
 
 def stored_bytes(cache: Cache) -> int:

@@ -15,7 +15,9 @@ from typing_extensions import TypedDict
 
 from kvalloc.accounting import IntArray
 from kvalloc.accounting.costs import (
+    BIAS_BYTES,
     BIT_WIDTHS,
+    POSITION_BYTES,
     bits_fault,
     check_size,
     entries_in_share,
@@ -137,8 +139,9 @@ class BudgetProfile(FileRecord):
 
     share_of_16_bits: float | None = Field(default=None, gt=0, le=1)
     """Instead of the length rule: of any prompt every KV head keeps as many entries as make up this
-    share of the bytes of a cache at 16 bits, scales included. Numbers at 16 bits count two bytes
-    there, in whatever type the model has them. ``budgets`` are those of ``context_tokens``."""
+    share of the bytes of a cache at 16 bits, scales, positions and logit biases included. Numbers
+    at 16 bits count two bytes there, in whatever type the model has them. ``budgets`` are those of
+    ``context_tokens``."""
 
     page_tokens: int = Field(default=1, ge=1)
     """Memory is accounted in pages of so many tokens."""
@@ -340,6 +343,7 @@ class BudgetProfile(FileRecord):
                 16 if self.bits is None else self.bits[full],
                 self.shape,
                 least=self.policy.protected_tokens,
+                biased=self.policy.biased,
             )
         elif context_tokens != self.context_tokens:
             budgets[full] = self._scaled(self.budgets[full], context_tokens)
@@ -362,8 +366,15 @@ class BudgetProfile(FileRecord):
         return self.shape.full_bytes(context_tokens, batch)
 
     def of_16_bits(self, stored_bytes: int, context_tokens: int, batch: int = 1) -> float:
-        """What share stored bytes are of a cache at 16 bits, sliding layers left out of both."""
-        shape = self.shape
+        """What share stored bytes are of a cache at 16 bits, sliding layers left out of both.
+
+        Where these budgets evict or round anything, positions and biases of what they keep count.
+        """
+        shape, full = self.shape, list(self.shape.full_layers)
+        kept = self.budgets_for(context_tokens)[full]
+        if self.bits is not None or (kept < context_tokens).any():
+            beside = POSITION_BYTES + BIAS_BYTES * self.policy.biased
+            stored_bytes += int(kept.sum()) * beside * batch
         sliding = len(shape.sliding_layers) * shape.sliding_entries(context_tokens)
         sliding *= shape.n_kv_heads * shape.bytes_per_entry * batch
         whole = (shape.full_bytes(context_tokens, batch) - sliding) * 2 / shape.dtype_bytes

@@ -1,24 +1,28 @@
-"""The budget profiles that ship with kvalloc, by name."""
+"""The budget profiles and surrogates that ship with kvalloc, by name."""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from kvalloc.errors import InputError, nearest
+from kvalloc.errors import InputError, ModelMismatchError, nearest
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.surrogate import FittedSurrogate
+from kvalloc.shape import ModelShape
 
 PACKAGE = "kvalloc.profiles"
+SURROGATE = ".safetensors"
 
 
 def shipped_profiles() -> list[str]:
     """Names of the budget profiles that ship with kvalloc, sorted."""
-    folder = resources.files(PACKAGE)
-    return sorted(
-        entry.name.removesuffix(".json")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".json")
-    )
+    return _shipped(".json")
+
+
+def _shipped(ending: str) -> list[str]:
+    every = (entry.name for entry in resources.files(PACKAGE).iterdir())
+    return sorted(name.removesuffix(ending) for name in every if name.endswith(ending))
 
 
 def load_profile(source: str | Path) -> BudgetProfile:
@@ -52,3 +56,38 @@ def load_profile(source: str | Path) -> BudgetProfile:
     raise InputError(
         f"there is no budget profile {source}: no such file; {near}shipped ones: {known}"
     )
+
+
+def load_surrogate(source: str) -> FittedSurrogate:
+    """A surrogate from a file, or a shipped one by its name.
+
+    Parameters
+    ----------
+    source : str
+        A path, or a name such as ``"smollm2-135m-instruct"``.
+
+    Returns
+    -------
+    FittedSurrogate
+
+    Raises
+    ------
+    ProfileFileError
+        If there is neither such a file nor such a name, or it holds no sound surrogate.
+    """
+    if Path(source).exists() or source not in _shipped(SURROGATE):
+        return FittedSurrogate.load(source)
+    with resources.as_file(resources.files(PACKAGE) / f"{source}{SURROGATE}") as file:
+        return FittedSurrogate.load(file)
+
+
+@cache
+def shipped_surrogate(shape: ModelShape) -> str | None:
+    """The name of the shipped surrogate that was fitted to a model; None where none was."""
+    for name in _shipped(SURROGATE):
+        try:
+            load_surrogate(name).shape.require_same_model(shape)
+        except ModelMismatchError:
+            continue
+        return name
+    return None

@@ -41,6 +41,7 @@ def apply(
     policy_options: Mapping[str, Any] | None = None,
     decode_every: int | None = None,
     bounded: float | None = None,
+    surrogate: str | Path | None = None,
     **asked: Unpack[PromptOptions],
 ) -> Applied:
     """From now on, each ``model.generate()`` reduces its prompt.
@@ -82,6 +83,9 @@ def apply(
         With a profile: accept that of a model of another name with the same sizes.
     policy, policy_options, decode_every, bounded : optional
         As for `kvalloc.runtime.make_cache`.
+    surrogate : str or Path, optional
+        With a budget alone: what ``kvalloc fit-scorer`` wrote for this model. It says what a
+        second read of a prompt would look up, so that one read is enough.
     **asked
         What each prompt is to reach, and how that is measured and decided; see
         `kvalloc.online.per_prompt.PromptOptions`. It does not go with a profile.
@@ -114,11 +118,13 @@ def apply(
                 "here the budgets are decided from each prompt; leave it out, or give a profile"
             )
         if Default.is_asked(policy=policy, policy_options=policy_options, **measured, **asked):
-            default = Default.parse(**asked)
+            default = Default.parse(surrogate=surrogate, **asked)
             keeping: dict[str, Any] = {"decode_every": decode_every, "bounded": bounded}
             return Applied(model, partial(default.cache, model, **keeping))
+        _refuse_surrogate(surrogate)
         target = PromptTarget.parse(**measured, **asked)
         return Applied(model, _of_any_size(partial(make_prompt_cache, model, target, **picked)))
+    _refuse_surrogate(surrogate)
     given = [name for name, value in asked.items() if value is not None]
     if given:
         raise InputError(
@@ -138,7 +144,16 @@ def apply(
 
 def _of_any_size(make: Callable[..., BudgetCache]) -> Callable[..., BudgetCache]:
     """Caches that are the same for every prompt."""
-    return lambda tokens=None, rows=1, **options: make(**options)
+    return lambda tokens=None, rows=1, embedded=False, **options: make(**options)
+
+
+def _refuse_surrogate(surrogate: object) -> None:
+    """Refuse a surrogate where more is said than a budget: it belongs to the default."""
+    if surrogate is not None:
+        raise InputError(
+            f"{option('surrogate')} goes with {option('budget')} and nothing else; leave it out, "
+            "or name the scorer 'surrogate' with its file"
+        )
 
 
 class Applied:
@@ -153,7 +168,8 @@ class Applied:
     model : transformers.PreTrainedModel
         A model that can generate.
     make : callable
-        Makes a cache. ``tokens`` and ``rows`` are the size of the prompt, where it is known;
+        Makes a cache. ``tokens`` and ``rows`` are the size of the prompt, where it is known, and
+        ``embedded`` says whether it comes as embeddings;
         ``prompt_tokens`` is its length where it arrives in several forwards, else None.
 
     Attributes
@@ -235,11 +251,15 @@ def _reduced(
         check_generate(model, arguments)
         ids = _prompt(args, arguments)
         chunked = setting(model, arguments, "prefill_chunk_size") is not None
-        size: dict[str, int] = {}
+        size: dict[str, Any] = {}
         if ids is not None:
             many = ("num_beams", "num_return_sequences")
             copies = max(setting(model, arguments, name) or 1 for name in many)
-            size = {"tokens": int(ids.shape[1]), "rows": int(ids.shape[0]) * copies}
+            size = {
+                "tokens": int(ids.shape[1]),
+                "rows": int(ids.shape[0]) * copies,
+                "embedded": ids.ndim > 2,
+            }
         cache = make(prompt_tokens=size.get("tokens") if chunked else None, **size)
         if chunked and ids is not None:  # a chunk alone would not show the prompt
             name = "inputs_embeds" if ids.ndim > 2 else "input_ids"

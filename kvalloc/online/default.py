@@ -1,25 +1,33 @@
 """The default for any model, nothing measured: the best way known within a share of the bytes.
 
-At equal bytes it pays to round first and to evict then. So entries are stored at 4 bits (at 8 where
-the share is large, at 3 where it is small), as many as fit. The first tokens after the prompt
-choose which: the full cache is held until they have come, if it fits.
+At equal bytes it pays to round first and to evict then, and to evict what a second read of the
+prompt does not look up. So entries are stored at 5 bits (8 where the share is large, 4 where it is
+small), as many as fit, and the values of those that stay are fitted to what all of them gave.
+Which entries stay, a surrogate of the second read says where there is one for the model and the
+share is not small. Otherwise the model reads the prompt twice; and where it cannot, the first
+tokens after the prompt choose.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-from kvalloc.accounting.costs import bits_fault, entries_in_share
+from kvalloc.accounting.costs import entries_in_share
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.shipped_profiles import shipped_surrogate
 from kvalloc.models.loading import shape_of
+from kvalloc.models.structure import context_limit
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import make_cache
-from kvalloc.scorers import get_scorer
+from kvalloc.scorers import Scorer, get_scorer
+from kvalloc.scorers.later_pass import CARRIED_TOKENS
 from kvalloc.shape import ModelShape
 from kvalloc.units import parse_bytes, parse_share, size
 
@@ -27,17 +35,38 @@ __all__ = ["Default"]
 
 _LOG = logging.getLogger(__name__)
 
-EIGHT_BITS_FROM, THREE_BITS_BELOW = 0.42, 0.15
-"""Shares of the bytes from which on fewer entries at 8 bits lose less than more at 4, and below
-which more at 3 do (SmolLM2-135M; the first one Qwen2.5-Coder-0.5B, too)."""
+EIGHT_BITS_FROM, FOUR_BITS_BELOW = 0.42, 0.15
+"""Shares of the bytes from which on fewer entries at 8 bits lose less than more at 5, and below
+which more at 4 do, and a second read loses half of what a surrogate does (SmolLM2-135M)."""
 
-COST = 1.1
-"""Processor time of a prompt of 1,000 tokens against a plain prefill, late or early
-(SmolLM2-135M, one thread)."""
+SINKS, WINDOW = 4, 8
+"""Tokens at the prompt's begin and end, never evicted."""
 
-SINKS, WINDOW, VOTES, AWAITED = 4, 8, 128, 16
-"""Tokens: never evicted at the prompt's begin and end; whose queries vote, of the prompt's last
-and of those that follow it."""
+PIECE, MATCHED = 256, 128
+"""Tokens of the prompt that are read again at once, and whose queries the values are fitted to."""
+
+VOTES, AWAITED = 128, 16
+"""Tokens whose queries vote where nothing is read twice: of the prompt's last, and of those that
+follow it."""
+
+Way = Literal["surrogate", "twice", "late", "early"]
+"""Who chooses the entries: a surrogate, a second read, or the prompt's last tokens with those that
+follow it; or, while the prompt is read, the surrogate or the prompt's last tokens alone."""
+
+_MATCHING: dict[str, Any] = {
+    "name": "attention_matching",
+    "parameters": {"rows": MATCHED, "following": 0},
+}
+
+COSTS: dict[Way, float] = {"surrogate": 1.1, "twice": 2.2, "late": 1.1, "early": 1.1}
+"""Processor time of a prompt of 2,000 tokens against a plain prefill (SmolLM2-135M, one thread)."""
+
+SAID: dict[Way, str] = {
+    "surrogate": "holds the full cache while the prompt is read, and evicts by the surrogate {}",
+    "twice": "reads the prompt twice and holds the full cache meanwhile",
+    "late": f"holds the full cache until {AWAITED} tokens have followed the prompt",
+    "early": "evicts while the prompt is read",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +79,29 @@ class Default:
         Of the bytes of a cache at 16 bits a number, whatever the model's type; above 0 and up to 1.
     memory : int or None
         Bytes that the cache may take at its peak; None where the full cache fits.
+    surrogate : str or None
+        File that `kvalloc fit-scorer` wrote for the model; by default the one that ships with
+        kvalloc, if there is one for it.
     """
 
     share: float
     memory: int | None = None
+    surrogate: str | None = None
 
     @staticmethod
     def is_asked(**given: object) -> bool:
-        """Whether a budget is all that is asked, with or without the memory."""
+        """Whether a budget is all that is asked, with or without memory and surrogate."""
         named = {name for name, value in given.items() if value is not None and value is not False}
-        return "budget" in named and named <= {"budget", "memory"}
+        return "budget" in named and named <= {"budget", "memory", "surrogate"}
 
     @classmethod
-    def parse(cls, budget: Any, memory: Any = None, **unset: Any) -> Default:
+    def parse(
+        cls,
+        budget: Any,
+        memory: Any = None,
+        surrogate: str | Path | None = None,
+        **unset: Any,
+    ) -> Default:
         """From what the user wrote; all else is left out, see `is_asked`.
 
         Raises
@@ -71,11 +110,19 @@ class Default:
             If it is no share, or no size.
         """
         return cls(
-            share=parse_share(budget), memory=None if memory is None else parse_bytes(memory)
+            share=parse_share(budget),
+            memory=None if memory is None else parse_bytes(memory),
+            surrogate=None if surrogate is None else str(surrogate),
         )
 
     def cache(
-        self, model: Any, tokens: int | None = None, rows: int = 1, **options: Any
+        self,
+        model: Any,
+        tokens: int | None = None,
+        rows: int = 1,
+        *,
+        embedded: bool = False,
+        **options: Any,
     ) -> BudgetCache:
         """A cache for one prompt.
 
@@ -87,31 +134,47 @@ class Default:
             is taken to fit.
         rows : int
             Of the batch.
+        embedded : bool
+            Whether the prompt comes as embeddings, which cannot be read again.
         **options
             As for `kvalloc.runtime.make_cache`.
 
         Raises
         ------
         InputError
-            If neither way fits the memory, or the share is below sinks and window.
+            If no way fits the memory, or the share is below sinks and window.
         KVAllocError
             As `kvalloc.runtime.make_cache`.
         """
-        shape = shape_of(model)
-        late = tokens is None or self._fits_late(shape, tokens, rows)
-        profile = self.profile(shape, tokens, late=late)
+        shape, limit = shape_of(model), context_limit(model)
+        goes_on = any(options.get(name) is not None for name in ("decode_every", "bounded"))
+        repeatable = tokens is not None and not (embedded or goes_on)
+        if tokens is not None and limit is not None:
+            repeatable &= tokens + min(PIECE, tokens) + CARRIED_TOKENS <= limit
+        way: Way = "twice" if repeatable else "late"
+        predicts = self.surrogate_of(shape) is not None and options.get("bounded") is None
+        if predicts and (way == "late" or self.surrogate or self.share >= FOUR_BITS_BELOW):
+            way = "surrogate"
         if tokens is not None:
-            profile = profile.replace(detail=self._said(profile, tokens, rows))
+            way = self._that_fits(shape, tokens, rows, way)
+        profile = self.profile(shape, tokens, way)
+        if tokens is not None:
+            profile = profile.replace(detail=self._said(profile, tokens, rows, way))
             _LOG.info(profile.detail)
         return make_cache(profile, model, **options)
 
-    def bits(self, shape: ModelShape) -> int:
+    def surrogate_of(self, shape: ModelShape) -> str | None:
+        """The file of a surrogate that is asked for, or the name of one that ships."""
+        return self.surrogate or shipped_surrogate(shape)
+
+    @property
+    def bits(self) -> int:
         """Width of the entries that are kept."""
         if self.share >= EIGHT_BITS_FROM:
             return 16 if self.share == 1 else 8
-        return 4 if self.share >= THREE_BITS_BELOW or bits_fault(3, shape.head_dim) else 3
+        return 5 if self.share >= FOUR_BITS_BELOW else 4
 
-    def profile(self, shape: ModelShape, tokens: int | None = None, *, late: bool) -> BudgetProfile:
+    def profile(self, shape: ModelShape, tokens: int | None, way: Way) -> BudgetProfile:
         """Budgets for a model, whatever is known of the prompt.
 
         Parameters
@@ -119,8 +182,8 @@ class Default:
         shape : ModelShape
         tokens : int, optional
             For which the budgets are written down; they hold for all lengths.
-        late : bool
-            Evict after the first tokens that follow the prompt, instead of while it is read.
+        way : {"surrogate", "twice", "late", "early"}
+            Who chooses the entries.
 
         Raises
         ------
@@ -129,78 +192,92 @@ class Default:
         """
         context = tokens or min(shape.max_context_tokens or 4096, 4096)
         table = (shape.n_layers, shape.n_kv_heads)
-        width = self.bits(shape)
-        bits = np.full(table, width)
-        bits[list(shape.sliding_layers)] = 16
-        kept = entries_in_share(self.share, context, width, shape, least=SINKS + WINDOW)
-        budgets = np.full(table, kept)
-        budgets[list(shape.sliding_layers)] = shape.sliding_entries(context)
-        late = late and kept < context
-        scorer = get_scorer(
-            "lookahead",
-            tokens=AWAITED if late else 0,
-            window=WINDOW,
-            votes=VOTES,
-            row_reduce="max",
-            group_reduce="max",
+        kept = partial(
+            entries_in_share, self.share, context, self.bits, shape, least=SINKS + WINDOW
         )
+        if kept() == context:  # there is nothing to choose
+            way = "early"
+        scorer = self._scorer(shape, way)
+        policy = Policy(
+            scorer=scorer.name,
+            scorer_parameters=scorer.parameters(),
+            sinks=SINKS,
+            window=WINDOW,
+            **_MATCHING if way in ("surrogate", "twice") else {},
+        )
+        bits, budgets = np.full(table, self.bits), np.full(table, kept(biased=policy.biased))
+        bits[list(shape.sliding_layers)] = 16
+        budgets[list(shape.sliding_layers)] = shape.sliding_entries(context)
         return BudgetProfile(
             shape=shape,
             level="head",
             context_tokens=context,
             budgets=budgets,
             share_of_16_bits=self.share,
-            bits=None if width == 16 else bits,
-            by_prompt=late,
-            policy=Policy(
-                scorer=scorer.name,
-                scorer_parameters=scorer.parameters(),
-                sinks=SINKS,
-                window=WINDOW,
-            ),
+            bits=None if self.bits == 16 else bits,
+            by_prompt=way != "early",
+            policy=policy,
             requested={"target": "budget", "value": self.share},
         )
 
-    def _fits_late(self, shape: ModelShape, tokens: int, rows: int) -> bool:
-        """Whether late eviction fits the memory; refuses where the other way does not, either."""
+    def _scorer(self, shape: ModelShape, way: Way) -> Scorer:
+        """Whose scores choose the entries."""
+        surrogate = self.surrogate_of(shape)
+        if way == "twice":
+            return get_scorer("reconstruction", chunk=PIECE, window=WINDOW)
+        if way == "surrogate" or (way == "early" and surrogate is not None):
+            return get_scorer("surrogate", file=surrogate, window=WINDOW)
+        return get_scorer(
+            "lookahead",
+            tokens=AWAITED if way == "late" else 0,
+            window=WINDOW,
+            votes=VOTES,
+            row_reduce="max",
+            group_reduce="max",
+        )
+
+    def _that_fits(self, shape: ModelShape, tokens: int, rows: int, way: Way) -> Way:
+        """The same way, or early, if the memory asks for it; refuses where that does not fit."""
         if self.memory is None:
-            return True
-        needs = {late: self.peak_bytes(shape, tokens, rows, late=late) for late in (True, False)}
-        if needs[False] > self.memory:
+            return way
+        ways: tuple[Way, Way] = (way, "early")
+        needs = [self.peak_bytes(shape, tokens, rows, one) for one in ways]
+        if needs[1] > self.memory:
             in_rows = f" in {rows} rows" if rows > 1 else ""
             raise InputError(
                 f"{option('memory')} is {size(self.memory)}, but a prompt of {tokens:,} tokens"
-                f"{in_rows} needs {size(needs[True])} where its full cache is held, and "
-                f"{size(needs[False])} where it is evicted while it is read (the budget, and one "
+                f"{in_rows} needs {size(needs[0])} where its full cache is held, and "
+                f"{size(needs[1])} where it is evicted while it is read (the budget, and one "
                 "layer in full); give more, a smaller budget or a shorter prompt"
             )
-        return needs[True] <= self.memory
+        return way if needs[0] <= self.memory else "early"
 
-    def peak_bytes(self, shape: ModelShape, tokens: int, rows: int, *, late: bool) -> int:
+    def peak_bytes(self, shape: ModelShape, tokens: int, rows: int, way: Way) -> int:
         """Bytes of K and V, and of queries that are held, while a prompt is read."""
-        if late:
-            queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
-            held = queries * (min(VOTES, tokens) + AWAITED) * shape.dtype_bytes
-            return shape.full_bytes(tokens, rows) + rows * held
         one_layer = tokens * shape.n_kv_heads * shape.bytes_per_entry * rows
-        return self.profile(shape, tokens, late=False).retained_bytes_at(tokens, rows) + one_layer
+        if way == "early":
+            kept = self.profile(shape, tokens, way).retained_bytes_at(tokens, rows)
+            return kept + one_layer
+        held = min(VOTES, tokens) + AWAITED if way == "late" else min(MATCHED, tokens)
+        queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
+        found = shape.full_bytes(tokens, rows) + rows * held * queries * shape.dtype_bytes
+        if way == "twice":  # what is read again, and one layer's copy in front of it
+            found += one_layer + shape.full_bytes(min(PIECE, tokens), rows)
+        return found
 
-    def _said(self, profile: BudgetProfile, tokens: int, rows: int) -> str:
+    def _said(self, profile: BudgetProfile, tokens: int, rows: int, way: Way) -> str:
         """One line: which way, how much is kept, its peak and its cost."""
-        shape, late = profile.shape, profile.by_prompt
+        shape = profile.shape
         kept = profile.budgets[shape.full_layers[0], 0] / tokens
         stored = profile.retained_bytes_at(tokens, rows)
         reached = profile.of_16_bits(stored, tokens, rows)
-        peak = self.peak_bytes(shape, tokens, rows, late=late)
-        way = "evicts while the prompt is read"
-        if late:
-            way = f"holds the full cache until {AWAITED} tokens have followed the prompt"
-        elif kept == 1:
-            way = "evicts nothing"
-        bits = self.bits(shape)
-        width = "as they are" if bits == 16 else f"at {bits} bits"
+        said, cost = SAID[way].format(self.surrogate_of(shape)), COSTS[way]
+        peak = self.peak_bytes(shape, tokens, rows, way)
+        if kept == 1:
+            said, cost, peak = "evicts nothing", 1.0, shape.full_bytes(tokens, rows)
+        width = "as they are" if self.bits == 16 else f"at {self.bits} bits"
         return (
-            f"by default, nothing measured: {way}; {kept:.0%} of the entries {width}, "
+            f"by default, nothing measured: {said}; {kept:.0%} of the entries {width}, "
             f"{size(stored)}, {reached:.1%} of a cache at 16 bits; about {size(peak)} while it is "
-            f"read, and {1.0 if kept == 1 else COST} times a plain prefill"
+            f"read, and {cost} times a plain prefill"
         )

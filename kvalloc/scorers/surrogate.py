@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.formats.shipped_profiles import load_surrogate
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.models.attention import AttentionStates
 from kvalloc.models.rope import known_frequencies, rotate
@@ -35,7 +36,7 @@ class Surrogate(Scorer):
     Parameters
     ----------
     file : str
-        What ``kvalloc fit-scorer`` wrote for this model.
+        What ``kvalloc fit-scorer`` wrote for this model, or the name of one that ships.
     window : int
         Last tokens that are never evicted, tokens.
 
@@ -74,7 +75,7 @@ class Surrogate(Scorer):
     @cached_property
     def fitted(self) -> FittedSurrogate:
         """What the file holds."""
-        return FittedSurrogate.load(str(self.file))
+        return load_surrogate(self.file)
 
     def check_model(self, shape: ModelShape, *, allow_other_model: bool = False) -> None:
         """Refuse a model that the file was not fitted to; see `Scorer.check_model`."""

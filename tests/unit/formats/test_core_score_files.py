@@ -320,7 +320,7 @@ IN_MEMORY: dict[Any, list[tuple[Callable[[ScoreProfile], dict[str, Any]], str]]]
         (edit("bit_fidelity", lambda a: a.astype(np.float32)), "float32"),
         (drop("bit_fidelity"), "one without the other"),
         (lambda s: {"bit_widths": np.array([16, 8, 8])}, "bit_widths"),
-        (lambda s: {"bit_widths": np.array([16, 8, 5])}, "bit_widths"),
+        (lambda s: {"bit_widths": np.array([16, 8, 6])}, "bit_widths"),
         (lambda s: {"bit_widths": np.array([[16, 8, 4]])}, "bit_widths"),
     ],
     make_shared_scores: [
