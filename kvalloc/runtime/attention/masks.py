@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -79,7 +80,7 @@ def stored_mask(
         return None
     offset = stored_tokens - new_tokens
     place: dict[str, Any] = {"q_length": new_tokens, "q_offset": offset}
-    if "q_length" not in inspect.signature(function).parameters:
+    if not _takes_lengths(function):
         # older transformers pass the columns of the new tokens
         place = {"cache_position": torch.arange(offset, stored_tokens, device=device)}
     if visible is not None:
@@ -94,3 +95,8 @@ def stored_mask(
         device=device,
         **place,
     )
+
+
+@cache
+def _takes_lengths(function: MaskFunction) -> bool:
+    return "q_length" in inspect.signature(function).parameters
