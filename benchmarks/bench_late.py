@@ -6,7 +6,8 @@ With a profile that waits for tokens after the prompt (the shipped one of 20%): 
 greedy tokens over the same with a full cache, in turns; the eviction itself (`cache.evict`) over
 the prefill; K and V bytes held and stored over those of the full cache; and KL(full cache ||
 reduced cache) of the 64 tokens after the eviction, for late eviction and for eviction bounded to
-twice the budget first. Real text, SmolLM2-135M. Some twenty minutes on two cores.
+twice the budget first. Then what the default's ways cost at 20% of the bytes. Real text,
+SmolLM2-135M. Some twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,13 @@ from bench_runtime import prompt_ids
 from transformers import DynamicCache
 
 import kvalloc
-from kvalloc.models.loading import load_model
+from kvalloc.models.loading import LoadedModel, load_model, shape_of
+from kvalloc.models.structure import context_limit
+from kvalloc.online.default import PIECE, Default, Way
 
-NEW = 64
+NEW, SHARE = 64, 0.2
+TARGETS: dict[Way, float] = {"surrogate": 1.15, "twice": 2.5, "early": 1.10}
+"""What a prefill may cost over a plain one."""
 
 
 def main() -> int:
@@ -47,6 +53,9 @@ def main() -> int:
     print(f"{arguments.profile}, {arguments.dtype}")
     for row in rows:
         print(describe(row))
+    for length in arguments.lengths:
+        for line in default_ways(loaded, ids[:, :length], arguments.repeats):
+            print(line, flush=True)
     print(
         f"KL of {NEW} tokens after the eviction, {arguments.samples} texts of "
         f"{arguments.kl_tokens} tokens: late {losses['late']:.5f}, bounded to twice the budget "
@@ -114,6 +123,33 @@ def speed(model: Any, profile: Any, ids: torch.Tensor, repeats: int) -> dict[str
         "held_over_full": before / full_bytes,
         "stored_over_full": cache.retained_bytes / full_bytes,
     }
+
+
+def default_ways(loaded: LoadedModel, ids: torch.Tensor, repeats: int) -> Iterator[str]:
+    """What a prompt and 64 tokens cost by each way of the default, over a full cache."""
+    model, shape = loaded.model, shape_of(loaded.model, model_id=loaded.model_id)
+    limit = context_limit(model) or ids.shape[1] + PIECE
+    ids = ids[:, : limit - PIECE - NEW]  # room for the second read
+    default, make = Default(share=SHARE), {"full": lambda: full(model)}
+    for way in TARGETS:
+        profile = default.profile(shape, ids.shape[1], way)
+        make[way] = lambda profile=profile: profile.cache(model)
+    runs = {name: (lambda new=new: written(model, new(), ids, NEW)) for name, new in make.items()}
+    seconds = timed_in_turns(runs, repeats=repeats)
+    alone = {
+        f"{name}, prefill": (lambda new=new: written(model, new(), ids, 0))
+        for name, new in make.items()
+    }
+    seconds |= timed_in_turns(alone, repeats=repeats)
+    for way, target in TARGETS.items():
+        found = ratios(seconds, way, "full")
+        prefill = ratios(seconds, f"{way}, prefill", "full, prefill")
+        yield (
+            f"{ids.shape[1]:>5} tokens, {SHARE:.0%} of the bytes by default, {way}: prefill over a "
+            f"plain one {prefill['ratio']:.3f} [{prefill['ratio_quartile_1']:.3f}, "
+            f"{prefill['ratio_quartile_3']:.3f}] (target {target:.2f}), with {NEW} tokens "
+            f"{found['ratio']:.3f}"
+        )
 
 
 @torch.inference_mode()

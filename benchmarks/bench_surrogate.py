@@ -4,9 +4,10 @@
 
 Fits a surrogate of SmolLM2-135M (`kvalloc fit-scorer`), unless one is given. Then, on prompts of
 other texts, KL(full cache || reduced cache) of 64 tokens after the eviction, for several ways to
-choose the entries within the same budgets by head, those of a shipped profile: of running text, and
-of an answer to a question for one of eight needles that is asked after the eviction. Last, the time
-of a prefill over that of a plain one, in turns. Some ten minutes on two cores.
+choose the entries within the default's shares of a 16-bit cache, handed out by the prompt: of
+running text, and of an answer to a question for one of eight needles that is asked after the
+eviction. Last, the time of a prefill over that of a plain one, in turns. Some ten minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.measure.sampling import choose_samples
-from kvalloc.models.loading import LoadedModel, load_model
+from kvalloc.models.loading import LoadedModel, load_model, shape_of
+from kvalloc.online.default import Default, Way
 from kvalloc.prompts.calibration import calibration_prompts
 from kvalloc.scorers import get_scorer
 
 NEW, TARGET = 64, 1.10
-BUDGETS = {"20%": "smollm2-135m-instruct-context-20", "40%": "smollm2-135m-instruct-context-40"}
+SHARES = {"20%": 0.2, "10%": 0.1}
 TASKS = {"text": ("kl", "inside"), "needles, asked after": ("needle-keys", "after")}
+MATCHED: dict[str, Way] = {"surrogate": "surrogate", "reconstruction": "twice"}
 WAYS = {
     "20%": ("snapkv", "expected_attention", "surrogate", "reconstruction"),
-    "40%": ("snapkv", "surrogate"),
+    "10%": ("snapkv", "surrogate", "reconstruction"),
 }
-MATCHED = {"name": "attention_matching", "parameters": {"following": 0}}
 
 
 def main() -> int:
@@ -96,9 +98,11 @@ def quality(surrogate: FittedSurrogate) -> str:
     )
 
 
-def ways(share: str, file: str) -> dict[str, Any]:
-    """Profiles with the same budgets by head, and another way to choose the entries each."""
-    budgets = kvalloc.load_profile(BUDGETS[share])
+def ways(loaded: LoadedModel, share: str, file: str) -> dict[str, Any]:
+    """Profiles of the same share, and another way to choose the entries each."""
+    default = Default(share=SHARES[share], surrogate=file)
+    shape = shape_of(loaded.model, model_id=loaded.model_id)
+    budgets = default.profile(shape, None, "twice")
     own, found = budgets.policy, {}
     for name in WAYS[share]:
         more = {"file": file} if name == "surrogate" else {}
@@ -111,14 +115,14 @@ def ways(share: str, file: str) -> dict[str, Any]:
             scorer_parameters=scorer.parameters(),
         )
         found[name] = budgets.with_policy(ranked)
-        if name == "surrogate":
-            found["surrogate, matched"] = budgets.with_policy(ranked.replace(**MATCHED))
+        if name in MATCHED:
+            found[f"{name}, matched"] = default.profile(shape, None, MATCHED[name])
     return found
 
 
 @torch.inference_mode()
 def harm(loaded: LoadedModel, file: str, arguments: argparse.Namespace) -> Iterator[str]:
-    made = {share: ways(share, file) for share in BUDGETS}
+    made = {share: ways(loaded, share, file) for share in SHARES}
     for task, (kind, question) in TASKS.items():
         found: dict[tuple[str, str], list[float]] = {}
         for sample in samples(loaded, kind, question, arguments):
@@ -130,7 +134,7 @@ def harm(loaded: LoadedModel, file: str, arguments: argparse.Namespace) -> Itera
                     terms = truth.exp() * (truth - logits)
                     found.setdefault((share, way), []).append(float(terms.sum(-1).mean()))
         for share, profiles in made.items():
-            yield f"KL at {share} of the entries, {task}, nats a token, and by prompt:"
+            yield f"KL at {share} of the bytes, {task}, nats a token, and by prompt:"
             for way in profiles:
                 own = found[share, way]
                 yield f"  {way:<24}{np.mean(own):8.4f}   {' '.join(f'{one:.4f}' for one in own)}"
@@ -186,7 +190,7 @@ def after(
 
 @torch.inference_mode()
 def speed(loaded: LoadedModel, file: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    model, found = loaded.model, ways("20%", file)
+    model, found = loaded.model, ways(loaded, "20%", file)
     ids = torch.from_numpy(samples(loaded, "kl", "inside", arguments)[0].token_ids)[None]
 
     def run(make: Any) -> None:

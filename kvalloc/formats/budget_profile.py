@@ -303,10 +303,18 @@ class BudgetProfile(FileRecord):
     __str__ = __repr__
 
     def with_policy(self, policy: Policy) -> BudgetProfile:
-        """The same budgets with one policy for all units."""
-        return self.replace(
-            policy=policy, other_policies=(), unit_policies=None, unit_weights=None, evaluation=None
-        )
+        """The same budgets, or the same share of a 16-bit cache, with one policy for all units."""
+        changed = {
+            "policy": policy,
+            "other_policies": (),
+            "unit_policies": None,
+            "unit_weights": None,
+            "evaluation": None,
+        }
+        budgets = self.budgets
+        if self.share_of_16_bits is not None:  # a policy with biases leaves room for fewer
+            budgets = self.model_copy(update=changed).budgets_for(self.context_tokens)
+        return self.replace(**changed, budgets=budgets)
 
     def budgets_for(self, context_tokens: int) -> IntArray:
         """Budgets for a prompt of another length.
