@@ -166,15 +166,16 @@ def against_best(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> dict[s
     """The ratio in each cell, and over the mean of the cells under ``mean``.
 
     On the prompts that a method and all peers were put to, and the tokens that all predicted after
-    their evictions. In every resample the best peer of each cell is chosen anew, which favours the
-    peers. Losses below `LEAST_KL` count as that.
+    their evictions; a peer that was put to fewer prompts than another, and is worse on these, is
+    left out. In every resample the best peer of each cell is chosen anew, which favours the peers.
+    Losses below `LEAST_KL` count as that.
     """
     methods = by_method(rows)
     peers = [name for name, own in methods.items() if not is_ours(_any(own))]
     found: dict[str, Ratio] = {}
     ours, best, counts = [], [], []
     for cell in cells:
-        names = [mine, *(peer for peer in peers if methods[peer][cell])]
+        names = [mine, *in_question({peer: methods[peer][cell] for peer in peers})]
         shared = set.intersection(*(set(methods[name][cell]) for name in names))
         values = [shared_kl([methods[name][cell][prompt] for name in names]) for prompt in shared]
         kls = np.array([row for row in values if None not in row], dtype=np.float64)
@@ -191,6 +192,21 @@ def against_best(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> dict[s
         whole = np.sum(ours, axis=0) / np.sum(best, axis=0)
         found["mean"] = ratio_of(whole, min(counts), "the best peer of each cell")
     return found
+
+
+def in_question(peers: Mapping[str, Mapping[str, Row]]) -> list[str]:
+    """Who may be the best in a cell: none that is worse on all of its few prompts than another."""
+
+    def worse(few: Mapping[str, Row], many: Mapping[str, Row]) -> bool:
+        pairs = [shared_kl([few[one], many[one]]) for one in few.keys() & many.keys()]
+        known = [pair for pair in pairs if None not in pair]
+        return bool(known) and all(np.greater(*np.array(known, dtype=np.float64).T))
+
+    return [
+        name
+        for name, own in peers.items()
+        if own and not any(len(one) > len(own) and worse(own, one) for one in peers.values())
+    ]
 
 
 def ratio_of(values: FloatArray, n_prompts: int, peer: str) -> Ratio:

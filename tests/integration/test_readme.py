@@ -25,11 +25,11 @@ def test_the_python_block_runs_as_printed(
     names: dict[str, Any] = {}
     exec(compile(block, str(README), "exec"), names)
     said = capsys.readouterr().out.splitlines()[-1]
-    assert "71% of the entries at 4 bits" in said
+    assert "58% of the entries at 5 bits" in said
     cache, tokens = names["applied"].last_cache, names["inputs"]["input_ids"].shape[1]
     stored = kept_bytes(cache.layers)
     assert stored is not None
-    assert 0.19 < cache.profile.of_16_bits(stored, tokens) <= 0.2
+    assert 0.19 < cache.profile.of_16_bits(stored, tokens) <= 0.2  # with positions and biases
 
 
 def test_both_commands_stand_at_the_top() -> None:

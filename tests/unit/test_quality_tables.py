@@ -65,8 +65,10 @@ def test_the_ratio_is_to_the_best_peer_of_each_cell():
 
 def test_only_prompts_that_all_have_seen_count_and_one_gives_no_interval():
     some = [one for one in rows() if (one["method"], one["digest"]) != ("B", "text1")]
-    found = against_best(some, "default", CELLS)
-    assert found["text"].ratio == pytest.approx(0.1 / 0.4)
+    assert against_best(some, "default", CELLS)["text"].n_prompts == 2  # B is worse on the other
+    some = [one for one in some if (one["method"], one["digest"]) != ("B", "text0")]
+    found = against_best([*some, row("text", 0, "B", 0.2)], "default", CELLS)
+    assert found["text"].ratio == pytest.approx(0.1 / 0.2)
     assert (found["text"].n_prompts, found["text"].high, found["mean"].n_prompts) == (1, None, 1)
     assert "no interval" in str(found["text"])
     assert found["facts-after"].n_prompts == 2

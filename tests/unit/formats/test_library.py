@@ -27,6 +27,11 @@ def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
         assert {(task, standing) for task in tasks} <= rows.keys()
         share = profile.retained_tokens / (profile.budgets.size * profile.context_tokens)
         assert all(abs(row["kept_share"] - share) < 0.01 for row in rows.values())
+    elif profile.share_of_16_bits is not None:  # the default's, which nothing decides
+        rows = {row["task"]: row for row in profile.evaluation["rows"]}
+        cells = {"text", "own-answer", "facts-inside", "facts-after", "facts-second-turn"}
+        assert cells <= rows.keys()
+        assert all(row["share_of_16_bits"] <= profile.share_of_16_bits for row in rows.values())
     else:
         assert profile.bound is not None
         assert profile.score_digest
