@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvalloc.evaluate.showcase import Asked, Experiment, Ladder, Questions, Rule
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.models.loading import LoadedModel
+    from kvalloc.online.default import Way
 
 EXAMPLES = """\
   kvalloc demo
@@ -45,7 +46,7 @@ def demo(
     output_dir: Path = Path("demo-output"),
     questions: Annotated[int | None, Option("N", least=1)] = None,
     seed: Annotated[int, Option("N")] = 0,
-    time_limit: float = 320.0,
+    time_limit: float = 230.0,
     quick: bool = False,
 ) -> None:
     """Profile a real model, solve with every solver, and ask through the smaller caches.
@@ -219,6 +220,7 @@ class _Demo:
         self, loaded: LoadedModel, questions: Questions, share: float
     ) -> tuple[list[Asked], dict[str, Rule]]:
         from kvalloc.evaluate.showcase import LOSS, NO_TIME, loss_rules, profile_losses
+        from kvalloc.online.default import Default
         from kvalloc.report.showcase import summary_table
 
         self.lines("", "4. Harm: decide by what the answers lose, at the same bytes")
@@ -249,7 +251,15 @@ class _Demo:
         rules[LOSS](share).save(self.folder / "least_loss.json")
         with slow("asking"):
             asked = [questions.ask(name, share, rule(share)) for name, rule in rules.items()]
+            default = Default(share=share)
+            way: Way = "twice" if default.surrogate_of(losses.shape) is None else "surrogate"
+            unmeasured = default.profile(losses.shape, self.much.context_tokens, way)
+            asked.append(questions.ask("default", share, unmeasured))
         self.lines("", *summary_table(asked))
+        self.text(
+            f"default is kvalloc.apply(model, budget='{share:.0%}'): nothing is measured, and the "
+            "share is of a cache at 16 bits, half of this one's."
+        )
         return asked, rules
 
     def search(
