@@ -257,8 +257,8 @@ class _Demo:
             asked.append(questions.ask("default", share, unmeasured))
         self.lines("", *summary_table(asked))
         self.text(
-            f"default is kvalloc.apply(model, budget='{share:.0%}'): nothing is measured, and the "
-            "share is of a cache at 16 bits, half of this one's."
+            f"The default is kvalloc.apply(model, budget='{share:.0%}'): nothing is measured, and "
+            "the share is of a cache at 16 bits, half of this one's."
         )
         return asked, rules
 
