@@ -7,10 +7,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
 
@@ -36,7 +38,18 @@ class QuantoLayer(QuantoQuantizedLayer):
 
 
 class HQQLayer(HQQQuantizedLayer):
-    """The same, by HQQ."""
+    """The same, by HQQ, for prompts of any length."""
+
+    def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, dict[str, Any]]:
+        """Filled up with zeros, as HQQ packs nothing but whole bytes of whole groups."""
+        _, n_heads, n_tokens, head_dim = tensor.shape
+        packed = self.q_group_size * 8 // self.nbits
+        missing = -n_tokens % (packed // gcd(packed, n_heads * head_dim))
+        codes, meta = super()._quantize(pad(tensor, (0, 0, 0, missing)), axis)
+        return codes, {**meta, "tokens": n_tokens}
+
+    def _dequantize(self, q_tensor: tuple[Tensor, dict[str, Any]]) -> Tensor:
+        return super()._dequantize(q_tensor)[:, :, : q_tensor[1]["tokens"]]
 
     def stored_tensors(self) -> Iterator[Tensor]:
         """Codes, scales and zero points, and what is not rounded yet."""

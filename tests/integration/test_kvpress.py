@@ -108,6 +108,16 @@ def test_quantised_caches_alone_and_with_presses(model, prompt, name, backend, b
     assert reduced.kept_bytes / reduced.stored_bytes == pytest.approx(share / stored, rel=0.01)
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+def test_hqq_packs_prompts_of_any_length(model, prompt, bits):
+    """HQQ refuses numbers that fill no whole groups, and groups that fill no whole bytes."""
+    method = CacheMethod(make_cache=partial(quantized_cache, model, "HQQ", bits))
+    for n_tokens in (188, 187):
+        reduced = method.compress(model, prompt[:n_tokens])
+        assert reduced.feed(ANSWER, last=4).isfinite().all()
+        assert reduced.cache.get_seq_length() == n_tokens + 4
+
+
 @pytest.mark.model
 def test_the_command_with_a_peer(capsys):
     command = ["eval", "demo", "--peer", "kvpress:TOVA@20%", "--peer", "kvpress:KVzip@20%"]
