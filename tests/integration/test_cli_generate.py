@@ -54,7 +54,7 @@ def test_only_the_answer_goes_to_stdout(models, profiles, folder):
 
 @pytest.mark.parametrize(
     ("asked", "way"),
-    [((), "holds the full cache"), (("--memory", "40KiB"), "evicts while the prompt is read")],
+    [((), "reads the prompt twice"), (("--memory", "40KiB"), "evicts while the prompt is read")],
 )
 def test_a_budget_alone_takes_the_default_and_says_so(models, folder, asked, way):
     words = ("generate", models / "tiny", "--budget", "25%", *asked, "--prompt-file",
