@@ -177,7 +177,9 @@ def against_best(rows: Sequence[Row], mine: str, cells: Sequence[str]) -> dict[s
     for cell in cells:
         names = [mine, *in_question({peer: methods[peer][cell] for peer in peers})]
         shared = set.intersection(*(set(methods[name][cell]) for name in names))
-        values = [shared_kl([methods[name][cell][prompt] for name in names]) for prompt in shared]
+        values = [
+            shared_kl([methods[name][cell][prompt] for name in names]) for prompt in sorted(shared)
+        ]
         kls = np.array([row for row in values if None not in row], dtype=np.float64)
         if len(names) < 2 or not len(kls):
             continue
