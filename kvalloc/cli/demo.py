@@ -269,7 +269,7 @@ class _Demo:
         asked: list[Asked],
         rules: dict[str, Rule],
     ) -> Ladder:
-        from kvalloc.evaluate.showcase import climb, rules_of
+        from kvalloc.evaluate.showcase import NO_TIME, climb, rules_of
         from kvalloc.report.showcase import ladder_table
 
         self.lines("", "5. Search: needles found and mean KL at other shares of the entries")
@@ -277,7 +277,10 @@ class _Demo:
         shares, until = self.much.shares, self.until(1.0)
         with ProgressBar("searching", unit="seconds at most") as bar:
             ladder = climb(rules, questions, shares=shares, deadline=until, progress=bar)
-        self.lines(*ladder_table(ladder, list(rules)))
+        if len(ladder.asked) < len(rules):  # a table of gaps says nothing
+            self.text(f"Left out: {NO_TIME}; --time-limit 600 leaves enough.")
+        else:
+            self.lines(*ladder_table(ladder, list(rules)))
         return ladder
 
     def save(self, scores: ScoreProfile, decisions: list[Attempt], experiment: Experiment) -> str:
