@@ -86,7 +86,7 @@ def full(model: Any) -> Any:
 @torch.inference_mode()
 def written(model: Any, cache: Any, ids: torch.Tensor, new: int) -> tuple[torch.Tensor, Any]:
     """A prompt and so many greedy tokens after it, one by one."""
-    tokens = []
+    tokens = [ids[:, :0]]
     for number in range(new + 1):
         ids = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
         if number < new:
