@@ -338,6 +338,15 @@ def _attention_modules(decoder: nn.Module) -> list[Any]:
     ]
 
 
+def rotates_halves(model: nn.Module) -> bool:
+    """Whether every layer rotates halves of its queries, so that they can be put elsewhere."""
+    decoder: nn.Module = decoder_of(model)
+    rotary: nn.Module | None = getattr(decoder, "rotary_emb", None)
+    every = set(_attention_modules(decoder))  # of some families whole layers, too
+    own = [one for one in every if not every & {*one.modules()} - {one}]
+    return not any(isinstance(layer_frequencies(layer, rotary), str) for layer in own)
+
+
 def base_implementation(config: Any) -> str:
     """Name of a model's attention implementation, e.g. ``"sdpa"``.
 

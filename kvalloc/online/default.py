@@ -22,6 +22,7 @@ from kvalloc.accounting.costs import entries_in_share
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.shipped_profiles import shipped_surrogate
+from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
 from kvalloc.runtime.cache import BudgetCache
@@ -157,7 +158,7 @@ class Default:
             way = "surrogate"
         if tokens is not None:
             way = self._that_fits(shape, tokens, rows, way)
-        profile = self.profile(shape, tokens, way)
+        profile = self.profile(shape, tokens, way, fitted=rotates_halves(model))
         if tokens is not None:
             profile = profile.replace(detail=self._said(profile, tokens, rows, way))
             _LOG.info(profile.detail)
@@ -174,7 +175,9 @@ class Default:
             return 16 if self.share == 1 else 8
         return 5 if self.share >= FOUR_BITS_BELOW else 4
 
-    def profile(self, shape: ModelShape, tokens: int | None, way: Way) -> BudgetProfile:
+    def profile(
+        self, shape: ModelShape, tokens: int | None, way: Way, *, fitted: bool = True
+    ) -> BudgetProfile:
         """Budgets for a model, whatever is known of the prompt.
 
         Parameters
@@ -184,6 +187,9 @@ class Default:
             For which the budgets are written down; they hold for all lengths.
         way : {"surrogate", "twice", "late", "early"}
             Who chooses the entries.
+        fitted : bool
+            Fit values and biases where a way does; not every model lets its queries be put behind
+            the prompt.
 
         Raises
         ------
@@ -203,7 +209,7 @@ class Default:
             scorer_parameters=scorer.parameters(),
             sinks=SINKS,
             window=WINDOW,
-            **_MATCHING if way in ("surrogate", "twice") else {},
+            **_MATCHING if fitted and way in ("surrogate", "twice") else {},
         )
         bits, budgets = np.full(table, self.bits), np.full(table, kept(biased=policy.biased))
         bits[list(shape.sliding_layers)] = 16

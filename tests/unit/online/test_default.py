@@ -13,6 +13,7 @@ import torch
 from cli_tools import run as run_command
 from prompt_runs import generate
 from tiny_models import WordTokenizer
+from transformers import CohereConfig, CohereForCausalLM
 
 import kvalloc
 from kvalloc.accounting.costs import entries_in_share, stored_bytes
@@ -86,6 +87,7 @@ def test_other_families_padded_rows_and_chunks(tiny: ModuleType, kind: str) -> N
     mask = torch.ones_like(ids)
     mask[1, : TOKENS - lengths[1]] = 0
     cache = run(model, ids, budget="30%", attention_mask=mask)
+    assert cache.profile.policy.name == "attention_matching"
     shape = cache.profile.shape
     full = list(shape.full_layers)
     for row, tokens in enumerate(lengths):
@@ -201,6 +203,19 @@ def test_a_prompt_that_cannot_be_read_again_is_not(tiny: ModuleType, model: Any)
         model.generate(inputs_embeds=embeds, max_new_tokens=AWAITED + 2, do_sample=False)
     assert applied.last_cache is not None
     assert applied.last_cache.profile.policy.scorer == "lookahead"
+
+
+def test_values_are_not_fitted_where_queries_cannot_be_put_elsewhere(tiny: ModuleType) -> None:
+    config = CohereConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, max_position_embeddings=1024, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    other = CohereForCausalLM(config).eval()
+    cache = run(other, tiny.prompt(TOKENS) % 64, budget="30%")
+    assert cache.profile.policy.scorer == "reconstruction"
+    assert cache.profile.policy.name == "score"
+    assert 0.26 < share_of(cache, TOKENS) <= 0.3
 
 
 def test_a_surrogate_spares_the_second_read(tiny: ModuleType, model: Any, tmp_path: Any) -> None:
