@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvalloc.evaluate.showcase import Asked, Experiment, Ladder, Questions, Rule
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.models.loading import LoadedModel
-    from kvalloc.online.default import Way
 
 EXAMPLES = """\
   kvalloc demo
@@ -251,10 +250,8 @@ class _Demo:
         rules[LOSS](share).save(self.folder / "least_loss.json")
         with slow("asking"):
             asked = [questions.ask(name, share, rule(share)) for name, rule in rules.items()]
-            default = Default(share=share)
-            way: Way = "twice" if default.surrogate_of(losses.shape) is None else "surrogate"
-            unmeasured = default.profile(losses.shape, self.much.context_tokens, way)
-            asked.append(questions.ask("default", share, unmeasured))
+            default = Default(share=share).cache(loaded.model, self.much.context_tokens).profile
+            asked.append(questions.ask("default", share, default))
         self.lines("", *summary_table(asked))
         self.text(
             f"The default is kvalloc.apply(model, budget='{share:.0%}'): nothing is measured, and "
