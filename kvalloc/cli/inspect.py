@@ -75,8 +75,11 @@ def _kind(file: str) -> str:
     KVAllocError
         If it is none of them.
     """
+    from kvalloc.formats.hub import on_hub
     from kvalloc.formats.shipped_profiles import shipped_profiles
 
+    if on_hub(file):
+        return "budget profile"
     path, shipped = Path(file), shipped_profiles()
     if not path.exists():
         if file in shipped:

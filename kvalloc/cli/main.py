@@ -29,11 +29,14 @@ COMMANDS = (
     "inspect",
     "verify",
     "diff",
+    "export",
+    "push",
     "generate",
     "eval",
     "solvers",
     "scorers",
     "policies",
+    "profiles",
     "doctor",
 )
 """Each is a function of that name, hyphens as underscores, in ``kvalloc.cli.<name>``, with its

@@ -14,26 +14,28 @@ if TYPE_CHECKING:
 
 
 def load_scores(path: Path) -> ScoreProfile:
-    """The score profile in a file.
+    """The score profile in a file, here or on the hub.
 
     Raises
     ------
     ProfileFileError
         If the file is not a sound score profile; says so where it is a budget profile instead.
     """
+    from kvalloc.formats.hub import local_file
     from kvalloc.formats.score_profile import ScoreProfile
 
-    if path.is_file() and os.access(path, os.R_OK):
-        with open(path, "rb") as handle:
-            if handle.read(64).lstrip()[:1] == b"{":  # safetensors begin with eight bytes of length
-                raise ProfileFileError(
-                    path,
-                    field="file",
-                    found="JSON, as a budget profile is",
-                    expected="a score profile written by 'kvalloc profile'",
-                    way_out="name the *.safetensors file that the budgets were decided from",
-                )
-    return ScoreProfile.load(path)
+    with local_file(path) as file:
+        if file.is_file() and os.access(file, os.R_OK):
+            with open(file, "rb") as handle:
+                if handle.read(64).lstrip()[:1] == b"{":  # safetensors begin with a length
+                    raise ProfileFileError(
+                        file,
+                        field="file",
+                        found="JSON, as a budget profile is",
+                        expected="a score profile written by 'kvalloc profile'",
+                        way_out="name the *.safetensors file that the budgets were decided from",
+                    )
+        return ScoreProfile.load(file)
 
 
 def check_time_limit(seconds: float | None) -> None:

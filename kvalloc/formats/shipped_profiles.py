@@ -1,4 +1,4 @@
-"""The budget profiles and surrogates that ship with kvalloc, by name."""
+"""Budget profiles and surrogates by name: files, those on the hub, those that ship."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvalloc.errors import InputError, ModelMismatchError, nearest
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.hub import local_file, on_hub
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.shape import ModelShape
 
@@ -26,12 +27,12 @@ def _shipped(ending: str) -> list[str]:
 
 
 def load_profile(source: str | Path) -> BudgetProfile:
-    """A budget profile from a file, or a shipped one by its name.
+    """A budget profile from a file, from the hub, or a shipped one by its name.
 
     Parameters
     ----------
     source : str or Path
-        A path, or a name that `shipped_profiles` lists.
+        A path, ``hf://owner/repo[@revision]/file.json``, or a name that `shipped_profiles` lists.
 
     Returns
     -------
@@ -44,9 +45,9 @@ def load_profile(source: str | Path) -> BudgetProfile:
     ProfileFileError
         If the file is not a sound budget profile.
     """
-    path = Path(source)
-    if path.exists():
-        return BudgetProfile.load(path)
+    if on_hub(source) or Path(source).exists():
+        with local_file(source) as path:
+            return BudgetProfile.load(path)
     shipped = shipped_profiles()
     if str(source) in shipped:
         with resources.as_file(resources.files(PACKAGE) / f"{source}.json") as file:
@@ -59,12 +60,13 @@ def load_profile(source: str | Path) -> BudgetProfile:
 
 
 def load_surrogate(source: str) -> FittedSurrogate:
-    """A surrogate from a file, or a shipped one by its name.
+    """A surrogate from a file, from the hub, or a shipped one by its name.
 
     Parameters
     ----------
     source : str
-        A path, or a name such as ``"smollm2-135m-instruct"``.
+        A path, ``hf://owner/repo[@revision]/file.safetensors``, or a name such as
+        ``"smollm2-135m-instruct"``.
 
     Returns
     -------
@@ -75,8 +77,9 @@ def load_surrogate(source: str) -> FittedSurrogate:
     ProfileFileError
         If there is neither such a file nor such a name, or it holds no sound surrogate.
     """
-    if Path(source).exists() or source not in _shipped(SURROGATE):
-        return FittedSurrogate.load(source)
+    if on_hub(source) or Path(source).exists() or source not in _shipped(SURROGATE):
+        with local_file(source) as path:
+            return FittedSurrogate.load(path)
     with resources.as_file(resources.files(PACKAGE) / f"{source}{SURROGATE}") as file:
         return FittedSurrogate.load(file)
 

@@ -1,0 +1,135 @@
+"""``kvalloc export``: budgets for another engine or tool, nothing lost in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from kvalloc.cli.options import takes
+from kvalloc.cli.output import hanging, note, print_fields, print_result
+from kvalloc.cli.values import load_scores
+from kvalloc.errors import InputError
+from kvalloc.units import Option, size
+
+if TYPE_CHECKING:
+    from kvalloc.formats.budget_profile import BudgetProfile
+
+EXAMPLES = """\
+  kvalloc export p.json                      what each target can say of it
+  kvalloc export p.json --to lu-kv -o p.npy
+  kvalloc export p.json --to openvino --context 4096 --accept engine-policy,heads-to-layers \\
+      -o eviction.json --restricted r.json
+  kvalloc eval demo --profile p.json --profile r.json   what the loss costs
+"""
+
+
+@takes()
+def export(
+    profile: str,
+    *,
+    to: Annotated[str | None, Option("TARGET")] = None,
+    output: Annotated[Path | None, Option("FILE")] = None,
+    accept: Annotated[str | None, Option("NAMES")] = None,
+    context: Annotated[int | None, Option("TOKENS", least=1)] = None,
+    restricted: Annotated[Path | None, Option("OUT.json")] = None,
+) -> None:
+    """Write budgets for OpenVINO, TensorRT-LLM, vLLM, kvpress, DuoAttention or a table.
+
+    Without --to, the targets are listed, with what each would lose of this profile. What a target
+    cannot say is never dropped silently: it has a name, which --accept takes.
+
+    Parameters
+    ----------
+    profile : str
+        A budget profile, or a shipped one's name; for csv and parquet a score profile, too.
+    to : str
+        Who it is for.
+    output : Path
+        Where to write it.
+    accept : str
+        What may be lost, such as heads-to-layers,engine-policy.
+    context : int
+        For targets with a fixed number of entries: the prompt's length.
+    restricted : Path
+        Also write what is left of it as a budget profile, for 'kvalloc eval'.
+    """
+    from kvalloc.formats.shipped_profiles import load_profile
+    from kvalloc.interop.exporting import export as write
+    from kvalloc.interop.exporting import export_target
+
+    if to is None:
+        _list(profile, load_profile(profile))
+        return
+    target = export_target(to)
+    if output is None:
+        raise InputError(f"--to {to} writes a file; name it with -o, such as -o out{target.suffix}")
+    if Path(profile).suffix == ".safetensors":
+        _export_curves(Path(profile), to, output)
+        return
+    own = load_profile(profile)
+    names = [name.strip() for name in (accept or "").split(",") if name.strip()]
+    left = write(own, to, output, accept=names, context=context)
+    if restricted is not None:
+        left.save(restricted)
+    facts = {
+        "output": str(output),
+        "target": to,
+        "bytes": own.retained_bytes,
+        "bytes_left": left.retained_bytes,
+        "restricted": left.digest != own.digest,
+    }
+    print_result(facts, lambda: _show(output, own, left))
+    if left.digest != own.digest and restricted is not None:
+        pair = f"--profile {profile} --profile {restricted}"
+        note(f"what the loss costs: kvalloc eval MODEL {pair}")
+
+
+def _export_curves(scores: Path, to: str, output: Path) -> None:
+    from kvalloc.interop.exporting import export_target
+    from kvalloc.interop.tables import CSV, curve_table
+
+    target = export_target(to)
+    if not isinstance(target, CSV):
+        raise InputError(
+            f"{scores} is a score profile: its curves can be written as csv or parquet; solve it "
+            f"first, and export the budgets to {to}"
+        )
+    table = curve_table(load_scores(scores))
+    target.write_table(table, output)
+    rows = len(table["value"])
+    shown = {"written": str(output), "points": f"{rows:,} of score curves"}
+    print_result({"output": str(output), "rows": rows}, lambda: print_fields(shown))
+
+
+def _show(output: Path, own: BudgetProfile, left: BudgetProfile) -> None:
+    kept = f"{size(own.retained_bytes)} of {own.context_tokens:,} tokens"
+    if left.digest != own.digest:
+        kept += f" -> {size(left.retained_bytes)} of {left.context_tokens:,} tokens"
+    lost = left.detail if left.digest != own.digest else "nothing"
+    print_fields({"written": str(output), "keeps": kept, "lost": lost})
+
+
+def _list(name: str, profile: BudgetProfile) -> None:
+    from kvalloc.interop.exporting import TARGETS
+    from kvalloc.interop.target import lost
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": target.name,
+            "summary": target.summary,
+            "says": target.says,
+            "lost": lost(profile, target),
+        }
+        for target in TARGETS.values()
+    ]
+
+    def show() -> None:
+        indent = max(len(row["name"]) for row in rows) + 2
+        for row in rows:
+            losses = "; ".join(f"{key} ({words})" for key, words in row["lost"].items())
+            lines = (row["summary"], f"says {row['says']}", f"would lose {losses or 'nothing'}")
+            for heading, line in zip((row["name"], "", ""), lines, strict=True):
+                print(f"{heading:<{indent}}{hanging(line, indent)}")
+
+    print_result(rows, show)
+    note(f"write one: kvalloc export {name} --to TARGET -o FILE", beside_json=False)

@@ -1,0 +1,224 @@
+"""Profiles and surrogates in repositories of the Hugging Face hub: ``hf://owner/repo/file``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvalloc.errors import InputError, MissingDependencyError, ProfileFileError, one_line
+
+_PREFIXES = ("hf://", "https://", "http://")
+_LARGEST_PROFILE_BYTES = 2**24
+"""A larger JSON file in the hub's cache, such as a tokenizer, is not looked into."""
+
+
+def on_hub(source: str | Path) -> str | None:
+    """What was typed, if it names a file on the hub; a path has lost one of the slashes.
+
+    Examples
+    --------
+    >>> on_hub(Path("hf://me/budgets/p.json")), on_hub("p.json")
+    ('hf://me/budgets/p.json', None)
+    """
+    text = str(source)
+    if text.startswith("hf:/") and not text.startswith("hf://"):
+        text = text.replace("hf:/", "hf://", 1)
+    return text if text.startswith(_PREFIXES) else None
+
+
+@contextmanager
+def local_file(source: str | Path) -> Iterator[Path]:
+    """The local path of a file that is here, or on the hub: then it is fetched.
+
+    Parameters
+    ----------
+    source : str or Path
+        A path, or ``hf://owner/repo[@revision]/file``; a repository of data sets is
+        ``hf://datasets/owner/repo``, and the address of a file's page in a browser is understood,
+        too. What is in the hub's cache is used where there is no network.
+
+    Yields
+    ------
+    Path
+        Errors about the file name the source while the ``with`` is open.
+
+    Raises
+    ------
+    InputError
+        If there is no such repository, revision or file, it is not given to everyone, or it is
+        neither reached nor in the cache.
+    MissingDependencyError
+        If huggingface_hub is not installed.
+    """
+    name = on_hub(source)
+    if name is None:
+        yield Path(source)
+        return
+    path = _fetched(name)
+    try:
+        yield path
+    except ProfileFileError as error:
+        raise ProfileFileError(
+            name,
+            field=error.field,
+            found=error.found,
+            expected=error.expected,
+            way_out=error.way_out,
+        ) from error
+
+
+def push(file: str | Path, to: str, *, private: bool = False) -> str:
+    """Upload a profile or a surrogate to a repository of the hub, which is made if need be.
+
+    Parameters
+    ----------
+    file : str or Path
+        Checked before anything is sent.
+    to : str
+        ``owner/repo``, or ``hf://owner/repo[@revision][/name]``; the file's own name by default.
+    private : bool
+        Show a new repository to nobody else.
+
+    Returns
+    -------
+    str
+        Where it is now, with the revision of exactly this file.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be used, or the hub does not take it.
+    MissingDependencyError
+        If huggingface_hub is not installed.
+    """
+    _check(file)
+    uri = _parsed(to if on_hub(to) else f"hf://{to}")
+    place = uri.path_in_repo or Path(file).name
+    with _clear_errors(f"hf://{uri.id}"):
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(uri.id, repo_type=uri.type, private=private or None, exist_ok=True)
+        done = api.upload_file(
+            path_or_fileobj=Path(file),
+            path_in_repo=place,
+            repo_id=uri.id,
+            repo_type=uri.type,
+            revision=uri.revision,
+            commit_message=f"kvalloc: {place}",
+        )
+    kind = "" if uri.type == "model" else f"{uri.type}s/"
+    return f"hf://{kind}{uri.id}@{done.oid}/{place}"
+
+
+def cached_profiles() -> list[str]:
+    """Sources of the budget profiles in the hub's cache, each with its revision, sorted."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return []
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    found = []
+    for repository in repositories:
+        kind = "" if repository.repo_type == "model" else f"{repository.repo_type}s/"
+        for revision in repository.revisions:
+            for file in revision.files:
+                if file.file_path.suffix == ".json" and _holds_budgets(file.file_path):
+                    inside = file.file_path.relative_to(revision.snapshot_path).as_posix()
+                    commit = revision.commit_hash
+                    found.append(f"hf://{kind}{repository.repo_id}@{commit}/{inside}")
+    return sorted(found)
+
+
+def _check(file: str | Path) -> None:
+    """Refuse to send what is no sound budget profile, score profile or surrogate."""
+    from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.score_profile import ScoreProfile
+    from kvalloc.formats.surrogate import FittedSurrogate
+
+    if Path(file).suffix == ".json":
+        BudgetProfile.load(file)
+        return
+    with FittedSurrogate.opened(file) as tensors:
+        kind = FittedSurrogate.stated(file, tensors).get("kind")
+    (FittedSurrogate if kind == "kvalloc.surrogate" else ScoreProfile).load(file)
+
+
+def _holds_budgets(path: Path) -> bool:
+    try:
+        if path.stat().st_size > _LARGEST_PROFILE_BYTES:
+            return False
+        stated = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(stated, dict) and stated.get("kind") == "kvalloc.budget_profile"
+
+
+def _fetched(name: str) -> Path:
+    uri = _parsed(name)
+    if not uri.path_in_repo:
+        raise InputError(f"{name} is a repository; name a file in it, such as {name}/p.json")
+    with _clear_errors(name):
+        from huggingface_hub import hf_hub_download
+
+        return Path(
+            hf_hub_download(uri.id, uri.path_in_repo, repo_type=uri.type, revision=uri.revision)
+        )
+
+
+def _parsed(name: str) -> Any:
+    with _clear_errors(name):
+        from huggingface_hub import parse_hf_uri
+
+        uri = parse_hf_uri(name)
+    if uri.type not in ("model", "dataset", "space"):
+        raise InputError(f"{name} is a {uri.type}, expected a repository of the hub")
+    return uri
+
+
+@contextmanager
+def _clear_errors(name: str) -> Iterator[None]:
+    """One line for whatever the hub's client raises."""
+    try:
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{name} is on the hub, which needs huggingface_hub; get it with: "
+            "pip install 'kvalloc[hub]'"
+        ) from error
+    try:
+        yield
+    except errors.HfUriError as error:
+        raise InputError(
+            f"{name} names nothing on the hub; write hf://owner/repo/file.json or "
+            "hf://owner/repo@revision/file.json"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise InputError(
+            f"{name} is not in the local hub cache, and the hub cannot be reached or "
+            "HF_HUB_OFFLINE is set; try again with a network"
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise InputError(f"{name}: there is no such file in that repository") from error
+    except errors.RevisionNotFoundError as error:
+        raise InputError(f"{name}: the repository has no such revision") from error
+    except errors.GatedRepoError as error:
+        raise InputError(
+            f"{name}: the hub does not give it to everyone; accept its terms and log in first"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(
+            f"{name}: there is no such repository on the hub, or only for others; check the name, "
+            "or log in with 'hf auth login'"
+        ) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise InputError(f"{name}: HF_HUB_OFFLINE is set, so nothing is sent") from error
+    except Exception as error:  # every network library has errors of its own
+        raise InputError(f"{name}: the hub refuses: {one_line(error)}") from error

@@ -1,0 +1,100 @@
+"""DuoAttention: which heads keep everything, and which keep sinks and recent tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from kvalloc.errors import InputError, one_line
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.policy import Policy
+from kvalloc.interop.target import ExportTarget, alone, imported, write_text
+from kvalloc.interop.tensorrt_llm import recent_tokens
+
+HEADS = "full_attention_heads.tsv"
+
+
+class DuoAttention(ExportTarget):
+    """A folder with ``full_attention_heads.tsv`` and ``config.json``, as the method's code has it.
+
+    The table has a row a layer and a number from 0 to 1 a KV head: 1 for a retrieval head, which
+    keeps everything, 0 for a streaming head, which keeps ``sink_size`` and ``recent_size`` tokens.
+    Numbers between, as training leaves them, are cut where so large a share of the heads streams
+    (``sparsity``, there as here).
+
+    References
+    ----------
+    DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads (Xiao et
+    al., 2024), ``load_attn_pattern`` and ``sparsify_attention_heads`` of its code.
+    """
+
+    name = "duo-attention"
+    summary = "DuoAttention's full_attention_heads.tsv with its config.json, a folder"
+    says = "of each head whether it keeps everything, or sinks and recent tokens"
+    restrictions = (
+        *("length-shares", "no-sharing", "no-placement", "one-width", "engine-policy"),
+        "full-or-streaming",
+    )
+    suffix = ""
+    engine_keeps = "sinks and the most recent tokens in streaming heads"
+
+    def policy(self, profile: BudgetProfile) -> Policy:
+        """StreamingLLM, with all that the smallest head keeps as sinks and window."""
+        smallest = int(profile.budgets[list(profile.shape.full_layers)].min())
+        own = profile.policy
+        return recent_tokens(own.replace(window=max(1, own.window, smallest - own.sinks)))
+
+    def write(self, profile: BudgetProfile, path: Path) -> None:
+        """Write both files; see `ExportTarget.write`."""
+        heads = profile.budgets == profile.context_tokens
+        heads[list(profile.shape.sliding_layers)] = False
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot make the folder {path}: {error.strerror}") from error
+        rows = ["\t".join(f"{one:.1f}" for one in row) for row in heads]
+        write_text(path / HEADS, "\n".join(rows))
+        sizes = {"sink_size": profile.policy.sinks, "recent_size": profile.policy.window}
+        write_text(path / "config.json", json.dumps(sizes))
+
+    def read(
+        self, path: Path, like: BudgetProfile, *, sparsity: float | None = None
+    ) -> BudgetProfile:
+        """Budgets of the heads; see `ExportTarget.read`.
+
+        Parameters
+        ----------
+        path : Path
+            The folder.
+        like : BudgetProfile
+        sparsity : float, optional
+            Share of the heads that stream, those with the smallest numbers; by default those
+            below one half.
+        """
+        try:
+            heads = np.atleast_2d(np.loadtxt(path / HEADS, dtype=float, delimiter="\t"))
+            sizes = json.loads((path / "config.json").read_bytes())
+            sinks, recent = int(sizes["sink_size"]), int(sizes["recent_size"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path} is no pattern of DuoAttention, a folder with {HEADS} and config.json: "
+                f"{one_line(error)}"
+            ) from error
+        if heads.shape != like.budgets.shape or not np.isfinite(heads).all():
+            raise InputError(
+                f"{path / HEADS} has {heads.shape[0]} x {heads.shape[1]} numbers, expected finite "
+                f"ones for the {like.shape.n_layers} layers x {like.shape.n_kv_heads} KV heads of "
+                f"{like.shape.model_id}"
+            )
+        limit = 0.5 if sparsity is None else float(np.quantile(heads.clip(0, 1), sparsity))
+        budgets = like.budgets.copy()
+        full = list(like.shape.full_layers)
+        few = min(sinks + recent, like.context_tokens)
+        budgets[full] = np.where(heads.clip(0, 1)[full] >= limit, like.context_tokens, few)
+        policy = recent_tokens(like.policy.replace(sinks=sinks, window=recent))
+        own = {**alone(policy), "bits": None, "share_groups": ()}
+        return imported(
+            like, path, level="head", length_rule="proportional", budgets=budgets, **own
+        )

@@ -1,0 +1,81 @@
+"""Profiles for other engines and tools: all targets, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from kvalloc.errors import InputError, nearest
+from kvalloc.files import check_writable
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.interop.duo_attention import DuoAttention
+from kvalloc.interop.lu_kv import LUKV
+from kvalloc.interop.openvino import OpenVINO
+from kvalloc.interop.tables import CSV, Parquet
+from kvalloc.interop.target import ExportTarget, at_length, restrict
+from kvalloc.interop.tensorrt_llm import TensorRTLLM
+from kvalloc.interop.vllm import VLLM
+
+TARGETS: dict[str, ExportTarget] = {
+    one.name: one
+    for one in (OpenVINO(), TensorRTLLM(), VLLM(), DuoAttention(), LUKV(), CSV(), Parquet())
+}
+"""All of them, by name."""
+
+
+def export_target(name: str) -> ExportTarget:
+    """The target of that name.
+
+    Raises
+    ------
+    InputError
+        If there is none; lists them.
+    """
+    if name not in TARGETS:
+        near = nearest(name, TARGETS)
+        raise InputError(f"there is no target {name!r}; {near}choose from {', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+def export(
+    profile: BudgetProfile,
+    to: str,
+    output: str | Path,
+    *,
+    accept: Collection[str] = (),
+    context: int | None = None,
+) -> BudgetProfile:
+    """Write a budget profile for another engine or tool.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+    to : str
+        Name of a target, see `TARGETS`.
+    output : str or Path
+        The file, or for DuoAttention the folder.
+    accept : collection of str
+        What may be lost, by name (`kvalloc.interop.target.RESTRICTIONS`).
+    context : int, optional
+        The prompt's length, tokens: budgets of that many count, and for targets with a fixed
+        number of entries that they follow the length is no loss.
+
+    Returns
+    -------
+    BudgetProfile
+        What the target says, as a budget profile: evaluate it beside the first one to see what
+        the loss costs. The same one where nothing is lost.
+
+    Raises
+    ------
+    InputError
+        If something would be lost that is not accepted, or the file cannot be written.
+    """
+    target = export_target(to)
+    if target.suffix:
+        check_writable(output)
+    if context is not None:
+        profile = at_length(profile, context, fixed="one-length" in target.restrictions)
+    left = restrict(profile, target, accept)
+    target.write(left, Path(output))
+    return left

@@ -1,0 +1,91 @@
+"""LU-KV: the budget curves that kvpress' LUKVPress reads, prune ratios by head and total."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from kvalloc.accounting import FloatArray
+from kvalloc.accounting.rounding import apportion
+from kvalloc.errors import InputError, one_line
+from kvalloc.files import atomic_write
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.interop.target import ExportTarget, imported
+
+TOTALS = np.arange(1, 100) / 100
+"""Share of all entries that is evicted, one a row of the file."""
+
+
+class LUKV(ExportTarget):
+    """An array ``[99, n_layers, n_kv_heads]``: row i prunes i + 1 percent of all entries.
+
+    Each number is the share that a head evicts. The row nearest to what the profile evicts has
+    its budgets; the others have them scaled to their total by the one rounding rule. Which entries
+    stay is not in the file: LUKVPress is given a press, ``sink`` and ``window``.
+
+    References
+    ----------
+    Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV Cache
+    Eviction (arXiv 2602.08585); kvpress 0.5.5, ``LUKVPress``.
+    """
+
+    name = "lu-kv"
+    summary = "LU-KV's budget curves for kvpress' LUKVPress, .npy"
+    says = "of each head the share of the entries that it keeps"
+    restrictions = ("length-shares", "no-sharing", "no-placement", "one-width", "plain-scores")
+    suffix = ".npy"
+
+    def write(self, profile: BudgetProfile, path: Path) -> None:
+        """Write the curves; see `ExportTarget.write`."""
+        full, context = list(profile.shape.full_layers), profile.context_tokens
+        own = profile.budgets[full].ravel()
+        kept = own.sum() / (own.size * context)
+        floor = min(profile.policy.protected_tokens, context)
+        curves = np.zeros((len(TOTALS), *profile.budgets.shape))
+        nearest = int(np.abs(TOTALS - (1 - kept)).argmin())
+        for row, evicted in enumerate(TOTALS):
+            total = max(round((1 - evicted) * own.size * context), floor * own.size)
+            budgets = own
+            if row != nearest:
+                budgets = apportion(
+                    own * (total / own.sum()), total, minimum=floor, maximum=context
+                )
+            curves[row, full] = 1 - budgets.reshape(len(full), -1) / context
+        with atomic_write(path) as temporary, open(temporary, "wb") as file:
+            np.save(file, curves)
+
+    def read(
+        self, path: Path, like: BudgetProfile, *, evicted: float | None = None
+    ) -> BudgetProfile:
+        """Budgets at one total; see `ExportTarget.read`.
+
+        Parameters
+        ----------
+        path : Path
+        like : BudgetProfile
+            Has the context, the policy and, unless ``evicted`` says it, the total.
+        evicted : float, optional
+            Share of all entries to evict, kvpress' ``compression_ratio``, 0.01..0.99.
+        """
+        try:
+            curves: FloatArray = np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is no file of LU-KV: {one_line(error)}") from error
+        expected = (len(TOTALS), *like.budgets.shape)
+        if curves.shape != expected or not np.isfinite(curves).all():
+            raise InputError(
+                f"{path} holds numbers shaped {curves.shape}, expected finite ones shaped "
+                f"{expected} for {like.shape.model_id}"
+            )
+        full, context = list(like.shape.full_layers), like.context_tokens
+        if evicted is None:
+            evicted = 1 - like.budgets[full].mean() / context
+        ratios = curves[min(98, max(0, round(evicted * 100) - 1)), full].clip(0, 1)
+        wanted = (1 - ratios).ravel() * context
+        floor = min(like.policy.protected_tokens, context)
+        total = max(round(float(wanted.sum())), floor * wanted.size)
+        budgets = like.budgets.copy()
+        rows = apportion(wanted, total, minimum=floor, maximum=context)
+        budgets[full] = rows.reshape(len(full), -1)
+        return imported(like, path, level="head", length_rule="proportional", budgets=budgets)

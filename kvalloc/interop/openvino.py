@@ -1,0 +1,116 @@
+"""OpenVINO GenAI: the eviction of its continuous batching, one size for all layers and heads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvalloc.errors import InputError, MissingDependencyError, one_line
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.policy import Policy
+from kvalloc.interop.target import ExportTarget, layer_bits, write_text
+
+BLOCK_TOKENS = 32
+"""Of the CPU; a GPU has blocks of 16, of which these are whole numbers, too."""
+
+
+class OpenVINO(ExportTarget):
+    """A ``CacheEvictionConfig``: first and last tokens, and as many entries in every head.
+
+    It evicts whole blocks of a layer, the same tokens in all of its heads, by attention that is
+    summed over the window of the prompt's last tokens (as in SnapKV) and what is generated. Other
+    than a budget of kvalloc, ``max_cache_size`` holds for generated tokens, too.
+
+    References
+    ----------
+    openvino_genai 2026.4: CacheEvictionConfig, SchedulerConfig, AggregationMode; the plug-in's
+    property KV_CACHE_PRECISION.
+    """
+
+    name = "openvino"
+    summary = "OpenVINO GenAI's CacheEvictionConfig and cache precision, JSON"
+    says = "one size for all heads, in blocks of 32 tokens; sinks and window; one precision"
+    restrictions = (
+        *("one-length", "no-sharing", "no-placement", "one-width", "engine-policy"),
+        *("heads-to-layers", "layers-to-uniform", "whole-blocks"),
+    )
+    widths: ClassVar[Mapping[int, str]] = {16: "f16", 8: "u8", 4: "u4"}
+    block_tokens = BLOCK_TOKENS
+    engine_keeps = "what the prompt's last tokens look at, in blocks of 32 tokens"
+
+    def policy(self, profile: BudgetProfile) -> Policy:
+        """SnapKV, with sinks and window in whole blocks."""
+        own = profile.policy
+        whole = [BLOCK_TOKENS * max(1, -(-n // BLOCK_TOKENS)) for n in (own.sinks, own.window)]
+        sinks, window = whole
+        return Policy(
+            scorer="snapkv", scorer_parameters={"window": window}, sinks=sinks, window=window
+        )
+
+    def write(self, profile: BudgetProfile, path: Path) -> None:
+        """Write what `scheduler_config` reads.
+
+        Raises
+        ------
+        InputError
+            If nothing can be evicted between sinks and window.
+        """
+        policy, most = profile.policy, int(profile.budgets[profile.shape.full_layers[0], 0])
+        if most <= policy.protected_tokens:
+            raise InputError(
+                f"openvino: {most} entries a head are no more than its {policy.sinks} first and "
+                f"{policy.window} last tokens; give a larger budget or a longer context"
+            )
+        width = self.widths[layer_bits(profile)[profile.shape.full_layers[0]]]
+        said = {
+            "cache_eviction_config": {
+                "start_size": policy.sinks,
+                "recent_size": policy.window,
+                "max_cache_size": most,
+                "aggregation_mode": "NORM_SUM",
+            },
+            "ov_config": {"KV_CACHE_PRECISION": width},
+            "from": profile.digest,
+        }
+        write_text(path, json.dumps(said, indent=2))
+
+
+def scheduler_config(path: str | Path) -> Any:
+    """A ``SchedulerConfig`` of openvino_genai from a file that ``kvalloc export`` wrote.
+
+    Parameters
+    ----------
+    path : str or Path
+
+    Returns
+    -------
+    openvino_genai.SchedulerConfig
+        For ``ContinuousBatchingPipeline`` or ``LLMPipeline(..., scheduler_config=...)``.
+
+    Raises
+    ------
+    MissingDependencyError
+        If openvino_genai is not installed.
+    InputError
+        If the file is none of these.
+    """
+    try:
+        import openvino_genai
+    except ImportError as error:
+        raise MissingDependencyError(
+            "openvino_genai is not installed; get it with: pip install openvino-genai"
+        ) from error
+    try:
+        said = json.loads(Path(path).read_bytes())["cache_eviction_config"]
+        said["aggregation_mode"] = getattr(openvino_genai.AggregationMode, said["aggregation_mode"])
+        eviction = openvino_genai.CacheEvictionConfig(**said)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise InputError(
+            f"{path} is no cache eviction config of 'kvalloc export --to openvino': "
+            f"{one_line(error)}"
+        ) from error
+    config = openvino_genai.SchedulerConfig()
+    config.use_cache_eviction, config.cache_eviction_config = True, eviction
+    return config

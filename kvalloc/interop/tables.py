@@ -1,0 +1,169 @@
+"""CSV and Parquet: budgets one row a KV head, and the points of score curves."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.errors import InputError, MissingDependencyError, one_line
+from kvalloc.files import atomic_write
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.interop.target import ExportTarget, imported, write_text
+
+Table = Mapping[str, Sequence[Any]]
+"""Columns by name, all of one length."""
+
+
+class CSV(ExportTarget):
+    """A table of budgets: layer, head, tokens, bits, policy, rank.
+
+    It is for people and their notebooks: model, context and parameters of policies stay in the
+    profile, on which a table is read back.
+    """
+
+    name = "csv"
+    summary = "a table, a row for each KV head, or for each point of a score profile's curves"
+    says = "everything that is said of single heads"
+    suffix = ".csv"
+
+    def write(self, profile: BudgetProfile, path: Path) -> None:
+        """Write the budgets; see `ExportTarget.write`."""
+        self.write_table(budget_table(profile), path)
+
+    def write_table(self, table: Table, path: Path) -> None:
+        """Write columns."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(table)
+        writer.writerows(zip(*table.values(), strict=True))
+        write_text(path, text.getvalue())
+
+    def read_table(self, path: Path) -> Table:
+        """Columns of text or numbers."""
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+
+    def read(self, path: Path, like: BudgetProfile) -> BudgetProfile:
+        """Budgets, and bits where it has some; see `ExportTarget.read`."""
+        wanted: dict[str, Any] = {}
+        try:
+            table = self.read_table(path)
+            places = [np.array(table[name], dtype=np.int64) for name in ("layer", "head")]
+            order = np.ravel_multi_index(places, like.budgets.shape)
+            if sorted(order) != list(range(like.budgets.size)):
+                raise ValueError(f"it has not every layer and head of {like.shape.model_id} once")
+            for name, column in (("budgets", "tokens"), ("bits", "bits")):
+                if column in table:
+                    array = np.empty(like.budgets.size, dtype=np.int64)
+                    array[order] = np.array(table[column], dtype=np.int64)
+                    wanted[name] = array.reshape(like.budgets.shape)
+            wanted["budgets"] = wanted["budgets"]
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(
+                f"{path} is no table of budgets with the columns layer, head and tokens: "
+                f"{one_line(error)}"
+            ) from error
+        return imported(like, path, level="head", **wanted)
+
+
+class Parquet(CSV):
+    """The same as a Parquet file, by pyarrow."""
+
+    name = "parquet"
+    summary = "the same table as Parquet; needs pyarrow"
+    suffix = ".parquet"
+
+    def write_table(self, table: Table, path: Path) -> None:
+        """Write columns.
+
+        Raises
+        ------
+        MissingDependencyError
+            If pyarrow is not installed.
+        """
+        with atomic_write(path) as temporary:
+            _pyarrow("parquet").write_table(_pyarrow().table(dict(table)), temporary)
+
+    def read_table(self, path: Path) -> Table:
+        """Columns."""
+        table: Table = _pyarrow("parquet").read_table(path).to_pydict()
+        return table
+
+
+def budget_table(profile: BudgetProfile) -> Table:
+    """A row for each KV head: layer, head, tokens, bits, policy, rank.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+
+    Returns
+    -------
+    mapping of str to list
+    """
+    units: npt.NDArray[Any] = np.indices(profile.budgets.shape)
+    titles = np.array([policy.title for policy in profile.policies])
+    unit = np.zeros_like(profile.budgets)
+    columns: dict[str, npt.NDArray[Any]] = {
+        "layer": units[0],
+        "head": units[1],
+        "tokens": profile.budgets,
+        "bits": np.full_like(unit, 16) if profile.bits is None else profile.bits,
+        "policy": titles[unit if profile.unit_policies is None else profile.unit_policies],
+    }
+    if profile.ranks is not None:
+        columns["rank"] = profile.ranks
+    return {name: array.ravel().tolist() for name, array in columns.items()}
+
+
+def curve_table(scores: ScoreProfile) -> Table:
+    """A row for each point of a score profile's curves: layer, head, curve, tokens, value.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+
+    Returns
+    -------
+    mapping of str to list
+        ``curve`` is "retention" (share of the head's score mass that its best entries hold) or
+        "loss" (nats per token; the same in every head where a layer's was measured); both are the
+        mean over the samples, and ``tokens`` include sinks and window.
+    """
+    full = np.array(scores.shape.full_layers)
+    curves = [("retention", scores.protected_tokens + scores.ranks, scores.curves.mean(axis=0))]
+    if scores.losses is not None and scores.loss_tokens is not None:
+        curves.append(("loss", scores.loss_tokens, scores.losses.mean(axis=0)))
+    parts: dict[str, list[Any]] = {
+        name: [] for name in ("layer", "head", "curve", "tokens", "value")
+    }
+    for name, tokens, values in curves:
+        size = (scores.shape.n_layers, scores.shape.n_kv_heads, tokens.size)
+        points = np.broadcast_to(values, size)[full]
+        layers, heads, places = np.indices(points.shape)
+        parts["layer"] += full[layers].ravel().tolist()
+        parts["head"] += heads.ravel().tolist()
+        parts["curve"] += [name] * points.size
+        parts["tokens"] += tokens[places].ravel().tolist()
+        parts["value"] += points.ravel().tolist()
+    return parts
+
+
+def _pyarrow(module: str = "") -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(f"pyarrow.{module}" if module else "pyarrow")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Parquet needs pyarrow, which is not installed; get it with: "
+            "pip install 'kvalloc[parquet]', or write csv"
+        ) from error

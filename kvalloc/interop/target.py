@@ -1,0 +1,445 @@
+"""What a foreign engine or file can say of a budget profile, and the nearest profile that it can.
+
+A profile says more than most engines do. What one of them cannot say is never dropped silently:
+each loss has a name, a `Restriction`, that the user accepts. What is left is a budget profile
+again, at the bytes of the first, so that ``kvalloc eval`` measures what the loss costs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvalloc.accounting import FloatArray, IntArray
+from kvalloc.accounting.rounding import apportion
+from kvalloc.errors import InputError, UnsupportedRequestError, nearest, several
+from kvalloc.files import atomic_write
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.policy import Policy
+
+
+class ExportTarget(ABC):
+    """An engine or a file that takes budgets: what it cannot say, and how it is written and read.
+
+    Attributes
+    ----------
+    name : str
+        What ``--to`` takes.
+    summary : str
+        What is written, and for whom.
+    says : str
+        What of a profile stands in it.
+    restrictions : tuple of str
+        Names of what it cannot say (`RESTRICTIONS`), in any order.
+    suffix : str
+        Usual ending of its files.
+    widths : mapping of int to str
+        Its names for entries at so many bits.
+    bits_by_layer : bool
+        Whether it can leave layers at 16 bits and round the others.
+    block_tokens : int
+        It keeps whole blocks of so many entries.
+    engine_keeps : str
+        Which entries it keeps, in words, where it picks them itself.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    says: ClassVar[str]
+    restrictions: ClassVar[tuple[str, ...]] = ()
+    suffix: ClassVar[str] = ".json"
+    widths: ClassVar[Mapping[int, str]] = {16: "auto"}
+    bits_by_layer: ClassVar[bool] = False
+    block_tokens: ClassVar[int] = 1
+    engine_keeps: ClassVar[str] = ""
+
+    def policy(self, profile: BudgetProfile) -> Policy:
+        """The nearest of kvalloc's policies to how the engine picks a profile's entries."""
+        return profile.policy
+
+    @abstractmethod
+    def write(self, profile: BudgetProfile, path: Path) -> None:
+        """Write what is left of a profile once everything is gone that cannot be said."""
+
+    def read(self, path: Path, like: BudgetProfile) -> BudgetProfile:
+        """Budgets from a file, on a profile that says the rest: model, context and policy.
+
+        Raises
+        ------
+        UnsupportedRequestError
+            If files of this kind say too little.
+        InputError
+            If the file does not fit the model.
+        """
+        raise UnsupportedRequestError(f"a file of {self.name} says too little to be read back")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restriction:
+    """Something that a profile can say and some engines cannot.
+
+    Attributes
+    ----------
+    name : str
+        What ``--accept`` takes.
+    lost : callable
+        ``lost(profile, target)``: what a profile would lose, in words; empty for nothing.
+    apply : callable
+        ``apply(profile, target)``: what is left, as changes of fields. Budgets may be
+        real-valued wishes; they are scaled to the bytes that the profile had.
+    """
+
+    name: str
+    lost: Callable[[BudgetProfile, ExportTarget], str]
+    apply: Callable[[BudgetProfile, ExportTarget], dict[str, Any]]
+
+
+def restrict(
+    profile: BudgetProfile, target: ExportTarget, accept: Collection[str] = ()
+) -> BudgetProfile:
+    """The nearest profile that a target can say.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+    target : ExportTarget
+    accept : collection of str
+        Names of restrictions that may be applied.
+
+    Returns
+    -------
+    BudgetProfile
+        The same where nothing is lost. Otherwise its budgets keep no more bytes at the reference
+        context than the first ones, unless the target can evict nothing; who solved it, and how
+        well, is no longer stated.
+
+    Raises
+    ------
+    InputError
+        If something would be lost that is not accepted, or there is no such restriction.
+    """
+    known = [one.name for one in RESTRICTIONS]
+    for name in accept:
+        if name not in known:
+            near = nearest(name, known)
+            raise InputError(f"nothing is called {name!r}; {near}choose from {', '.join(known)}")
+    losses = lost(profile, target)
+    refused = [f"{name} ({words})" for name, words in losses.items() if name not in accept]
+    if refused:
+        raise InputError(
+            f"{target.name} cannot say all of this profile; lost would be {'; '.join(refused)}. "
+            f"Accept that with {several(accept=tuple(losses))}"
+        )
+    if not losses:
+        return profile
+    left, most_bytes = profile, None if "no-eviction" in losses else profile.retained_bytes
+    for one in RESTRICTIONS:
+        if one.name in losses and one.lost(left, target):
+            left = _changed(left, one.apply(left, target), most_bytes)
+    return left.replace(
+        solver="restriction",
+        decided_by=profile.decided_by or profile.solver,
+        detail=f"{profile.digest[:12]} restricted to {target.name}: {', '.join(losses)}",
+    )
+
+
+def lost(profile: BudgetProfile, target: ExportTarget) -> dict[str, str]:
+    """What a target cannot say of a profile, in words, by the names of the restrictions."""
+    named = [one for one in RESTRICTIONS if one.name in target.restrictions]
+    words = {one.name: one.lost(profile, target) for one in named}
+    return {name: text for name, text in words.items() if text}
+
+
+def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> BudgetProfile:
+    """The budgets of prompts of another length, as the reference ones.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+    context_tokens : int
+    fixed : bool
+        Whether longer prompts keep no more.
+
+    Raises
+    ------
+    InputError
+        If the budgets do not fit that length.
+    """
+    changes: dict[str, Any] = {"length_rule": "fixed", "share_of_16_bits": None} if fixed else {}
+    budgets = profile.budgets_for(context_tokens)
+    stated = {**_UNDECIDED, "page_tokens": profile.page_tokens, "solver": profile.solver}
+    stated["share_of_16_bits"] = profile.share_of_16_bits
+    return profile.replace(
+        **stated | changes | {"context_tokens": context_tokens, "budgets": budgets}
+    )
+
+
+def imported(like: BudgetProfile, path: Path, **said: Any) -> BudgetProfile:
+    """A profile of what a foreign file says, the rest being that of another one.
+
+    Parameters
+    ----------
+    like : BudgetProfile
+        Says model, context and all that ``said`` does not.
+    path : Path
+        The file.
+    **said
+        Fields of the profile.
+
+    Raises
+    ------
+    InputError
+        If the budgets do not fit the model.
+    """
+    try:
+        return like.replace(
+            **_UNDECIDED | said, solver="file", decided_by="", detail=f"read from {path}"
+        )
+    except InputError as error:
+        raise InputError(f"{path} does not fit {like.shape.model_id}: {error}") from error
+
+
+def layer_bits(profile: BudgetProfile) -> list[int]:
+    """Bits of the first head of each layer, ``(n_layers,)``."""
+    if profile.bits is None:
+        return [16] * profile.shape.n_layers
+    return [int(one) for one in profile.bits[:, 0]]
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, atomically.
+
+    Raises
+    ------
+    InputError
+        If it cannot be written.
+    """
+    with atomic_write(path) as temporary:
+        temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
+
+
+_UNDECIDED: dict[str, Any] = {
+    **dict.fromkeys(("retention", "worst_sample_retention", "predicted_loss", "refinement")),
+    **dict.fromkeys(("evaluation", "bound", "grouping_bound", "value_per_mib", "cost_bytes")),
+    **{"full_cost_bytes": None, "solver_options": {}, "requested": {}, "objective": 0.0},
+    **{"sense": "max_value", "bound_source": "", "termination": "", "price_source": ""},
+    **{"problem_digest": "", "share_of_16_bits": None, "page_tokens": 1},
+}
+"""What was stated of budgets that have been changed since, and the ways to say them that go."""
+
+
+def _changed(
+    profile: BudgetProfile, changes: dict[str, Any], most_bytes: int | None
+) -> BudgetProfile:
+    """A profile with other fields, whose wishes for budgets are rounded to so many bytes."""
+    changes = {**_UNDECIDED, **changes}
+    policy, wanted = changes.get("policy", profile.policy), changes.pop("wanted", None)
+    if wanted is None and ("bits" in changes or policy != profile.policy):
+        wanted = profile.budgets
+    if wanted is None:
+        return profile.replace(**changes)
+    columns = 1 if changes.get("level", profile.level) == "layer" else profile.shape.n_kv_heads
+    full, most = list(profile.shape.full_layers), profile.context_tokens
+    exact: FloatArray = wanted[full][:, :columns].astype(np.float64)
+    least = min(policy.protected_tokens, most)
+    sizes = profile.model_copy(update=changes)
+
+    def rounded(total: int) -> IntArray:
+        budgets = profile.budgets.copy()
+        scaled = exact.ravel() * (total / exact.sum())
+        rows = apportion(scaled, total, minimum=least, maximum=most)
+        budgets[full] = rows.reshape(exact.shape)
+        return budgets
+
+    def fits(total: int) -> bool:
+        kept = sizes.model_copy(update={"budgets": rounded(total)})
+        return most_bytes is None or kept.retained_bytes <= most_bytes
+
+    low, high = least * exact.size, most * exact.size
+    if not fits(low):
+        raise InputError(
+            f"sinks and window alone, {least} tokens in every head, take more than the "
+            f"{most_bytes:,} bytes of this profile once it is restricted; give a larger budget"
+        )
+    while low < high:  # the most entries that still fit
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return profile.replace(**changes, budgets=rounded(low))
+
+
+def _full(profile: BudgetProfile, array: IntArray) -> IntArray:
+    """The rows of layers that get budgets."""
+    return array[list(profile.shape.full_layers)]
+
+
+def _lengths(profile: BudgetProfile, _: ExportTarget) -> str:
+    if profile.length_rule == "fixed" and profile.share_of_16_bits is None:
+        return ""
+    return f"budgets that follow the prompt's length: {profile.context_tokens:,} tokens count"
+
+
+def _one_length(*_: object) -> dict[str, Any]:
+    return {"length_rule": "fixed"}
+
+
+def _any_length(*_: object) -> dict[str, Any]:
+    return {"length_rule": "proportional"}
+
+
+def _shares(profile: BudgetProfile, _: ExportTarget) -> str:
+    if profile.share_of_16_bits is not None:
+        return "budgets as a share of a 16-bit cache's bytes: shares of the entries count"
+    fixed = profile.length_rule == "fixed"
+    return "the same number of entries at any length: shares of the entries count" if fixed else ""
+
+
+def _beyond_scores(profile: BudgetProfile) -> list[str]:
+    """What a profile asks of its policy beyond the best entries by one score."""
+    policy, found = profile.policy, []
+    if profile.by_prompt:
+        found.append("budgets that each prompt hands out among the heads")
+    if profile.unit_policies is not None or profile.unit_weights is not None:
+        found.append("policies of single heads")
+    if policy.name != "score":
+        found.append(f"the policy {policy.name} (fitted values, biases and all)")
+    return found
+
+
+def alone(policy: Policy) -> dict[str, Any]:
+    """The fields of a profile all of whose heads have one policy."""
+    alone = {"other_policies": (), "unit_policies": None, "unit_weights": None}
+    return {"policy": policy, "by_prompt": False, **alone}
+
+
+def _engine_policy(profile: BudgetProfile, target: ExportTarget) -> str:
+    own, engine = profile.policy, target.policy(profile)
+    beyond = _beyond_scores(profile)
+    if own.replace(label="") == engine and not beyond:
+        return ""
+    found = ", ".join([*beyond, f"entries by {own.scorer}, {own.sinks} sinks, window {own.window}"])
+    return f"{found}: the engine keeps {target.engine_keeps}"
+
+
+def _width(bits: IntArray, target: ExportTarget) -> int:
+    """The narrowest of a target's widths that takes nothing from any of these."""
+    return min(width for width in target.widths if width >= int(bits.max()))
+
+
+def _by_layer(profile: BudgetProfile, target: ExportTarget) -> IntArray:
+    """The bits that a target can say, none below a profile's own."""
+    assert profile.bits is not None  # asked of profiles that have some
+    said = np.full_like(profile.bits, 16)
+    full = list(profile.shape.full_layers)
+    layers = np.array([_width(profile.bits[layer], target) for layer in full])
+    some = layers[layers < 16] if target.bits_by_layer else layers
+    if some.size:
+        said[full] = np.where(layers < 16, some.max(), 16)[:, None]
+    return said
+
+
+def _one_width(profile: BudgetProfile, target: ExportTarget) -> str:
+    if profile.bits is None or (_by_layer(profile, target) == profile.bits).all():
+        return ""
+    found = "/".join(map(str, np.unique(_full(profile, profile.bits))[::-1]))
+    left = "/".join(map(str, np.unique(_full(profile, _by_layer(profile, target)))[::-1]))
+    return f"entries at {found} bits: it has {left} bits for them, and keeps fewer"
+
+
+def _heads(profile: BudgetProfile, _: ExportTarget) -> str:
+    budgets = _full(profile, profile.budgets)
+    alike = (budgets == budgets[:, :1]).all()
+    return "" if alike else "budgets of single heads: each layer's mean counts"
+
+
+def _layer_means(profile: BudgetProfile, _: ExportTarget) -> dict[str, Any]:
+    means = profile.budgets.mean(axis=1, keepdims=True)
+    return {"level": "layer", "wanted": np.broadcast_to(means, profile.budgets.shape)}
+
+
+def _layers(profile: BudgetProfile, _: ExportTarget) -> str:
+    means = _full(profile, profile.budgets).sum(axis=1)
+    return "" if (means == means[0]).all() else "budgets of single layers: their mean counts"
+
+
+def _uniform(profile: BudgetProfile, target: ExportTarget) -> dict[str, Any]:
+    """The most entries in every head, in whole blocks, that take no more bytes."""
+    mean = _full(profile, profile.budgets).mean() // target.block_tokens * target.block_tokens
+    budgets = profile.budgets.copy()
+    budgets[list(profile.shape.full_layers)] = int(mean)
+    return {"level": "layer", "budgets": budgets}
+
+
+def _blocks(profile: BudgetProfile, target: ExportTarget) -> str:
+    uneven = (_full(profile, profile.budgets) % target.block_tokens).any()
+    return f"budgets that are no whole blocks of {target.block_tokens} entries" if uneven else ""
+
+
+def _classes(profile: BudgetProfile, _: ExportTarget) -> str:
+    few = profile.policy.protected_tokens
+    two = np.isin(_full(profile, profile.budgets), (few, profile.context_tokens)).all()
+    return "" if two else "budgets between a few recent entries and all: heads keep one or other"
+
+
+def _full_or_streaming(profile: BudgetProfile, _: ExportTarget) -> dict[str, Any]:
+    """The heads with most entries keep all, as many as the others' entries allow."""
+    own, most = _full(profile, profile.budgets), profile.context_tokens
+    few = profile.policy.protected_tokens
+    classes = np.full(own.size, few)
+    n_full = (int(own.sum()) - few * own.size) // max(1, most - few)
+    classes[np.argsort(-own, axis=None, kind="stable")[:n_full]] = most
+    budgets = profile.budgets.copy()
+    budgets[list(profile.shape.full_layers)] = classes.reshape(own.shape)
+    return {"level": "head", "budgets": budgets}
+
+
+def _evicts(profile: BudgetProfile, _: ExportTarget) -> str:
+    kept = _full(profile, profile.budgets).mean() / profile.context_tokens
+    return "" if kept == 1 else f"the eviction of {1 - kept:.0%} of the entries: all are kept"
+
+
+def _all_entries(profile: BudgetProfile, _: ExportTarget) -> dict[str, Any]:
+    budgets = profile.budgets.copy()
+    budgets[list(profile.shape.full_layers)] = profile.context_tokens
+    return {"budgets": budgets}
+
+
+RESTRICTIONS = (
+    Restriction(name="one-length", lost=_lengths, apply=_one_length),
+    Restriction(name="length-shares", lost=_shares, apply=_any_length),
+    Restriction(
+        name="no-sharing",
+        lost=lambda profile, _: "layers that share entries" if profile.share_groups else "",
+        apply=lambda *_: {"share_groups": ()},
+    ),
+    Restriction(
+        name="no-placement",
+        lost=lambda profile, _: "" if profile.ranks is None else "the placement of heads on ranks",
+        apply=lambda *_: {"ranks": None},
+    ),
+    Restriction(name="no-eviction", lost=_evicts, apply=_all_entries),
+    Restriction(
+        name="one-width",
+        lost=_one_width,
+        apply=lambda profile, target: {"bits": _by_layer(profile, target)},
+    ),
+    Restriction(
+        name="plain-scores",
+        lost=lambda profile, _: ", ".join(_beyond_scores(profile)),
+        apply=lambda profile, _: alone(profile.policy.replace(name="score", parameters={})),
+    ),
+    Restriction(
+        name="engine-policy",
+        lost=_engine_policy,
+        apply=lambda profile, target: alone(target.policy(profile)),
+    ),
+    Restriction(name="full-or-streaming", lost=_classes, apply=_full_or_streaming),
+    Restriction(name="heads-to-layers", lost=_heads, apply=_layer_means),
+    Restriction(name="layers-to-uniform", lost=_layers, apply=_uniform),
+    Restriction(name="whole-blocks", lost=_blocks, apply=_uniform),
+)
+"""All of them, in the order in which they are applied."""

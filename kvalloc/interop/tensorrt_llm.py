@@ -1,0 +1,68 @@
+"""TensorRT-LLM: an attention window for each layer, sinks and a cache precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.policy import Policy
+from kvalloc.interop.target import ExportTarget, layer_bits, write_text
+
+
+class TensorRTLLM(ExportTarget):
+    """The part ``kv_cache_config`` of the YAML file that ``trtllm-serve --config`` reads.
+
+    A layer's window holds its sinks and its most recent tokens, whatever they say, and moves on
+    with what is generated. Other than here, the window holds while the prompt is read, too: there
+    a layer's queries never see what lies before it.
+
+    References
+    ----------
+    TensorRT-LLM 1.2, ``KvCacheConfig``: max_attention_window (by layer), sink_token_length
+    (StreamingLLM; the TensorRT engine has it), dtype, enable_block_reuse.
+    """
+
+    name = "tensorrt-llm"
+    summary = "TensorRT-LLM's kv_cache_config: a window for each layer, YAML"
+    says = "one size for each layer, of sinks and the most recent tokens; one precision"
+    restrictions = (
+        *("one-length", "no-sharing", "no-placement", "one-width", "engine-policy"),
+        "heads-to-layers",
+    )
+    suffix = ".yaml"
+    widths: ClassVar[Mapping[int, str]] = {16: "auto", 8: "fp8", 4: "nvfp4"}
+    engine_keeps = "sinks and the most recent tokens"
+
+    def policy(self, profile: BudgetProfile) -> Policy:
+        """StreamingLLM."""
+        return recent_tokens(profile.policy)
+
+    def write(self, profile: BudgetProfile, path: Path) -> None:
+        """Write it; see `ExportTarget.write`. Blocks of another prompt's window are not reused."""
+        windows = [int(budget) for budget in profile.budgets[:, 0]]
+        shape = profile.shape
+        for layer in shape.sliding_layers:  # what transformers stores is one token less
+            windows[layer] = shape.sliding_window or windows[layer]
+        write_text(
+            path,
+            f"""\
+# {shape.model_id}: budgets of {profile.context_tokens} tokens, profile {profile.digest[:12]}
+kv_cache_config:
+  max_attention_window: {windows}
+  sink_token_length: {profile.policy.sinks}
+  dtype: {self.widths[layer_bits(profile)[shape.full_layers[0]]]}
+  enable_block_reuse: false
+""",
+        )
+
+
+def recent_tokens(own: Policy) -> Policy:
+    """StreamingLLM with the sinks and the window of another policy."""
+    return Policy(
+        scorer="streaming",
+        scorer_parameters={"window": own.window},
+        sinks=own.sinks,
+        window=own.window,
+    )

@@ -1,0 +1,54 @@
+"""vLLM: the cache's data type, and the layers that it leaves out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvalloc.errors import InputError, option
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.interop.target import ExportTarget, layer_bits, write_text
+
+
+class VLLM(ExportTarget):
+    """Engine arguments: of a profile's bits by layer, the data type and the layers at 16 bits.
+
+    vLLM evicts nothing within a layer: it has no budgets of heads or layers, no scores, no fitted
+    values. Sliding windows are the model's own and stay. Its 8 bits are fp8 with one scale a
+    tensor, its 4 bits integers with a scale for each token and head; here numbers have a scale
+    for each group of 64.
+
+    References
+    ----------
+    vLLM 0.33, ``CacheConfig``: cache_dtype (``--kv-cache-dtype``), kv_cache_dtype_skip_layers.
+    """
+
+    name = "vllm"
+    summary = "vLLM's engine arguments for the cache's data type, JSON"
+    says = "bits: one width for some layers, 16 for the others; it evicts nothing"
+    restrictions = ("no-sharing", "no-placement", "no-eviction", "one-width")
+    widths: ClassVar[Mapping[int, str]] = {16: "auto", 8: "fp8", 4: "int4_per_token_head"}
+    bits_by_layer = True
+
+    def write(self, profile: BudgetProfile, path: Path) -> None:
+        """Write the keywords of ``vllm.LLM``, or the flags of ``vllm serve``.
+
+        Raises
+        ------
+        InputError
+            If every entry is at 16 bits: then nothing of the profile is left.
+        """
+        bits, full = layer_bits(profile), profile.shape.full_layers
+        width = min(bits[layer] for layer in full)
+        if width == 16:
+            raise InputError(
+                "vllm: this profile rounds no layer, and vLLM evicts nothing, so nothing of it "
+                f"would be left; decide bits, too, with {option('bits', (16, 8, 4))}"
+            )
+        said: dict[str, Any] = {"kv_cache_dtype": self.widths[width]}
+        skipped = [str(layer) for layer in range(len(bits)) if bits[layer] == 16]
+        if skipped:
+            said["kv_cache_dtype_skip_layers"] = skipped
+        write_text(path, json.dumps(said, indent=2))

@@ -1,0 +1,188 @@
+"""Profiles on the hub: the real client, against a hub of one repository in a folder."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from cli_tools import refused, run
+from factories import make_budget_profile, make_scores
+from huggingface_hub import constants
+
+from kvalloc.errors import InputError, MissingDependencyError, ProfileFileError
+from kvalloc.formats import hub as ours
+from kvalloc.formats.shipped_profiles import load_profile, load_surrogate
+
+REPO = "me/budgets"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as a download and an upload of a small file ask for."""
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, status, body=b"", **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        found = re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/(.+)", self.path.partition("?")[0])
+        if found is None or found[1] not in self.server.repos:
+            self.answer(404, X_Error_Code="RepoNotFound")
+            return
+        commits = self.server.repos[found[1]]
+        commit = list(commits)[-1] if found[2] == "main" else found[2]
+        if commit not in commits:
+            self.answer(404, X_Error_Code="RevisionNotFound")
+        elif found[3] not in commits[commit]:
+            self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+        else:
+            content = commits[commit][found[3]]
+            etag = f'"{hashlib.sha1(content).hexdigest()}"'
+            self.answer(200, content, ETag=etag, X_Repo_Commit=commit)
+
+    do_HEAD = do_GET
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            self.server.repos.setdefault(name, {})
+            self.answer(200, json.dumps({"url": f"{constants.ENDPOINT}/{name}"}).encode())
+            return
+        repo, step = re.fullmatch(
+            r"/api/models/(\w+/\w+)/(preupload|commit)/main", self.path
+        ).groups()
+        if step == "preupload":
+            files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                     for one in json.loads(body)["files"]]  # fmt: skip
+            self.answer(200, json.dumps({"files": files}).encode())
+            return
+        commits = self.server.repos[repo]
+        files = dict(commits[list(commits)[-1]]) if commits else {}
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        commit = hashlib.sha1(body).hexdigest()
+        commits[commit] = files
+        url = f"{constants.ENDPOINT}/{repo}/commit/{commit}"
+        said = {"success": True, "commitOid": commit, "commitUrl": url}
+        self.answer(200, json.dumps(said).encode())
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.repos = {}
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_none")
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def profile(tmp_path):
+    profile = make_budget_profile([[10, 17], [40, 6]])
+    profile.save(tmp_path / "p.json")
+    return profile
+
+
+def test_what_is_pushed_is_loaded(server, profile, tmp_path):
+    where = ours.push(tmp_path / "p.json", REPO)
+    assert re.fullmatch(r"hf://me/budgets@[0-9a-f]{40}/p\.json", where)
+    assert load_profile(where) == profile
+    assert load_profile(f"hf://{REPO}/p.json") == profile
+    other = profile.replace(budgets=profile.budgets + 0, created="2025-01-01")
+    other.save(tmp_path / "p.json")
+    ours.push(tmp_path / "p.json", f"hf://{REPO}/deeper/q.json")
+    assert load_profile(f"hf://{REPO}@main/deeper/q.json") == other
+    assert load_profile(where) == profile
+    server.shutdown()
+    server.server_close()
+    assert load_profile(f"hf://{REPO}/deeper/q.json") == other  # from the cache
+    found = ours.cached_profiles()
+    assert where in found
+    assert len(found) == 2
+
+
+def test_commands_take_what_is_there(server, profile, tmp_path):
+    pushed = run("push", tmp_path / "p.json", REPO, "--json")
+    where = pushed.json["source"]
+    ran = run("inspect", where)
+    assert ran.code == 0
+    assert where in ran.out
+    listed = run("profiles", "--json").json
+    assert [row["name"] for row in listed if row["name"].startswith("hf:")] == [where]
+    assert next(row for row in listed if row["name"] == where)["digest"] == profile.digest
+    scores = make_scores()
+    scores.save(tmp_path / "s.safetensors")
+    run("push", tmp_path / "s.safetensors", REPO)
+    ran = run("solve", f"hf://{REPO}/s.safetensors", "--budget", "50%", "-o", tmp_path / "o.json")
+    assert ran.code == 0
+    assert load_profile(tmp_path / "o.json").score_digest == scores.digest
+
+
+def test_what_is_not_there_is_one_line(server, profile, tmp_path, monkeypatch):
+    ours.push(tmp_path / "p.json", REPO)
+    for source, words in (
+        (f"hf://{REPO}/q.json", "there is no such file in that repository"),
+        (f"hf://{REPO}@nowhere/p.json", "the repository has no such revision"),
+        ("hf://me/nothing/p.json", "there is no such repository on the hub"),
+        (f"hf://{REPO}", f"name a file in it, such as hf://{REPO}/p.json"),
+        ("hf://p.json", "write hf://owner/repo/file.json"),
+    ):
+        assert words in refused(tmp_path / "no", "inspect", source)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE is set, so nothing is sent"):
+        ours.push(tmp_path / "p.json", REPO)
+    with pytest.raises(InputError, match="not in the local hub cache, and the hub cannot be reach"):
+        load_profile(f"hf://{REPO}/p.json")
+
+
+def test_a_changed_file_is_refused_by_its_name(server, profile, tmp_path):
+    ours.push(tmp_path / "p.json", REPO)
+    files = next(iter(server.repos[REPO].values()))
+    files["p.json"] = files["p.json"].replace(b"[40, 6]", b"[40, 7]")
+    with pytest.raises(ProfileFileError, match=rf"^hf://{REPO}/p\.json: \w+ is"):
+        load_profile(f"hf://{REPO}/p.json")
+    with pytest.raises(ProfileFileError, match=rf"^hf://{REPO}/p\.json: file is not readable"):
+        load_surrogate(f"hf://{REPO}/p.json")
+
+
+def test_only_sound_files_are_sent(server, tmp_path):
+    (tmp_path / "p.json").write_text("{}")
+    refused(tmp_path, "push", tmp_path / "p.json", REPO, words=["kind is missing"])
+    refused(tmp_path, "push", tmp_path / "q.safetensors", REPO, words=["file is missing"])
+    assert server.repos == {}
+
+
+def test_without_the_client(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    with pytest.raises(MissingDependencyError, match=r"kvalloc\[hub\]"):
+        load_profile(f"hf://{REPO}/p.json")
+
+
+def test_shipped_profiles_are_listed():
+    ran = run("profiles")
+    assert ran.code == 0
+    for name, words in (("context-20", "20.0%"), ("fixed-20", "pairs 1.1121")):
+        line = next(line for line in ran.out.splitlines() if f"instruct-{name}" in line)
+        assert words in line

@@ -1,0 +1,273 @@
+"""Budgets for other engines and tools: what is written, read back, and never lost in silence."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+from cli_tools import refused, run
+from factories import make_budget_profile, make_losses, make_shape
+
+from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.interop.exporting import TARGETS, export, export_target
+from kvalloc.interop.target import RESTRICTIONS, lost, restrict
+
+ALL = [one.name for one in RESTRICTIONS]
+XKV = Policy(scorer="xkv", scorer_parameters={"window": 3}, sinks=2, window=3)
+FITTED = XKV.replace(name="attention_matching")
+STREAMING = Policy(scorer="streaming", scorer_parameters={"window": 3}, sinks=2, window=3)
+HEADS = [[10, 17], [40, 6], [23, 5]]
+
+
+def wide(**changes):
+    """Of 400 tokens, so that blocks of 32 fit; heads and layers differ."""
+    budgets = np.array([[100, 170], [400, 90], [230, 105]])
+    return make_budget_profile(budgets, **{"context_tokens": 400, **changes})
+
+
+@pytest.mark.parametrize(("to", "profile", "names"), [
+    ("csv", make_budget_profile(HEADS, policy=FITTED), []),
+    ("parquet", make_budget_profile(HEADS, bits=np.full((3, 2), 4)), []),
+    ("lu-kv", make_budget_profile(HEADS), []),
+    ("lu-kv", make_budget_profile(HEADS, length_rule="fixed"), ["length-shares"]),
+    ("lu-kv", make_budget_profile(HEADS, bits=np.full((3, 2), 4)), ["one-width"]),
+    ("lu-kv", make_budget_profile(HEADS, policy=FITTED, by_prompt=True), ["plain-scores"]),
+    ("duo-attention", make_budget_profile([[40, 5], [5, 5], [40, 40]], policy=STREAMING), []),
+    ("duo-attention", make_budget_profile(HEADS), ["engine-policy", "full-or-streaming"]),
+    ("tensorrt-llm", make_budget_profile([[9, 9], [7, 7], [40, 40]], policy=STREAMING,
+                                         length_rule="fixed", level="layer"), []),
+    ("tensorrt-llm", wide(), ["one-length", "engine-policy", "heads-to-layers"]),
+    ("tensorrt-llm", make_budget_profile(HEADS, ranks=np.zeros((3, 2), dtype=int)),
+     ["one-length", "no-placement", "engine-policy", "heads-to-layers"]),
+    ("openvino", wide(length_rule="fixed"),
+     ["engine-policy", "heads-to-layers", "layers-to-uniform", "whole-blocks"]),
+    ("openvino", wide(bits=np.array([[16, 8], [8, 8], [8, 5]])),
+     ["one-length", "one-width", "engine-policy", "heads-to-layers", "layers-to-uniform",
+      "whole-blocks"]),
+    ("vllm", make_budget_profile(np.full((3, 2), 40), bits=np.array([[16] * 2, [8] * 2, [8] * 2])),
+     []),
+    ("vllm", make_budget_profile(HEADS, bits=np.array([[16, 8], [5, 4], [4, 4]])),
+     ["no-eviction", "one-width"]),
+])  # fmt: skip
+def test_what_a_target_cannot_say_is_accepted_by_name(tmp_path, to, profile, names):
+    """All of it is refused at once, and what is left says it all and takes no more bytes."""
+    target = TARGETS[to]
+    assert list(lost(profile, target)) == names
+    if to == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        pytest.skip("needs pyarrow")
+    if names:
+        with pytest.raises(InputError, match=rf"{names[0]} \(\w") as refusal:
+            export(profile, to, tmp_path / "out", accept=names[1:])
+        assert str(refusal.value).endswith(f"accept={tuple(names)}")
+        assert not (tmp_path / "out").exists()
+    left = export(profile, to, tmp_path / "out", accept=names)
+    assert lost(left, target) == {}
+    assert restrict(left, target) is left
+    if not names:
+        assert left is profile
+    elif "no-eviction" not in names:
+        assert left.retained_bytes <= profile.retained_bytes
+        entry = profile.shape.bytes_per_entry
+        slack = profile.budgets.size * target.block_tokens * entry
+        if to == "duo-attention":  # a head keeps all or little
+            slack = profile.context_tokens * entry
+        assert left.retained_bytes > profile.retained_bytes - slack
+        assert left.bound is None
+        assert left.evaluation is None
+        assert all(name in left.detail for name in names)
+
+
+def test_openvino_gets_one_size_in_blocks(tmp_path):
+    profile = wide(policy=XKV.replace(sinks=2, window=40, scorer_parameters={"window": 40}))
+    left = export(profile, "openvino", tmp_path / "e.json", accept=ALL)
+    said = json.loads((tmp_path / "e.json").read_text())
+    assert said["cache_eviction_config"] == {
+        "start_size": 32, "recent_size": 64, "max_cache_size": 160,
+        "aggregation_mode": "NORM_SUM",
+    }  # fmt: skip
+    assert said["ov_config"] == {"KV_CACHE_PRECISION": "f16"}
+    assert (left.budgets == 160).all()  # of 182.5 in the mean
+    assert (left.policy.scorer, left.policy.sinks, left.policy.window) == ("snapkv", 32, 64)
+    small = profile.replace(budgets=np.full((3, 2), 100))
+    with pytest.raises(InputError, match="96 entries a head are no more than its 32 first and 64"):
+        export(small, "openvino", tmp_path / "e.json", accept=ALL)
+    with pytest.raises(InputError, match="sinks and window alone, 96 tokens in every head"):
+        export(small.replace(budgets=np.full((3, 2), 50)), "openvino", tmp_path / "e", accept=ALL)
+
+
+def test_tensorrt_llm_gets_a_window_for_each_layer(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    shape = make_shape(layer_types=("full", "sliding", "full"), sliding_window=9)
+    budgets = np.array([[10, 21], [8, 8], [40, 40]])
+    profile = make_budget_profile(budgets, shape=shape, bits=np.array([[8, 4], [16] * 2, [8] * 2]))
+    left = export(profile, "tensorrt-llm", tmp_path / "c.yaml", accept=ALL)
+    said = yaml.safe_load((tmp_path / "c.yaml").read_text())["kv_cache_config"]
+    assert said == {
+        "max_attention_window": [left.budgets[0, 0], 9, left.budgets[2, 0]],
+        "sink_token_length": 2, "dtype": "fp8", "enable_block_reuse": False,
+    }  # fmt: skip
+    assert left.policy == STREAMING
+
+
+def test_vllm_gets_the_bits(tmp_path):
+    mixed = make_budget_profile(HEADS, bits=np.array([[16, 8], [5, 4], [4, 4]]))
+    left = export(mixed, "vllm", tmp_path / "v.json", accept=ALL)
+    said = json.loads((tmp_path / "v.json").read_text())
+    assert said == {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
+    assert left.bits.tolist() == [[16, 16], [8, 8], [8, 8]]
+    assert (left.budgets == 40).all()
+    with pytest.raises(InputError, match=r"rounds no layer.*bits=\(16, 8, 4\)"):
+        export(make_budget_profile(HEADS), "vllm", tmp_path / "v.json", accept=ALL)
+
+
+def test_duo_attention_comes_back(tmp_path):
+    policy = STREAMING.replace(window=7, scorer_parameters={"window": 7})
+    profile = make_budget_profile([[40, 9], [9, 9], [9, 40]], policy=policy)
+    assert export(profile, "duo-attention", tmp_path / "d") is profile
+    assert (tmp_path / "d/full_attention_heads.tsv").read_text() == "1.0\t0.0\n0.0\t0.0\n0.0\t1.0\n"
+    assert json.loads((tmp_path / "d/config.json").read_text()) == {
+        "sink_size": 2, "recent_size": 7,
+    }  # fmt: skip
+    like, duo = make_budget_profile(HEADS), TARGETS["duo-attention"]
+    back = duo.read(tmp_path / "d", like)
+    assert (back.budgets == profile.budgets).all()
+    assert back.policy == profile.policy
+    assert (back.budgets_for(80) == np.where(profile.budgets == 40, 80, 9)).all()
+    (tmp_path / "d/full_attention_heads.tsv").write_text("1.2\t0.2\n0.3\t0.1\n0.4\t0.6\n")
+    few = duo.read(tmp_path / "d", like, sparsity=0.5)  # three of six stream
+    assert (few.budgets == 40).tolist() == [[True, False], [False, False], [True, True]]
+    (tmp_path / "d/full_attention_heads.tsv").write_text("1\t0\n")
+    with pytest.raises(
+        InputError, match="has 1 x 2 numbers, expected finite ones for the 3 layers"
+    ):
+        duo.read(tmp_path / "d", like)
+    with pytest.raises(InputError, match="is no pattern of DuoAttention"):
+        duo.read(tmp_path, like)
+
+
+def test_more_entries_make_more_retrieval_heads(tmp_path):
+    left = restrict(make_budget_profile(HEADS), TARGETS["duo-attention"], ALL)
+    assert (left.budgets == 40).tolist() == [[False, False], [True, False], [True, False]]
+    assert left.budgets.sum() <= np.sum(HEADS)
+
+
+def test_lu_kv_comes_back_at_any_total(tmp_path):
+    profile, target = make_budget_profile(HEADS), TARGETS["lu-kv"]
+    export(profile, "lu-kv", tmp_path / "b.npy")
+    curves = np.load(tmp_path / "b.npy")
+    assert curves.shape == (99, 3, 2)
+    assert (np.diff(curves.mean(axis=(1, 2))) >= 0).all()
+    assert curves[49].mean() == pytest.approx(0.5, abs=0.005)
+    assert (target.read(tmp_path / "b.npy", profile).budgets == profile.budgets).all()
+    half = target.read(tmp_path / "b.npy", profile, evicted=0.5)
+    assert half.budgets.sum() == 120
+    (tmp_path / "b.npy").write_bytes(b"none")
+    with pytest.raises(InputError, match=r"b\.npy is no file of LU-KV"):
+        target.read(tmp_path / "b.npy", profile)
+    np.save(tmp_path / "b.npy", np.full((99, 2, 2), 0.5))
+    with pytest.raises(InputError, match=r"\(99, 2, 2\), expected finite ones shaped \(99, 3, 2\)"):
+        target.read(tmp_path / "b.npy", profile)
+
+
+@pytest.mark.parametrize("to", ["csv", "parquet"])
+def test_tables_come_back(tmp_path, to):
+    if to == "parquet":
+        pytest.importorskip("pyarrow")
+    profile = make_budget_profile(HEADS, bits=np.array([[16, 8], [5, 4], [4, 4]]))
+    export(profile, to, tmp_path / "t")
+    back = TARGETS[to].read(tmp_path / "t", make_budget_profile(np.full((3, 2), 20)))
+    assert (back.budgets == profile.budgets).all()
+    assert (back.bits == profile.bits).all()
+    assert (back.solver, back.bound) == ("file", None)
+    other = make_budget_profile(np.full((4, 2), 20))
+    with pytest.raises(InputError, match="not every layer and head"):
+        TARGETS[to].read(tmp_path / "t", other)
+
+
+def test_a_table_may_be_edited(tmp_path):
+    (tmp_path / "t.csv").write_text("head,layer,tokens\n1,0,9\n0,0,8\n")
+    like = make_budget_profile([[20, 20]])
+    assert TARGETS["csv"].read(tmp_path / "t.csv", like).budgets.tolist() == [[8, 9]]
+    for text, words in (
+        ("layer,head,tokens\n0,0,4\n0,1,9\n", "at least the 5 tokens"),
+        ("layer,head,tokens\n0,0,many\n0,1,9\n", "no table of budgets"),
+        ("layer,head\n0,0\n0,1\n", "no table of budgets"),
+    ):
+        (tmp_path / "t.csv").write_text(text)
+        with pytest.raises(InputError, match=words):
+            TARGETS["csv"].read(tmp_path / "t.csv", like)
+
+
+def test_what_cannot_be_read_back_says_so(tmp_path):
+    with pytest.raises(UnsupportedRequestError, match="vllm says too little"):
+        TARGETS["vllm"].read(tmp_path, make_budget_profile(HEADS))
+    with pytest.raises(InputError, match="there is no target 'openvin'; the nearest is 'openvino'"):
+        export_target("openvin")
+
+
+def test_a_length_is_said(tmp_path):
+    profile = wide()
+    left = export(profile, "tensorrt-llm", tmp_path / "c", context=800,
+                  accept=["engine-policy", "heads-to-layers"])  # fmt: skip
+    assert left.context_tokens == 800
+    assert left.length_rule == "fixed"
+    assert left.retained_bytes == pytest.approx(profile.retained_bytes_at(800), rel=0.01)
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def files(self, tmp_path):
+        wide().save(tmp_path / "p.json")
+        self.folder, self.file = tmp_path, tmp_path / "p.json"
+
+    def test_it_lists_what_each_would_lose(self):
+        ran = run("export", self.file)
+        assert ran.code == 0
+        for name, target in TARGETS.items():
+            assert name in ran.out
+            assert target.says in ran.out
+        assert "heads-to-layers (budgets of single heads: each layer's mean counts)" in ran.out
+        listed = {row["name"]: row["lost"] for row in run("export", self.file, "--json").json}
+        assert listed["csv"] == {}
+        assert "one-length" in listed["openvino"]
+
+    def test_it_writes_and_says_what_is_lost(self):
+        words = ("--accept one-length,engine-policy,heads-to-layers",)
+        refused(self.folder, "export", self.file, "--to", "tensorrt-llm", "-o",
+                self.folder / "c.yaml", words=words)  # fmt: skip
+        ran = run("export", self.file, "--to", "tensorrt-llm", "-o", self.folder / "c.yaml",
+                  *words[0].split(), "--restricted", self.folder / "r.json")  # fmt: skip
+        assert ran.code == 0
+        assert "kvalloc eval MODEL" in ran.err
+        left = BudgetProfile.load(self.folder / "r.json")
+        assert left.level == "layer"
+        assert f"{left.detail}" in ran.out
+
+    @pytest.mark.parametrize(("arguments", "words"), [
+        (("--to", "csw"), "the nearest is 'csv'"),
+        (("--to", "csv"), "name it with -o, such as -o out.csv"),
+        (("--to", "vllm", "-o", "v", "--accept", "bits"), "nothing is called 'bits'"),
+        (("--to", "csv", "-o", "none/t.csv"), "the folder none does not exist"),
+    ])  # fmt: skip
+    def test_mistakes(self, arguments, words):
+        refused(self.folder, "export", self.file, *arguments, words=[words])
+
+    def test_score_curves(self):
+        scores = make_losses(per="layer")
+        scores.save(self.folder / "s.safetensors")
+        ran = run("export", self.folder / "s.safetensors", "--to", "csv", "-o", self.folder / "c")
+        assert ran.code == 0
+        rows = [line.split(",") for line in (self.folder / "c").read_text().splitlines()]
+        assert rows[0] == ["layer", "head", "curve", "tokens", "value"]
+        units, levels = 3 * 2, scores.loss_tokens.size
+        assert len(rows) == 1 + units * (scores.ranks.size + levels)
+        last = [float(row[4]) for row in rows[1:] if row[:4] == ["2", "1", "retention", "40"]]
+        assert last == [pytest.approx(scores.curves[:, 2, 1, -1].mean())]
+        first = str(scores.loss_tokens[0])
+        loss = [float(row[4]) for row in rows[1:] if row[:4] == ["1", "1", "loss", first]]
+        assert loss == [pytest.approx(scores.losses[:, 1, 0, 0].mean())]
+        refused(self.folder, "export", self.folder / "s.safetensors", "--to", "vllm", "-o", "v",
+                words=["can be written as csv or parquet"])  # fmt: skip
