@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import takes
-from kvalloc.cli.output import gap_text, hanging, note, print_json, print_table, wants_json
-from kvalloc.cli.solve import (
+from kvalloc.cli.output import hanging, note, print_json, print_table, wants_json
+from kvalloc.cli.solve import decision_row
+from kvalloc.cli.values import check_time_limit, load_scores, solver_options
+from kvalloc.errors import InputError
+from kvalloc.report.terminal import number_text
+from kvalloc.report.wording import (
     LOSS_NOTE,
     RETENTION_NOTE,
-    decision_row,
     ended_text,
+    gap_text,
     request_text,
     requested_bytes,
     solver_text,
     value_heading,
 )
-from kvalloc.cli.values import check_time_limit, load_scores, solver_options
-from kvalloc.errors import InputError
-from kvalloc.report.terminal import number_text
 from kvalloc.units import Option, size
 
 if TYPE_CHECKING:

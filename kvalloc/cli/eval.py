@@ -130,12 +130,11 @@ def eval(model: str, **given: Any) -> None:
     95% bootstrap interval over the prompts, over the answer's tokens that were predicted after the
     eviction: those before it are the full cache's own, and are counted as exact.
     """
-    from kvalloc.evaluate.pairing import rows as paired_rows
-    from kvalloc.evaluate.result_file import evaluation_of, evaluation_record, save_evaluation
+    from kvalloc.evaluate.result_file import evaluation_of
     from kvalloc.evaluate.scoring import evaluate
     from kvalloc.files import check_writable
     from kvalloc.interop.kvpress import peer_methods, read_peers
-    from kvalloc.models.loading import require_run_packages
+    from kvalloc.models.loading import require_run_packages, shape_of
 
     require_run_packages()
     asked: dict[str, Any] = {**DEFAULTS, **given}
@@ -158,20 +157,19 @@ def eval(model: str, **given: Any) -> None:
             loaded.model, loaded.tokenizer, cases, methods, context=context, progress=progress
         )
         scores = list(prompts)
-    rows = paired_rows(scores)
     settings = {"tasks": [task.name for task in wanted], "context": context}
-    record = evaluation_record(
-        model_id=loaded.model_id,
+    found = evaluation_of(
+        shape_of(loaded.model, model_id=loaded.model_id),
+        scores,
         settings={**settings, **{name: asked[name] for name in SETTINGS if name in asked}},
         profiles=profiles,
-        rows=rows,
-        scores=scores,
         cases={task.name: some for task, some in cases},
     )
     if "output" in asked:
-        save_evaluation(record, asked["output"])
+        found.save(asked["output"])
     for name, file in files.items():
-        profiles[name].replace(evaluation=evaluation_of(record, name)).save(file)
+        profiles[name].replace(evaluation=found.of(name)).save(file)
+    rows: list[dict[str, Any]] = [{**row} for row in found.rows]
     _note_slid_out(rows[0])
     if wants_json():
         print_json(rows)

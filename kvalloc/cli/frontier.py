@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import duration, note, print_result, print_table
-from kvalloc.cli.solve import LOSS_NOTE, value_heading
 from kvalloc.cli.values import check_time_limit, load_scores, solver_options
 from kvalloc.errors import InputError
 from kvalloc.report.terminal import number_text
+from kvalloc.report.wording import LOSS_NOTE, value_heading
 from kvalloc.units import Option, size
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import numpy as np
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import (
     duration,
-    model_text,
     note,
     print_fields,
     print_json,
@@ -20,11 +19,20 @@ from kvalloc.cli.output import (
 )
 from kvalloc.errors import InputError, ProfileFileError, plain
 from kvalloc.report.terminal import bar, number_text, terminal_width
+from kvalloc.report.wording import (
+    bits_text,
+    budget_fields,
+    budget_spread,
+    losses_per,
+    model_text,
+    policies_text,
+    score_fields,
+)
 from kvalloc.units import size
 
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
-    from kvalloc.formats.budget_profile import BudgetProfile, Policy
+    from kvalloc.formats.budget_profile import BudgetProfile
     from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
     from kvalloc.formats.score_profile import ScoreProfile
 
@@ -122,42 +130,11 @@ def _show_budgets(file: str, profile: BudgetProfile) -> None:
         known = {"predicted_loss": profile.predicted_loss}  # null, where the file leaves it out
         print_json({"file": file, **known, **profile.record(), **spread})
         return
-    handed_out = "; handed out by each prompt, this is their mean" if profile.by_prompt else ""
-    budgets = f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average{handed_out}"
-    print_fields({"budget profile": file, **_budget_fields(profile, budgets)})
+    print_fields({"budget profile": file, **budget_fields(profile)})
     print()
     print("\n".join(budget_picture(profile)))
     if profile.evaluation is not None:
         _print_evaluation(profile.evaluation)
-
-
-def _budget_fields(profile: BudgetProfile, budgets: str) -> dict[str, str]:
-    """What a budget profile holds, for people; what does not apply is left out."""
-    from kvalloc.cli import solve as texts
-
-    options = _parameters(profile.solver_options)
-    others = "; ".join(_policy_text(other) for other in profile.other_policies)
-    policy, share = profile.policy, profile.share_of_16_bits
-    same = "number of" if profile.length_rule == "fixed" else "share of the evictable"
-    lengths = f"the same {same} entries"
-    if share is not None:
-        lengths = f"as many entries in every head as take {share:.1%} of a cache at 16 bits"
-    stated = texts.decision_fields(profile)
-    stated["solver"] += f"{options}, {profile.level} level, {profile.created}"
-    if profile.predicted_loss is None:
-        stated["predicted loss"] = "unknown, no loss curves"
-    elif profile.refinement is None:
-        stated["predicted loss"] += f"; {_loss_source(profile, texts.LOSS_NOTE)}"
-    stated["bits"] = stated["bits"] or "16 (the model's dtype)"
-    return {
-        "model": model_text(profile.shape),
-        **stated,
-        "sharing": _sharing_text(profile) if profile.share_groups else "",
-        "budgets": budgets,
-        "other lengths": lengths,
-        "policy": f"{_policy_text(policy)}, {policy.sinks} sinks, window {policy.window}",
-        "other policies": others if stated["chosen"] else "",
-    }
 
 
 def _print_evaluation(evaluation: dict[str, Any]) -> None:
@@ -191,25 +168,6 @@ def _evaluation_cells(row: dict[str, Any], settings: dict[str, Any]) -> list[str
     ]
 
 
-def _loss_source(profile: BudgetProfile, usual: str) -> str:
-    """What the predicted loss is of: a descent measures the whole cache, others add up."""
-    count = profile.requested.get("predicted_on_prompts")
-    if count is None:
-        return usual
-    ends = profile.requested.get("predicted_interval")
-    said = "no interval from one prompt" if ends is None else "95% {:.6f} to {:.6f}".format(*ends)
-    return (
-        f"{said}; of the whole reduced cache on {count} prompts that only chose among the "
-        f"descent's stages, of {profile.requested.get('text', 'a text that is not recorded')}"
-    )
-
-
-def _policy_text(policy: Policy) -> str:
-    label = f"{policy.label}: " if policy.label else ""
-    by = f"{policy.scorer}{_parameters(policy.scorer_parameters)}"
-    return f"{label}{policy.name}{_parameters(policy.parameters)} by {by}"
-
-
 def _show_scores(file: str, profile: ScoreProfile) -> None:
     needed = {level: tokens_for(profile, level) for level in LEVELS}
     if wants_json():
@@ -217,25 +175,7 @@ def _show_scores(file: str, profile: ScoreProfile) -> None:
         facts = {"file": file, "kind": "kvalloc.score_profile", **_score_facts(profile)}
         print_json({**facts, "tokens_for_retention": tokens})
         return
-    shortest, longest = int(profile.sample_tokens.min()), int(profile.sample_tokens.max())
-    lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
-    grid = f"{profile.ranks.size:,} ranks, interpolation error {profile.interpolation_error:.1e}"
-    versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
-    print_fields(
-        {
-            "score profile": file,
-            "model": model_text(profile.shape),
-            "scorer": f"{profile.scorer}{_parameters(profile.scorer_parameters)}, "
-            f"{profile.sinks} sinks, window {profile.window}",
-            "context": f"{profile.context_tokens:,} tokens, {profile.evictable_tokens:,} of them "
-            f"evictable; {'every rank' if profile.is_exact else grid}",
-            "samples": f"{profile.n_samples} of {lengths} tokens",
-            "loss curves": losses_text(profile),
-            "bits": _bits_text(profile),
-            "text": profile.text_description or "not recorded",
-            "made": f"{profile.created} with {versions}",
-        }
-    )
+    print_fields({"score profile": file, **score_fields(profile)})
     print()
     print("\n".join(_needed_table(profile, needed)))
     note(
@@ -291,67 +231,10 @@ def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
     return {
         **{name: getattr(profile, name) for name in stated.split()},
         "n_ranks": profile.ranks.size,
-        "losses_per": _losses_per(profile),
+        "losses_per": losses_per(profile),
         "loss_method": profile.loss_method or None,
         "loss_policies": policies if profile.has_losses else None,
     }
-
-
-def _losses_per(profile: ScoreProfile) -> str | None:
-    if profile.losses is None:
-        return None
-    return "layer" if profile.losses.shape[2] == 1 else "head"
-
-
-def losses_text(profile: ScoreProfile) -> str:
-    """What losses a score profile holds, in a few words."""
-    if profile.loss_tokens is None:
-        return "not measured"
-    levels = profile.loss_tokens
-    titles = ", ".join(policy.title for policy in profile.policies)
-    several = f", with each of {titles}" if profile.loss_policies else ""
-    return (
-        f"{_loss_origin(profile)} one {_losses_per(profile)} at a time, at {levels.size} budgets "
-        f"from {int(levels[0]):,} to {int(levels[-1]):,} tokens{several}"
-    )
-
-
-def _loss_origin(profile: ScoreProfile) -> str:
-    """Whether losses were measured or estimated, as far as the file tells."""
-    if profile.loss_probed is not None:
-        probed = int(profile.loss_probed.sum())
-        return f"estimated, {probed:,} of {profile.loss_probed.size:,} figures measured,"
-    known = {"measured": "measured", "fast": "estimated to second order (--loss fast)"}
-    return known.get(profile.loss_method, "measured or estimated (this older file does not say)")
-
-
-def _bits_text(profile: ScoreProfile) -> str:
-    if profile.bit_widths is None:
-        return "not measured"
-    means = [
-        (width, float(profile.fidelity(width)[:, list(profile.shape.full_layers)].mean()))
-        for width in profile.bit_widths.tolist()
-    ]
-    return "mean fidelity " + ", ".join(f"{mean:.4f} at {width} bits" for width, mean in means)
-
-
-def _sharing_text(profile: BudgetProfile) -> str:
-    from kvalloc.formats.sharing_groups import shared_text
-
-    text = shared_text(profile.share_groups)
-    if profile.grouping_bound is None:
-        return text
-    bound = (
-        f"{profile.grouping_bound:.6f}"
-        if profile.sense == "max_value"
-        else f"{round(profile.grouping_bound):,} bytes"
-    )
-    return f"{text}; bound over all groupings {bound}"
-
-
-def _parameters(parameters: dict[str, Any]) -> str:
-    listed = ", ".join(f"{key}={value}" for key, value in parameters.items())
-    return f" ({listed})" if listed else ""
 
 
 def _show_saved(file: str, header: SavedCacheHeader, tensors: Mapping[str, StoredTensor]) -> None:
@@ -385,7 +268,6 @@ def _show_saved(file: str, header: SavedCacheHeader, tensors: Mapping[str, Store
 
 def _saved_fields(file: str, facts: dict[str, Any], profile: BudgetProfile) -> dict[str, str]:
     """What a saved cache holds, for people; what does not apply is left out."""
-    from kvalloc.cli.solve import bits_text, policies_text
     from kvalloc.formats.sharing_groups import shared_text
 
     followed = facts["seen_tokens"] - facts["prompt_tokens"]
@@ -470,9 +352,3 @@ def budget_picture(
         room = max(10, width - len(text) - len(sliding))
         lines.append((text + bar(share / full_bar, room, unicode=unicode) + sliding).rstrip())
     return lines
-
-
-def budget_spread(profile: BudgetProfile) -> tuple[int, float, int]:
-    """Smallest, mean and largest decided budget, tokens."""
-    decided = profile.budgets[list(profile.shape.full_layers)]
-    return int(decided.min()), float(decided.mean()), int(decided.max())

@@ -26,6 +26,7 @@ COMMANDS = (
     "fit-scorer",
     "compare",
     "frontier",
+    "report",
     "inspect",
     "verify",
     "diff",

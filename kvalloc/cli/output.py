@@ -16,7 +16,7 @@ from kvalloc.errors import plain
 from kvalloc.report.terminal import table_lines, terminal_width
 
 if TYPE_CHECKING:
-    from kvalloc.shape import ModelShape
+    pass
 
 SLID_OUT = "layers with a sliding window keep the whole prompt until the next token"
 """Why transformers' own cache may store more than a model needs right after a prompt."""
@@ -122,28 +122,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def gap_text(gap: float | None) -> str:
-    """A relative gap for people; unknown is not zero.
-
-    Examples
-    --------
-    >>> gap_text(None), gap_text(0.0), gap_text(0.0123), gap_text(1e-9)
-    ('unknown', '0%', '1.23%', '<0.001%')
-    """
-    if gap is None:
-        return "unknown"
-    if gap == 0:
-        return "0%"
-    return "<0.001%" if gap < 1e-5 else f"{100 * gap:.3g}%"
-
-
-def model_text(shape: ModelShape) -> str:
-    """A model on one line."""
-    sliding = shape.n_layers - len(shape.full_layers)
-    kinds = f" ({sliding} of them sliding, window {shape.sliding_window})" if sliding else ""
-    return (
-        f"{shape.model_id}: {shape.n_layers} layers{kinds} x {shape.n_kv_heads} KV "
-        f"head{'s' if shape.n_kv_heads > 1 else ''}, {shape.bytes_per_entry:,} bytes an entry"
-    )

@@ -122,7 +122,7 @@ def _facts(measured: ScoreProfile, output: Path, seconds: float) -> dict[str, An
 
 
 def _show(measured: ScoreProfile, output: Path, seconds: float) -> None:
-    from kvalloc.cli.inspect import losses_text
+    from kvalloc.report.wording import losses_text
 
     many = "1 sample" if measured.n_samples == 1 else f"{measured.n_samples} samples"
     print_fields(

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, GetPydanticSchema, computed_field, model_validator
-from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from kvalloc.accounting import IntArray
@@ -25,9 +21,8 @@ from kvalloc.accounting.costs import (
 )
 from kvalloc.accounting.rounding import apportion
 from kvalloc.errors import InputError
-from kvalloc.files import atomic_write
 from kvalloc.formats.policy import BY_SCORE, Policy, require_policies
-from kvalloc.formats.record import FileRecord, FloatArray3D, IntArray2D, require, require_shape
+from kvalloc.formats.record import FloatArray3D, IntArray2D, JsonRecord, require, require_shape
 from kvalloc.formats.sharing_groups import Groups, groups_fault
 from kvalloc.shape import ModelShape
 
@@ -42,9 +37,6 @@ __all__ = [
     "Refinement",
     "relative_gap",
 ]
-
-_ON_ONE_LINE = {r",\n *(?=[-\d])": ", ", r"\[\n *(?=[-\d])": "[", r"(?<=\d)\n *\]": "]"}
-"""Of an indented JSON text, numbers of a list, such as a row of budgets, go on one line."""
 
 Level = Literal["layer", "head"]
 LengthRule = Literal["proportional", "fixed"]
@@ -101,7 +93,7 @@ class Refinement(TypedDict):
 _as_refinement = GetPydanticSchema(lambda _, handler: handler(Refinement))
 
 
-class BudgetProfile(FileRecord):
+class BudgetProfile(JsonRecord):
     """How many entries each layer and KV head keeps after prefill.
 
     Raises
@@ -458,38 +450,6 @@ class BudgetProfile(FileRecord):
             options |= {"adapt": adapt, "measured_tokens": measured_tokens, "hold": hold}
         cache: Cache = getattr(importlib.import_module(where), name)(self, model, **options)
         return cache
-
-    def save(self, path: str | Path) -> None:
-        """Write the profile as JSON, atomically: one key a line, one row of budgets a line.
-
-        Raises
-        ------
-        InputError
-            If the folder does not exist or is read-only.
-        """
-        text = json.dumps(self.record(), indent=2, sort_keys=True, allow_nan=False)
-        for numbers, on_one_line in _ON_ONE_LINE.items():
-            text = re.sub(numbers, on_one_line, text)
-        with atomic_write(path) as temporary:
-            temporary.write_text(f"{text}\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> BudgetProfile:
-        """Read and check a budget profile.
-
-        Raises
-        ------
-        ProfileFileError
-            If the file is missing, not JSON, of another schema version, edited, or holds values
-            that cannot be.
-        """
-        cls.require_file(path)
-        try:
-            stated = from_json(Path(path).read_bytes())
-        except (ValueError, OSError) as error:
-            found, expected = f"not readable as JSON ({error})", cls.expected()
-            raise cls.file_error(path, "file", found, expected) from error
-        return cls.from_record(path, stated)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

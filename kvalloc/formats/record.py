@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = [
     "IntArray1D",
     "IntArray2D",
     "IntArray4D",
+    "JsonRecord",
     "Record",
     "digest_of",
     "first_fault",
@@ -35,6 +37,9 @@ __all__ = [
     "require_none",
     "require_shape",
 ]
+
+_ON_ONE_LINE = {r",\n *(?=[-\d])": ", ", r"\[\n *(?=[-\d])": "[", r"(?<=\d)\n *\]": "]"}
+"""Of an indented JSON text, numbers of a list, such as a row of budgets, go on one line."""
 
 
 def require(holds: bool | np.bool_, field: str, found: object, expected: str) -> None:
@@ -318,6 +323,42 @@ class FileRecord(Record):
         if not isinstance(found, dict):
             raise cls.file_error(path, "header", found or "missing", cls.expected())
         return found
+
+
+class JsonRecord(FileRecord):
+    """A record that is a JSON file."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the record as JSON, atomically: one key a line, one row of numbers a line.
+
+        Raises
+        ------
+        InputError
+            If the folder does not exist or is read-only.
+        """
+        text = json.dumps(self.record(), indent=2, sort_keys=True, allow_nan=False)
+        for numbers, on_one_line in _ON_ONE_LINE.items():
+            text = re.sub(numbers, on_one_line, text)
+        with atomic_write(path) as temporary:
+            temporary.write_text(f"{text}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read and check a file.
+
+        Raises
+        ------
+        ProfileFileError
+            If the file is missing, not JSON, of another schema version, edited, or holds values
+            that cannot be.
+        """
+        cls.require_file(path)
+        try:
+            stated = from_json(Path(path).read_bytes())
+        except (ValueError, OSError) as error:
+            found, expected = f"not readable as JSON ({error})", cls.expected()
+            raise cls.file_error(path, "file", found, expected) from error
+        return cls.from_record(path, stated)
 
 
 class ArrayRecord(FileRecord):

@@ -59,7 +59,7 @@ def test_eval_shows_long_answers_by_position_and_bytes_of_16_bits(models, profil
         assert row["kl_by_position"]["0-15"] is not None
     assert 0 < rows["8 bits"]["kl"] < rows["4 bits"]["kl"]
     record = json.loads(saved.read_text())
-    assert record["schema_version"] == 2
+    assert record["schema_version"] == 3
     settings = {"question": "second-turn", "plain_bits": "8,4", "budget": "60%"}
     assert settings.items() <= record["settings"].items()
     # the opening's answer is read, and only the second turn's tokens are there

@@ -16,6 +16,7 @@ from kvalloc.cli import inspect, output
 from kvalloc.cli.inspect import tokens_for
 from kvalloc.cli.progress import LINE_EVERY_SECONDS, ProgressBar, slow
 from kvalloc.report.terminal import bar
+from kvalloc.report.wording import gap_text
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,8 @@ from kvalloc.report.terminal import bar
         (output.duration(9.5), "9.500 s"),
         (output.duration(59.94), "59.9 s"),
         (output.duration(61), "1 min 1 s"),
-        (output.gap_text(1e-7), "<0.001%"),
-        (output.gap_text(0.0328), "3.28%"),
+        (gap_text(1e-7), "<0.001%"),
+        (gap_text(0.0328), "3.28%"),
     ],
 )
 def test_sizes_durations_and_gaps(written, text):

@@ -6,11 +6,13 @@ import json
 
 import numpy as np
 import pytest
+from factories import make_shape
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.evaluate.pairing import compare, rows
-from kvalloc.evaluate.result_file import evaluation_of, evaluation_record, save_evaluation
+from kvalloc.evaluate.result_file import evaluation_of
 from kvalloc.evaluate.scoring import ALL_TASKS, FULL, Outcome, Score, row
+from kvalloc.formats.evaluation import Evaluation
 from kvalloc.prompts.cases import Case, Turn
 
 
@@ -97,17 +99,32 @@ def test_rows_name_what_they_are_compared_to_and_end_with_all_tasks():
     json.dumps(found, allow_nan=False)
 
 
-def test_a_record_holds_every_answer_and_a_profile_takes_its_own_rows(tmp_path):
+def test_a_file_holds_every_answer_and_a_profile_takes_its_own_rows(tmp_path):
     case = Case(input_ids=(1, 2, 3), turns=(Turn(answers=("x",)),), source="text")
-    record = evaluation_record(
-        model_id="m", settings={"seed": 1}, profiles={}, rows=rows(scores()), scores=scores(),
-        cases={"t": [case] * 2, "u": [case] * 2},
-    )  # fmt: skip
-    save_evaluation(record, tmp_path / "r.json")
-    assert json.loads((tmp_path / "r.json").read_text()) == record
-    assert len(record["prompts"]) == 2 * 2 * 3
-    assert record["prompts"][0]["prompt_tokens"] == 3
-    assert record["prompts"][0]["right"] == [["x"]]
-    own = evaluation_of(record, "b")
+    cases = {"t": [case] * 2, "u": [case] * 2}
+    found = evaluation_of(make_shape(), scores(), settings={"seed": 1}, profiles={}, cases=cases)
+    found.save(tmp_path / "r.json")
+    assert Evaluation.load(tmp_path / "r.json") == found
+    assert list(found.rows) == rows(scores())
+    assert len(found.prompts) == 2 * 2 * 3
+    assert found.prompts[0]["prompt_tokens"] == 3
+    assert found.prompts[0]["right"] == [["x"]]
+    own = found.of("b")
     assert [row["task"] for row in own["rows"]] == ["t", "u", ALL_TASKS]
     assert not any("seconds" in key for row in own["rows"] for key in row)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"schema_version": 2}, "schema_version"),
+        ({"rows": [{"name": "a"}]}, "rows.0.task"),
+        ({"settings": {"seed": 2}}, "digest"),
+    ],
+)
+def test_an_edited_or_older_file_is_refused(tmp_path, change, field):
+    file = tmp_path / "r.json"
+    evaluation_of(make_shape(), (), settings={"seed": 1}, profiles={}, cases={}).save(file)
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ProfileFileError, match=field):
+        Evaluation.load(file)

@@ -1,0 +1,107 @@
+"""The measured end: what reduced caches did to a model's answers, with every prompt's values."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
+
+from kvalloc.formats.record import JsonRecord
+from kvalloc.shape import ModelShape
+
+Ends = list[float] | None
+"""Low and high end of a 95% bootstrap interval; None where there is none."""
+
+
+class EvaluationRow(TypedDict):
+    """One method on one task, or on all of them: means over prompts, then over tasks.
+
+    Bytes are of one prompt, KL in nats per token, times in seconds, shares, scores and agreement
+    0..1; None is unknown. `kvalloc.evaluate.scoring.Outcome` says what each is the mean of, and
+    `kvalloc.evaluate.pairing.compare` what stands under ``paired``.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    name: str
+    task: str
+    context: int
+    retained_bytes: int
+    full_bytes: int
+    kept_bytes: int
+    share_of_16_bits: float | None
+    kl: float | None
+    ci95: Ends
+    kl_by_position: dict[str, float | None]
+    exact_tokens: float | None
+    top1_agreement: float | None
+    exact_match: float | None
+    score: float | None
+    score_ci95: Ends
+    perplexity: float | None
+    n: int
+    prefill_seconds: float | None
+    decode_tokens_per_second: float | None
+    paired: list[dict[str, Any]]
+
+
+class Evaluation(JsonRecord):
+    """Rows of an evaluation, how they were made, and what every prompt gave."""
+
+    NAME: ClassVar[str] = "evaluation"
+    MADE_BY: ClassVar[str] = "kvalloc eval"
+
+    kind: Literal["kvalloc.evaluation"] = "kvalloc.evaluation"
+    """What the file is."""
+
+    schema_version: Literal[3] = 3
+    """How the file is to be read."""
+
+    shape: ModelShape
+    """The model."""
+
+    settings: dict[str, Any]
+    """What was asked: tasks, split, question, turns, samples, context, seed, dtype."""
+
+    profiles: dict[str, str]
+    """Digest of each budget profile by the name of its rows, without an evaluation from before:
+    that of what was evaluated."""
+
+    rows: tuple[EvaluationRow, ...]
+    """For each task the full cache first, then the methods."""
+
+    prompts: tuple[dict[str, Any], ...] = ()
+    """Every method's values and answers, prompt by prompt."""
+
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of the libraries that measured."""
+
+    created: str = ""
+    """ISO date, UTC."""
+
+    def of(self, name: str) -> dict[str, Any]:
+        """The part about one method, small enough for a budget profile.
+
+        Parameters
+        ----------
+        name : str
+            The method.
+
+        Returns
+        -------
+        dict
+            Settings and rows, without wall times, which are the machine's, and without prompts.
+        """
+        timed = ("prefill_seconds", "decode_tokens_per_second")
+        return {
+            "created": self.created,
+            "versions": self.versions,
+            "model": self.shape.model_id,
+            "settings": self.settings,
+            "rows": [
+                {key: value for key, value in row.items() if key not in timed}
+                for row in self.rows
+                if row["name"] == name
+            ],
+        }

@@ -1,0 +1,307 @@
+"""What some files hold together: the material of a report or a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvalloc.accounting import FloatArray
+from kvalloc.allocation.curves import evictable_rank, loss_curves
+from kvalloc.allocation.frontier import FrontierPoint, frontier
+from kvalloc.errors import InputError, KVAllocError, ModelMismatchError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.evaluation import Evaluation
+from kvalloc.formats.reading import load_file
+from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
+from kvalloc.report.wording import model_text
+from kvalloc.shape import ModelShape
+
+WHOLE = -1
+"""In place of a head: all heads of the layer together."""
+
+CURVE_POINTS = 33
+"""Budgets at which a retention curve is drawn, closer together where it bends."""
+
+FRONTIER_POINTS = 24
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """Score profiles, budget profiles and evaluations of one model, each by a short name.
+
+    Attributes
+    ----------
+    files : dict of str
+        Where each comes from.
+    scores, profiles, evaluations : dict
+    """
+
+    files: dict[str, str]
+    scores: dict[str, ScoreProfile] = field(default_factory=dict)
+    profiles: dict[str, BudgetProfile] = field(default_factory=dict)
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, files: Sequence[str | Path]) -> Material:
+        """Read files of one model.
+
+        Parameters
+        ----------
+        files : sequence of str or Path
+            Score profiles, budget profiles or the names of shipped ones, evaluations.
+
+        Raises
+        ------
+        InputError
+            If there is none, a file is missing, or two are of different models.
+        ProfileFileError
+            If one is damaged, of another schema version or of another kind.
+        """
+        if not files:
+            raise InputError("there is nothing to report on; name at least one file")
+        named: dict[str, str] = {}
+        found: dict[str, Any] = {}
+        for file in dict.fromkeys(map(str, files)):
+            record = load_file(file)
+            name = Path(file).stem if Path(file).exists() else file
+            name = name if name not in found else file
+            for other, first in found.items():
+                try:
+                    first.shape.require_same_model(record.shape)
+                except ModelMismatchError as error:
+                    raise InputError(
+                        f"{named[other]} and {file} do not belong together: the first is of "
+                        f"{model_text(first.shape)}; the second of {model_text(record.shape)}"
+                    ) from error
+            named[name], found[name] = file, record
+
+        def of(kind: type[Any]) -> dict[str, Any]:
+            return {name: one for name, one in found.items() if isinstance(one, kind)}
+
+        return cls(
+            files=named,
+            scores=of(ScoreProfile),
+            profiles=of(BudgetProfile),
+            evaluations=of(Evaluation),
+        )
+
+    @property
+    def records(self) -> dict[str, Any]:
+        """All of them by name."""
+        return {**self.profiles, **self.scores, **self.evaluations}
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model."""
+        shape: ModelShape = next(iter(self.records.values())).shape
+        return shape
+
+    def unit_rows(self) -> list[Row]:
+        """One row a profile, layer and KV head: budget, share of the context, bits."""
+        return [
+            {
+                "profile": name,
+                "layer": layer,
+                "head": head,
+                "tokens": int(profile.budgets[layer, head]),
+                "share": round(float(profile.budgets[layer, head]) / profile.context_tokens, 4),
+                "bits": 16 if profile.bits is None else int(profile.bits[layer, head]),
+            }
+            for name, profile in self.profiles.items()
+            for layer in profile.shape.full_layers
+            for head in range(profile.shape.n_kv_heads)
+        ]
+
+    def frontier_rows(self) -> list[Row]:
+        """The best possible at every size by the score profiles, for layers and for heads."""
+        return [
+            {"curve": f"best {level} budgets by {name}", "objective": objective, **_facts(point)}
+            for name, scores in self.scores.items()
+            for level in ("layer", "head")
+            for objective in ("mean", "loss")
+            for point in _traced(scores, level, objective)
+        ]
+
+    def point_rows(self) -> list[Row]:
+        """Where each budget profile stands: bytes, predicted retention and loss."""
+        return [
+            {
+                "name": name,
+                "solver": profile.decided_by or profile.solver or "no solver",
+                "share": profile.retained_bytes / profile.full_bytes,
+                "retention": profile.retention,
+                "loss": profile.predicted_loss,
+            }
+            for name, profile in self.profiles.items()
+        ]
+
+    def measured_rows(self) -> list[Row]:
+        """What evaluations measured, those inside budget profiles included; no full caches."""
+        rows = [
+            _measured(row, source, str(row["name"]))
+            for source, evaluation in self.evaluations.items()
+            for row in evaluation.rows
+            if row["name"] != "full"
+        ]
+        for name, profile in self.profiles.items():
+            stated = (profile.evaluation or {}).get("rows")
+            inside = stated if isinstance(stated, list) else []
+            rows += [_measured(row, name, name) for row in inside if isinstance(row, dict)]
+        return rows
+
+
+def _traced(scores: ScoreProfile, level: Any, objective: Any) -> list[FrontierPoint]:
+    """A frontier, or nothing where the score profile does not know such units."""
+    if objective == "loss" and not scores.has_losses:
+        return []
+    try:
+        return frontier(scores, points=FRONTIER_POINTS, level=level, objective=objective)
+    except KVAllocError:
+        return []
+
+
+def _facts(point: FrontierPoint) -> Row:
+    return {
+        "share": point.share,
+        "bytes": point.cost_bytes,
+        "retention": point.retention,
+        "loss": point.predicted_loss,
+    }
+
+
+def _measured(row: Mapping[str, Any], source: str, name: str) -> Row:
+    """A row of an evaluation as a picture takes it; what an older file leaves out is None."""
+    ends = row.get("ci95")
+    low, high = ends if isinstance(ends, list) and len(ends) == 2 else (None, None)
+    share = row.get("share_of_16_bits", row.get("kept_share"))
+    task = f"{row.get('task', 'unknown')}, {row['context']:,} tokens" if "context" in row else "-"
+    return {
+        "source": source,
+        "name": name,
+        "task": task,
+        "share": share,
+        "low": low,
+        "high": high,
+        **{key: row.get(key) for key in ("kl", "top1_agreement", "score", "n")},
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCurves:
+    """What a score profile says of every unit, and where budget profiles stand on it.
+
+    Units are whole layers, first, and their KV heads; NaN is what was not measured.
+
+    Attributes
+    ----------
+    shares : ndarray of float64, (n_points,)
+        Kept shares of the context at which curves are drawn, 0..1.
+    values : ndarray of float64, (n_layers, 1 + n_kv_heads, n_points)
+        Retention, or loss in nats per token.
+    marks : dict of tuple of ndarray, each (n_layers, 1 + n_kv_heads)
+        The share that each budget profile keeps, and the curve's value there.
+    layers : tuple of int
+        Those that get budgets.
+    """
+
+    layers: tuple[int, ...]
+    shares: FloatArray
+    values: FloatArray
+    marks: dict[str, tuple[FloatArray, FloatArray]]
+
+    @classmethod
+    def of_retention(
+        cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]
+    ) -> UnitCurves:
+        """Retention curves of every layer and head, the mean over samples."""
+
+        def with_layers(heads: FloatArray) -> FloatArray:
+            """Of values of heads, ``(n_samples, n_layers, n_kv_heads, n_points)``."""
+            of_layers = np.einsum("slh,slhp->lp", scores.head_shares, heads) / scores.n_samples
+            return np.concatenate([of_layers[:, None], heads.mean(axis=0)], axis=1)
+
+        steps = np.linspace(0, 1, CURVE_POINTS) ** 2  # closer where curves bend
+        ranks = np.unique(np.rint(steps * scores.evictable_tokens)).astype(np.float64)
+        marks = {}
+        for name, profile in profiles.items():
+            at = evictable_rank(scores, profile.budgets, profile.context_tokens)
+            heads = np.empty(scores.curves.shape[:3])
+            for unit in np.ndindex(*heads.shape):
+                heads[unit] = np.interp(at[unit[1:]], scores.ranks, scores.curves[unit])
+            kept = np.concatenate([at.mean(axis=1, keepdims=True), at], axis=1)
+            marks[name] = (_shares(scores, kept), with_layers(heads[..., None])[..., 0])
+        drawn = with_layers(interpolate_curves(scores.curves, scores.ranks, ranks))
+        layers, shares = scores.shape.full_layers, _shares(scores, ranks)
+        return cls(layers=layers, shares=shares, values=drawn, marks=marks)
+
+    @classmethod
+    def of_loss(cls, scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]) -> UnitCurves:
+        """Loss curves of the scorer's best entries, of layers or of heads as they were measured.
+
+        Raises
+        ------
+        InputError
+            If none were measured.
+        """
+        curves = loss_curves(scores)[0]
+        assert scores.loss_tokens is not None  # loss_curves has given the curves
+        levels = scores.loss_tokens.astype(np.float64)
+        places = slice(0, 1) if curves.shape[1] == 1 else slice(1, None)
+        values = np.full((len(curves), 1 + scores.shape.n_kv_heads, levels.size), np.nan)
+        values[:, places] = curves
+        marks = {}
+        for name, profile in profiles.items():
+            at = evictable_rank(scores, profile.budgets, profile.context_tokens)
+            at += scores.protected_tokens
+            kept = np.concatenate([at.mean(axis=1, keepdims=True), at], axis=1)
+            found = np.full(kept.shape, np.nan)
+            if (
+                places.stop is None or profile.level == "layer"
+            ):  # heads alike where layers are known
+                for unit in np.ndindex(*curves.shape[:2]):
+                    place = (unit[0], unit[1] + places.start)
+                    found[place] = np.interp(kept[place], levels, curves[unit], left=np.nan)
+            marks[name] = (kept / scores.context_tokens, found)
+        layers, shares = scores.shape.full_layers, levels / scores.context_tokens
+        return cls(layers=layers, shares=shares, values=values, marks=marks)
+
+    def lines(self) -> list[Row]:
+        """One row a unit with a curve: ``layer``, ``head`` (`WHOLE` for all) and its values."""
+        return [
+            {"layer": layer, "head": place - 1, "values": _rounded(self.values[layer, place])}
+            for layer, place in self._known(self.values[..., 0])
+        ]
+
+    def points(self) -> list[Row]:
+        """One row a budget profile and unit: its share and the curve's value there."""
+        return [
+            {
+                "profile": name,
+                "layer": layer,
+                "head": place - 1,
+                "share": round(float(kept[layer, place]), 4),
+                "value": round(float(values[layer, place]), 5),
+            }
+            for name, (kept, values) in self.marks.items()
+            for layer, place in self._known(values)
+        ]
+
+    def _known(self, values: FloatArray) -> list[tuple[int, int]]:
+        """Layers and places of the units whose value is a number."""
+        places = [tuple(place) for place in np.argwhere(np.isfinite(values)).tolist()]
+        return [place for place in places if place[0] in self.layers]
+
+
+def _shares(scores: ScoreProfile, ranks: FloatArray) -> FloatArray:
+    shares: FloatArray = (ranks + scores.protected_tokens) / scores.context_tokens
+    return shares
+
+
+def _rounded(values: FloatArray) -> list[float]:
+    return [float(f"{value:.4g}") for value in values.tolist()]

@@ -1,0 +1,324 @@
+"""One page that holds all it needs: what files of kvalloc say, with figures that can be asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvalloc.files import atomic_write, provenance
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.evaluation import Evaluation
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.report import charts
+from kvalloc.report.material import Material, Row, UnitCurves
+from kvalloc.report.wording import (
+    bits_text,
+    budget_fields,
+    evaluation_fields,
+    model_text,
+    proof_text,
+    score_fields,
+)
+from kvalloc.units import size
+
+DTYPES = (("float32", 4), ("bfloat16 or float16", 2))
+MOST_TOKENS = 2**17
+"""Longest prompt of the memory calculator where the model does not say one."""
+
+Table = tuple[str, tuple[str, ...], list[list[Row]]]
+"""Caption, headings and cells."""
+
+
+def write_report(files: Sequence[str | Path], output: str | Path) -> None:
+    """Write one HTML page from any mix of score profiles, budget profiles and evaluations.
+
+    Nothing on it is loaded from a network: it can be sent by mail and read without one.
+
+    Parameters
+    ----------
+    files : sequence of str or Path
+        Files of one model, or names of shipped budget profiles.
+    output : str or Path
+        The page, written atomically.
+
+    Raises
+    ------
+    InputError
+        If there is no file, one is missing, two are of different models, or the page cannot be
+        written.
+    ProfileFileError
+        If a file is damaged, of another schema version or of another kind.
+
+    Examples
+    --------
+    >>> write_report(["s.safetensors", "p.json"], "report.html")  # doctest: +SKIP
+    """
+    text = page(Material.read(files))
+    with atomic_write(output) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def page(material: Material) -> str:
+    """The page as HTML."""
+    from jinja2 import Environment
+
+    def part(ending: str) -> str:
+        return (resources.files("kvalloc.report") / f"page.{ending}").read_text("utf-8")
+
+    facts = _facts(material)
+    drawn = {"vega": charts.javascript()} if facts["charts"] else {}
+    template = Environment(autoescape=True).from_string(part("html"))
+    return template.render(style=part("css"), script=part("js"), **drawn, **facts)
+
+
+def _facts(material: Material) -> dict[str, Any]:
+    """Everything that the template names."""
+    shape, profiles = material.shape, material.profiles
+    units, measured = material.unit_rows(), material.measured_rows()
+    plotted = [row for row in measured if row["kl"] is not None and row["share"] is not None]
+    tasks = Counter(row["task"] for row in plotted)
+    task = max(tasks, key=lambda one: (tasks[one], list(tasks).index(one)), default="")
+    specs: dict[str, charts.Spec] = {}
+    if units:
+        first = next(iter(profiles))
+        drawn = charts.budget_map(units, heads=shape.n_kv_heads)
+        specs["budgets"] = charts.selectable(drawn, "profile", first)
+        if any(one.bits is not None and np.ptp(one.bits) for one in profiles.values()):
+            drawn = charts.bits_map(units, heads=shape.n_kv_heads)
+            specs["bits"] = charts.selectable(drawn, "profile", first)
+    frontiers = _frontiers(material, specs)
+    if plotted:
+        specs["measured"] = charts.selectable(charts.measured_chart(plotted), "task", task)
+    curves = _curves(material, specs)
+    memory = _memory(material)
+    return {
+        "shape": shape,
+        "model": model_text(shape),
+        **provenance(),
+        "files": material.files,
+        "profiles": list(profiles),
+        "summary": _summary(material),
+        "missing": _missing(material, measured),
+        "charts": specs,
+        "layers": _layer_table(material),
+        "frontiers": frontiers,
+        "evaluated": _measured_table(measured) if measured else None,
+        "tasks": list(tasks),
+        "chosen_task": task,
+        "curves": curves,
+        "curve_layers": list(shape.full_layers),
+        "memory": memory,
+        "proofs": [(name, proof_text(one)) for name, one in profiles.items()],
+        "decisions": _decision_table(material),
+        "sources": _sources(material),
+        "document": {
+            "charts": specs,
+            "themes": charts.THEMES,
+            "memory": memory,
+            "layers": shape.n_layers,
+            "heads": shape.n_kv_heads,
+        },
+    }
+
+
+def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[str, str]]:
+    """Charts of what the bytes buy, by name, with their captions; specifications are added."""
+    traced, points = material.frontier_rows(), material.point_rows()
+    shown = []
+    for by, objective, what, better in (
+        ("retention", "mean", "retention (share of the attention mass)", "higher"),
+        ("loss", "loss", "predicted loss, nats per token", "lower"),
+    ):
+        best = [row for row in traced if row["objective"] == objective]
+        reached = [row for row in points if row[by] is not None]
+        if best or len(reached) > 1:
+            name = f"frontier-{by}"
+            specs[name] = charts.frontier_chart(best, reached, by=by, what=what)
+            lines = (
+                "Lines are the best that any budgets can reach by these curves. " if best else ""
+            )
+            text = f"Predicted {by} against bytes: {better} and further left is better. {lines}"
+            shown.append((name, f"{text}Each mark is a budget profile."))
+    return shown
+
+
+def _curves(material: Material, specs: dict[str, charts.Spec]) -> list[dict[str, str]]:
+    """Charts of the units' curves, by name, with their captions; specifications are added."""
+    shown = []
+    for place, (name, scores) in enumerate(material.scores.items()):
+        kinds = {"retention": UnitCurves.of_retention(scores, material.profiles)}
+        if scores.has_losses:
+            kinds["loss, nats per token"] = UnitCurves.of_loss(scores, material.profiles)
+        for what, curves in kinds.items():
+            chart = f"curves-{place}-{what[:4]}"
+            of_loss = what != "retention"
+            specs[chart] = charts.curve_chart(curves, what=what, of_loss=of_loss)
+            text = (
+                f"{name}: {what.partition(',')[0]} of one unit by scorer {scores.scorer} (thick), "
+                "all others thin. Marks are what the budget profiles chose for it."
+            )
+            shown.append({"name": chart, "text": text})
+    return shown
+
+
+def _memory(material: Material) -> dict[str, Any]:
+    """Bytes of a full cache and of each profile's at prompts of many lengths, one at a time."""
+    shape = material.shape
+    most = shape.max_context_tokens or MOST_TOKENS
+    own = {one.context_tokens for one in material.profiles.values()}
+    steps = {step * 2**power for step in (2, 3) for power in range(6, 20)}
+    contexts = sorted(length for length in {*steps, *own, most} if 256 <= length <= most)
+    contexts = contexts or [most]
+
+    def of(profile: BudgetProfile | None, dtype_bytes: int) -> list[int]:
+        sized = replace(shape, dtype_bytes=dtype_bytes)
+        if profile is None:
+            return [sized.full_bytes(length) for length in contexts]
+        sized = replace(profile.shape, dtype_bytes=dtype_bytes)
+        same = profile.replace(shape=sized)
+        return [same.retained_bytes_at(length) for length in contexts]
+
+    def each(profile: BudgetProfile | None) -> dict[str, list[int]]:
+        return {str(count): of(profile, count) for _, count in DTYPES}
+
+    start = min(own, default=contexts[len(contexts) // 2])
+    return {
+        "contexts": contexts,
+        "start": contexts.index(start) if start in contexts else 0,
+        "dtypes": DTYPES,
+        "full": each(None),
+        "kept": [each(profile) for profile in material.profiles.values()],
+    }
+
+
+def _summary(material: Material) -> list[dict[str, str]]:
+    """What each file comes to, a line each."""
+    lines = []
+    for name, profile in material.profiles.items():
+        kept, whole = profile.retained_bytes, profile.full_bytes
+        text = (
+            f"keeps {size(kept)} of {size(whole)} ({kept / whole:.1%}) of a prompt of "
+            f"{profile.context_tokens:,} tokens"
+        )
+        if profile.retention is not None:
+            text += f" and {profile.retention:.1%} of the attention mass"
+        if bits := bits_text(profile):
+            text += f", {bits}"
+        if profile.predicted_loss is not None:
+            text += f"; predicted loss {profile.predicted_loss:.4g} nats per token"
+        lines.append({"name": name, "text": f"{text}. {proof_text(profile)}"})
+    for name, evaluation in material.evaluations.items():
+        methods = {row["name"] for row in evaluation.rows} - {"full"}
+        tasks = {row["task"] for row in evaluation.rows}
+        text = f"measured {len(methods)} caches beside the full one on {', '.join(sorted(tasks))}."
+        lines.append({"name": name, "text": text if evaluation.rows else "holds no rows."})
+    for name, scores in material.scores.items():
+        text = (
+            f"measured {scores.n_samples} samples of up to {scores.context_tokens:,} tokens with "
+            f"scorer {scores.scorer}: {scores.text_description or 'text not recorded'}."
+        )
+        lines.append({"name": name, "text": text})
+    return lines
+
+
+def _missing(material: Material, measured: Sequence[Row]) -> list[str]:
+    """What these files leave out, and what would bring it."""
+    lines = []
+    if not material.profiles:
+        lines.append(
+            "No budget profile: nothing says what is kept. Make one with 'kvalloc solve "
+            "SCORES --budget 20% -o p.json' and add it."
+        )
+    if not material.scores:
+        lines.append(
+            "No score profile: there are no curves, and the best possible is not known. Add the "
+            "one that the budgets were decided from ('kvalloc profile MODEL -o s.safetensors')."
+        )
+    for name, evaluation in material.evaluations.items():
+        if not evaluation.rows:
+            lines.append(f"{name} holds no rows: nothing was measured. Run 'kvalloc eval' again.")
+    if not measured:
+        lines.append(
+            "No measurement of answers: retention and predicted loss say little of quality. Add "
+            "what 'kvalloc eval MODEL --profile P.json -o result.json' writes."
+        )
+    return lines
+
+
+def _cell(value: object, form: str = "") -> Row:
+    """A cell of a table: its text, and the number to sort by where it is one."""
+    if isinstance(value, int | float):
+        return {"text": format(value, form), "value": value}
+    return {"text": "-" if value is None else str(value), "value": "" if value is None else None}
+
+
+def _layer_table(material: Material) -> Table:
+    """Tokens that each layer keeps in the mean over its heads, a column a profile."""
+    rows = [
+        [
+            _cell(layer),
+            *(
+                _cell(float(one.budgets[layer].mean()), ",.0f")
+                for one in material.profiles.values()
+            ),
+        ]
+        for layer in material.shape.full_layers
+    ]
+    return "Tokens per KV head, mean of each layer", ("layer", *material.profiles), rows
+
+
+def _measured_table(measured: Sequence[Row]) -> Table:
+    forms = {"share": ".1%", "kl": ".4f", "top1_agreement": ".1%", "score": ".0%", "n": ","}
+    headings = ("method", "task", "from", "bytes of 16 bits", "KL", "95% of KL")
+    rows = []
+    for row in measured:
+        ends = "-" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}"
+        cells = {name: _cell(row[name], form) for name, form in forms.items()}
+        first = [_cell(row["name"]), _cell(row["task"]), _cell(row["source"])]
+        rows.append([*first, cells["share"], cells["kl"], _cell(ends), *list(cells.values())[2:]])
+    return (
+        "Measured harm: KL to the full cache in nats per token, and scores",
+        (*headings, "same next token", "score", "prompts"),
+        rows,
+    )
+
+
+def _decision_table(material: Material) -> Table:
+    rows = [
+        [
+            _cell(name),
+            _cell(one.decided_by or one.solver or "-"),
+            _cell(one.level),
+            _cell(one.retained_bytes / one.full_bytes, ".1%"),
+            _cell(one.retained_bytes / 2**20, ",.2f"),
+            _cell(one.retention, ".4f"),
+            _cell(one.predicted_loss, ".4f"),
+            _cell(one.gap, ".2%"),
+            _cell(one.termination.replace("_", " ") or "-"),
+        ]
+        for name, one in material.profiles.items()
+    ]
+    headings = ("profile", "solver", "level", "bytes", "MiB", "retention", "loss", "gap", "ended")
+    return "Decisions side by side", headings, rows
+
+
+def _sources(material: Material) -> list[dict[str, Any]]:
+    """What every file says of itself, in the words of `kvalloc inspect`."""
+    words: dict[type, Any] = {
+        BudgetProfile: budget_fields,
+        ScoreProfile: score_fields,
+        Evaluation: evaluation_fields,
+    }
+    sources = []
+    for name, record in material.records.items():
+        fields = {"file": material.files[name], **words[type(record)](record)}
+        fields["digest"] = record.digest
+        shown = [(label, text) for label, text in fields.items() if text]
+        sources.append({"name": name, "kind": record.NAME, "fields": shown})
+    return sources

@@ -1,0 +1,463 @@
+"""What profiles state, in words for people: the same in a terminal and on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvalloc.accounting.costs import BIT_WIDTHS
+from kvalloc.allocation.request import RANK_TOLERANCE, Target
+from kvalloc.formats.sharing_groups import shared_text
+from kvalloc.units import size
+
+if TYPE_CHECKING:
+    from kvalloc.formats.budget_profile import BudgetProfile, Policy
+    from kvalloc.formats.evaluation import Evaluation
+    from kvalloc.formats.score_profile import ScoreProfile
+    from kvalloc.shape import ModelShape
+
+LOSS_NOTE = (
+    "predicted loss is a sum of single-unit measurements: each unit was reduced alone, and "
+    "together they may do more harm or less"
+)
+RETENTION_NOTE = "retention predicts kept attention mass, not answer quality"
+
+
+def model_text(shape: ModelShape) -> str:
+    """A model on one line."""
+    sliding = shape.n_layers - len(shape.full_layers)
+    kinds = f" ({sliding} of them sliding, window {shape.sliding_window})" if sliding else ""
+    return (
+        f"{shape.model_id}: {shape.n_layers} layers{kinds} x {shape.n_kv_heads} KV "
+        f"head{'s' if shape.n_kv_heads > 1 else ''}, {shape.bytes_per_entry:,} bytes an entry"
+    )
+
+
+def gap_text(gap: float | None) -> str:
+    """A relative gap for people; unknown is not zero.
+
+    Examples
+    --------
+    >>> gap_text(None), gap_text(0.0), gap_text(0.0123), gap_text(1e-9)
+    ('unknown', '0%', '1.23%', '<0.001%')
+    """
+    if gap is None:
+        return "unknown"
+    if gap == 0:
+        return "0%"
+    return "<0.001%" if gap < 1e-5 else f"{100 * gap:.3g}%"
+
+
+def decision_fields(decided: BudgetProfile) -> dict[str, str]:
+    """What a budget profile states of its decision, for people; empty where it does not apply."""
+    kept, whole, loss = decided.retained_bytes, decided.full_bytes, decided.predicted_loss
+    granted = requested_bytes(decided)
+    of_granted = ""
+    if granted is not None:
+        of_granted = f" ({'MORE than the' if kept > granted else 'of'} {size(granted)} granted)"
+    return {
+        "asked": request_text(decided),
+        "solver": f"{solver_text(decided)}, {ended_text(decided)}",
+        "why": why_text(decided),
+        "retention": retention_text(decided),
+        "predicted loss": "" if loss is None else f"{loss:.6f} nats per token",
+        **_refinement_fields(decided),
+        "objective": objective_text(decided.objective, decided),
+        "bound": bound_text(decided),
+        "price": price_text(decided),
+        "bytes": f"{size(kept)}{of_granted} of {size(whole)} ({kept / whole:.1%})",
+        "bits": bits_text(decided),
+        "cost": cost_text(decided),
+        "ranks": ranks_text(decided),
+        "chosen": policies_text(decided),
+    }
+
+
+def budget_fields(profile: BudgetProfile) -> dict[str, str]:
+    """What a budget profile holds, for people; empty where it does not apply."""
+    options = _parameters(profile.solver_options)
+    others = "; ".join(_policy_text(other) for other in profile.other_policies)
+    policy, share = profile.policy, profile.share_of_16_bits
+    same = "number of" if profile.length_rule == "fixed" else "share of the evictable"
+    lengths = f"the same {same} entries"
+    if share is not None:
+        lengths = f"as many entries in every head as take {share:.1%} of a cache at 16 bits"
+    least, mean, most = budget_spread(profile)
+    handed_out = "; handed out by each prompt, this is their mean" if profile.by_prompt else ""
+    stated = decision_fields(profile)
+    stated["solver"] += f"{options}, {profile.level} level, {profile.created}"
+    if profile.predicted_loss is None:
+        stated["predicted loss"] = "unknown, no loss curves"
+    elif profile.refinement is None:
+        stated["predicted loss"] += f"; {_loss_source(profile, LOSS_NOTE)}"
+    stated["bits"] = stated["bits"] or "16 (the model's dtype)"
+    return {
+        "model": model_text(profile.shape),
+        **stated,
+        "sharing": _sharing_text(profile) if profile.share_groups else "",
+        "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average{handed_out}",
+        "other lengths": lengths,
+        "policy": f"{_policy_text(policy)}, {policy.sinks} sinks, window {policy.window}",
+        "other policies": others if stated["chosen"] else "",
+    }
+
+
+def request_text(decided: BudgetProfile) -> str:
+    """What was asked for, for people; of a descent on which text, too."""
+    asked = decided.requested
+    share, text = asked.get("budget"), asked.get("text")
+    if decided.solver == "descent" and share is not None and text is not None:
+        return f"least loss of the whole reduced cache in {share:.1%} of all entries, on {text}"
+    if "target" not in asked:
+        return "not recorded"
+    worst = " of the worst unit" if asked.get("objective") == "worst" else ""
+    what = "predicted loss" if asked.get("objective") == "loss" else f"retention{worst}"
+    what = f"weighted {what}" if asked.get("weights") else what
+    cost = asked.get("cost", "bytes")
+    entries = {"bytes": "entries", "decode-bytes": "bytes read per token"}.get(cost, cost)
+    text = Target.read(asked).describe(what, entries)
+    prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
+    return "; ".join([f"{text}, {prompts}{decided.context_tokens:,} tokens", *limit_texts(decided)])
+
+
+def value_heading(asked: Mapping[str, Any]) -> str:
+    """What to call the optimised value beside retention and loss; empty where it is one of them."""
+    if asked.get("objective") == "worst":
+        return "worst unit"
+    if asked.get("workloads", "mean") != "mean":
+        return "worst samples"
+    return "weighted" if asked.get("weights") else ""
+
+
+def limit_texts(decided: BudgetProfile) -> list[str]:
+    """What else was asked for, one text each."""
+    asked = decided.requested
+    caps = (str(text).partition("=") for text in asked.get("cap", ()))
+    texts = [f"layers {which} within {limit}" for which, _, limit in caps]
+    if asked.get("workloads") == "worst":
+        texts.append("the worst sample counts")
+    elif asked.get("workloads") == "cvar":
+        texts.append(f"the worst {asked['tail']:.0%} of the samples count")
+    if asked.get("max_tokens") is not None:
+        texts.append(f"no budget above {asked['max_tokens']:,} tokens")
+    if asked.get("equal_heads"):
+        texts.append("equal heads")
+    if asked.get("max_distinct") is not None:
+        texts.append(f"at most {asked['max_distinct']} different budgets")
+    if asked.get("ranks") is not None:
+        tolerance = asked.get("rank_tolerance", RANK_TOLERANCE)
+        texts.append(f"{asked['ranks']} ranks balanced within {tolerance:.3g}")
+    return texts
+
+
+def solver_text(decided: BudgetProfile) -> str:
+    """Who was asked to decide, and who did where that is another one."""
+    if decided.decided_by in ("", decided.solver):
+        return decided.solver
+    return f"{decided.solver} ({decided.decided_by})"
+
+
+def ended_text(decided: BudgetProfile) -> str:
+    """Why the solver stopped, for people."""
+    return decided.termination.replace("_", " ")
+
+
+def why_text(decided: BudgetProfile) -> str:
+    """The solver's own line, without the name that stands in front of it."""
+    return decided.detail.removeprefix(f"{decided.decided_by}: ")
+
+
+def objective_text(value: float | None, decided: BudgetProfile) -> str:
+    """An objective or bound with its unit; a loss as it is measured, from 0 up."""
+    if value is None:
+        return "unknown"
+    if decided.sense == "min_cost":
+        return f"{round(value):,} bytes"
+    if decided.requested.get("objective") == "loss":
+        return f"{abs(value):.6f} nats per token"
+    return f"{value:.6f}"
+
+
+def bound_text(decided: BudgetProfile) -> str:
+    """The bound, who proved it, and the gap."""
+    text = objective_text(decided.bound, decided)
+    if decided.bound is None:
+        return text
+    return f"{text} ({decided.bound_source}), gap {gap_text(decided.gap)}"
+
+
+def price_text(decided: BudgetProfile) -> str:
+    """What a little more memory buys, or a little more retention costs; empty if unknown."""
+    price = decided.value_per_mib
+    if price is None:
+        return ""
+    source = f" ({decided.price_source})"
+    of = {"decode-bytes": " read per token", "communication": " communicated"}.get(
+        str(decided.requested.get("cost")), ""
+    )
+    objective = decided.requested.get("objective")
+    weighted = "weighted " if decided.requested.get("weights") else ""
+    what = f"{weighted}retention{' of the worst unit' if objective == 'worst' else ''}"
+    if decided.sense == "max_value":
+        amount = _little(decided.retained_bytes)
+        bought = price * amount / 2**20
+        if objective == "loss":
+            return f"{size(amount)} more{of} save {bought:.3g} nats of {weighted}loss{source}"
+        return f"{size(amount)} more{of} buy {100 * bought:+.3g}% {what}{source}"
+    if price == 0:
+        return ""  # nothing more to be had
+    if objective == "loss":
+        return f"0.001 nats less costs {size(0.001 * 2**20 / price)}{of}{source}"
+    return f"0.01 more {what} costs {size(0.01 * 2**20 / price)}{of}{source}"
+
+
+def _little(kept_bytes: int) -> int:
+    """A round amount that is small beside what is kept: 1, 10 or 100 KiB, MiB or GiB."""
+    amounts = [10**digits * 1024**power for power in (1, 2, 3) for digits in (0, 1, 2)]
+    return max((amount for amount in amounts if 20 * amount <= kept_bytes), default=amounts[0])
+
+
+def requested_bytes(decided: BudgetProfile) -> int | None:
+    """Bytes that were granted for the whole cache; None when a retention was the target."""
+    granted = decided.requested.get("bytes")
+    return None if granted is None else int(granted)
+
+
+def retention_text(decided: BudgetProfile) -> str:
+    """The retention, or why there is none."""
+    if decided.retention is not None:
+        return f"{decided.retention:.6f}"
+    chosen = decided.unit_policies is not None
+    return "unknown: some heads keep others than the scorer's best" if chosen else "unknown"
+
+
+def bits_text(decided: BudgetProfile) -> str:
+    """Which share of the kept entries is stored at which width; empty where none was chosen."""
+    if decided.bits is None:
+        return ""
+    kept = decided.budgets.sum()
+    shares = (
+        (width, int(decided.budgets[decided.bits == width].sum()) / kept) for width in BIT_WIDTHS
+    )
+    widths = ", ".join(f"{share:.1%} at {width} bits" for width, share in shares if share)
+    return f"{widths}, of the kept entries"
+
+
+def policies_text(decided: BudgetProfile) -> str:
+    """How many KV heads have which policy, or what each counts; empty where all have the same."""
+    if decided.unit_weights is not None:
+        own = decided.unit_weights[list(decided.shape.full_layers)]
+        counts = (own / own.sum(axis=-1, keepdims=True)).mean(axis=(0, 1)).tolist()
+        heads_each = zip(decided.policies, counts, strict=True)
+        # what is weighed is scorers, whatever the first one's policy does beside
+        return ", ".join(
+            f"{one.label or one.scorer} counts {count:.0%}" for one, count in heads_each
+        )
+    if decided.unit_policies is None:
+        return ""
+    table = decided.unit_policies[list(decided.shape.full_layers)]
+    heads = [(int((table == place).sum()), one) for place, one in enumerate(decided.policies)]
+    listed = ", ".join(f"{one.title} in {count}" for count, one in heads if count)
+    return f"{listed} of {table.size} KV heads"
+
+
+def cost_text(decided: BudgetProfile) -> str:
+    """What was bounded instead of stored bytes, in the layers that get budgets; else empty."""
+    if decided.cost_bytes is None or not decided.full_cost_bytes:
+        return ""
+    share = decided.cost_bytes / decided.full_cost_bytes
+    name = {"decode-bytes": "read", "communication": "communicated"}[decided.requested["cost"]]
+    return (
+        f"{size(decided.cost_bytes)} of {size(decided.full_cost_bytes)} ({share:.1%}) {name} for "
+        "each generated token"
+    )
+
+
+def ranks_text(decided: BudgetProfile) -> str:
+    """Bytes on each tensor-parallel rank, decided layers only; empty without ranks."""
+    if decided.ranks is None:
+        return ""
+    placed = decided.ranks >= 0
+    stored = decided.head_bytes_at(decided.context_tokens)
+    each = np.bincount(decided.ranks[placed], weights=stored[placed]) * decided.batch
+    over = float(each.max()) / float(each.mean()) - 1
+    return f"{', '.join(size(one) for one in each)} (largest {over:.2%} above the mean)"
+
+
+def _refinement_fields(decided: BudgetProfile) -> dict[str, str]:
+    """What is told of a refinement, for people; nothing where there was none."""
+    told = decided.refinement
+    if told is None:
+        return {}
+
+    def text(kind: str, prompts: str) -> str:
+        low, high = told[f"{kind}_interval"]
+        count = len(told[f"{prompts}_prompts"])
+        return (
+            f"{told[f'{kind}_loss']:.6f} nats per token ({told['confidence']:.0%} interval "
+            f"{low:.4g} to {high:.4g}, {count} prompts)"
+        )
+
+    rounds = "; ".join(
+        f"{one['round']}: {one['predicted']:.4g} predicted, {one['training']:.4g} where "
+        f"learnt, {one['choosing']:.4g} where chosen{'' if one['kept'] else ', not kept'}"
+        for one in told["rounds"]
+    )
+    fields = {
+        "predicted loss": text("predicted", "training"),
+        "held-out loss": text("measured", "held_out"),
+        "agreement": "within 25% or their intervals"
+        if told["agrees"]
+        else "NO: predicted and held-out loss are further apart than 25% and their intervals",
+        "measured on": told["text_description"],
+        **({"note": told["note"]} if told["note"] else {}),
+        "rounds": rounds,
+    }
+    if decided.requested["target"] == "loss":
+        target = decided.requested["value"]
+        fields["target"] = f"met by {told['choosing_loss']:.6f} on the prompts that chose the round"
+        if told["measured_loss"] > target:
+            fields["target"] += "; the held-out loss is above it"
+    beyond = told.get("largest_size_beyond_target")
+    if beyond is not None:
+        fields["least bytes"] = f"{size(beyond)} of decided layers was too little"
+    return fields
+
+
+def score_fields(profile: ScoreProfile) -> dict[str, str]:
+    """What a score profile holds, for people."""
+    shortest, longest = int(profile.sample_tokens.min()), int(profile.sample_tokens.max())
+    lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
+    grid = f"{profile.ranks.size:,} ranks, interpolation error {profile.interpolation_error:.1e}"
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+    return {
+        "model": model_text(profile.shape),
+        "scorer": f"{profile.scorer}{_parameters(profile.scorer_parameters)}, "
+        f"{profile.sinks} sinks, window {profile.window}",
+        "context": f"{profile.context_tokens:,} tokens, {profile.evictable_tokens:,} of them "
+        f"evictable; {'every rank' if profile.is_exact else grid}",
+        "samples": f"{profile.n_samples} of {lengths} tokens",
+        "loss curves": losses_text(profile),
+        "bits": _bits_text(profile),
+        "text": profile.text_description or "not recorded",
+        "made": f"{profile.created} with {versions}",
+    }
+
+
+def losses_text(profile: ScoreProfile) -> str:
+    """What losses a score profile holds, in a few words."""
+    if profile.loss_tokens is None:
+        return "not measured"
+    levels = profile.loss_tokens
+    titles = ", ".join(policy.title for policy in profile.policies)
+    several = f", with each of {titles}" if profile.loss_policies else ""
+    return (
+        f"{_loss_origin(profile)} one {losses_per(profile)} at a time, at {levels.size} budgets "
+        f"from {int(levels[0]):,} to {int(levels[-1]):,} tokens{several}"
+    )
+
+
+def losses_per(profile: ScoreProfile) -> str | None:
+    """Whether losses were measured of layers or of heads; None where they were not."""
+    if profile.losses is None:
+        return None
+    return "layer" if profile.losses.shape[2] == 1 else "head"
+
+
+def _loss_origin(profile: ScoreProfile) -> str:
+    """Whether losses were measured or estimated, as far as the file tells."""
+    if profile.loss_probed is not None:
+        probed = int(profile.loss_probed.sum())
+        return f"estimated, {probed:,} of {profile.loss_probed.size:,} figures measured,"
+    known = {"measured": "measured", "fast": "estimated to second order (--loss fast)"}
+    return known.get(profile.loss_method, "measured or estimated (this older file does not say)")
+
+
+def _bits_text(profile: ScoreProfile) -> str:
+    if profile.bit_widths is None:
+        return "not measured"
+    means = [
+        (width, float(profile.fidelity(width)[:, list(profile.shape.full_layers)].mean()))
+        for width in profile.bit_widths.tolist()
+    ]
+    return "mean fidelity " + ", ".join(f"{mean:.4f} at {width} bits" for width, mean in means)
+
+
+def _loss_source(profile: BudgetProfile, usual: str) -> str:
+    """What the predicted loss is of: a descent measures the whole cache, others add up."""
+    count = profile.requested.get("predicted_on_prompts")
+    if count is None:
+        return usual
+    ends = profile.requested.get("predicted_interval")
+    said = "no interval from one prompt" if ends is None else "95% {:.6f} to {:.6f}".format(*ends)
+    return (
+        f"{said}; of the whole reduced cache on {count} prompts that only chose among the "
+        f"descent's stages, of {profile.requested.get('text', 'a text that is not recorded')}"
+    )
+
+
+def _policy_text(policy: Policy) -> str:
+    label = f"{policy.label}: " if policy.label else ""
+    by = f"{policy.scorer}{_parameters(policy.scorer_parameters)}"
+    return f"{label}{policy.name}{_parameters(policy.parameters)} by {by}"
+
+
+def _sharing_text(profile: BudgetProfile) -> str:
+    text = shared_text(profile.share_groups)
+    if profile.grouping_bound is None:
+        return text
+    bound = (
+        f"{profile.grouping_bound:.6f}"
+        if profile.sense == "max_value"
+        else f"{round(profile.grouping_bound):,} bytes"
+    )
+    return f"{text}; bound over all groupings {bound}"
+
+
+def _parameters(parameters: dict[str, Any]) -> str:
+    listed = ", ".join(f"{key}={value}" for key, value in parameters.items())
+    return f" ({listed})" if listed else ""
+
+
+def budget_spread(profile: BudgetProfile) -> tuple[int, float, int]:
+    """Smallest, mean and largest decided budget, tokens."""
+    decided = profile.budgets[list(profile.shape.full_layers)]
+    return int(decided.min()), float(decided.mean()), int(decided.max())
+
+
+def evaluation_fields(evaluation: Evaluation) -> dict[str, str]:
+    """What an evaluation holds, for people."""
+    settings = {name: value for name, value in evaluation.settings.items() if value is not None}
+    versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
+    return {
+        "model": model_text(evaluation.shape),
+        **{name: _plain_text(value) for name, value in settings.items()},
+        "profiles": ", ".join(f"{name} ({one[:8]})" for name, one in evaluation.profiles.items()),
+        "prompts": f"{len({one['name'] for one in evaluation.prompts})} caches, "
+        f"{len(evaluation.prompts)} answers",
+        "made": f"{evaluation.created} with {versions}",
+    }
+
+
+def _plain_text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def proof_text(profile: BudgetProfile) -> str:
+    """How good a decision is, in plain words."""
+    if profile.bound is None:
+        if profile.decided_by or profile.solver:
+            return "No bound is known: nothing says how far these budgets are from the best."
+        return "No solver decided these budgets, so there is no bound to hold them against."
+    best, gap = objective_text(profile.bound, profile), profile.gap or 0.0
+    if profile.sense == "min_cost":
+        others, best = "that reach this target take less", size(profile.bound)
+    elif profile.requested.get("objective") == "loss":
+        others = "in these bytes lose less"
+    else:
+        others = "in these bytes retain more"
+    if gap < 1e-9:
+        return f"Proven optimal: no budgets {others}."
+    return f"Within {gap_text(gap)} of the best: no budgets {others} than {best}."

@@ -1,0 +1,128 @@
+"""The HTML report: what it holds, what it leaves out, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from cli_tools import refused, run
+from factories import make_budget_profile, make_losses, make_scores, make_shape
+
+from kvalloc.allocation.decision import solve
+from kvalloc.formats.evaluation import Evaluation
+from kvalloc.report.page import write_report
+
+ROW = {
+    "name": "greedy", "task": "needle", "context": 40, "retained_bytes": 20, "full_bytes": 100,
+    "kept_bytes": 20, "share_of_16_bits": 0.2, "kl": 0.031, "ci95": [0.01, 0.05],
+    "kl_by_position": {"0-15": 0.03}, "exact_tokens": 1.0, "top1_agreement": 0.9,
+    "exact_match": 1.0, "score": 1.0, "score_ci95": None, "perplexity": None, "n": 6,
+    "prefill_seconds": 0.1, "decode_tokens_per_second": 20.0, "paired": [],
+}  # fmt: skip
+PEER = {**ROW, "name": "kvpress:TOVA", "kl": 0.09, "ci95": None, "score": None}
+
+
+def make_evaluation(*rows):
+    settings = {"tasks": ["needle"], "split": "development", "seed": 0}
+    return Evaluation(shape=make_shape(), settings=settings, profiles={}, rows=rows)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    scores = make_losses(per="layer")
+    scores.save(folder / "s.safetensors")
+    for solver in ("greedy", "uniform"):
+        solve(scores, budget=0.5, solver=solver, objective="mean").save(folder / f"{solver}.json")
+    solve(make_scores(), target_retention=0.9).save(folder / "auto.json")
+    make_evaluation(ROW, PEER).save(folder / "result.json")
+    return folder
+
+
+def document(path):
+    """What the page's own script reads."""
+    found = re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
+    return json.loads(found[1])
+
+
+def test_a_page_of_everything_holds_every_figure_and_asks_for_nothing(files, tmp_path):
+    names = ["s.safetensors", "greedy.json", "uniform.json", "auto.json", "result.json"]
+    ran = run("report", *(files / name for name in names), "-o", tmp_path / "r.html")
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith(f"written {tmp_path / 'r.html'} (")
+    text, held = (tmp_path / "r.html").read_text("utf-8"), document(tmp_path / "r.html")
+    curves = {"curves-0-rete", "curves-0-loss"}
+    frontiers = {"frontier-retention", "frontier-loss"}
+    assert held["charts"].keys() == {"budgets", "measured"} | frontiers | curves
+    assert "default-src 'none'" in text
+    assert not re.search(r"<(script src|link )", text)
+    assert "What is missing" not in text
+    for words in ("Proven optimal: no budgets", "kvpress:TOVA", "0.0310", "made up"):
+        assert words in text
+
+
+def test_the_calculator_holds_the_profiles_own_bytes(tmp_path):
+    profile = make_budget_profile(np.array([[10, 30], [20, 20]]), context_tokens=400)
+    shape = make_shape(n_layers=2, dtype_bytes=4, max_context_tokens=3000)
+    profile = profile.replace(shape=shape)
+    profile.save(tmp_path / "p.json")
+    write_report([tmp_path / "p.json"], tmp_path / "r.html")
+    memory = document(tmp_path / "r.html")["memory"]
+    assert memory["contexts"][0] == 256
+    assert memory["contexts"][-1] == 3000
+    assert memory["contexts"][memory["start"]] == 400
+    for place, context in enumerate(memory["contexts"]):
+        assert memory["kept"][0]["4"][place] == profile.retained_bytes_at(context)
+        assert memory["kept"][0]["2"][place] * 2 == profile.retained_bytes_at(context)
+        assert memory["full"]["4"][place] == shape.full_bytes(context)
+
+
+def test_what_files_leave_out_is_said(files, tmp_path):
+    make_evaluation().save(tmp_path / "empty.json")
+    for given, said in (
+        (files / "s.safetensors", "No budget profile"),
+        (files / "auto.json", "No score profile"),
+        (files / "auto.json", "No measurement of answers"),
+        (tmp_path / "empty.json", "empty holds no rows: nothing was measured"),
+    ):
+        write_report([given], tmp_path / "r.html")
+        assert said in (tmp_path / "r.html").read_text("utf-8")
+
+
+def test_text_of_a_file_is_text_on_the_page(tmp_path):
+    nasty = "</script><script>alert(1)</script>"
+    make_scores(text_description=nasty).save(tmp_path / "s.safetensors")
+    shape = make_shape(model_id=nasty)
+    make_budget_profile(np.full((3, 2), 20), shape=shape).save(tmp_path / "p.json")
+    for name in ("s.safetensors", "p.json"):
+        write_report([tmp_path / name], tmp_path / "r.html")
+        assert nasty not in (tmp_path / "r.html").read_text("utf-8")
+
+
+def test_sliding_layers_and_models_of_one_head(tmp_path):
+    mixed = make_shape(n_layers=3, layer_types=("sliding", "full", "sliding"), sliding_window=16)
+    for shape in (mixed, make_shape(n_layers=1, n_kv_heads=1)):
+        scores = make_scores(shape=shape)
+        scores.save(tmp_path / "s.safetensors")
+        solve(scores, budget=0.7).save(tmp_path / "p.json")
+        write_report([tmp_path / "s.safetensors", tmp_path / "p.json"], tmp_path / "r.html")
+        curves = document(tmp_path / "r.html")["charts"]["curves-0-rete"]["data"]["values"]
+        assert {row["layer"] for row in curves} == set(shape.full_layers)
+
+
+def test_what_does_not_belong_together_or_is_no_file_of_ours_is_refused(files, tmp_path):
+    other, newer, text = (tmp_path / name for name in ("other.json", "newer.json", "t.txt"))
+    make_budget_profile(np.full((5, 2), 20)).save(other)
+    newer.write_text((files / "result.json").read_text().replace('version": 3', 'version": 9'))
+    text.write_text("words")
+    out = ("-o", tmp_path / "r.html")
+    for given, words in (
+        ([files / "auto.json", other], ("auto.json and", "other.json", "3 layers", "5 layers")),
+        ([newer], ("newer.json", "schema_version is 9", "expected 3")),
+        ([text], ("t.txt", "none of kvalloc's", "a score profile or a budget profile")),
+        (["nowhere.json"], ("no file nowhere.json",)),
+    ):
+        refused(tmp_path, "report", *given, *out, words=words)
+    refused(tmp_path, "report", other, "-o", tmp_path / "none" / "r.html", words=["does not exist"])
