@@ -37,11 +37,12 @@ def evaluation_of(
     cases : mapping of str to sequence of Case
         By task.
     """
+    plain: Any = rows(scores)
     return Evaluation(
         shape=shape,
         settings=dict(settings),
         profiles={name: one.replace(evaluation=None).digest for name, one in profiles.items()},
-        rows=tuple(rows(scores)),
+        rows=tuple(plain),
         prompts=tuple(
             {
                 "task": score.task,

@@ -294,8 +294,8 @@ class UnitCurves:
 
     def _known(self, values: FloatArray) -> list[tuple[int, int]]:
         """Layers and places of the units whose value is a number."""
-        places = [tuple(place) for place in np.argwhere(np.isfinite(values)).tolist()]
-        return [place for place in places if place[0] in self.layers]
+        known: list[tuple[int, int]] = np.argwhere(np.isfinite(values)).tolist()
+        return [place for place in known if place[0] in self.layers]
 
 
 def _shares(scores: ScoreProfile, ranks: FloatArray) -> FloatArray:
