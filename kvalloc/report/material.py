@@ -292,9 +292,9 @@ class UnitCurves:
             for layer, place in self._known(values)
         ]
 
-    def _known(self, values: FloatArray) -> list[tuple[int, int]]:
+    def _known(self, values: FloatArray) -> list[list[int]]:
         """Layers and places of the units whose value is a number."""
-        known: list[tuple[int, int]] = np.argwhere(np.isfinite(values)).tolist()
+        known = np.argwhere(np.isfinite(values)).tolist()
         return [place for place in known if place[0] in self.layers]
 
 
