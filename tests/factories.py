@@ -167,6 +167,25 @@ def make_bits(seed: int = 0, **changes: Any) -> ScoreProfile:
     return scores.replace(bit_widths=np.array([16, 8, 4]), bit_fidelity=fidelity)
 
 
+def make_loss_bits(
+    seed: int = 0, *, names: tuple[str, ...] = ("tova",), per: str = "head", **changes: Any
+) -> ScoreProfile:
+    """A score profile with loss curves of budgets and widths together, of several policies."""
+    scores = make_choices(seed, names=names, per=per, **changes)
+    bits = make_bits(seed, **changes)
+    rng = np.random.default_rng([seed, 4])
+    own = np.concatenate([scores.losses[:, :, :, None], scores.other_losses], axis=3)
+    added = [rng.exponential(scale, own.shape) for scale in (0.004, 0.03)]  # 8 and 4 bits
+    others = np.concatenate([scores.other_losses, *(own + more for more in added)], axis=3)
+    return scores.replace(
+        bit_widths=bits.bit_widths,
+        bit_fidelity=bits.bit_fidelity,
+        loss_bits=np.array([16, 8, 4]),
+        other_losses=others,
+        other_loss_stderr=np.full(others.shape, 0.002),
+    )
+
+
 def joint_curves(raw: Array, runs: Array) -> Array:
     """What runs of layers keep together, written down once more; of (samples, layers, heads, n)."""
     together = np.zeros((raw.shape[0], len(runs), raw.shape[2], raw.shape[3] + 1))

@@ -318,10 +318,13 @@ class CacheCosts:
     batch : int
         Prompts.
     page_tokens : int
+    rounded : bool
+        Whether entries may be stored at fewer bits. Then every entry costs its position, too, and
+        shares are of a cache at 16 bits a number, in whatever type the model has them.
     heads : int
         KV heads of all full-attention layers and rows; this and what follows is computed.
     full : int
-        Cost of keeping everything in full-attention layers, at the model's own precision.
+        What shares are of: the cost of keeping everything in full-attention layers.
     grain : int
         Cost of one entry of all rows; 1 where the cost is no multiple of it.
     sliding_layer_bytes, sliding_bytes : int
@@ -333,6 +336,7 @@ class CacheCosts:
     context_tokens: int
     batch: int
     page_tokens: int
+    rounded: bool = False
 
     heads: int = field(init=False)
     full: int = field(init=False)
@@ -343,14 +347,15 @@ class CacheCosts:
     def __post_init__(self) -> None:
         shape, page = self.shape, self.page_tokens
         heads = len(shape.full_layers) * shape.n_kv_heads * self.batch
-        full = heads * int(head_cost(self.cost, self.context_tokens, 16, shape, page))
+        whole = replace(shape, dtype_bytes=2) if self.rounded else shape
+        full = heads * int(head_cost(self.cost, self.context_tokens, 16, whole, page))
         entry = shape.bytes_per_entry * self.batch
         pages = -(-shape.sliding_entries(self.context_tokens) // page)
         sliding = shape.n_kv_heads * pages * page * entry
         self.__dict__.update(
             heads=heads,
             full=full,
-            grain=entry if full % entry == 0 else 1,
+            grain=entry if full % entry == 0 and not self.rounded else 1,
             sliding_layer_bytes=sliding,
             sliding_bytes=len(shape.sliding_layers) * sliding,
         )
@@ -364,11 +369,16 @@ class CacheCosts:
             "communication": "bytes communicated per token",
         }[self.cost]
 
+    def of_head(self, tokens: npt.ArrayLike, bits: npt.ArrayLike, page_tokens: int = 1) -> IntArray:
+        """Cost of budgets of one KV head, one row; see `head_cost`."""
+        beside = POSITION_BYTES * np.asarray(tokens, dtype=np.int64) * self.rounded
+        return head_cost(self.cost, tokens, bits, self.shape, page_tokens) + beside
+
     def of_budget(self, tokens: int) -> int:
         """Cost of the same budget in every KV head of the full-attention layers."""
-        return self.heads * int(head_cost(self.cost, tokens, 16, self.shape))
+        return self.heads * int(self.of_head(tokens, 16))
 
     def fewest_tokens(self, cost: int) -> int:
         """Smallest budget that, given to every KV head, makes up a cost."""
-        every = head_cost(self.cost, np.arange(self.context_tokens + 1), 16, self.shape)
+        every = self.of_head(np.arange(self.context_tokens + 1), 16)
         return int(np.searchsorted(every * self.heads, cost))

@@ -54,7 +54,7 @@ class UnitCurves:
         -------
         values : ndarray of float64, (n_units, n_options)
             Retention that the unit adds to its layer, or its own for the worst unit, or less its
-            loss.
+            loss at that width.
         weights : ndarray of float64, (n_units,)
 
         Raises
@@ -64,7 +64,7 @@ class UnitCurves:
         """
         scores, request = self.scores, self.request
         if request.objective == "loss":
-            values = -self.losses().min(axis=0)
+            values = -self.losses(bits).min(axis=0)
             return values, np.ones(values.shape[0])
         ranks = evictable_rank(scores, self.tokens, self.context)
         if request.weights is not None:
@@ -122,20 +122,22 @@ class UnitCurves:
             return tuple(range(len(scores.policies)))
         return places_of(scores.policy, scores.loss_policies, asked)
 
-    def losses(self) -> FloatArray:
-        """Loss of each unit at each budget with each policy on offer, nats per token.
+    def losses(self, bits: int) -> FloatArray:
+        """Loss of each unit at each budget and a bit width with each policy on offer.
 
         Returns
         -------
         ndarray of float64, (n_policies, n_units, n_options)
+            Nats per token.
 
         Raises
         ------
         InputError
-            If they were not measured for such units or policies.
+            If they were not measured for such units, policies or bits.
         """
         scores, layers = self.scores, list(self.scores.shape.full_layers)
-        curves = loss_curves(scores, self.sample)[list(self.offered_policies())][:, layers]
+        curves = loss_curves(scores, self.sample, bits=bits)
+        curves = curves[list(self.offered_policies())][:, layers]
         if self.request.weights is not None:
             weights = head_weights(scores.shape, self.request.weights)
             if curves.shape[2] == 1 and np.any(weights != weights[:, :1]):
@@ -156,7 +158,7 @@ class UnitCurves:
             )
         return loss_at(scores, curves, self.tokens, self.context)
 
-    def best_policies(self, tokens: IntArray) -> IntArray | None:
+    def best_policies(self, tokens: IntArray, bits: IntArray) -> IntArray | None:
         """The policy that loses least in each unit at its own options, of equal ones the first.
 
         At equal bytes nothing but the loss counts, so that the problem of choosing budgets and
@@ -164,8 +166,8 @@ class UnitCurves:
 
         Parameters
         ----------
-        tokens : ndarray of int64, (n_units, n_options)
-            Some of the budgets for each unit.
+        tokens, bits : ndarray of int64, (n_units, n_options)
+            Some of the budgets for each unit, and the width of each.
 
         Returns
         -------
@@ -174,8 +176,11 @@ class UnitCurves:
         """
         if (places := self.offered_policies()) == (0,):
             return None
-        best = np.asarray(places, dtype=np.int64)[self.losses().argmin(axis=0)]
-        return np.take_along_axis(best, np.searchsorted(self.tokens, tokens), axis=1)
+        at, best = np.searchsorted(self.tokens, tokens), np.empty_like(tokens)
+        for width in np.unique(bits).tolist():
+            least = np.asarray(places, dtype=np.int64)[self.losses(width).argmin(axis=0)]
+            best = np.where(bits == width, np.take_along_axis(least, at, axis=1), best)
+        return best
 
 
 def _of_full_layers(scores: ScoreProfile, curves: FloatArray) -> FloatArray:
@@ -349,8 +354,16 @@ def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) 
     return within
 
 
-def loss_curves(scores: ScoreProfile, sample: int | None = None) -> FloatArray:
+def loss_curves(scores: ScoreProfile, sample: int | None = None, *, bits: int = 16) -> FloatArray:
     """Mean loss curves of every measured policy over samples, or those of one sample.
+
+    Parameters
+    ----------
+    scores : ScoreProfile
+    sample : int, optional
+        One sample; the mean over all by default.
+    bits : int
+        Width at which the kept entries are stored.
 
     Returns
     -------
@@ -360,7 +373,7 @@ def loss_curves(scores: ScoreProfile, sample: int | None = None) -> FloatArray:
     Raises
     ------
     InputError
-        If none were measured.
+        If none were measured, or not at such a width.
     """
     if scores.losses is None:
         raise InputError(
@@ -368,14 +381,23 @@ def loss_curves(scores: ScoreProfile, sample: int | None = None) -> FloatArray:
             f"with {command('profile', loss='measured')}, or ask for retention"
         )
 
+    if bits not in (widths := scores.loss_widths):
+        known = ", ".join(map(str, widths))
+        again = command("profile", loss=scores.loss_method or "measured", bits=(*widths, bits))
+        raise InputError(
+            f"what {bits} bits lose was not measured in this score profile (those of {known} bits "
+            f"were); measure it with {again}, or leave it out of {option('bits')}"
+        )
+
     def one(losses: FloatArray) -> FloatArray:
         mean: FloatArray = losses.mean(axis=0) if sample is None else losses[sample]
         return mean
 
-    own = one(scores.losses)[None]
-    if scores.other_losses is None:
-        return own
-    return np.concatenate([own, np.moveaxis(one(scores.other_losses), 2, 0)])
+    first = len(scores.policies) * widths.index(bits)
+    found = one(scores.losses)[None]
+    if scores.other_losses is not None:
+        found = np.concatenate([found, np.moveaxis(one(scores.other_losses), 2, 0)])
+    return found[first : first + len(scores.policies)]
 
 
 def loss_at(
@@ -434,24 +456,25 @@ def predicted_loss(
     Returns
     -------
     float or None
-        None where it is not known: no loss curves, a budget below the lowest measured level, fewer
-        bits than 16, or heads of a layer that differ when only whole layers were measured.
+        None where it is not known: no loss curves, a budget below the lowest measured level, bits
+        that were not measured, or heads of a layer that differ when only whole layers were.
     """
-    if scores.losses is None or (bits is not None and bool(np.any(bits != 16))):
+    full, widths = scores.shape.full_layers, np.full_like(budgets, 16) if bits is None else bits
+    used = np.unique(widths[list(full)]).tolist()
+    if not {*used} <= {*scores.loss_widths}:
         return None
-    full = scores.shape.full_layers
     if int(budgets[list(full)].min()) < least_loss_tokens(scores, context_tokens):
         return None
-    curves = loss_curves(scores, sample)
+    curves = {width: loss_curves(scores, sample, bits=width) for width in used}
     places = np.zeros_like(budgets) if policies is None else policies
-    columns = curves.shape[2]
-    both = np.stack([budgets, places])[:, list(full)]
-    if columns == 1 and np.any(both != both[..., :1]):
+    columns = curves[used[0]].shape[2]
+    chosen = np.stack([budgets, places, widths])[:, list(full)]
+    if columns == 1 and np.any(chosen != chosen[..., :1]):
         return None
     lost = [
         loss_at(
             scores,
-            curves[places[layer, head], layer, head],
+            curves[int(widths[layer, head])][places[layer, head], layer, head],
             budgets[layer, [head]],
             context_tokens,
         )

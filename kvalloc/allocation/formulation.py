@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
-from kvalloc.accounting.costs import CacheCosts, check_size, head_cost
+from kvalloc.accounting.costs import CacheCosts, check_size
 from kvalloc.allocation.curves import (
     UnitCurves,
     least_loss_tokens,
@@ -59,8 +59,8 @@ def choose_objective(
     """What is optimised where nobody said so: the loss where loss curves were measured.
 
     Retention says little of harm, so a size is spent by loss curves where the score profile holds
-    some for such units, the request asks for nothing that they do not know (bits, shared entries,
-    the worst of several workloads), and the solver takes them.
+    some for such units and bits, the request asks for nothing that they do not know (shared
+    entries, the worst of several workloads), and the solver takes them.
 
     Parameters
     ----------
@@ -154,8 +154,8 @@ def formulate(
     With weights the retention is the weighted mean, scaled so that keeping everything is 1.
 
     With several bit widths every budget is an option at each of them, worth the retention times
-    the fidelity that was measured; options that cost as much as another or more for no more value
-    are left out, unit by unit.
+    the fidelity that was measured, or less the loss that was measured of both together; options
+    that cost as much as another or more for no more value are left out, unit by unit.
 
     With the objective ``"loss"`` an option's value is less the loss that was measured there, linear
     between the measured levels, and the value of a choice the sum over units. Where losses of
@@ -195,7 +195,7 @@ def formulate(
     units = UnitCurves(
         scores=scores, request=request, context=context, tokens=tokens, sample=sample
     )
-    options, weights = _options(units)
+    options, weights = _options(units, costs)
     heads_per_unit = shape.n_kv_heads if request.level == "layer" else 1
     full_layers = np.asarray(shape.full_layers, dtype=np.int64)
     layers = np.repeat(full_layers, shape.n_kv_heads // heads_per_unit)
@@ -214,7 +214,9 @@ def formulate(
     problem = AllocationProblem(
         tokens=options.tokens,
         bits=None if request.bits is None else options.bits,
-        policies=units.best_policies(options.tokens) if request.objective == "loss" else None,
+        policies=units.best_policies(options.tokens, options.bits)
+        if request.objective == "loss"
+        else None,
         values=values,
         costs=options.costs,
         option_counts=options.counts,
@@ -249,6 +251,7 @@ def cache_costs(scores: ScoreProfile, request: Request) -> CacheCosts:
         context_tokens=scores.context_tokens if request.context is None else request.context,
         batch=request.batch,
         page_tokens=request.page,
+        rounded=request.bits is not None and request.cost == "bytes",
     )
 
 
@@ -301,14 +304,14 @@ def _group_cap(
     )
 
 
-def _options(units: UnitCurves) -> tuple[Undominated, FloatArray]:
+def _options(units: UnitCurves, every_cost: CacheCosts) -> tuple[Undominated, FloatArray]:
     """Options of all units, and the units' weights."""
     shape, request, tokens = units.scores.shape, units.request, units.tokens
     widths = tuple(request.bits or (16,))
     valued = [units.values(bits) for bits in widths]
     heads = (shape.n_kv_heads if request.level == "layer" else 1) * request.batch
     costs = heads * np.concatenate(
-        [head_cost(request.cost, tokens, bits, shape, request.page) for bits in widths]
+        [every_cost.of_head(tokens, bits, request.page) for bits in widths]
     )
     values, weights = valued[0]
     every = (np.tile(tokens, len(widths)), np.repeat(np.asarray(widths), tokens.size))

@@ -27,7 +27,7 @@ class FrontierPoint:
     Attributes
     ----------
     share : float
-        Cost of the choice over that of keeping everything.
+        Cost of the choice over that of keeping everything; with bits, at 16 bits a number.
     cost_bytes : int
         Bytes of the choice.
     value : float
@@ -137,7 +137,7 @@ class Sizes:
         Parameters
         ----------
         problem : AllocationProblem
-            From its smallest choice to its largest.
+            From its smallest choice to its largest, or to what shares are of.
         whole_bytes : int
             What shares are of.
 
@@ -146,7 +146,8 @@ class Sizes:
         InputError
             If there are no points or a share is out of range.
         """
-        least, most = problem.min_cost_bytes, problem.max_cost_bytes
+        least = problem.min_cost_bytes
+        most = max(least, min(problem.max_cost_bytes, whole_bytes))
         if self.shares is not None:
             if not self.shares or min(self.shares) <= 0 or max(self.shares) > 1:
                 raise InputError("shares of the frontier must be above 0 and up to 1, at least one")

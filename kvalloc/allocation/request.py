@@ -293,6 +293,9 @@ class _Share(_Size):
         return f"{self.shown()} of all {entries}"
 
     def cost(self, costs: CacheCosts) -> int:
+        if self.value == 1:  # nothing has to go or be rounded, in whatever type it is stored
+            everything = costs.of_head(costs.context_tokens, 16, costs.page_tokens)
+            return max(costs.full, costs.heads * int(everything))
         return int(self.value * (costs.full // costs.grain) + 1e-9) * costs.grain
 
     def nearest(self, reached: float, costs: CacheCosts) -> tuple[float, Target]:
@@ -368,7 +371,8 @@ class RequestOptions(TypedDict, total=False):
         Fewest bytes whose predicted loss is at most this, nats per token, such as 0.02. The
         prediction is the sum of losses measured with each unit reduced alone.
     budget : str or float
-        At most this share of all entries, such as 20% or 0.2.
+        At most this share of all entries, such as 20% or 0.2; with `bits`, of the bytes of a cache
+        at 16 bits, whatever the model's type, scales and positions included.
     budget_tokens : int
         At most N entries per KV head on average.
     memory : str or int
@@ -755,11 +759,6 @@ class Request:
         object.__setattr__(self, "bits", None if widths == (16,) else widths)
         if self.bits is None:
             return
-        if self.objective == "loss" or isinstance(self.target, _Loss) or self.loss_policies:
-            raise InputError(
-                "loss curves are measured at full precision and know no bits; leave out "
-                f"{option('bits')}, or ask for retention"
-            )
         if self.max_distinct is not None or self.equal_heads:
             raise InputError(
                 f"with {option('bits')} two budgets differ in tokens or in bits, and "

@@ -225,7 +225,7 @@ def _score_facts(profile: ScoreProfile) -> dict[str, Any]:
     stated = (
         "shape scorer scorer_parameters context_tokens sinks window evictable_tokens n_samples "
         "interpolation_error text_description text_digest versions created sample_tokens "
-        "loss_tokens bit_widths digest"
+        "loss_tokens loss_widths bit_widths digest"
     )
     policies = [policy.title for policy in profile.policies]
     return {

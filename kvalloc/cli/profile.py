@@ -106,7 +106,7 @@ def _facts(measured: ScoreProfile, output: Path, seconds: float) -> dict[str, An
     """What was measured, as plain values."""
     stated = (
         "scorer scorer_parameters context_tokens sinks window interpolation_error "
-        "text_description loss_tokens"
+        "text_description loss_tokens loss_widths"
     )
     policies, probed = [policy.title for policy in measured.policies], measured.loss_probed
     return {

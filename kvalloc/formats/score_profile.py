@@ -139,6 +139,10 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     """Budgets in tokens at the reference context, everything included, that the loss curves were
     measured at, ``(n_levels,)``; rising, the last one is the context."""
 
+    loss_bits: IntArray1D | None = None
+    """Bit widths that losses were measured at, 16 first, ``(n_widths,)``: the unit's entries
+    evicted down to a budget and stored at the width together. None for 16 alone."""
+
     losses: FloatArray4D | None = None
     """Loss curves C(n): KL(full cache || reduced cache) of the next-token distribution, nats per
     token, with this unit alone reduced to ``loss_tokens``; one row a layer where whole layers were
@@ -149,17 +153,18 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     """Standard error of each loss, shaped as ``losses``."""
 
     other_losses: FloatArray5D | None = None
-    """Loss curves of ``loss_policies`` at the same levels, ``(n_samples, n_layers, n_kv_heads or
-    1, n_policies, n_levels)``. Every policy keeps the same where nothing but sinks and window is
-    kept, and where everything is."""
+    """Loss curves of ``loss_policies`` at the same levels, and of all policies at each further one
+    of ``loss_bits``, ``(n_samples, n_layers, n_kv_heads or 1, n_widths * (1 + n_policies) - 1,
+    n_levels)``. Every policy keeps the same where nothing but sinks and window is kept, and where
+    everything is; at fewer bits than 16 that loses something, too."""
 
     other_loss_stderr: FloatArray5D | None = None
     """Standard error of each."""
 
     loss_probed: IntArray4D | None = None
     """1 where a loss was measured and 0 where it is an estimate scaled to those (``kvalloc profile
-    --probes``), the scorer's own entries first, ``(n_layers, n_kv_heads or 1, 1 + n_policies,
-    n_levels)``; None where all are of one kind."""
+    --probes``), ``losses`` first and then ``other_losses``, ``(n_layers, n_kv_heads or 1, n_widths
+    * (1 + n_policies), n_levels)``; None where all are of one kind."""
 
     bit_widths: IntArray1D | None = None
     """Bit widths whose fidelity was measured, ``(n_bits,)``."""
@@ -223,6 +228,13 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     def policies(self) -> tuple[Policy, ...]:
         """All policies whose losses can be told apart: the scorer's own, then the others."""
         return (self.policy, *self.loss_policies)
+
+    @property
+    def loss_widths(self) -> tuple[int, ...]:
+        """Bit widths at which losses were measured, 16 first; none where losses were not."""
+        if self.losses is None:
+            return ()
+        return (16,) if self.loss_bits is None else tuple(self.loss_bits.tolist())
 
     @property
     def is_exact(self) -> bool:
@@ -366,7 +378,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         """
         levels, losses, others = self.loss_tokens, self.losses, self.other_losses
         if levels is None or losses is None:
-            names = ("loss_tokens", "losses", "loss_stderr", "loss_probed")
+            names = ("loss_tokens", "losses", "loss_stderr", "loss_probed", "loss_bits")
             alone = ", ".join(name for name in names if getattr(self, name) is not None)
             expected = "both losses and loss_tokens, or none of them"
             require(not alone, "loss_tokens, losses", f"one without the other: {alone}", expected)
@@ -383,14 +395,22 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         expected = f"rising from at least {least} (sinks and window) to the context of {most}"
         require(sound, "loss_tokens", found, expected)
         self._require_nats("losses", "loss_stderr", {1, self.shape.n_kv_heads}, ())
-        if self.loss_policies or others is not None or self.other_loss_stderr is not None:
-            both, expected = bool(self.loss_policies) and others is not None, "both or neither"
+        if self.loss_bits is not None:
+            measured = [] if self.bit_widths is None else self.bit_widths.tolist()
+            given = self.loss_bits.tolist()
+            sound = given[:1] == [16] and len({*given}) == len(given) > 1
+            sound = sound and {16, *measured}.issuperset(given)
+            expected = "16, then some of bit_widths once"
+            require(sound, "loss_bits", f"int64 {given}", expected)
+        n_kinds = len(self.loss_widths) * len(self.policies)
+        if n_kinds > 1 or others is not None or self.other_loss_stderr is not None:
+            both, expected = n_kinds > 1 and others is not None, "both or neither"
             require(both, "loss_policies, other_losses", "one without the other", expected)
             require_policies("loss_policies", self.policy, self.loss_policies)
-            n_policies = (len(self.loss_policies),)
-            self._require_nats("other_losses", "other_loss_stderr", {losses.shape[2]}, n_policies)
+            kinds = (n_kinds - 1,)
+            self._require_nats("other_losses", "other_loss_stderr", {losses.shape[2]}, kinds)
         if (probed := self.loss_probed) is not None:
-            size = (*losses.shape[1:3], len(self.policies), levels.size)
+            size = (*losses.shape[1:3], n_kinds, levels.size)
             require_shape("loss_probed", probed, size)
             require(np.isin(probed, (0, 1)).all(), "loss_probed", "another number", "0 or 1 each")
 
@@ -417,7 +437,8 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         sound = stderr is None or not (stderr < 0).any()
         require(sound, errors, "negative", "standard errors >= 0")
         decided = losses[:, full]
-        whole = (np.abs(decided[..., -1]) <= CURVE_TOLERANCE).all()
+        at_16 = decided[..., : len(self.loss_policies), :] if middle else decided
+        whole = (np.abs(at_16[..., -1]) <= CURVE_TOLERANCE).all()
         require(whole, name, "not 0 where everything is kept", "C(context) = 0, levels rising")
         low, high = float(decided.min()), float(decided.max())
         expected = "KL in nats: what is lost, above 0 but for noise"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +68,7 @@ class Job:
     losses : LossPlan or None
         How losses are measured, if they are.
     bits : tuple of int
-        Bit widths whose fidelity is measured.
+        Bit widths whose fidelity is measured, and whose losses are where losses are.
     share_length : int
         Longest run of layers whose joint curves are measured; 1 for none.
     states : mapping of int to AttentionStates, or None
@@ -122,7 +122,7 @@ class Job:
         if self.losses is None:
             return 0
         every = self.losses.method == "measured" and self.losses.probes is None
-        return (MEASURED_LAYERS if every else 1) * len(self.policies)
+        return (MEASURED_LAYERS if every else 1) * len(self.loss_kinds)
 
     @property
     def sample_steps(self) -> int:
@@ -136,6 +136,16 @@ class Job:
         if self.losses is None:
             return (own,)
         return (own, *named_policies(self.losses.policies, self.scorer, sinks=self.sinks))
+
+    @property
+    def loss_bits(self) -> tuple[int, ...]:
+        """Widths at which losses are measured: as the model made entries, then the others."""
+        return (16, *(width for width in self.bits if width != 16))
+
+    @property
+    def loss_kinds(self) -> list[tuple[int, int]]:
+        """What losses are measured of at every level: each width with each policy's place."""
+        return [*product(self.loss_bits, range(len(self.policies)))]
 
     def groups(self) -> Iterator[list[int]]:
         """Samples that run together: neighbours of equal length, at most `batch`."""
@@ -155,7 +165,7 @@ class Job:
             ``interpolation_error``: largest difference between a curve and its interpolation.
             ``fidelity``: what each bit width leaves of the attention output. ``shared``: joint
             curves of the runs of layers that share. ``losses``, ``loss_stderr``: loss curves and
-            their standard errors, of the scorer's best entries first.
+            their standard errors, by `loss_kinds`.
         """
         layers, heads, points = self.shape.n_layers, self.shape.n_kv_heads, self.ranks.size
         sizes: dict[str, tuple[int, ...]] = {
@@ -169,7 +179,7 @@ class Job:
             sizes["shared"] = (n_runs, heads, points)
         if self.losses is not None:
             units = heads if self.losses.level == "head" else 1
-            losses = (layers, units, len(self.policies), self.loss_levels.size)
+            losses = (layers, units, len(self.loss_kinds), self.loss_levels.size)
             sizes |= {"losses": losses, "loss_stderr": losses}
         return sizes
 

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvalloc.accounting import BoolArray, FloatArray
+from kvalloc.accounting import BoolArray, FloatArray, IntArray
 from kvalloc.errors import InputError
 from kvalloc.measure.job import Job, Measured
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.runtime.policies import policy_of
 
 _Place = tuple[int, int, int]
-"""KV head, policy and level that a loss belongs to."""
+"""KV head, kind (`Job.loss_kinds`) and level that a loss belongs to."""
 
-_Variant = tuple[list[_Place], Tensor]
-"""Where a loss belongs, and what is kept for it, ``(n_kv_heads, n_tokens)``."""
+
+class _Figure(NamedTuple):
+    """A loss of all heads of a layer: of which kind, at which level, and what is kept for it."""
+
+    kind: int
+    level: int
+    keep: Tensor
+    """``(n_kv_heads, n_tokens)``"""
+    bits: IntArray
+    """``(n_kv_heads,)``"""
+
+
+class _Variant(NamedTuple):
+    """What is run, and where its loss belongs."""
+
+    places: list[_Place]
+    keep: Tensor
+    bits: IntArray
 
 
 def sample_losses(
@@ -90,7 +107,7 @@ def measure_losses(
     job : Job
         What the figures are for. Its `loss_levels` are budgets at the reference context; a prompt
         of another length is reduced to the same shares of its evictable entries.
-    only : ndarray of bool, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels), optional
+    only : ndarray of bool, (n_layers, n_kv_heads or 1, n_kinds, n_levels), optional
         Which figures to measure; the others are 0. All by default.
     layer_done : callable
         Called after each measured layer.
@@ -99,21 +116,21 @@ def measure_losses(
     -------
     Measured
         ``losses``: mean over the continuation's predictions of KL(full cache || reduced cache),
-        nats per token; 0 in sliding layers and at the last level, where nothing is hidden.
-        ``loss_stderr``: standard error of that mean.
+        nats per token; 0 in sliding layers, and at 16 bits at the last level, where nothing is
+        hidden. ``loss_stderr``: standard error of that mean.
     """
     losses, stderr = np.zeros((2, *job.sizes()["losses"]))
     batch = job.loss_plan.batch
     for layer in sorted(probe.scores):
-        variants = _variants(_kept_by_policy(probe, layer, job), job)
+        variants = _variants(_figures(probe, layer, job), job)
         if only is not None:
             here = only[layer]
-            variants = [one for one in variants if any(here[place] for place in one[0])]
+            variants = [one for one in variants if any(here[place] for place in one.places)]
         for begin in range(0, len(variants), batch):
             some = variants[begin : begin + batch]
-            found = probe.losses(layer, torch.stack([keep for _, keep in some])).cpu().numpy()
-            for (places, _), values in zip(some, found, strict=True):
-                for place in places:
+            found = probe.losses(layer, **_together(some)).cpu().numpy()
+            for variant, values in zip(some, found, strict=True):
+                for place in variant.places:
                     losses[layer, *place] = values.mean()
                     stderr[layer, *place] = _stderr(values)
         layer_done()
@@ -130,8 +147,8 @@ def estimate_losses(
 ) -> Measured:
     """The same to second order, from one backward pass instead of a forward for each figure.
 
-    Hiding entries moves the outputs of a unit's heads by a known ``d``. To second order
-    ``KL = d' F d / 2`` with F the Fisher information of those outputs, and ``d' F d`` is the mean
+    Hiding and rounding entries moves the outputs of a unit's heads by a known ``d``. To second
+    order ``KL = d' F d / 2`` with F the Fisher information of those outputs; ``d' F d`` is the mean
     of ``(g' d)^2`` over gradients g of next tokens drawn from the model's own predictions. It is
     a local estimate: it overstates the loss of what flips an answer.
 
@@ -162,16 +179,16 @@ def estimate_losses(
         heads = losses.shape[1]
         slopes = _by_unit(gradients[layer], heads)
         # Heads do not see each other: all of them are reduced at once, and told apart after.
-        kept = [keep for each in _kept_by_policy(probe, layer, job) for keep in each]
-        for begin in range(0, len(kept), batch):
-            shifts = probe.outputs(layer, torch.stack(kept[begin : begin + batch])) - whole
+        figures = _figures(probe, layer, job)
+        for begin in range(0, len(figures), batch):
+            some = figures[begin : begin + batch]
+            shifts = probe.outputs(layer, **_together(some)) - whole
             squares = (_by_unit(shifts, heads) @ slopes.transpose(1, 2)) ** 2 / (
                 2 * probe.n_measured
             )
-            for place, values in enumerate(squares.transpose(0, 1).cpu().numpy(), start=begin):
-                policy, level = divmod(place, job.loss_levels.size - 1)
-                losses[layer, :, policy, level] = values.mean(axis=-1)
-                stderr[layer, :, policy, level] = [_stderr(each) for each in values]
+            for one, values in zip(some, squares.transpose(0, 1).cpu().numpy(), strict=True):
+                losses[layer, :, one.kind, one.level] = values.mean(axis=-1)
+                stderr[layer, :, one.kind, one.level] = [_stderr(each) for each in values]
         layer_done()
     return {"losses": losses, "loss_stderr": stderr}
 
@@ -188,36 +205,46 @@ def _by_unit(numbers: Tensor, heads: int) -> Tensor:
     return split.permute(2, 0, 1, 3, 4).reshape(heads, n, -1)
 
 
-def _kept_by_policy(probe: LossProbe, layer: int, job: Job) -> list[list[Tensor]]:
-    """What each policy keeps of a layer at each level but the last."""
-    context, levels = job.context_tokens, job.loss_levels[:-1].tolist()
-    budgets = [probe.budget(level, context) for level in levels]
-    return [probe.kept(layer, place, budgets) for place in range(1 + len(probe.policies))]
+def _figures(probe: LossProbe, layer: int, job: Job) -> list[_Figure]:
+    """What each kind keeps of a layer at each level, but for everything as the model made it."""
+    budgets = [probe.budget(level, job.context_tokens) for level in job.loss_levels.tolist()]
+    kept = [probe.kept(layer, place, budgets) for place in range(1 + len(probe.policies))]
+    heads = len(kept[0][0])
+    return [
+        _Figure(kind, level, keep, np.full(heads, width))
+        for kind, (width, policy) in enumerate(job.loss_kinds)
+        for level, keep in enumerate(kept[policy])
+        if width != 16 or level < len(budgets) - 1
+    ]
+
+
+def _together(some: Sequence[_Figure | _Variant]) -> dict[str, Any]:
+    """What is kept, and at which bits, as the probe takes it."""
+    keep, bits = torch.stack([one.keep for one in some]), np.stack([one.bits for one in some])
+    return {"keep": keep, "bits": bits}
 
 
 def _stderr(values: FloatArray) -> float:
     return float(values.std(ddof=1)) / values.size**0.5 if values.size > 1 else 0.0
 
 
-def _variants(kept: list[list[Tensor]], job: Job) -> list[_Variant]:
-    """What is run: each set of entries once, whichever policies and levels keep it."""
-    places: dict[bytes, list[_Place]] = {}
-    masks: dict[bytes, Tensor] = {}
-    for policy, by_level in enumerate(kept):
-        for level, keep in enumerate(by_level):
-            for head, alone in _alone(keep, job):
-                same = alone.cpu().numpy().tobytes()
-                places.setdefault(same, []).append((head, policy, level))
-                masks.setdefault(same, alone)
-    return [(places[same], masks[same]) for same in masks]
+def _variants(figures: Sequence[_Figure], job: Job) -> list[_Variant]:
+    """What is run: each set of entries once a width, whichever policies and levels keep it."""
+    found: dict[bytes, _Variant] = {}
+    for figure in figures:
+        for head, keep, bits in _alone(figure, job):
+            same = keep.cpu().numpy().tobytes() + bits.tobytes()
+            variant = found.setdefault(same, _Variant([], keep, bits))
+            variant.places.append((head, figure.kind, figure.level))
+    return list(found.values())
 
 
-def _alone(keep: Tensor, job: Job) -> Iterator[tuple[int, Tensor]]:
+def _alone(figure: _Figure, job: Job) -> Iterator[tuple[int, Tensor, IntArray]]:
     """Each unit reduced alone: the layer, or one head after the other."""
     if job.loss_plan.level == "layer":
-        yield 0, keep
+        yield 0, figure.keep, figure.bits
         return
-    for head in range(keep.shape[0]):
-        alone = torch.ones_like(keep)
-        alone[head] = keep[head]
-        yield head, alone
+    for head in range(figure.keep.shape[0]):
+        keep, bits = torch.ones_like(figure.keep), np.full_like(figure.bits, 16)
+        keep[head], bits[head] = figure.keep[head], figure.bits[head]
+        yield head, keep, bits

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +21,14 @@ from kvalloc.errors import InputError
 from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of
 from kvalloc.models.attention import AttentionStates, intercept_attention
 from kvalloc.models.structure import decoder_of, end_tokens
+from kvalloc.runtime.quantization import quantised_values, stored_keys
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.repetition import HeldPrompt, repeat_prompt
 from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers.base import awaited_tokens, following_notes
 
 if TYPE_CHECKING:
+    from kvalloc.accounting import IntArray
     from kvalloc.measure.sampling import Sample
     from kvalloc.models.attention import Compute, Observed
     from kvalloc.runtime.policies import EvictionPolicy
@@ -34,26 +37,44 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
-    """A prompt's continuation with entries of several layers hidden at once.
+class Reduced:
+    """What variants see of a prompt in one layer.
 
     Attributes
     ----------
-    keep : dict of int to Tensor of bool, (1, n_kv_heads, n_tokens)
-        What is kept in each layer that hides some.
+    keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
+        Which entries; of float, the logarithm of how much of each is kept.
+    keys, values : Tensor, (n_kv_heads, n_variants, n_tokens, head_dim), or None
+        The prompt's, where they are kept as they come back from storage at fewer bits; None where
+        all variants see them as the model made them.
+    """
+
+    keep: Tensor
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """A prompt's continuation with entries of several layers hidden or rounded at once.
+
+    Attributes
+    ----------
+    reduced : dict of int to Reduced
+        What is left in each layer that is reduced, as one variant.
     entering : dict of int to Tensor, (1, n_continuation, hidden_size)
         What enters each layer.
     losses : Tensor of float64, (n_continuation,)
         KL(full cache || reduced cache) of each prediction, nats.
     """
 
-    keep: dict[int, Tensor]
+    reduced: dict[int, Reduced]
     entering: dict[int, Tensor]
     losses: Tensor
 
 
 class LossProbe:
-    """The full cache of one prompt, and the harm of hiding entries of one layer.
+    """The full cache of one prompt, and the harm of hiding or rounding entries of one layer.
 
     Parameters
     ----------
@@ -208,7 +229,14 @@ class LossProbe:
         return [one[0] for one in found]
 
     @torch.no_grad()
-    def losses(self, layer: int, keep: Tensor, *, around: Settled | None = None) -> Tensor:
+    def losses(
+        self,
+        layer: int,
+        keep: Tensor,
+        *,
+        bits: IntArray | None = None,
+        around: Settled | None = None,
+    ) -> Tensor:
         """KL(full cache || reduced cache) of each prediction, for each variant.
 
         Parameters
@@ -217,6 +245,8 @@ class LossProbe:
             The one layer whose entries are hidden.
         keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens)
             Which entries of the prompt each variant keeps there.
+        bits : ndarray of int64, (n_variants, n_kv_heads), optional
+            At which width it stores them; as the model made them by default.
         around : Settled, optional
             What the other layers keep, from `settle`; everything by default.
 
@@ -227,34 +257,60 @@ class LossProbe:
         """
         entering = (self._hidden if around is None else around.entering)[layer]
         entering = entering.expand(keep.shape[0], -1, -1)
-        others = {} if around is None else around.keep
+        others = {} if around is None else around.reduced
+        own = self._reduced(layer, keep, bits)
 
         def attend(states: AttentionStates) -> Tensor:
             at = states.layer
-            return self._attend(states, keep if at == layer else others.get(at))
+            return self._attend(states, own if at == layer else others.get(at))
 
         with begun_at(self._layers, layer, entering):
             return self.divergence(self._run(attend, inputs_embeds=entering))
 
     @torch.no_grad()
-    def settle(self, keep: dict[int, Tensor]) -> Settled:
-        """Hide entries of several layers at once.
+    def settle(
+        self, keep: Mapping[int, Tensor], bits: Mapping[int, IntArray] | None = None
+    ) -> Settled:
+        """Hide and round entries of several layers at once.
 
         Parameters
         ----------
-        keep : dict of int to Tensor of bool, (n_kv_heads, n_tokens)
+        keep : mapping of int to Tensor of bool, (n_kv_heads, n_tokens)
             What is kept in each layer; everything in those that are not named.
+        bits : mapping of int to ndarray of int64, (n_kv_heads,), optional
+            At which width it is stored; as the model made it in layers that are not named.
 
         Returns
         -------
         Settled
             The loss, and what `losses` needs to change one layer of it.
         """
-        rows = {layer: kept[None] for layer, kept in keep.items()}
+        reduced = {}
+        for layer, kept in keep.items():
+            width = None if bits is None or layer not in bits else bits[layer][None]
+            reduced[layer] = self._reduced(layer, kept[None], width)
         entering, logits = self._watched(
-            lambda states: self._attend(states, rows.get(states.layer))
+            lambda states: self._attend(states, reduced.get(states.layer))
         )
-        return Settled(keep=rows, entering=entering, losses=self.divergence(logits)[0])
+        return Settled(reduced=reduced, entering=entering, losses=self.divergence(logits)[0])
+
+    def _reduced(self, layer: int, keep: Tensor, bits: IntArray | None) -> Reduced:
+        """What variants see where they keep this and store it at these widths."""
+        if bits is None or bool((bits == 16).all()):
+            return Reduced(keep=keep)
+        wide = (-1, len(keep), -1, -1)
+        keys, values = (
+            held[layer][:, None, : self.n_tokens].expand(wide)
+            for held in (self._keys, self._values)
+        )
+        places = [own.nonzero()[:, 0] for own in keep.transpose(0, 1).flatten(0, 1)]
+        by_width = {each: quantised_values(values[:, 0], each) for each in np.unique(bits).tolist()}
+        rounded = [
+            torch.stack([by_width[width][head] for width in widths])
+            for head, widths in enumerate(bits.T.tolist())
+        ]
+        keys = stored_keys(keys, places, bits.T)
+        return Reduced(keep=keep, keys=keys, values=torch.stack(rounded))
 
     def soft_loss(self, keep: Mapping[int, Tensor]) -> Tensor:
         """Mean KL(full cache || reduced cache), differentiable in how much of each entry is kept.
@@ -275,7 +331,8 @@ class LossProbe:
 
         def attend(states: AttentionStates) -> Tensor:
             parts = keep.get(states.layer)
-            return self._attend(states, None if parts is None else parts[None].log())
+            reduced = None if parts is None else Reduced(keep=parts[None].log())
+            return self._attend(states, reduced)
 
         with torch.enable_grad():
             logits = self._run(attend, input_ids=self.continuation_ids[None])
@@ -323,8 +380,8 @@ class LossProbe:
         cache.arrival.crop(self.n_tokens)
 
     @torch.no_grad()
-    def outputs(self, layer: int, keep: Tensor | None) -> Tensor:
-        """What a layer's heads put out on the continuation when entries are hidden there.
+    def outputs(self, layer: int, keep: Tensor | None, bits: IntArray | None = None) -> Tensor:
+        """What a layer's heads put out on the continuation when entries are reduced there.
 
         Parameters
         ----------
@@ -332,19 +389,21 @@ class LossProbe:
             Which layer; all before it have the full cache.
         keep : Tensor of bool, (n_variants, n_kv_heads, n_tokens), or None
             Which entries each variant keeps; None for one variant that keeps all.
+        bits : ndarray of int64, (n_variants, n_kv_heads), optional
+            At which width it stores them, as for `losses`.
 
         Returns
         -------
         Tensor, (n_variants, n_continuation, n_query_heads, head_dim)
         """
         states = self._states[layer]
-        if keep is not None:
-            wide = {
-                name: getattr(states, name).expand(keep.shape[0], -1, -1, -1)
-                for name in ("queries", "keys", "values")
-            }
-            states = replace(states, **wide)
-        return self._attend(states, keep)
+        if keep is None:
+            return self._attend(states, None)
+        wide = {
+            name: getattr(states, name).expand(keep.shape[0], -1, -1, -1)
+            for name in ("queries", "keys", "values")
+        }
+        return self._attend(replace(states, **wide), self._reduced(layer, keep, bits))
 
     def sensitivities(self, n_draws: int, *, seed: int = 0) -> dict[int, Tensor]:
         """Gradients of drawn next tokens' log probability with respect to the heads' outputs.
@@ -556,19 +615,18 @@ class LossProbe:
                 held[states.layer] = new.new_empty((n_kv_heads, self._capacity, head_dim))
             held[states.layer][:, self._stored : self._stored + n_new] = new[0]
 
-    def _attend(self, states: AttentionStates, keep: Tensor | None) -> Tensor:
+    def _attend(self, states: AttentionStates, reduced: Reduced | None) -> Tensor:
         """Attention of new tokens over what is stored and over each other.
 
-        The variants are folded into the rows of one product with the stored keys, which are
-        therefore never copied.
+        Variants that see the same keys are folded into the rows of one product with them, so that
+        they are never copied.
 
         Parameters
         ----------
         states : AttentionStates
             Of the new tokens, (n_variants, n_heads, n_new, head_dim).
-        keep : Tensor of bool, (n_variants, n_kv_heads, n_stored), or None
-            What each variant sees of what is stored; all by default. Of float: the logarithm of
-            how much of each entry is kept.
+        reduced : Reduced or None
+            What each variant sees of what is stored; all by default.
 
         Returns
         -------
@@ -576,14 +634,16 @@ class LossProbe:
         """
         variants, _, n_new, head_dim = states.queries.shape
         keys, values = (
-            held[states.layer][:, : self._stored] for held in (self._keys, self._values)
+            held[states.layer][:, None, : self._stored] for held in (self._keys, self._values)
         )
-        n_kv_heads, stored = keys.shape[:2]
+        if reduced is not None and reduced.keys is not None and reduced.values is not None:
+            keys, values = reduced.keys, reduced.values
+        n_kv_heads, apart, stored, _ = keys.shape
         full = states.layer in self._shape.full_layers
         window = None if full else self._shape.sliding_window
         queries = states.queries.reshape(variants, n_kv_heads, -1, n_new, head_dim)
-        rows = queries.transpose(0, 1).reshape(n_kv_heads, -1, head_dim)
-        before = (rows @ keys.transpose(1, 2)).float() * states.scaling
+        rows = queries.transpose(0, 1).reshape(n_kv_heads, apart, -1, head_dim)
+        before = (rows @ keys.transpose(2, 3)).float() * states.scaling
         before = before.view(n_kv_heads, variants, -1, n_new, stored)
         among = (queries @ states.keys[:, :, None].transpose(-1, -2)).float() * states.scaling
         visible = _visible(n_new, stored, window, before.device)
@@ -592,8 +652,8 @@ class LossProbe:
             among = states.softcap * torch.tanh(among / states.softcap)
         before.masked_fill_(~visible[:, :stored], float("-inf"))
         among.masked_fill_(~visible[:, stored:], float("-inf"))
-        if keep is not None:
-            kept = keep.transpose(0, 1)[:, :, None, None]
+        if reduced is not None:
+            kept = reduced.keep.transpose(0, 1)[:, :, None, None]
             if kept.dtype == torch.bool:
                 before.masked_fill_(~kept, float("-inf"))
             else:  # logarithms of how much is kept of each entry
@@ -603,7 +663,7 @@ class LossProbe:
             extra = states.sink_logits.float().view(1, n_kv_heads, -1, 1, 1)
             logits.append(extra.expand(*among.shape[:-1], 1))
         weights = torch.cat(logits, dim=-1).softmax(dim=-1).to(values.dtype)
-        seen = weights[..., :stored].transpose(0, 1).reshape(n_kv_heads, -1, stored) @ values
+        seen = weights[..., :stored].transpose(0, 1).reshape(n_kv_heads, apart, -1, stored) @ values
         output = seen.view(n_kv_heads, variants, -1, n_new, head_dim).transpose(0, 1)
         output = output + weights[..., stored : stored + n_new] @ states.values[:, :, None]
         return output.reshape(variants, -1, n_new, head_dim).transpose(1, 2).contiguous()

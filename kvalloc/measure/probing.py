@@ -8,6 +8,7 @@ from math import pi, sqrt
 import numpy as np
 
 from kvalloc.accounting import BoolArray, FloatArray, IntArray
+from kvalloc.accounting.costs import stored_bytes
 from kvalloc.measure.checkpoint import Checkpoint
 from kvalloc.measure.job import Job, Measured, Steps
 
@@ -20,14 +21,14 @@ ESTIMATE_ERROR = 0.5
 
 def choose_probes(
     losses: FloatArray,
-    tokens: IntArray,
+    costs: IntArray,
     most: int,
     *,
     shares: Sequence[float] = OPERATING_SHARES,
 ) -> BoolArray:
     """The figures whose measurement is most likely to change what is chosen.
 
-    At the price of an entry that a size stands for, every unit takes the option of the least loss
+    At the price of a byte that a size stands for, every unit takes the option of the least loss
     and price together. An option that is worse by a gap g, with an uncertainty u of its loss, may
     turn out to be better: by ``u * (phi(g / u) - g / u * Q(g / u))`` on average, phi being the
     normal density and Q its upper tail. That is what measuring it may gain; the sum over the sizes
@@ -37,12 +38,12 @@ def choose_probes(
     ----------
     losses : ndarray of float64, (n_samples, n_units, n_options)
         Estimates, nats per token.
-    tokens : ndarray of int64, (n_options,)
-        Budget of each option; the largest one keeps everything and is never measured.
+    costs : ndarray of int64, (n_options,)
+        Of each option; the largest one keeps everything as it is and is never measured.
     most : int
         How many figures.
     shares : sequence of float
-        Sizes, as shares of all entries.
+        Sizes, as shares of keeping everything.
 
     Returns
     -------
@@ -59,9 +60,9 @@ def choose_probes(
     uncertain = np.sqrt(spread**2 + (ESTIMATE_ERROR * mean) ** 2)
     gain = np.zeros_like(mean)
     for share in shares:
-        total = mean + _price(mean, tokens, share) * tokens
+        total = mean + _price(mean, costs, share) * costs
         gain += _expected_improvement(total - total.min(axis=1, keepdims=True), uncertain)
-    gain[:, tokens == tokens.max()] = -1.0
+    gain[:, costs == costs.max()] = -1.0
     wanted = np.zeros(mean.shape, dtype=np.bool_)
     order = np.argsort(-gain, axis=None, kind="stable")[:most]
     wanted.flat[order] = gain.flat[order] > 0
@@ -104,13 +105,13 @@ def scaled_to_probes(estimates: FloatArray, probed: FloatArray, where: BoolArray
     return result
 
 
-def _price(mean: FloatArray, tokens: IntArray, share: float) -> float:
-    """What an entry costs, in nats, where the units take about a share of all entries."""
-    wanted = share * float(tokens.max()) * mean.shape[0]
+def _price(mean: FloatArray, costs: IntArray, share: float) -> float:
+    """What a byte costs, in nats, where the units take about a share of all bytes."""
+    wanted = share * float(costs.max()) * mean.shape[0]
     low, high = 0.0, float(np.abs(mean).max()) + 1e-12
     for _ in range(60):
         price = (low + high) / 2
-        taken = tokens[np.argmin(mean + price * tokens, axis=1)].sum()
+        taken = costs[np.argmin(mean + price * costs, axis=1)].sum()
         low, high = (price, high) if taken > wanted else (low, price)
     return high
 
@@ -143,7 +144,7 @@ def probed_samples(
     Returns
     -------
     samples : list of Measured
-    where : ndarray of bool, (n_layers, n_kv_heads or 1, 1 + n_policies, n_levels)
+    where : ndarray of bool, (n_layers, n_kv_heads or 1, n_kinds, n_levels)
         Which figures were measured.
     """
     from kvalloc.measure.loss_curves import sample_losses  # loads torch
@@ -152,9 +153,11 @@ def probed_samples(
     assert plan.probes is not None  # only a job with probes comes here
     losses, stderr = _stacked(estimated)
     shape, full = losses.shape, list(job.shape.full_layers)
-    # of each layer or head, all its policies and levels compete
+    # of each layer or head, all its policies, widths and levels compete
     options = losses[:, full].reshape(shape[0], len(full) * shape[2], -1)
-    chosen = choose_probes(options, np.tile(job.loss_levels, shape[3]), plan.probes)
+    widths = [width for width, _ in job.loss_kinds]
+    costs = stored_bytes(job.loss_levels, np.array(widths)[:, None], job.shape).ravel()
+    chosen = choose_probes(options, costs, plan.probes)
     where = np.zeros(shape[1:], dtype=np.bool_)
     where[full] = chosen.reshape(len(full), *shape[2:])
     measured = []
@@ -179,5 +182,5 @@ def probed_samples(
 
 
 def _stacked(samples: list[Measured]) -> list[FloatArray]:
-    """Losses and errors, (n_samples, n_layers, n_kv_heads or 1, 1 + n_policies, n_levels)."""
+    """Losses and errors, (n_samples, n_layers, n_kv_heads or 1, n_kinds, n_levels)."""
     return [np.stack([one[name] for one in samples]) for name in ("losses", "loss_stderr")]

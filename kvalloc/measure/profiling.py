@@ -86,8 +86,8 @@ class ProfileOptions(TypedDict, total=False):
         chooses one for each unit with its budget; options after a colon, such as
         tova,critical,snapkv:window=4:pool=1; 'usual' for a set that does well.
     bits : str or sequence of int
-        Measure what these bit widths do to the attention output too, for 'kvalloc solve --bits'.
-        Each width below 16 costs another pass over keys and values.
+        Measure what these bit widths do to the attention output too, for 'kvalloc solve --bits';
+        with `loss` also what is lost at each of them and each budget together, of every policy.
     share_length : int, default 1
         Also measure what runs of 2 to N adjacent layers keep when they share the kept entries
         (MPCache, Sec. 4.4), for 'kvalloc solve --share-groups'; 4 at most, 1 measures nothing.
@@ -350,10 +350,11 @@ def _assemble(job: Job, results: list[Measured]) -> ScoreProfile:
             "loss_tokens": job.loss_levels,
             "loss_method": job.losses.method if job.losses.probes is None else "fast",
             "loss_policies": job.policies[1:],
+            "loss_bits": np.array(job.loss_bits) if len(job.loss_bits) > 1 else None,
         }
         for name in ("losses", "loss_stderr"):
             losses[name] = stacked[name][:, :, :, 0]
-            if len(job.policies) > 1:
+            if len(job.loss_kinds) > 1:
                 losses[f"other_{name}"] = stacked[name][:, :, :, 1:]
     return ScoreProfile(
         **losses,

@@ -116,7 +116,8 @@ def request_text(decided: BudgetProfile) -> str:
     what = "predicted loss" if asked.get("objective") == "loss" else f"retention{worst}"
     what = f"weighted {what}" if asked.get("weights") else what
     cost = asked.get("cost", "bytes")
-    entries = {"bytes": "entries", "decode-bytes": "bytes read per token"}.get(cost, cost)
+    entries = "bytes of a cache at 16 bits" if asked.get("bits") else "entries"
+    entries = {"bytes": entries, "decode-bytes": "bytes read per token"}.get(cost, cost)
     text = Target.read(asked).describe(what, entries)
     prompts = f"{decided.batch} prompts of " if decided.batch > 1 else "prompts of "
     return "; ".join([f"{text}, {prompts}{decided.context_tokens:,} tokens", *limit_texts(decided)])
@@ -174,7 +175,8 @@ def objective_text(value: float | None, decided: BudgetProfile) -> str:
     if value is None:
         return "unknown"
     if decided.sense == "min_cost":
-        return f"{round(value):,} bytes"
+        counted = decided.bits is not None and decided.cost_bytes is None
+        return f"{round(value):,} bytes{', positions included' if counted else ''}"
     if decided.requested.get("objective") == "loss":
         return f"{abs(value):.6f} nats per token"
     return f"{value:.6f}"
@@ -242,7 +244,8 @@ def bits_text(decided: BudgetProfile) -> str:
         (width, int(decided.budgets[decided.bits == width].sum()) / kept) for width in BIT_WIDTHS
     )
     widths = ", ".join(f"{share:.1%} at {width} bits" for width, share in shares if share)
-    return f"{widths}, of the kept entries"
+    reached = decided.of_16_bits(decided.retained_bytes, decided.context_tokens, decided.batch)
+    return f"{widths}, of the kept entries; {reached:.1%} of the bytes of a cache at 16 bits"
 
 
 def policies_text(decided: BudgetProfile) -> str:
@@ -353,6 +356,8 @@ def losses_text(profile: ScoreProfile) -> str:
     levels = profile.loss_tokens
     titles = ", ".join(policy.title for policy in profile.policies)
     several = f", with each of {titles}" if profile.loss_policies else ""
+    if profile.loss_bits is not None:
+        several += f", stored at {', '.join(map(str, profile.loss_widths))} bits each"
     return (
         f"{_loss_origin(profile)} one {losses_per(profile)} at a time, at {levels.size} budgets "
         f"from {int(levels[0]):,} to {int(levels[-1]):,} tokens{several}"

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvalloc.accounting.costs import (
     KEY_BLOCK_TOKENS,
     VALUE_BLOCK_CHANNELS,
@@ -73,17 +75,20 @@ def stored_keys(keys: Tensor, places: Sequence[Tensor], bits: IntArray) -> Tenso
     keys : Tensor, (batch, n_kv_heads, n_tokens, head_dim)
     places : sequence of Tensor of int64, each (n_kept,)
         Which entries are kept, increasing; row by row, of one head after the other.
-    bits : ndarray of int64, (n_kv_heads,)
+    bits : ndarray of int64, (n_kv_heads,) or (batch, n_kv_heads)
         Of `WIDTHS`.
 
     Returns
     -------
     Tensor, as ``keys``
     """
-    found = keys.clone()
+    import torch
+
+    found = keys.clone(memory_format=torch.contiguous_format)
+    widths = np.broadcast_to(bits, keys.shape[:2])
     for number, own in enumerate(places):
-        row, head = divmod(number, len(bits))
-        rounded = quantised_keys(keys[row, head, own][None, None], int(bits[head]))[0, 0]
+        row, head = divmod(number, widths.shape[1])
+        rounded = quantised_keys(keys[row, head, own][None, None], int(widths[row, head]))[0, 0]
         found[row, head].index_copy_(0, own, rounded)
     return found
 

@@ -44,7 +44,7 @@ def neighbours(problem: AllocationProblem, choice: IntArray) -> Figures:
     """The options around a choice, a step below and a step above in each unit.
 
     Only options that differ from the choice in tokens alone are neighbours of it; where options
-    also differ in something else (`kinds_of`), the option of each other kind that costs about as
+    also differ in policy or bits (`kinds_of`), the option of each other kind that costs about as
     much is one, too.
 
     Parameters
@@ -71,7 +71,8 @@ def neighbours(problem: AllocationProblem, choice: IntArray) -> Figures:
             max(kept[chosen] * FACTOR, kept[chosen] + step),
         )
         found = {_nearest(kept, own == own[chosen], where) for where in wanted}
-        found |= {_nearest(kept, own == kind, kept[chosen]) for kind in set(own.tolist())}
+        costs = problem.costs[unit, :count].astype(np.float64)
+        found |= {_nearest(costs, own == kind, costs[chosen]) for kind in set(own.tolist())}
         found.discard(chosen)
         units += [unit] * len(found)
         options += sorted(found)
@@ -122,9 +123,13 @@ def kinds_of(problem: AllocationProblem) -> IntArray:
 
     Options of one kind differ in their tokens only.
     """
-    bits = np.zeros_like(problem.tokens) if problem.bits is None else problem.bits
-    kinds: IntArray = 100 * policies_at(problem) + bits
+    kinds: IntArray = 100 * policies_at(problem) + bits_at(problem)
     return kinds
+
+
+def bits_at(problem: AllocationProblem) -> IntArray:
+    """Bit width of each option, ``(n_units, n_options)``; 16 where there is one."""
+    return np.full_like(problem.tokens, 16) if problem.bits is None else problem.bits
 
 
 def policies_at(problem: AllocationProblem) -> IntArray:
@@ -132,8 +137,8 @@ def policies_at(problem: AllocationProblem) -> IntArray:
     return np.zeros_like(problem.tokens) if problem.policies is None else problem.policies
 
 
-def _nearest(kept: FloatArray, allowed: BoolArray, where: float) -> int:
-    distance = np.where(allowed, np.abs(kept - where), np.inf)
+def _nearest(sizes: FloatArray, allowed: BoolArray, where: float) -> int:
+    distance = np.where(allowed, np.abs(sizes - where), np.inf)
     return int(np.argmin(distance))
 
 

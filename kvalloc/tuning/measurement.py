@@ -20,7 +20,7 @@ from kvalloc.measure.sampling import SampleSet
 from kvalloc.problem import AllocationProblem
 from kvalloc.runtime.policies import policy_of
 from kvalloc.scorers import get_scorer
-from kvalloc.tuning.correction import Figures, kinds_of, policies_at
+from kvalloc.tuning.correction import Figures, bits_at, kinds_of, policies_at
 
 HELD_BYTES = 4 * 2**30
 """Prompts whose keys and values fit in so much are kept; others are read again when needed."""
@@ -112,9 +112,11 @@ class JointProbes:
             layer: torch.ones_like(probe.scores[layer], dtype=torch.bool)
             for layer in set(problem.layers.tolist())
         }
+        bits, widths = {layer: np.full(len(keep[layer]), 16) for layer in keep}, bits_at(problem)
         for unit, option in enumerate(choice.tolist()):
-            keep[int(problem.layers[unit])][_heads(problem, unit)] = masks[unit, option]
-        settled = probe.settle(keep)
+            layer, heads = int(problem.layers[unit]), _heads(problem, unit)
+            keep[layer][heads], bits[layer][heads] = masks[unit, option], widths[unit, option]
+        settled = probe.settle(keep, bits)
         loss = float(settled.losses.mean())
         changes, layers = np.zeros(figures.size), problem.layers[figures.units]
         for layer in sorted(set(layers.tolist())):
@@ -122,10 +124,12 @@ class JointProbes:
             for begin in range(0, mine.size, BATCH):
                 some = mine[begin : begin + BATCH]
                 variants = keep[layer].repeat(some.size, 1, 1)
-                for variant, figure in zip(variants, some, strict=True):
+                stored = np.tile(bits[layer], (some.size, 1))
+                for variant, width, figure in zip(variants, stored, some, strict=True):
                     unit, option = int(figures.units[figure]), int(figures.options[figure])
-                    variant[_heads(problem, unit)] = masks[unit, option]
-                losses = probe.losses(layer, variants, around=settled).mean(dim=1)
+                    heads = _heads(problem, unit)
+                    variant[heads], width[heads] = masks[unit, option], widths[unit, option]
+                losses = probe.losses(layer, variants, bits=stored, around=settled).mean(dim=1)
                 changes[some] = losses.cpu().numpy() - loss
         if not (np.isfinite(loss) and np.isfinite(changes).all()):
             raise InputError(

@@ -60,6 +60,16 @@ CHOICE_CASES: dict[str, dict[str, Any]] = {
     }.items()
 }
 
+LOSS_BITS = DATA / "loss_bits.safetensors"  # with loss curves at several widths
+
+LOSS_BITS_CASES: dict[str, dict[str, Any]] = {
+    "loss of entries and bits, 15%, head": {"budget": "15%", "level": "head", "bits": (16, 8, 4)},
+    "loss of entries and bits, 15%, layer": {"budget": "15%", "bits": (8, 4)},
+    "entries and bits for a loss of 0.2": {
+        **{"target_loss": 0.2, "level": "head", "bits": (16, 8, 4), "page": 4}
+    },
+}
+
 # name of the case: arguments of solve
 CASES: dict[str, dict[str, Any]] = {
     f"{solver}{suffix}, {goal}, {level}": {
@@ -147,6 +157,13 @@ SETS = (
         make="make_choices",
         fields=("policies", "unit_policies"),
     ),
+    Golden(
+        scores=LOSS_BITS,
+        decisions=CHOICE_DECISIONS,
+        cases=LOSS_BITS_CASES,
+        make="make_loss_bits",
+        fields=("policies", "unit_policies"),
+    ),
 )
 
 
@@ -219,6 +236,12 @@ def make_choices() -> Any:
     from factories import make_choices
 
     return make_choices(7)
+
+
+def make_loss_bits() -> Any:
+    from factories import make_loss_bits, make_shape
+
+    return make_loss_bits(7, shape=make_shape(n_layers=3, n_kv_heads=2, head_dim=32))
 
 
 def published_schema() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Policies chosen with budgets: profile, solve, verify, inspect, diff and generate."""
+"""Policies and bits chosen with budgets: profile, solve, verify, inspect, diff and generate."""
 
 from __future__ import annotations
 
@@ -55,6 +55,33 @@ def test_from_a_model_to_an_answer(folder: Path) -> None:
         "--max-new-tokens", 3, "--json",
     ).json  # fmt: skip
     assert generated["other_policies"] == [each.title for each in decided.other_policies]
+    assert generated["retained_bytes"] < generated["full_bytes"]
+
+
+def test_bits_are_decided_by_what_is_lost_with_them(folder: Path) -> None:
+    scores, budgets = folder / "bits.safetensors", folder / "bits.json"
+    losses = ("--loss", "fast", "--loss-level", "head", "--bits", "8,3")
+    ran = run(*profiling(folder, *losses, "-o", scores), "--json")
+    assert ran.json["loss_widths"] == [16, 8, 3]
+    assert "stored at 16, 8, 3 bits each" in " ".join(run("inspect", scores).out.split())
+    asked = ("--budget", "60%", "--level", "head", "--bits", "16,8,3")
+    solved = run("solve", scores, *asked, "-o", budgets)
+    assert "the least predicted loss decides" in solved.err
+    assert "predicted loss" in solved.out
+    decided = BudgetProfile.load(budgets)
+    assert len(set(decided.bits.ravel().tolist())) > 1  # type: ignore[union-attr]
+    assert run("verify", budgets, scores).code == 0
+    compared = run("compare", scores, *asked, "--objective", "loss", "--solver", "dp").out
+    assert f"{decided.predicted_loss:.4f}" in compared
+    refused_line = refused(
+        folder, "solve", scores, "--target-loss", "0.1", "--bits", "5,4", "--json"
+    )
+    assert "what 5 bits lose was not measured" in refused_line
+    assert "'kvalloc profile --loss fast --bits 16,8,3,5'" in refused_line
+    generated = run(
+        "generate", folder / "tiny", "--profile", budgets, "--prompt-file", folder / "prompt.txt",
+        "--max-new-tokens", 3, "--json",
+    ).json  # fmt: skip
     assert generated["retained_bytes"] < generated["full_bytes"]
 
 

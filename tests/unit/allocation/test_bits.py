@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_bits, make_budget_profile, make_losses, make_problem, make_scores
+from factories import (
+    make_bits,
+    make_budget_profile,
+    make_loss_bits,
+    make_losses,
+    make_problem,
+    make_scores,
+)
 from factories import make_shape as shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,19 +23,31 @@ from refusals import untrue
 
 from kvalloc.accounting.costs import stored_bytes
 from kvalloc.allocation.comparison import compare_profiles
-from kvalloc.allocation.curves import mean_retention
+from kvalloc.allocation.curves import mean_retention, predicted_loss_interval
 from kvalloc.allocation.decision import solve
 from kvalloc.allocation.formulation import formulate
+from kvalloc.allocation.frontier import frontier
 from kvalloc.allocation.request import Request
 from kvalloc.allocation.verification import solve_problem
-from kvalloc.errors import InputError, SolverError
+from kvalloc.errors import InfeasibleError, InputError, SolverError
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.problem import MaxDistinct, SameBudget
 from kvalloc.problem.dominance import undominated
 from kvalloc.problem.registry import get_solver, solver_names
+from kvalloc.shape import ModelShape
 from kvalloc.testing import brute_force
 
 BITS = (16, 8, 4)
+
+
+def _cost(tokens: int, bits: int, shape: ModelShape) -> int:
+    """Bytes of the entries of one head, with four for the position of each."""
+    return int(stored_bytes(tokens, bits, shape)) + 4 * tokens
+
+
+def _room(share: float, entries: int, shape: ModelShape) -> int:
+    """A share of the bytes of so many entries at 16 bits a number."""
+    return int(share * entries * 2 * shape.head_dim * 2 + 1e-9)
 
 
 def _by_hand(tokens: int, bits: int, head_dim: int, dtype_bytes: int) -> int:
@@ -90,7 +109,7 @@ def test_the_options_are_tokens_times_bits(level: Any) -> None:
     for unit in range(problem.n_units):
         for k in range(int(problem.option_counts[unit])):
             tokens, bits = int(problem.tokens[unit, k]), int(problem.bits[unit, k])
-            expected = int(stored_bytes(tokens, bits, scores.shape)) * heads * 3
+            expected = _cost(tokens, bits, scores.shape) * heads * 3
             assert int(problem.costs[unit, k]) == expected
     # Value: fidelity times what is kept, averaged over samples together.
     shares, at = scores.head_shares, [16, 8, 4]
@@ -124,7 +143,7 @@ def test_exact_solvers_find_what_brute_force_finds(seed: int, share: float, dear
     shape = scores.shape
     request = Request.parse(**{"target_retention" if dear else "budget": share}, bits=BITS)
     every = list(itertools.product(range(5, 18), BITS))
-    costs = np.array([int(stored_bytes(n, b, shape)) for n, b in every])
+    costs = np.array([_cost(n, b, shape) for n, b in every])
     values = np.array(
         [
             [scores.contributions(bits=b)[layer, 0, n - 5] / 2 for n, b in every]
@@ -136,7 +155,7 @@ def test_exact_solvers_find_what_brute_force_finds(seed: int, share: float, dear
     if dear:
         best = min(cost for cost, value in found if value >= share - 1e-12)
     else:
-        room = int(share * 2 * 17 + 1e-9) * shape.bytes_per_entry
+        room = _room(share, 2 * 17, shape)
         best = max(value for cost, value in found if cost <= room)
     problem = formulate(scores, request)
     assert brute_force(problem).objective == pytest.approx(best)  # type: ignore[union-attr]
@@ -167,7 +186,7 @@ def test_a_decision_with_bits() -> None:
     assert int(decided.bits.min()) < 16
     stored = stored_bytes(decided.budgets, decided.bits, scores.shape)
     assert decided.retained_bytes == int(stored.sum())
-    assert decided.retained_bytes <= 0.25 * decided.full_bytes
+    assert decided.of_16_bits(decided.retained_bytes, 40) <= 0.25
     plain = solve(scores, budget="25%", level="head")
     assert plain.bits is None
     assert decided.objective >= plain.objective
@@ -178,6 +197,19 @@ def test_a_decision_with_bits() -> None:
     widths[0, 0] = 16 if widths[0, 0] != 16 else 8
     assert untrue(decided.replace(bits=widths), scores)
     assert "bits" in compare_profiles(plain, decided).fields
+
+
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+def test_a_share_with_bits_is_of_a_cache_at_16_bits(dtype_bytes: int) -> None:
+    shape = shape_of(n_layers=3, n_kv_heads=2, head_dim=32, dtype_bytes=dtype_bytes)
+    scores = make_loss_bits(2, shape=shape)
+    for share in (0.3, 0.5):
+        decided = solve(scores, budget=share, level="head", objective="loss", bits=(8, 4))
+        reached = decided.of_16_bits(decided.retained_bytes, 40)
+        assert share - 0.02 < reached <= share
+    whole = solve(scores, budget=1.0, objective="mean", bits=BITS)  # whatever that takes
+    assert whole.retained_bytes == whole.full_bytes
+    assert whole.retention == pytest.approx(1.0)
 
 
 def test_pages_and_batches_are_counted_with_bits() -> None:
@@ -229,11 +261,116 @@ def test_constraints_that_compare_budgets_are_refused_with_bits() -> None:
         make_problem(values, costs=costs, tokens=tokens, bits=bits[:1], capacity=5)
 
 
-def test_loss_is_not_predicted_for_fewer_bits() -> None:
+def test_loss_is_not_predicted_for_bits_that_were_not_measured() -> None:
     losses, bits = make_losses(), make_bits()
     both = losses.replace(bit_widths=bits.bit_widths, bit_fidelity=bits.bit_fidelity)
     assert solve(both, budget="30%").predicted_loss is not None
-    assert solve(both, budget="30%", bits=(4,)).predicted_loss is None
+    lines: list[str] = []
+    assert solve(both, budget="30%", bits=(4,), notify=lines.append).predicted_loss is None
+    (said,) = lines
+    assert said.startswith("retention decides, not the loss curves: what 4 bits lose was not")
+    scores = make_loss_bits()
+    fine = "bits lose was not measured.*16, 8, 4 bits were.*profile.loss='measured', bits=.16, 8, 4"
+    for asked in ({"budget": "30%", "objective": "loss"}, {"target_loss": 0.1}):
+        with pytest.raises(InputError, match=f"5 {fine}, 5"):
+            solve(scores, bits=(8, 5), **asked)  # type: ignore[arg-type]
+
+
+LOSS: dict[str, Any] = {"objective": "loss", "bits": BITS}
+
+
+def _losses_by_hand(scores: ScoreProfile, layer: int, head: int) -> dict[tuple[int, int], float]:
+    """The least loss of a head by tokens and bits, over policies, linear between the levels."""
+    own = scores.losses[:, layer, head, None]  # type: ignore[index]
+    curves = np.concatenate([own, scores.other_losses[:, layer, head]], axis=1).mean(axis=0)  # type: ignore[index]
+    levels, tokens = scores.loss_tokens.tolist(), range(5, scores.context_tokens + 1)  # type: ignore[union-attr]
+    by_width = curves.reshape(len(BITS), -1, len(levels))
+    least = [np.min([np.interp(tokens, levels, one) for one in some], axis=0) for some in by_width]
+    return {
+        (n, bits): float(row[at])
+        for bits, row in zip(BITS, least, strict=True)
+        for at, n in enumerate(tokens)
+    }
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10_000), st.floats(0.1, 0.95), st.booleans())
+def test_exact_solvers_find_the_least_loss_of_entries_and_bits(
+    seed: int, share: float, dear: bool
+) -> None:
+    """By brute force over all products of tokens and bits, with losses read off by hand."""
+    shape = shape_of(n_layers=2, n_kv_heads=1, head_dim=32)
+    scores = make_loss_bits(seed, shape=shape, context_tokens=22)
+    each = [_losses_by_hand(scores, layer, 0) for layer in range(2)]
+    every = [(_cost(*option, shape), option) for option in each[0]]
+    pairs = itertools.product(every, repeat=2)
+    found = [(a[0] + b[0], each[0][a[1]] + each[1][b[1]]) for a, b in pairs]
+    if dear:
+        least, most = min(loss for _, loss in found), max(loss for _, loss in found)
+        limit = max(0.0, least) + share * (most - least)
+        best = min(cost for cost, loss in found if loss <= limit + 1e-12)
+        request = Request.parse(target_loss=limit, level="head", bits=BITS)
+    else:
+        room = _room(share, 2 * 22, shape)
+        affordable = [loss for cost, loss in found if cost <= room]
+        if not affordable:
+            return
+        best = -min(affordable)
+        request = Request.parse(budget=share, level="head", **LOSS)
+    problem = formulate(scores, request)
+    for name in ("dp", "ilp", "auto"):
+        answer = solve_problem(problem, get_solver(name))
+        assert answer.objective == pytest.approx(best, abs=1e-12), name
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10_000), st.floats(0.15, 0.9), st.sampled_from(["layer", "head"]))
+def test_entries_and_bits_together_are_no_worse_than_any_width_for_all(
+    seed: int, share: float, level: Any
+) -> None:
+    scores = make_loss_bits(seed, shape=shape_of(n_layers=3, n_kv_heads=2, head_dim=32))
+    decided = solve(scores, budget=share, level=level, **LOSS)
+    bits = np.full_like(decided.budgets, 16) if decided.bits is None else decided.bits
+    stored = stored_bytes(decided.budgets, bits, scores.shape)
+    assert decided.retained_bytes == int(stored.sum())
+    with_positions = int(stored.sum() + 4 * decided.budgets.sum())
+    assert with_positions <= _room(share, 3 * 2 * 40, scores.shape) == decided.requested["bytes"]
+    assert decided.predicted_loss == pytest.approx(-decided.objective, abs=1e-12)
+    if level == "head":
+        by_hand = [
+            _losses_by_hand(scores, layer, head)[int(decided.budgets[layer, head]), int(width)]
+            for (layer, head), width in np.ndenumerate(bits)
+        ]
+        assert decided.predicted_loss == pytest.approx(sum(by_hand), abs=1e-12)
+    for width in BITS:
+        try:
+            alone = solve(scores, budget=share, level=level, objective="loss", bits=(width,))
+        except InfeasibleError:
+            continue
+        slack = 1e-9 if decided.gap is None else decided.gap * abs(decided.objective) + 1e-9
+        assert decided.objective >= alone.objective - slack
+
+
+def test_losses_at_bits_decide_and_are_verified() -> None:
+    scores = make_loss_bits(3, shape=shape_of(n_layers=3, n_kv_heads=2, head_dim=32))
+    lines: list[str] = []
+    asked: dict[str, Any] = {"budget": "20%", "level": "head", "bits": BITS}
+    decided = solve(scores, notify=lines.append, **asked)
+    assert "the least predicted loss decides" in lines[0]  # no stand-in where losses are known
+    assert decided.requested["bits"] == [16, 8, 4]
+    assert len(np.unique(decided.bits)) > 1
+    assert not untrue(decided, scores)
+    moved = np.where(decided.bits == 4, 8, 4)
+    assert {"predicted loss", "budgets are options"} <= untrue(decided.replace(bits=moved), scores)
+    retained = solve(scores, objective="mean", **asked)
+    assert retained.retention > (decided.retention or 0.0)  # type: ignore[operator]
+    assert retained.predicted_loss > decided.predicted_loss  # type: ignore[operator]
+    low, high = predicted_loss_interval(  # type: ignore[misc]
+        scores, retained.budgets, 40, bits=retained.bits
+    )
+    assert low <= retained.predicted_loss <= high  # type: ignore[operator]
+    points = frontier(scores, shares=[0.2, 0.5], level="head", bits=BITS)
+    assert points[0].predicted_loss == pytest.approx(decided.predicted_loss)
 
 
 def test_bad_bits_in_a_budget_profile() -> None:

@@ -144,7 +144,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         for fields, words in (
             ({"bits": (16, 2)}, "expected some of 16, 8, 5, 4, 3"),
             ({"bits": ()}, "expected some of"),
-            ({"objective": "loss"}, "loss curves.*know no bits"),
+            ({"objective": "loss"}, "holds no loss curves.*measure them with"),
             ({"max_distinct": 2}, "max_distinct and equal_heads"),
             ({"equal_heads": True, "level": "head"}, "max_distinct and equal_heads"),
             ({"average": "allocations"}, "average='curves'"),

@@ -16,6 +16,7 @@ import pytest
 from factories import (
     make_bits,
     make_choices,
+    make_loss_bits,
     make_losses,
     make_scores,
     make_shape,
@@ -240,6 +241,7 @@ def test_a_bit_flipped_anywhere_is_seen(stored: Any, tmp_path: Path) -> None:
             make_choices,
             [dict.fromkeys(("other_losses", "other_loss_stderr")) | {"loss_policies": ()}],
         ),
+        (make_loss_bits, [{"loss_bits": np.array([16, 4, 8])}]),
         (make_shared_scores, [{"shared_runs": None, "shared_curves": None}]),
     ],
 )
@@ -310,6 +312,15 @@ IN_MEMORY: dict[Any, list[tuple[Callable[[ScoreProfile], dict[str, Any]], str]]]
             lambda s: {"loss_policies": (s.loss_policies[0].replace(window=9), s.loss_policies[1])},
             "tova with 2 sinks and a window of 9",
         ),
+    ],
+    make_loss_bits: [
+        (drop("loss_bits"), "other_losses is float64 shaped"),
+        (drop("bit_widths", "bit_fidelity"), r"loss_bits is int64 \[16, 8, 4\], expected 16, then"),
+        (edit("loss_bits", lambda a: a[1:]), r"loss_bits is int64 \[8, 4\]"),
+        (lambda s: {"loss_bits": np.array([16, 8, 5])}, "some of bit_widths"),
+        (lambda s: {"loss_bits": np.array([16, 8, 8])}, "some of bit_widths"),
+        (drop("losses", "loss_tokens", "loss_stderr"), "one without the other: loss_bits"),
+        (edit("other_losses", lambda a: a[:, :, :, ::-1].copy()), "other_losses is not 0 where"),
     ],
     make_bits: [
         (edit("bit_fidelity", lambda a: a * np.nan), "not finite"),

@@ -12,7 +12,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.measure.job import Job
 from kvalloc.measure.loss_curves import estimate_losses, measure_losses
-from kvalloc.measure.loss_plan import LossPlan, named_policies
+from kvalloc.measure.loss_plan import LossPlan, named_policies, own_policy
 from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.models.attention import intercept_attention
 from kvalloc.models.loading import shape_of
@@ -49,9 +49,9 @@ def probe_of(*policies, **options):
     return make_probe(policies=policies, initializer_range=0.15, **options)[2]
 
 
-def job(level, *shares, batch=8, policies=()):
+def job(level, *shares, batch=8, policies=(), bits=()):
     """Levels at some shares of a context of 40 tokens."""
-    rest = {"samples": None, "model": None, "shape": shape_of(tiny_model())}
+    rest = {"samples": None, "model": None, "shape": shape_of(tiny_model()), "bits": bits}
     plan = LossPlan(shares=shares, level=level, batch=batch, policies=policies)
     return Job(scorer=SCORER, sinks=SINKS, context_tokens=40, losses=plan, **rest)
 
@@ -184,6 +184,62 @@ def test_sliding_layers_and_last_level_have_no_loss():
     assert (measured["loss_stderr"][1, ..., :2] > 0).all()
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_losses_at_fewer_bits_are_those_of_the_cache_that_stores_them(kind):
+    model, ids, probe = make_probe(kind, n_tokens=150, initializer_range=0.15)
+    full, widths = FULL_LAYERS[kind], np.array([[16, 16], [16, 16], [16, 16]])
+    budgets = np.full((3, 2), probe.n_tokens if kind == "llama" else 16)
+    budgets[list(full)] = [[150, 70], [9, 101], [40, 150]][: len(full)]
+    widths[list(full)] = [[8, 3], [16, 4], [5, 4]][: len(full)]
+    stored = BudgetProfile(
+        shape=shape_of(model),
+        level="head",
+        context_tokens=150,
+        budgets=budgets,
+        bits=widths,
+        policy=own_policy(SCORER, SINKS),
+    )
+    keep = {
+        layer: torch.stack([probe.kept(layer, 0, [int(n)])[0][h] for h, n in enumerate(row)])
+        for layer, row in zip(full, budgets[list(full)], strict=True)
+    }
+    bits = {layer: widths[layer] for layer in full}
+    settled = probe.settle(keep, bits)
+    expected = probe.cache_loss(stored.cache(model))
+    assert expected > 1e-4
+    assert float(settled.losses.mean()) == pytest.approx(expected, rel=1e-3)
+    for layer in full:  # one head changed, around what the others store
+        other = np.array([[4, 16], [16, 8]])
+        masks = torch.stack([keep[layer], torch.ones_like(keep[layer])])
+        found = probe.losses(layer, masks, bits=other, around=settled)
+        for variant in range(2):
+            changed = {layer: masks[variant]}, {layer: other[variant]}
+            wanted = probe.settle({**keep, **changed[0]}, {**bits, **changed[1]})
+            torch.testing.assert_close(found[variant], wanted.losses, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["layer", "head"])
+@pytest.mark.parametrize("run", [measure_losses, estimate_losses])
+def test_each_width_gets_losses_at_every_level(run, level):
+    """Everything kept at fewer bits loses something; 16 bits lose what they did alone."""
+    probe, both = probe_of("tova"), job(level, *SHARES, policies=("tova",), bits=(16, 8, 3))
+    found = run(probe, both)["losses"]
+    assert both.loss_kinds == [(16, 0), (16, 1), (8, 0), (8, 1), (3, 0), (3, 1)]
+    alone = run(probe, job(level, *SHARES, policies=("tova",)))["losses"]
+    np.testing.assert_allclose(found[:, :, :2], alone, rtol=1e-3, atol=1e-7)
+    at_8, at_3 = found[:, :, 2:4, -1], found[:, :, 4:, -1]
+    assert (at_3 > 10 * abs(at_8)).all()
+    np.testing.assert_allclose(at_3[..., 0], at_3[..., 1], rtol=1e-6)  # whoever ranks, all is kept
+    bits = np.full((1, 2), 16)
+    bits[0, 0 if level == "head" else slice(None)] = 3
+    keep = torch.stack(probe.kept(2, 1, [probe.budget(int(both.loss_levels[1]), 40)]))
+    if level == "head":
+        keep[:, 1:] = True
+    if run is measure_losses:
+        expected = float(probe.losses(2, keep, bits=bits).mean())
+        assert found[2, 0, 5, 1] == pytest.approx(expected, rel=1e-4)
+
+
 def test_layer_loss_hides_in_all_heads_at_once():
     _, _, probe = make_probe()
     whole = measure_losses(probe, job("layer", 0.1, batch=4))
@@ -200,9 +256,9 @@ def test_layer_loss_hides_in_all_heads_at_once():
 def test_second_order_estimate_agrees_where_the_harm_is_small(level, asked):
     # keep nearly everything: the change is small, where a second-order estimate must hold
     _, _, probe = make_probe(initializer_range=0.15, **asked)
-    nearly = job(level, 0.8, 0.9)
-    measured = measure_losses(probe, nearly)["losses"][..., :-1]
-    estimated = estimate_losses(probe, nearly, n_draws=1000)["losses"][..., :-1]
+    nearly = job(level, 0.8, 0.9, bits=(8, 5))
+    measured = measure_losses(probe, nearly)["losses"]
+    estimated = estimate_losses(probe, nearly, n_draws=1000)["losses"]
     assert measured.shape == estimated.shape
     large = measured > 1e-6
     assert large.any()
@@ -303,9 +359,9 @@ def test_policies_that_keep_the_same_are_run_once():
     seen = []
     losses = probe.losses
 
-    def counted(layer, keep):
+    def counted(layer, keep, bits):
         seen.append(len(keep))
-        return losses(layer, keep)
+        return losses(layer, keep, bits=bits)
 
     probe.losses = counted
     found = measure_losses(probe, job("head", *SHARES, policies=("tova", "streaming"), batch=64))[

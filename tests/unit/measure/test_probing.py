@@ -77,24 +77,23 @@ def test_measured_figures_stay_and_right_estimates_do_not_move(seed):
 PLAN = {"shares": (0.0, 0.3, 0.6), "continuation_tokens": 5, "batch": 4}
 
 
-@pytest.mark.parametrize("policies", [(), ("tova",)])
-def test_probed_figures_are_those_that_measuring_everything_gives(tmp_path, policies):
-    every = tiny_profile(loss=LossPlan(level="head", policies=policies, **PLAN))
-    fast = tiny_profile(loss=LossPlan(level="head", method="fast", policies=policies, **PLAN))
-    found = tiny_profile(loss=LossPlan(level="head", probes=7, policies=policies, **PLAN))
-    assert found.loss_probed.shape == (3, 2, 1 + len(policies), 4)
+@pytest.mark.parametrize(
+    ("policies", "bits", "kinds"), [((), None, 1), (("tova",), None, 2), (("tova",), "8,3", 6)]
+)
+def test_probed_figures_are_those_that_measuring_everything_gives(tmp_path, policies, bits, kinds):
+    every, fast, found = (
+        tiny_profile(loss=LossPlan(level="head", policies=policies, **PLAN, **how), bits=bits)
+        for how in ({}, {"method": "fast"}, {"probes": 7})
+    )
+    assert found.loss_probed.shape == (3, 2, kinds, 4)
     assert found.loss_probed.sum() == 7
-    for place, names in (
-        (0, ("losses", "loss_stderr")),
-        (1, ("other_losses", "other_loss_stderr")),
-    ):
-        if place > len(policies):
-            continue
+    for place in range(kinds):
         probed = found.loss_probed[:, :, place].astype(bool)
-        for name in names:
+        for name in ("losses", "loss_stderr"):
+            name = f"other_{name}" if place else name
             own, all_of, cheap = (getattr(each, name) for each in (found, every, fast))
             if place:
-                own, all_of, cheap = own[..., 0, :], all_of[..., 0, :], cheap[..., 0, :]
+                own, all_of, cheap = (each[..., place - 1, :] for each in (own, all_of, cheap))
             np.testing.assert_allclose(own[:, probed], all_of[:, probed], atol=1e-7)
             assert not np.array_equal(own[:, probed], cheap[:, probed]) or not probed.any()
     found.save(tmp_path / "s.safetensors")

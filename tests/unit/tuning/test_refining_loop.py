@@ -14,6 +14,7 @@ from kvalloc.errors import InfeasibleError, InputError, ModelMismatchError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.measure import Document, Prompt, profile
 from kvalloc.measure.loss_plan import LossPlan
+from kvalloc.measure.loss_probe import LossProbe
 from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.selection import keep_best
 from kvalloc.scorers import get_scorer
@@ -253,6 +254,26 @@ def test_policies_chosen_with_budgets_are_what_is_measured(model):
         full, reduced = full.double().log_softmax(-1), reduced.log_softmax(-1)
         losses.append(float((full.exp() * (full - reduced)).sum(-1).mean()))
     assert told["measured_by_task"]["answers"] == pytest.approx(np.mean(losses), rel=1e-3)
+
+
+def test_budgets_and_bits_are_refined_together(model):
+    """What is stated is what the cache with these bits loses, all heads at once."""
+    given = [Prompt(text=words(60, seed), answer="w3 w1 w4 w1 w5") for seed in range(8)]
+    found = profile(model, TOKENIZER, given[:4], context=60, samples=4, loss=PLAN, bits=(8, 3))
+    decided = run(found, model, given, budget="60%", bits=(16, 8, 3), rounds=1)
+    assert len(np.unique(decided.bits)) > 1
+    assert all(check.passed for check in verify(decided, found))
+    scorer = get_scorer(found.scorer, **found.scorer_parameters)
+    fixed = {"sinks": found.sinks, "shape": found.shape, "continuation_tokens": 5}
+    losses = []
+    for index in decided.refinement["held_out_prompts"]:
+        ids, answer = (
+            torch.tensor(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+            for text in (given[index].text, given[index].answer)
+        )
+        probe = LossProbe(model, ids, scorer, answer_ids=answer, **fixed)
+        losses.append(probe.cache_loss(decided.cache(model)))
+    assert decided.refinement["measured_loss"] == pytest.approx(np.mean(losses), rel=1e-3)
 
 
 def test_sliding_layers_are_left_alone():
