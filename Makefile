@@ -35,7 +35,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo check kernel test coverage test-matrix fuzz-saved test-sanitized test-threads test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality bench-quality-gemma bench-quality-qwen peers clean
+.PHONY: help demo check kernel test coverage test-matrix fuzz-saved test-sanitized test-threads test-report test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality bench-quality-gemma bench-quality-qwen peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
@@ -121,6 +121,9 @@ test-sanitized: $(READY) ## the CPU's kernel under AddressSanitizer, 10,000 craf
 
 test-threads: $(READY) ## threads over one model, 200 rounds on each attention implementation
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --thread-rounds 200 tests/unit/runtime/test_hooks.py
+
+test-report: $(READY) ## the HTML report in headless Chromium; skipped where there is none
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/report/test_page.py
 
 test-gpu: $(READY) ## the runtime's tests on a CUDA device; skipped where there is none
 	$(BIN)/python -m pytest -q -m gpu tests/gpu

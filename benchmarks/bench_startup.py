@@ -100,12 +100,12 @@ def show(result: dict[str, object]) -> None:
     print(f"kvalloc solve within {result['limit']}x: {'yes' if result['met'] else 'NO'}")
 
 
-def made_up_scores() -> ScoreProfile:
-    """Curves of the demo model's size, concave as real ones are."""
+def made_up_scores(n_layers: int = N_LAYERS, n_kv_heads: int = N_KV_HEADS) -> ScoreProfile:
+    """Curves of the demo model's size or another one, concave as real ones are."""
     random = np.random.default_rng(0)
     evictable = CONTEXT_TOKENS - SINKS - WINDOW
-    steepness = random.uniform(0.7, 2.2, (1, N_LAYERS, 1, 1))
-    scores = random.pareto(steepness, (N_SAMPLES, N_LAYERS, N_KV_HEADS, evictable))
+    steepness = random.uniform(0.7, 2.2, (1, n_layers, 1, 1))
+    scores = random.pareto(steepness, (N_SAMPLES, n_layers, n_kv_heads, evictable))
     scores = np.sort(scores, axis=-1)[..., ::-1]
     masses = scores.sum(axis=-1)
     curves = np.zeros((*scores.shape[:3], evictable + 1))
@@ -114,12 +114,12 @@ def made_up_scores() -> ScoreProfile:
     return ScoreProfile(
         shape=ModelShape(
             model_id="made-up",
-            n_layers=N_LAYERS,
-            n_query_heads=3 * N_KV_HEADS,
-            n_kv_heads=N_KV_HEADS,
+            n_layers=n_layers,
+            n_query_heads=3 * n_kv_heads,
+            n_kv_heads=n_kv_heads,
             head_dim=64,
             dtype_bytes=2,
-            layer_types=("full",) * N_LAYERS,
+            layer_types=("full",) * n_layers,
             max_context_tokens=8192,
         ),
         scorer="xkv",

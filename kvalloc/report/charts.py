@@ -80,18 +80,17 @@ def budget_map(rows: Sequence[Row], *, heads: int) -> Spec:
     Parameters
     ----------
     rows : sequence of dict
-        As `Material.unit_rows` gives them.
+        As `Material.budget_rows` gives them.
     heads : int
         KV heads of a layer.
     """
-    largest = max(row["share"] for row in rows)
+    largest = max(max(row["tokens"]) / row["context"] for row in rows)
     full = next((scale for scale in _SCALES if largest <= scale), 1.0)
     return {
         "data": {"values": list(rows)},
         "transform": [
-            {"calculate": "datum.head + 0.06", "as": "low"},
+            *_cells(heads),
             {"calculate": f"datum.low + 0.88 * min(1, datum.share / {full})", "as": "high"},
-            {"calculate": "datum.head + 0.94", "as": "top"},
         ],
         "encoding": {
             "x": _layers_axis(),
@@ -131,9 +130,8 @@ def bits_map(rows: Sequence[Row], *, heads: int) -> Spec:
     return {
         "data": {"values": list(rows)},
         "transform": [
-            {"calculate": "datum.head + 0.06", "as": "low"},
+            *_cells(heads),
             {"calculate": "datum.head + 0.5", "as": "middle"},
-            {"calculate": "datum.head + 0.94", "as": "top"},
         ],
         "encoding": {
             "x": _layers_axis(),
@@ -157,6 +155,17 @@ def bits_map(rows: Sequence[Row], *, heads: int) -> Spec:
             },
         ],
     }
+
+
+def _cells(heads: int) -> list[Spec]:
+    """A row for each head of a row for a layer, and the lower and upper end of its cell."""
+    return [
+        {"calculate": f"sequence({heads})", "as": "head"},
+        {"flatten": ["head", "tokens", "bits"]},
+        {"calculate": "datum.tokens / datum.context", "as": "share"},
+        {"calculate": "datum.head + 0.06", "as": "low"},
+        {"calculate": "datum.head + 0.94", "as": "top"},
+    ]
 
 
 def _layers_axis() -> Spec:
@@ -237,18 +246,23 @@ def curve_chart(curves: UnitCurves, *, what: str, of_loss: bool) -> Spec:
             },
             {
                 "data": {"values": curves.points()},
-                "transform": [chosen],
-                "mark": {"type": "rule", "strokeDash": [3, 3]},
-                "encoding": {"y": None},
-            },
-            {
-                "data": {"values": curves.points()},
-                "transform": [chosen],
-                "mark": {"type": "point", "filled": True, "size": 130, "opacity": 1},
-                "encoding": {
-                    **_named("profile"),
-                    "tooltip": _tooltip("profile", "layer", share=".1%", value=".4f"),
-                },
+                "transform": [
+                    {"filter": "datum.layer == layer"},
+                    {"calculate": f"sequence({WHOLE}, {curves.values.shape[1] - 1})", "as": "head"},
+                    {"flatten": ["head", "share", "value"]},
+                    chosen,
+                    {"filter": "isValid(datum.value)"},
+                ],
+                "layer": [
+                    {"mark": {"type": "rule", "strokeDash": [3, 3]}, "encoding": {"y": None}},
+                    {
+                        "mark": {"type": "point", "filled": True, "size": 130, "opacity": 1},
+                        "encoding": {
+                            **_named("profile"),
+                            "tooltip": _tooltip("profile", "layer", share=".1%", value=".4f"),
+                        },
+                    },
+                ],
             },
         ],
     }

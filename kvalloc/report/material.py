@@ -102,20 +102,22 @@ class Material:
         shape: ModelShape = next(iter(self.records.values())).shape
         return shape
 
-    def unit_rows(self) -> list[Row]:
-        """One row a profile, layer and KV head: budget, share of the context, bits."""
+    def budget_rows(self) -> list[Row]:
+        """One row a profile and layer: tokens and bits of each KV head."""
         return [
             {
                 "profile": name,
+                "context": profile.context_tokens,
                 "layer": layer,
-                "head": head,
-                "tokens": int(profile.budgets[layer, head]),
-                "share": round(float(profile.budgets[layer, head]) / profile.context_tokens, 4),
-                "bits": 16 if profile.bits is None else int(profile.bits[layer, head]),
+                "tokens": profile.budgets[layer].tolist(),
+                "bits": (
+                    [16] * profile.shape.n_kv_heads
+                    if profile.bits is None
+                    else profile.bits[layer].tolist()
+                ),
             }
             for name, profile in self.profiles.items()
             for layer in profile.shape.full_layers
-            for head in range(profile.shape.n_kv_heads)
         ]
 
     def frontier_rows(self) -> list[Row]:
@@ -273,29 +275,25 @@ class UnitCurves:
 
     def lines(self) -> list[Row]:
         """One row a unit with a curve: ``layer``, ``head`` (`WHOLE` for all) and its values."""
+        known = np.argwhere(np.isfinite(self.values[..., 0])).tolist()
         return [
             {"layer": layer, "head": place - 1, "values": _rounded(self.values[layer, place])}
-            for layer, place in self._known(self.values[..., 0])
+            for layer, place in known
+            if layer in self.layers
         ]
 
     def points(self) -> list[Row]:
-        """One row a budget profile and unit: its share and the curve's value there."""
+        """One row a budget profile and layer: share and value of all heads, then of each."""
         return [
             {
                 "profile": name,
                 "layer": layer,
-                "head": place - 1,
-                "share": round(float(kept[layer, place]), 4),
-                "value": round(float(values[layer, place]), 5),
+                "share": _rounded(kept[layer]),
+                "value": _rounded(values[layer]),
             }
             for name, (kept, values) in self.marks.items()
-            for layer, place in self._known(values)
+            for layer in self.layers
         ]
-
-    def _known(self, values: FloatArray) -> list[list[int]]:
-        """Layers and places of the units whose value is a number."""
-        known = np.argwhere(np.isfinite(values)).tolist()
-        return [place for place in known if place[0] in self.layers]
 
 
 def _shares(scores: ScoreProfile, ranks: FloatArray) -> FloatArray:
@@ -303,5 +301,6 @@ def _shares(scores: ScoreProfile, ranks: FloatArray) -> FloatArray:
     return shares
 
 
-def _rounded(values: FloatArray) -> list[float]:
-    return [float(f"{value:.4g}") for value in values.tolist()]
+def _rounded(values: FloatArray) -> list[float | None]:
+    """Four digits of each, None for NaN."""
+    return [float(f"{value:.4g}") if value == value else None for value in values.tolist()]

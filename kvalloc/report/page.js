@@ -14,9 +14,10 @@ function turned(spec) {
 }
 
 function sized(name, spec) {
-  if (!["budgets", "bits"].includes(name)) return { ...spec, width: "container", height: narrow.matches ? 260 : 340 };
-  if (narrow.matches) return { ...turned(spec), width: "container", height: { step: data.layers > 40 ? 11 : 18 } };
-  return { ...spec, width: "container", height: Math.max(120, 34 * data.heads) };
+  const fitted = { ...spec, width: "container" };
+  if (!["budgets", "bits"].includes(name)) return { ...fitted, height: narrow.matches ? 260 : 340 };
+  if (narrow.matches) return { ...turned(fitted), height: data.layers * (data.layers > 40 ? 11 : 18) };
+  return { ...fitted, height: Math.max(120, 34 * data.heads) };
 }
 
 function config() {

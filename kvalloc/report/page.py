@@ -73,24 +73,26 @@ def page(material: Material) -> str:
 
     facts = _facts(material)
     drawn = {"vega": charts.javascript()} if facts["charts"] else {}
-    template = Environment(autoescape=True).from_string(part("html"))
+    environment = Environment(autoescape=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    template = environment.from_string(part("html"))
     return template.render(style=part("css"), script=part("js"), **drawn, **facts)
 
 
 def _facts(material: Material) -> dict[str, Any]:
     """Everything that the template names."""
     shape, profiles = material.shape, material.profiles
-    units, measured = material.unit_rows(), material.measured_rows()
+    budgets, measured = material.budget_rows(), material.measured_rows()
     plotted = [row for row in measured if row["kl"] is not None and row["share"] is not None]
     tasks = Counter(row["task"] for row in plotted)
     task = max(tasks, key=lambda one: (tasks[one], list(tasks).index(one)), default="")
     specs: dict[str, charts.Spec] = {}
-    if units:
+    if budgets:
         first = next(iter(profiles))
-        drawn = charts.budget_map(units, heads=shape.n_kv_heads)
+        drawn = charts.budget_map(budgets, heads=shape.n_kv_heads)
         specs["budgets"] = charts.selectable(drawn, "profile", first)
         if any(one.bits is not None and np.ptp(one.bits) for one in profiles.values()):
-            drawn = charts.bits_map(units, heads=shape.n_kv_heads)
+            drawn = charts.bits_map(budgets, heads=shape.n_kv_heads)
             specs["bits"] = charts.selectable(drawn, "profile", first)
     frontiers = _frontiers(material, specs)
     if plotted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -126,3 +127,97 @@ def test_what_does_not_belong_together_or_is_no_file_of_ours_is_refused(files, t
     ):
         refused(tmp_path, "report", *given, *out, words=words)
     refused(tmp_path, "report", other, "-o", tmp_path / "none" / "r.html", words=["does not exist"])
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+SCREENS = {
+    "desktop": {"viewport": {"width": 1280, "height": 900}},
+    "phone": {"viewport": {"width": 390, "height": 844}},
+    "dark": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
+}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
+        # without its sandbox, which root cannot have: the page is our own
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def report(files):
+    names = ["s.safetensors", "greedy.json", "uniform.json", "auto.json", "result.json"]
+    write_report([files / name for name in names], files / "r.html")
+    return files / "r.html"
+
+
+@pytest.fixture
+def opened(browser, report):
+    """The page on a screen, drawn; what it said and asked for stands in its lists."""
+    contexts = []
+
+    def show(screen):
+        contexts.append(browser.new_context(**SCREENS[screen]))
+        page = contexts[-1].new_page()
+        page.said, page.asked = [], []
+        page.on("console", lambda message: page.said.append(message.text))
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.goto(report.as_uri())
+        page.wait_for_selector("body[data-drawn]")
+        return page
+
+    yield show
+    for context in contexts:
+        context.close()
+
+
+@in_browser
+@pytest.mark.parametrize("screen", SCREENS)
+def test_it_is_drawn_without_a_word_or_a_request_and_keeps_nobody_out(opened, screen):
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = opened(screen)
+    assert page.said == []
+    assert page.asked == [page.url]
+    assert page.locator(".chart svg").count() == page.locator(".chart").count() == 6
+    width = SCREENS[screen]["viewport"]["width"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
+    found = [
+        (one["impact"], one["id"], one["nodes"][0]["html"])
+        for one in Axe().run(page).response["violations"]
+    ]
+    assert [one for one in found if one[0] in ("serious", "critical")] == []
+
+
+@in_browser
+def test_sliders_move_numbers_and_marks_and_headings_sort(opened):
+    page = opened("desktop")
+    kept = page.locator("#kept td").first
+    before = kept.text_content()
+    page.locator("#context").focus()
+    page.keyboard.press("End")
+    longer = kept.text_content()
+    page.locator("#batch").fill("4")
+    assert len({before, longer, kept.text_content()}) == 3
+
+    marks = page.locator("#curves-0-rete .mark-symbol path").first
+    place = marks.get_attribute("transform")
+    page.locator("#layer").focus()
+    page.keyboard.press("End")
+    page.wait_for_function("(place) => document.querySelector('#curves-0-rete .mark-symbol path')"
+                           ".getAttribute('transform') !== place", arg=place)  # fmt: skip
+    assert page.locator("output[for=layer]").text_content() == "2"
+
+    table = page.locator("table", has_text="Decisions side by side")
+    heading = table.get_by_role("button", name="MiB")
+    for order in ("ascending", "descending"):
+        heading.click()
+        cells = [float(one) for one in table.locator("tbody td:nth-child(5)").all_text_contents()]
+        assert cells == sorted(cells, reverse=order == "descending")
+        assert table.locator(f"th[aria-sort={order}]").count() == 1
