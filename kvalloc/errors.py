@@ -122,12 +122,27 @@ def nearest(name: str, known: Iterable[str]) -> str:
     --------
     >>> nearest("TVOA", ["snapkv", "tova"]), nearest("xyz", ["snapkv", "tova"])
     ("the nearest is 'tova'; ", '')
+    >>> nearest("loss-20", ["smollm2-loss-20", "smollm2-loss-50"])
+    "the nearest is 'smollm2-loss-20'; "
     """
     from difflib import get_close_matches  # only a mistake needs it
 
     lowered = {each.lower(): each for each in known}
     near = get_close_matches(name.lower(), lowered, n=1)
+    near = near or [one for one in lowered if len(name) > 2 and name.lower() in one]
     return f"the nearest is {lowered[near[0]]!r}; " if near else ""
+
+
+def no_such(kind: str, name: str, known: Iterable[str]) -> str:
+    """The line that refuses a name: the nearest one, and all there are.
+
+    Examples
+    --------
+    >>> no_such("task", "nedle", ["needle", "kl"])
+    "there is no task 'nedle'; the nearest is 'needle'; choose from: needle, kl"
+    """
+    known = [*known]
+    return f"there is no {kind} {name!r}; {nearest(name, known)}choose from: {', '.join(known)}"
 
 
 _flags: ContextVar[bool] = ContextVar("kvalloc_names_flags", default=False)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, nearest
 
 
 @contextmanager
@@ -74,6 +74,11 @@ def check_writable(path: str | Path) -> None:
         )
     if not os.access(target.parent, os.W_OK):
         raise InputError(f"cannot write {target}: no permission in the folder {target.parent}")
+
+
+def near_file(path: str | Path) -> str:
+    """A file or folder of nearly that name beside it, see `nearest`; empty where there is none."""
+    return nearest(str(path), map(str, Path(path).parent.glob("*")))
 
 
 def provenance(*packages: str) -> dict[str, Any]:

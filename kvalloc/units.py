@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvalloc.errors import InputError, option
 
@@ -81,6 +82,20 @@ def parse_fraction(value: str | float) -> float:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         raise InputError(f"{text!r} is not a share; write 0.9 or 90%") from None
+
+
+def check_temperature(temperature: float | None) -> None:
+    """Refuse a temperature that no token can be drawn at; None draws none.
+
+    Raises
+    ------
+    InputError
+    """
+    if temperature is not None and not 0 < temperature < inf:
+        raise InputError(
+            f"{option('temperature')} is {temperature:g}, expected a number above 0, such as 0.7; "
+            "leave it out for the most likely tokens"
+        )
 
 
 def parse_bytes(value: str | int) -> int:

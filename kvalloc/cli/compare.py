@@ -10,7 +10,7 @@ from kvalloc.cli.options import takes
 from kvalloc.cli.output import hanging, note, print_json, print_table, wants_json
 from kvalloc.cli.solve import decision_row
 from kvalloc.cli.values import check_time_limit, load_scores, solver_options
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, nearest
 from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import (
     LOSS_NOTE,
@@ -97,8 +97,8 @@ def _options_by_solver(names: list[str], given: list[str]) -> dict[str, dict[str
             raise InputError(f"--solver-option {text!r} is not NAME:KEY=VALUE, such as ilp:gap=0.1")
         if name.strip() not in pairs:
             raise InputError(
-                f"--solver-option {text!r} is for a solver that is not compared; choose from "
-                f"{', '.join(names)}"
+                f"--solver-option {text!r} is for a solver that is not compared; "
+                f"{nearest(name.strip(), names)}choose from: {', '.join(names)}"
             )
         pairs[name.strip()].append(pair)
     return {name: solver_options(name, own) if own else {} for name, own in pairs.items()}

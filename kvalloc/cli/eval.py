@@ -11,7 +11,7 @@ from kvalloc.allocation.request import Request
 from kvalloc.cli.options import ModelFlags, takes
 from kvalloc.cli.output import SLID_OUT, note, print_json, print_table, wants_json
 from kvalloc.cli.progress import ProgressBar, load
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, option, several
 from kvalloc.prompts.cases import LONG_ANSWER_TOKENS, POSITIONS
 from kvalloc.units import Option, parse_bits, parse_fraction, size
 
@@ -29,6 +29,7 @@ EXAMPLES = """\
   kvalloc eval ./my-model --profile p.json --prompts questions.jsonl
   kvalloc eval demo --profile p.json --adapt 0.25 --target-retention 0.9
   kvalloc eval demo --profile p.json --peer kvpress:SnapKV --peer 'kvpress:AdaKV(SnapKV)'
+  kvalloc eval demo --budget 20% --scorer snapkv --solver uniform
   kvalloc eval demo --budget 20% --plain-bits 8,4 --tasks kl,own,facts --question after
 """
 
@@ -44,6 +45,13 @@ class EvalOptions(TypedDict, total=False):
         A budget profile, or the name of a shipped one.
     budget : str
         Also what ``kvalloc.apply(model, budget=...)`` does at this share of the bytes.
+    scorer : str
+        With `budget`: keep the entries that score best by this scorer, and decide the budgets from
+        each prompt's scores; the share is of the entries then.
+    solver : str
+        With `budget`: who decides them; auto by default, uniform for the same in every layer.
+    level : {"layer", "head"}
+        With `budget`: what gets a budget of its own; layer by default.
     plain_bits : str
         Also everything kept at fewer bits: 8, 5, 4, 3 or several with commas.
     peer : sequence of str
@@ -89,6 +97,9 @@ class EvalOptions(TypedDict, total=False):
 
     profile: Annotated[Sequence[str] | None, Option("P.json", CACHES)]
     budget: Annotated[str | None, Option("SHARE", CACHES)]
+    scorer: Annotated[str | None, Option("NAME", CACHES)]
+    solver: Annotated[str | None, Option("NAME", CACHES)]
+    level: Annotated[Literal["layer", "head"] | None, Option("", CACHES)]
     plain_bits: Annotated[str | None, Option("8,4", CACHES)]
     peer: Annotated[Sequence[str] | None, Option("kvpress:NAME", CACHES)]
     adapt: Annotated[float | None, Option("SHARE", CACHES, parser=parse_fraction)]
@@ -114,9 +125,11 @@ STANDING: EvalOptions = {
 }
 DEFAULTS = {**STANDING, "profile": (), "peer": (), "samples": 6, "seed": 0, "dtype": "float32"}
 DEFAULT_CONTEXT = 1024
+BUDGET_BY = ("scorer", "solver", "level")
+"""How a budget is decided; by `kvalloc.online.default` without any of them."""
 SETTINGS = (
     *("dtype", *STANDING, "samples", "seed", "metric", "adapt", "target_retention"),
-    *("budget", "plain_bits"),
+    *("budget", *BUDGET_BY, "plain_bits"),
 )
 """Options that the evaluation's record holds, where they were given."""
 
@@ -181,14 +194,19 @@ def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     """What is compared, by short names; refuses what no prompt could be asked with."""
     from kvalloc.formats.shipped_profiles import load_profile
     from kvalloc.online.adaptation import check_adapt
+    from kvalloc.online.per_prompt import PromptTarget
 
     if "plain_bits" in asked:
         parse_bits(asked["plain_bits"], "plain_bits")
+    if by := [name for name in BUDGET_BY if name in asked]:
+        if "budget" not in asked:
+            raise InputError(f"{option(by[0])} says how a --budget is kept; give one, such as 20%")
+        PromptTarget.parse(**_budget(asked))
     alone = any(name in asked for name in ("budget", "plain_bits"))
     if "target_retention" in asked:
         Request.parse(target_retention=asked["target_retention"])
     elif not asked["profile"] and not asked["peer"] and not alone:
-        raise InputError("there is nothing to evaluate; give at least one --profile")
+        raise InputError("there is nothing to evaluate; give --budget 20%, or a --profile")
     profiles: dict[str, BudgetProfile] = {}
     for name in asked["profile"]:
         short = Path(name).stem
@@ -200,6 +218,11 @@ def _profiles(asked: Mapping[str, Any]) -> dict[str, BudgetProfile]:
     for profile in profiles.values() if "adapt" in asked else ():
         check_adapt(profile, asked["adapt"])
     return profiles
+
+
+def _budget(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What `kvalloc.apply` is asked."""
+    return {name: asked[name] for name in ("budget", *BUDGET_BY) if name in asked}
 
 
 def _files(names: Sequence[str]) -> dict[str, Path]:
@@ -272,9 +295,9 @@ def _cache_methods(
         name: CacheMethod(make_cache=make) for name, make in makers.items()
     }
     if "budget" in asked:
-        applied = AppliedMethod(options={"budget": asked["budget"]})
-        with apply(loaded.model, **applied.options):  # what cannot work is refused here
-            methods[f"--budget {asked['budget']}"] = applied
+        budget = _budget(asked)
+        with apply(loaded.model, **budget):  # what cannot work is refused here
+            methods[several(**budget)] = AppliedMethod(options=budget)
     for bits in parse_bits(asked.get("plain_bits", ())):
         methods[f"{bits} bits"] = rounded_cache(loaded.model, bits)
     return methods

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions, Target
-from kvalloc.cli.options import takes
+from kvalloc.cli.options import MODEL, takes
 from kvalloc.cli.output import SLID_OUT, duration, is_quiet, note, print_json, wants_json
 from kvalloc.cli.progress import load, slow
 from kvalloc.cli.values import typed_options
-from kvalloc.errors import InputError, nearest, option, plain
+from kvalloc.errors import InputError, option, plain
+from kvalloc.files import near_file
+from kvalloc.models.structure import input_device
 from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
 from kvalloc.prompts.examples import chat_text
-from kvalloc.units import Option, parse_fraction, size
+from kvalloc.units import Option, check_temperature, parse_fraction, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -30,6 +32,7 @@ EXAMPLES = """\
   kvalloc generate demo --target-retention 0.9 --prompt-file prompt.txt
   kvalloc generate demo --full --prompt "What is a KV cache?" --max-new-tokens 40
   kvalloc generate demo --profile p.json --policy tova --prompt-file prompt.txt
+  kvalloc generate demo --budget 20% --temperature 0.7 --prompt-file prompt.txt
   cat prompt.txt | kvalloc generate demo --profile p.json --json
 
 \b
@@ -38,6 +41,10 @@ EXAMPLES = """\
   kvalloc generate demo --cache doc.kv --question "Who speaks?" --question "To whom?"
   kvalloc generate demo --cache doc.kv --ask --keep-turns
 """
+
+BUDGETS, KEPT = "Budgets", "Which entries stay"
+PROMPT, QUESTIONS, ANSWER = "Prompt", "Questions about a document", "Answer"
+"""Headings in the help."""
 
 OF_A_PROMPT = (*(kind.keyword for kind in TARGETS if kind.keyword != "target_loss"), "level")
 """What of a request can be asked of one prompt: it has no loss curves."""
@@ -68,10 +75,14 @@ class Asked:
     hold : bool
         With `adapt` or a target: hold the prompt's full cache and decide from it, instead of
         reading the prompt twice.
+    full : bool
+        Use the full cache, to compare with.
     prompt : str
         The prompt.
     prompt_file : Path
         A file with the prompt; stdin without either.
+    chat : bool
+        Put the prompt into the model's chat form, or not. Where the model has one by default.
     question : sequence of str
         A question about the prompt, which is then a document. Each one follows the document alone.
     ask : bool
@@ -84,10 +95,11 @@ class Asked:
         Take the document from a cache that was saved.
     max_new_tokens : int, default 128
         Length of an answer at most, tokens.
-    chat : bool
-        Put the prompt into the model's chat form, or not. Where the model has one by default.
-    full : bool
-        Use the full cache, to compare with.
+    temperature : float
+        Draw each token of an answer at this temperature, such as 0.7; by default always the most
+        likely one is taken.
+    seed : int
+        With `temperature`: draws the answer, the same one each time; 0 by default.
     policy : str
         Pick the entries in another way within the same budgets: a policy, or a scorer whose best
         stay; see 'kvalloc policies'.
@@ -115,29 +127,31 @@ class Asked:
     typed: Mapping[str, Any]
     """What was typed, options of a target too."""
 
-    profile: Annotated[str | None, Option("P.json")] = None
-    solver: Annotated[str | None, Option("NAME")] = None
-    adapt: Annotated[float | None, Option("SHARE", parser=parse_fraction)] = None
-    measured_tokens: Annotated[int | None, Option("N")] = None
-    hold: Annotated[bool, Option()] = False
-    prompt: Annotated[str | None, Option("TEXT")] = None
-    prompt_file: Annotated[Path | None, Option("FILE")] = None
-    question: Annotated[Sequence[str], Option("TEXT")] = ()
-    ask: Annotated[bool, Option()] = False
-    keep_turns: Annotated[bool, Option()] = False
-    save_cache: Annotated[Path | None, Option("FILE")] = None
-    cache: Annotated[Path | None, Option("FILE")] = None
-    max_new_tokens: Annotated[int, Option("N", least=1)] = 128
-    chat: Annotated[bool | None, Option("--chat/--no-chat")] = None
-    full: Annotated[bool, Option()] = False
-    policy: Annotated[str | None, Option("NAME")] = None
-    policy_option: Annotated[Sequence[str], Option("KEY=VALUE")] = ()
-    decode_every: Annotated[int | None, Option("N", least=1)] = None
-    bounded: Annotated[float | None, Option("TIMES")] = None
-    surrogate: Annotated[Path | None, Option("FILE")] = None
-    allow_other_model: Annotated[bool, Option()] = False
-    dtype: Annotated[str | None, Option("NAME")] = None
-    device: Annotated[str | None, Option("NAME")] = None
+    profile: Annotated[str | None, Option("P.json", BUDGETS)] = None
+    solver: Annotated[str | None, Option("NAME", BUDGETS)] = None
+    adapt: Annotated[float | None, Option("SHARE", BUDGETS, parser=parse_fraction)] = None
+    measured_tokens: Annotated[int | None, Option("N", BUDGETS)] = None
+    hold: Annotated[bool, Option("", BUDGETS)] = False
+    full: Annotated[bool, Option("", BUDGETS)] = False
+    prompt: Annotated[str | None, Option("TEXT", PROMPT)] = None
+    prompt_file: Annotated[Path | None, Option("FILE", PROMPT)] = None
+    chat: Annotated[bool | None, Option("--chat/--no-chat", PROMPT)] = None
+    question: Annotated[Sequence[str], Option("TEXT", QUESTIONS)] = ()
+    ask: Annotated[bool, Option("", QUESTIONS)] = False
+    keep_turns: Annotated[bool, Option("", QUESTIONS)] = False
+    save_cache: Annotated[Path | None, Option("FILE", QUESTIONS)] = None
+    cache: Annotated[Path | None, Option("FILE", QUESTIONS)] = None
+    max_new_tokens: Annotated[int, Option("N", ANSWER, least=1)] = 128
+    temperature: Annotated[float | None, Option("T", ANSWER)] = None
+    seed: Annotated[int | None, Option("N", ANSWER, least=0)] = None
+    policy: Annotated[str | None, Option("NAME", KEPT)] = None
+    policy_option: Annotated[Sequence[str], Option("KEY=VALUE", KEPT)] = ()
+    decode_every: Annotated[int | None, Option("N", KEPT, least=1)] = None
+    bounded: Annotated[float | None, Option("TIMES", KEPT)] = None
+    surrogate: Annotated[Path | None, Option("FILE", KEPT)] = None
+    allow_other_model: Annotated[bool, Option("", MODEL)] = False
+    dtype: Annotated[str | None, Option("NAME", MODEL)] = None
+    device: Annotated[str | None, Option("NAME", MODEL)] = None
 
     @property
     def target(self) -> RequestOptions:
@@ -166,8 +180,7 @@ def generate(model: str, **typed: Any) -> None:
     the best way that needs nothing measured; --memory beside it is what the cache may take
     meanwhile.
     Answers go to stdout, what they took to stderr; in a pipe or a file an empty line stands
-    between two answers, and --json keeps them apart whatever is in them. Always the most likely
-    token is taken, so that answers can be compared.
+    between two answers, and --json keeps them apart whatever is in them.
     """
     own = {name: value for name, value in typed.items() if name not in OF_A_PROMPT}
     asked = Asked(model=model, typed=typed, **own)
@@ -179,6 +192,9 @@ def generate(model: str, **typed: Any) -> None:
             "it was saved; leave it out"
         )
     _check_documents(asked)
+    if asked.temperature is None and asked.seed is not None:
+        raise InputError("--seed draws an answer, and without --temperature none is drawn; add it")
+    check_temperature(asked.temperature)
     if asked.question or asked.ask or asked.save_cache or asked.cache:
         _ask_document(asked)
     else:
@@ -292,7 +308,8 @@ def _given_prompt(asked: Asked) -> tuple[str, str]:
         try:
             text, where = _decoded(file.read_bytes(), str(file)), file.name
         except FileNotFoundError:
-            raise InputError(f"there is no file {file}; check the path") from None
+            near = near_file(file)
+            raise InputError(f"there is no file {file}; {near}check the path") from None
         except OSError as error:
             raise InputError(f"cannot read {file} ({error.strerror})") from error
     else:
@@ -396,11 +413,6 @@ def _policy_options(asked: Asked, budgets: BudgetProfile | None) -> dict[str, An
         known = plugin_options(policy_class(name) if name in policies else scorer_class(name))
         known.pop("scorer", None)
         options = typed_options("policy", name, known, [*asked.policy_option], example="seed=1")
-    elif near := nearest(name, [*policies, *names(SCORERS)]):
-        raise InputError(
-            f"there is no policy or scorer {name!r}; {near}'kvalloc policies' and 'kvalloc "
-            "scorers' list them"
-        )
     own = Policy(scorer="xkv", scorer_parameters={}, sinks=4, window=8)
     policy_of(changed_policy(own if budgets is None else budgets.policy, name, options))
     return options
@@ -556,12 +568,12 @@ def _tokenized(loaded: LoadedModel, text: str, chat: bool | None) -> dict[str, A
         text = chat_text(tokenizer, messages, way_out=without_chat())
     # a chat template writes the special tokens itself
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not in_chat)
-    device = loaded.model.get_input_embeddings().weight.device
+    device = input_device(loaded.model)
     return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
 def _answered(loaded: LoadedModel, inputs: Any, cache: Any, asked: Asked) -> dict[str, Any]:
-    """Generate, the most likely token each time, and measure it; unknown is None."""
+    """Generate and measure it; unknown is None."""
     from kvalloc.models.quiet import quiet_transformers
     from kvalloc.runtime.account import kept_bytes
 
@@ -573,7 +585,7 @@ def _answered(loaded: LoadedModel, inputs: Any, cache: Any, asked: Asked) -> dic
             ids = loaded.model.generate(
                 **inputs,
                 past_key_values=cache,
-                do_sample=False,
+                **_drawing(asked),
                 max_new_tokens=asked.max_new_tokens,
                 streamer=clock,
             )
@@ -595,6 +607,16 @@ def _answered(loaded: LoadedModel, inputs: Any, cache: Any, asked: Asked) -> dic
         "decision_seconds": getattr(cache, "decision_seconds", None),
         "decode_tokens_per_second": steps / (last - first) if steps > 0 else None,
     }
+
+
+def _drawing(asked: Asked) -> dict[str, Any]:
+    """How ``generate()`` picks tokens: as `kvalloc.runtime.answering.answer` does."""
+    if asked.temperature is None:
+        return {"do_sample": False}
+    import torch
+
+    torch.manual_seed(asked.seed or 0)
+    return {"do_sample": True, "temperature": asked.temperature, "top_k": 0, "top_p": 1.0}
 
 
 def _clock(tokenizer: Any, cache: Any, *, stream: bool, waiting: ExitStack) -> Any:
@@ -724,7 +746,7 @@ def _read(asked: Asked) -> _Reading:
     _note_way(cache)
     with slow(f"reading {name}"):
         _check_room(loaded, len(ids), _room(form, loaded, asked))
-        device = loaded.model.get_input_embeddings().weight.device
+        device = input_device(loaded.model)
         prompt = torch.tensor([ids], device=device)
         start = time.perf_counter()
         with torch.no_grad(), quiet_transformers():
@@ -897,6 +919,8 @@ class _Asker:
                 max_new_tokens=self._asked.max_new_tokens,
                 ends=self._ends,
                 keep=self._asked.keep_turns,
+                temperature=self._asked.temperature,
+                seed=self._asked.seed or 0,
             )
             try:
                 for token in tokens:

@@ -17,7 +17,8 @@ from kvalloc.cli.output import (
     print_table,
     wants_json,
 )
-from kvalloc.errors import InputError, ProfileFileError, plain
+from kvalloc.errors import InputError, ProfileFileError, nearest, plain
+from kvalloc.files import near_file
 from kvalloc.report.terminal import bar, number_text, terminal_width
 from kvalloc.report.wording import (
     bits_text,
@@ -84,6 +85,7 @@ def _kind(file: str) -> str:
         If it is none of them.
     """
     from kvalloc.formats.hub import on_hub
+    from kvalloc.formats.record import kind_of
     from kvalloc.formats.shipped_profiles import shipped_profiles
 
     if on_hub(file):
@@ -93,9 +95,12 @@ def _kind(file: str) -> str:
         if file in shipped:
             return "budget profile"
         raise InputError(
-            f"there is no file {file} and no shipped profile of that name; check the path, or "
-            f"choose from: {', '.join(shipped) or 'none is shipped'}"
+            f"there is no file {file} and no shipped profile of that name; "
+            f"{nearest(file, shipped) or near_file(file)}check the path, or choose from: "
+            f"{', '.join(shipped) or 'none is shipped'}"
         )
+    if kind := kind_of(path):
+        return kind
     empty = False
     if path.is_file():
         try:

@@ -12,36 +12,26 @@ from types import ModuleType
 from typing import Any
 
 import typer
+import typer.completion
 from typer.core import TyperGroup
 
 from kvalloc import __version__
 from kvalloc.cli.options import GroupedCommand
-from kvalloc.errors import KVAllocError, naming_flags, plain
+from kvalloc.errors import KVAllocError, naming_flags, nearest, no_such, plain
 
-COMMANDS = (
-    "demo",
-    "profile",
-    "solve",
-    "tune",
-    "fit-scorer",
-    "compare",
-    "frontier",
-    "report",
-    "inspect",
-    "verify",
-    "diff",
-    "export",
-    "push",
-    "generate",
-    "eval",
-    "solvers",
-    "scorers",
-    "policies",
-    "profiles",
-    "doctor",
-)
-"""Each is a function of that name, hyphens as underscores, in ``kvalloc.cli.<name>``, with its
-examples in ``EXAMPLES``."""
+GROUPS = {
+    "Begin here": ("demo", "doctor"),
+    "Measure": ("profile", "fit-scorer"),
+    "Decide": ("solve", "tune", "compare", "frontier"),
+    "Look at files": ("report", "inspect", "verify", "diff"),
+    "Run a model": ("generate", "eval"),
+    "Share": ("export", "push"),
+    "What there is": ("profiles", "solvers", "scorers", "policies"),
+}
+"""The commands by the heading in the help under which they stand. Each is a function of that name,
+hyphens as underscores, in ``kvalloc.cli.<name>``, with its examples in ``EXAMPLES``."""
+
+COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 
 _ELSEWHERE = {"scorers": "solvers", "policies": "solvers"}
 """Commands that stand in the module of another one."""
@@ -64,9 +54,12 @@ _USER_OS_ERRORS = frozenset(
 )
 
 
+_COMPLETION = "_KVALLOC_COMPLETE"
+"""The environment variable in which a shell says what it wants to complete."""
+
 _SETTINGS = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
 
-LOSS_VALUES = (["measured"], ["fast"])
+LOSS_VALUES = ("measured", "fast")
 """What ``kvalloc profile --loss`` may be followed by; the first one is meant without any."""
 
 
@@ -83,13 +76,17 @@ class _LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command of a command line, with the choices where there is none of that name."""
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
-            from difflib import get_close_matches
-
-            near = get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"the nearest is {near[0]!r}" if near else f"choose from {', '.join(COMMANDS)}"
-            ctx.fail(f"there is no command {args[0]!r}; {hint}")
+        if args[0] not in COMMANDS and not (args[0].startswith("-") or ctx.resilient_parsing):
+            ctx.fail(no_such("command", args[0], COMMANDS))
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The commands by group, each with the first sentence of its help."""
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                said = [_build(name).get_short_help_str(limit=200) for name in names]
+                padded = [name.ljust(max(map(len, COMMANDS))) for name in names]
+                formatter.write_dl(list(zip(padded, said, strict=True)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,21 +131,25 @@ def _complete(arguments: list[str]) -> list[str]:
     if arguments[:1] != ["profile"]:
         return arguments
     complete: list[str] = []
-    for place, argument in enumerate(arguments):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         complete.append(argument)
-        if argument == "--loss" and arguments[place + 1 : place + 2] not in LOSS_VALUES:
-            complete.append(LOSS_VALUES[0][0])
+        # what is nearly a value is one that was mistyped, not the model
+        if argument == "--loss" and not nearest(following, LOSS_VALUES):
+            complete.append(LOSS_VALUES[0])
     return complete
 
 
 def _run(arguments: list[str]) -> int:
-    application = typer.Typer(cls=_LazyGroup, add_completion=False, rich_markup_mode=None)
+    application = typer.Typer(cls=_LazyGroup, rich_markup_mode=None)
     application.callback(
         help=_HELP,
         invoke_without_command=True,
         context_settings=_SETTINGS,
     )(_top)
     command: Any = typer.main.get_command(application)
+    if instruction := os.environ.get(_COMPLETION):
+        typer.completion.completion_init()
+        return typer.completion.shell_complete(command, {}, "kvalloc", _COMPLETION, instruction)
     try:
         # Not `command.main`: it would print errors in its own way.
         with command.make_context("kvalloc", arguments) as context:

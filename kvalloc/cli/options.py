@@ -14,7 +14,11 @@ import typer
 from typer.core import TyperCommand
 
 from kvalloc.cli.output import printing
+from kvalloc.cli.values import NAMES
 from kvalloc.units import Option
+
+SOLVING, MODEL = "Solver", "Model"
+"""Headings in the help."""
 
 
 class Common(TypedDict):
@@ -42,18 +46,21 @@ class Common(TypedDict):
         Print JSON on stdout; progress stays on stderr.
     quiet : bool
         Print only what was asked for, and errors.
+    verbose : bool
+        Print more: on stderr, what is done by which code, and when.
     """
 
     model: Annotated[str, Option()]
     scores: Annotated[Path, Option()]
     profile: Annotated[str, Option()]
-    solver: Annotated[str, Option("NAME")]
-    solver_option: Annotated[list[str], Option("KEY=VALUE")]
-    average: Annotated[str, Option("curves|allocations")]
-    time_limit: Annotated[float, Option("SECONDS")]
+    solver: Annotated[str, Option("NAME", SOLVING)]
+    solver_option: Annotated[list[str], Option("KEY=VALUE", SOLVING)]
+    average: Annotated[str, Option("curves|allocations", SOLVING)]
+    time_limit: Annotated[float, Option("SECONDS", SOLVING)]
     resume: Annotated[bool, Option()]
     json: Annotated[bool, Option()]
     quiet: Annotated[bool, Option()]
+    verbose: Annotated[bool, Option()]
 
 
 class ModelFlags(TypedDict, total=False):
@@ -67,14 +74,15 @@ class ModelFlags(TypedDict, total=False):
         Such as cuda:0; the CPU by default.
     """
 
-    dtype: Annotated[str, Option("NAME")]
-    device: Annotated[str, Option("NAME")]
+    dtype: Annotated[str, Option("NAME", MODEL)]
+    device: Annotated[str, Option("NAME", MODEL)]
 
 
 _COMMON: dict[str, Option] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(Common, include_extras=True).items()
 }
-_ALSO = {"output": ("-o",), "quiet": ("-q",), "tasks": ("--task",)}
+_ALSO = {"output": ("-o",), "quiet": ("-q",), "tasks": ("--task",), "verbose": ("-v",)}
+_ALWAYS = ("json", "quiet", "verbose")
 """Other names of flags."""
 
 
@@ -83,7 +91,7 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of a function: an argument or a flag for everything that it takes.
 
-    Every command gets ``--json`` and ``--quiet``, which `kvalloc.cli.output` knows.
+    Every command gets ``--json``, ``--quiet`` and ``--verbose``, which `kvalloc.cli.output` knows.
 
     A flag is named, typed and grouped as its parameter or field is; its help and its default are
     those of a numpydoc docstring: the function's own, or `Common`'s, or that of ``options``. A
@@ -124,13 +132,14 @@ def takes(
             for name, one in own.items()
         }
         first = {name: flags[name] for name, one in own.items() if one.default is one.empty}
-        always = {name: _flag(name, bool, helps) for name in ("json", "quiet")}
+        always = {name: _flag(name, bool, helps) for name in _ALWAYS}
         defaults = {name: one.default for name, one in own.items()} | dict.fromkeys(always, False)
 
         @functools.wraps(command)
-        def run(*, json: bool, quiet: bool, **values: Any) -> None:
+        def run(**values: Any) -> None:
+            asked = {name: values.pop(name) for name in _ALWAYS}
             typed = {n: value for n, value in values.items() if n in own or value is not None}
-            with printing(json=json, quiet=quiet):
+            with printing(**asked):
                 command(**typed)
 
         described: Any = run
@@ -176,6 +185,7 @@ def _flag(
     shown, (text, default) = _COMMON.get(name, Option()), helps[name]
     if get_origin(hint) is Annotated:
         hint, shown = get_args(hint)
+    known = _names(name, hint)
     first, *others = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     metavar, typed = shown.metavar, first
     if get_origin(first) is Literal:
@@ -185,7 +195,8 @@ def _flag(
     elif str in others:
         typed = str
     if argument:
-        return Annotated[typed, typer.Argument(metavar=name.upper(), help=text)]
+        shown_as = {"metavar": name.upper(), "help": text, "autocompletion": known}
+        return Annotated[typed, typer.Argument(**shown_as)]
     if default:
         text = f"{text.rstrip('.')}; {default} by default."
     names = [metavar if typed is bool and metavar else _flag_name(name), *_ALSO.get(name, ())]
@@ -197,9 +208,28 @@ def _flag(
             help=text,
             min=shown.least,
             parser=shown.parser,
+            autocompletion=known,
             rich_help_panel=shown.group,
         ),
     ]
+
+
+def _names(name: str, hint: Any) -> Callable[[str], list[str]] | None:
+    """What the shell completes a parameter's value by; None where that can be anything."""
+    choices = [one for part in (hint, *get_args(hint)) for one in _choices(part)]
+    find = NAMES.get(name, lambda: choices)
+    if name not in NAMES and not choices:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")  # of several only the last is begun
+        return [f"{before}{comma}{one}" for one in find() if one.startswith(last)]
+
+    return complete
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 class GroupedCommand(TyperCommand):

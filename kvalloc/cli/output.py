@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.errors import plain
+from kvalloc.errors import InputError, plain
 from kvalloc.report.terminal import table_lines, terminal_width
 
 if TYPE_CHECKING:
@@ -24,17 +26,47 @@ SLID_OUT = "layers with a sliding window keep the whole prompt until the next to
 
 _json: ContextVar[bool] = ContextVar("kvalloc_json", default=False)
 _quiet: ContextVar[bool] = ContextVar("kvalloc_quiet", default=False)
+_verbose: ContextVar[bool] = ContextVar("kvalloc_verbose", default=False)
 
 
 @contextmanager
-def printing(*, json: bool = False, quiet: bool = False) -> Iterator[None]:
-    """Let what is printed inside be as ``--json`` and ``--quiet`` ask for it."""
-    tokens = _json.set(json), _quiet.set(quiet)
+def printing(*, json: bool = False, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
+    """Let what is printed inside be as ``--json``, ``--quiet`` and ``--verbose`` ask for it.
+
+    Raises
+    ------
+    InputError
+        If both of the last two are asked for.
+    """
+    if quiet and verbose:
+        raise InputError("--quiet and --verbose contradict each other; give one of them")
+    asked = ((_json, json), (_quiet, quiet), (_verbose, verbose))
+    tokens = [(variable, variable.set(value)) for variable, value in asked]
+    try:
+        with _logging() if verbose else nullcontext():
+            yield
+    finally:
+        for variable, token in tokens:
+            variable.reset(token)
+
+
+@contextmanager
+def _logging() -> Iterator[None]:
+    """Show on stderr what kvalloc logs, with the seconds since the command began."""
+    begun, logger = time.perf_counter(), logging.getLogger("kvalloc")
+    handler, level = logging.Handler(logging.INFO), logger.level
+
+    def emit(record: logging.LogRecord) -> None:
+        note(f"[{time.perf_counter() - begun:6.2f} s] {record.getMessage()}")
+
+    handler.emit = emit  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        _json.reset(tokens[0])
-        _quiet.reset(tokens[1])
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def wants_json() -> bool:
@@ -45,6 +77,11 @@ def wants_json() -> bool:
 def is_quiet() -> bool:
     """Whether only what was asked for is printed."""
     return _quiet.get()
+
+
+def is_verbose() -> bool:
+    """Whether more is shown than most people need."""
+    return _verbose.get()
 
 
 def print_result(data: Any, show: Callable[[], None]) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.cli.output import duration, is_quiet, note
+from kvalloc.cli.output import duration, is_quiet, is_verbose, note
 
 if TYPE_CHECKING:
     from kvalloc.models.loading import LoadedModel
+
+_LOG = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 2.0
 """Shorter work is not announced."""
@@ -31,8 +34,10 @@ def slow(text: str) -> Iterator[None]:
         What is being done.
         Nothing is shown where stderr is not a terminal.
     """
-    if is_quiet() or not sys.stderr.isatty():
+    begun = perf_counter()
+    if is_quiet() or is_verbose() or not sys.stderr.isatty():
         yield
+        _LOG.info("%s took %s", text, duration(perf_counter() - begun))
         return
     shown: list[Any] = []
 
@@ -84,6 +89,7 @@ class ProgressBar:
         self._last_line = 0.0
 
     def __enter__(self) -> ProgressBar:
+        self._entered = perf_counter()
         if is_quiet() or not sys.stderr.isatty():
             return self
         from rich.console import Console
@@ -113,6 +119,7 @@ class ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:
+        _LOG.info("%s took %s", self._text, duration(perf_counter() - self._entered))
         if self._bar is not None:
             self._bar.stop()
 

@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 import inspect
-import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from kvalloc.errors import InputError, ProfileFileError, nearest
+from kvalloc.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from kvalloc.formats.score_profile import ScoreProfile
+
+
+def _shipped() -> list[str]:
+    from kvalloc.formats.shipped_profiles import shipped_profiles
+
+    return shipped_profiles()
+
+
+def _plugins(*groups: str) -> list[str]:
+    from kvalloc.problem import registry
+
+    return [name for group in groups for name in registry.names(f"kvalloc.{group}")]
+
+
+def _tasks() -> list[str]:
+    from kvalloc.prompts.tasks import TASKS
+
+    return [*TASKS]
+
+
+def _metrics() -> list[str]:
+    from kvalloc.prompts.metrics import METRICS
+
+    return [*METRICS]
+
+
+_PICKING = partial(_plugins, "policies", "scorers")
+NAMES: dict[str, Callable[[], Sequence[str]]] = {
+    "model": lambda: ["demo"],
+    **dict.fromkeys(("profile", "first", "second", "file"), _shipped),
+    "solver": partial(_plugins, "solvers"),
+    "scorer": partial(_plugins, "scorers"),
+    **dict.fromkeys(("policy", "policies", "loss_policies"), _PICKING),
+    "combine": partial(_plugins, "policies"),
+    "tasks": _tasks,
+    "metric": _metrics,
+    "dtype": lambda: ["float32", "bfloat16", "float16"],
+}
+"""What there is of each kind, by the parameter that takes its name; nothing loads torch."""
 
 
 def load_scores(path: Path) -> ScoreProfile:
@@ -25,16 +65,6 @@ def load_scores(path: Path) -> ScoreProfile:
     from kvalloc.formats.score_profile import ScoreProfile
 
     with local_file(path) as file:
-        if file.is_file() and os.access(file, os.R_OK):
-            with open(file, "rb") as handle:
-                if handle.read(64).lstrip()[:1] == b"{":  # safetensors begin with a length
-                    raise ProfileFileError(
-                        file,
-                        field="file",
-                        found="JSON, as a budget profile is",
-                        expected="a score profile written by 'kvalloc profile'",
-                        way_out="name the *.safetensors file that the budgets were decided from",
-                    )
         return ScoreProfile.load(file)
 
 

@@ -10,6 +10,7 @@ import typer
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import hanging, print_result
 from kvalloc.cli.values import load_scores
+from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
     from kvalloc.allocation.audit import Check
@@ -30,8 +31,11 @@ def verify(profile: str, scores: Path) -> None:
     solver said is used. Exit code 1 if a statement is not true.
     """
     from kvalloc.allocation.audit import verify as recompute
+    from kvalloc.formats.record import kind_of
     from kvalloc.formats.shipped_profiles import load_profile
 
+    if (kind_of(profile), kind_of(scores)) == ("score profile", "budget profile"):
+        raise InputError(f"the two files are swapped; write: kvalloc verify {scores} {profile}")
     checks = recompute(load_profile(profile), load_scores(scores))
     passed = all(check.passed for check in checks)
     print_result({"passed": passed, "checks": checks}, lambda: _show(checks))

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json
-
 from kvalloc.errors import InputError, ProfileFileError, nearest
+from kvalloc.formats.record import WHAT_TO_DO, kind_of, with_article
 from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
 
 READERS = {
@@ -26,25 +25,6 @@ _FOREIGN = {
     b"{": "JSON of another kind",
 }
 """Files of others by their first bytes."""
-
-
-def kind_of(path: str | Path) -> str:
-    """What a file says that it is; empty where it is missing or none of kvalloc's."""
-    file = Path(path)
-    try:
-        with open(file, "rb") as handle:
-            start = handle.read(8)
-            if start.lstrip()[:1] == b"{":
-                stated = from_json(start + handle.read())
-            else:
-                length = int.from_bytes(start, "little")
-                header = from_json(handle.read(length if length < 10**8 else 0))
-                metadata = header.get("__metadata__", {}).items()
-                stated = next((from_json(v) for k, v in metadata if k.startswith("kvalloc")), {})
-        kind = str(stated.get("kind", "")).removeprefix("kvalloc.").replace("_", " ")
-    except (OSError, ValueError, AttributeError):
-        return ""
-    return "saved cache" if kind == "cache" else kind
 
 
 def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
@@ -84,9 +64,9 @@ def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
     raise ProfileFileError(
         source,
         field="file",
-        found=f"a {kind}" if kind else _foreign(path),
-        expected=" or ".join(f"{'an' if kind[0] == 'e' else 'a'} {kind}" for kind in kinds),
-        way_out="name another file",
+        found=with_article(kind) if kind else _foreign(path),
+        expected=" or ".join(map(with_article, kinds)),
+        way_out=WHAT_TO_DO.get(kind, "name another file").format(source),
     )
 
 

@@ -17,9 +17,13 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_jso
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, ProfileFileError
-from kvalloc.files import atomic_write
+from kvalloc.files import atomic_write, near_file
+
+_HEADER_BYTES = 100_000_000
+"""The longest header that safetensors reads."""
 
 __all__ = [
+    "WHAT_TO_DO",
     "ArrayRecord",
     "FileRecord",
     "FloatArray1D",
@@ -33,6 +37,7 @@ __all__ = [
     "Record",
     "digest_of",
     "first_fault",
+    "kind_of",
     "require",
     "require_none",
     "require_shape",
@@ -278,11 +283,18 @@ class FileRecord(Record):
 
     @classmethod
     def require_file(cls, path: str | Path) -> None:
-        """Raise a `ProfileFileError` unless there is such a file."""
-        if not Path(path).is_file():
+        """Raise a `ProfileFileError` unless there is a file, which is not one of another kind."""
+        kind = kind_of(path)
+        found, way_out = (
+            f"{'an' if kind[:1] == 'e' else 'a'} {kind}",
+            WHAT_TO_DO.get(kind, "").format(path),
+        )
+        if not kind and not Path(path).is_file():
             found = "a folder" if Path(path).is_dir() else "missing"
+            way_out = f"{near_file(path)}check the path"
+        if way_out and kind != cls.NAME:
             raise ProfileFileError(
-                path, field="file", found=found, expected=cls.expected(), way_out="check the path"
+                path, field="file", found=found, expected=cls.expected(), way_out=way_out
             )
 
     @classmethod
@@ -359,6 +371,44 @@ class JsonRecord(FileRecord):
             found, expected = f"not readable as JSON ({error})", cls.expected()
             raise cls.file_error(path, "file", found, expected) from error
         return cls.from_record(path, stated)
+
+
+WHAT_TO_DO = {
+    "score profile": "decide from it with 'kvalloc solve {0} --budget 20% -o p.json'",
+    "budget profile": "it is decided already: 'kvalloc generate MODEL --profile {0}' uses it, "
+    "'kvalloc inspect {0}' shows it",
+    "saved cache": "ask about it with 'kvalloc generate MODEL --cache {0} --ask'",
+    "surrogate": "use it with 'kvalloc generate MODEL --budget 20% --surrogate {0}'",
+    "evaluation": "show it with 'kvalloc report {0} -o report.html'",
+    "model": "measure it with 'kvalloc profile {0} -o s.safetensors'",
+}
+"""What a file of each kind is for, `{0}`, where another kind is wanted."""
+
+
+def kind_of(path: str | Path) -> str:
+    """What a file says that it is, one of `WHAT_TO_DO`; empty where it is missing or none of them.
+
+    Nothing else of it is read or checked. A folder with a ``config.json`` and a ``.gguf`` file are
+    models, and so is ``demo``, unless there is a file of that name.
+    """
+    file = Path(path)
+    if (file / "config.json").is_file() or file.suffix.lower() == ".gguf":
+        return "model"
+    try:
+        with open(file, "rb") as handle:
+            start = handle.read(8)
+            if start.lstrip()[:1] == b"{":
+                stated = from_json(start + handle.read())
+            else:
+                length = int.from_bytes(start, "little")
+                header = from_json(handle.read(length if length < _HEADER_BYTES else 0))
+                metadata = header.get("__metadata__", {}).items()
+                stated = next((from_json(v) for k, v in metadata if k.startswith("kvalloc")), {})
+        kind = str(stated.get("kind", "")).removeprefix("kvalloc.").replace("_", " ")
+    except (OSError, ValueError, AttributeError):
+        return "model" if str(path) == "demo" and not file.exists() else ""
+    kind = "saved cache" if kind == "cache" else kind
+    return kind if kind in WHAT_TO_DO else ""
 
 
 class ArrayRecord(FileRecord):

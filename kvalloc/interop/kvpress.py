@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvalloc.accounting.costs import BIT_WIDTHS
 from kvalloc.accounting.costs import stored_bytes as entry_bytes
-from kvalloc.errors import InputError, MissingDependencyError, option
+from kvalloc.errors import InputError, MissingDependencyError, nearest, option
 from kvalloc.evaluate.caches import (
     HALF_BYTES,
     MakeCache,
@@ -125,7 +125,8 @@ def make_press(name: PeerName) -> Any:
     def make(of: str, **arguments: Any) -> Any:
         cls = getattr(kvpress, f"{of}Press", None)
         if cls is None:
-            raise InputError(f"kvpress has no {of}Press; see the list in kvpress/__init__.py")
+            near = nearest(f"{of}Press", dir(kvpress))
+            raise InputError(f"kvpress has no {of}Press; {near}see the list in kvpress/__init__.py")
         try:
             return cls(**arguments)
         except (TypeError, AssertionError) as error:

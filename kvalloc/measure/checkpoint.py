@@ -214,14 +214,14 @@ def _check_unfinished(folder: Path, *, resume: bool) -> None:
 
 def job_record(model: Any, shape: ModelShape) -> dict[str, Any]:
     """What of a model and of this machine decides the numbers of any job."""
-    from kvalloc.models.structure import weights_digest
+    from kvalloc.models.structure import input_device, weights_digest
 
     return {
         # Apart from the sizes, so that a message can say which of the two differ.
         "weights": weights_digest(model),
         "model": replace(shape, weights_digest=None, weights_signs=None).to_dict(),
         "dtype": str(model.dtype),
-        "device": model.get_input_embeddings().weight.device.type,
+        "device": input_device(model).type,
         "versions": provenance(*MEASURED_WITH)["versions"],
     }
 

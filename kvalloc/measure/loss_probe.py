@@ -20,7 +20,7 @@ from torch import Tensor
 from kvalloc.errors import InputError
 from kvalloc.measure.mini_prefill import begun_at, check_seen, evaluating, layers_of
 from kvalloc.models.attention import AttentionStates, intercept_attention
-from kvalloc.models.structure import decoder_of, end_tokens
+from kvalloc.models.structure import decoder_of, end_tokens, input_device
 from kvalloc.runtime.quantization import quantised_values, stored_keys
 from kvalloc.runtime.refusals import check_kept
 from kvalloc.runtime.repetition import HeldPrompt, repeat_prompt
@@ -176,7 +176,7 @@ class LossProbe:
     @classmethod
     def of_sample(cls, model: Any, sample: Sample, scorer: Scorer, **options: Any) -> Self:
         """The probe of a sample, with its answer and question; options as above."""
-        device = model.get_input_embeddings().weight.device
+        device = input_device(model)
         answer, question = (
             None if ids is None else torch.from_numpy(ids).to(device)
             for ids in (sample.answer_ids, sample.question_ids)

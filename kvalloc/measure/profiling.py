@@ -28,6 +28,7 @@ from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.probing import probed_samples
 from kvalloc.measure.sampling import choose_samples
 from kvalloc.models.loading import require_run_packages, shape_of
+from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers import Scorer, get_scorer
 from kvalloc.shape import ModelShape
@@ -304,7 +305,7 @@ def _measure_group(job: Job, group: list[int], steps: Steps) -> list[Measured]:
         steps.advance(len(group))
 
     if job.states is None:
-        device = job.model.get_input_embeddings().weight.device
+        device = input_device(job.model)
         inputs = torch.from_numpy(ids).to(device)
         mini_prefill(job.model, inputs, look, layers=job.shape.full_layers)
     else:

@@ -18,6 +18,7 @@ from kvalloc.measure.job import Steps
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.sampling import SampleSet, choose_samples
 from kvalloc.models.loading import require_run_packages, shape_of
+from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
 from kvalloc.scorers.later_pass import LaterStep
 from kvalloc.scorers.reconstruction import Reconstruction
@@ -312,7 +313,7 @@ class _Fitting:
                 )
             steps.advance()
 
-        device = self.model.get_input_embeddings().weight.device
+        device = input_device(self.model)
         twice = torch.cat([ids, ids])[None].to(device)
         mini_prefill(self.model, twice, look, layers=self.shape.full_layers)
         return np.stack(features), np.stack(targets)

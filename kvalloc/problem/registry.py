@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 
-from kvalloc.errors import InputError, SolverError, nearest
+from kvalloc.errors import InputError, SolverError, nearest, no_such
 from kvalloc.problem.solver import Solver
 
 SOLVERS = "kvalloc.solvers"
@@ -62,9 +62,8 @@ def load(group: str, name: str, base: type[Any] = object) -> type[Any]:
     kind = {POLICIES: "policy"}.get(group, group.rsplit(".", 1)[-1].removesuffix("s"))
     found = _group(group)
     if name not in found:
-        known = ", ".join(sorted(found)) or "none: is kvalloc installed, not only on the path?"
-        near = nearest(name, found)
-        raise InputError(f"there is no {kind} {name!r}; {near}choose from {known}")
+        known = sorted(found) or ["none: is kvalloc installed, not only on the path?"]
+        raise InputError(no_such(kind, name, known))
     try:
         loaded = found[name].load()
     except Exception as error:  # a plug-in may fail in any way while it is imported

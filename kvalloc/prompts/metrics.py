@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvalloc.errors import InputError, option
+from kvalloc.errors import InputError, no_such, option
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)[, ](?=\d)")
@@ -211,7 +211,7 @@ def find_metric(name: str) -> Metric:
         If there is none; lists them.
     """
     if name not in METRICS:
-        raise InputError(f"there is no metric {name!r}; choose from: {', '.join(METRICS)}")
+        raise InputError(no_such("metric", name, METRICS))
     return METRICS[name]
 
 

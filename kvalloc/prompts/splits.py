@@ -11,7 +11,7 @@ from functools import cache
 from typing import Literal, get_args
 
 from kvalloc.data import words
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, no_such
 from kvalloc.prompts.texts import Document, Prompt, shipped_texts
 
 Split = Literal["profiling", "development", "held-out"]
@@ -44,7 +44,7 @@ def check_split(name: str) -> Split:
         If there is none; lists them.
     """
     if name not in SPLITS:
-        raise InputError(f"there is no split {name!r}; choose from: {', '.join(SPLITS)}")
+        raise InputError(no_such("split", name, SPLITS))
     return name
 
 

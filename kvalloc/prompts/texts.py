@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalloc.errors import InputError, option
+from kvalloc.files import near_file
 
 TEXT_SUFFIXES = (
     *(".txt", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".yaml", ".yml", ".toml", ".csv"),
@@ -261,7 +262,8 @@ def _read_utf8(path: Path) -> str:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise InputError(f"there is no file or folder {path}; check the path") from error
+        near = near_file(path)
+        raise InputError(f"there is no file or folder {path}; {near}check the path") from error
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror})") from error
     if b"\0" in data:

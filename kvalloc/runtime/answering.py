@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvalloc.errors import InputError, ModelMismatchError
-from kvalloc.models.structure import context_limit, decoder_of, end_tokens
+from kvalloc.models.structure import context_limit, decoder_of, end_tokens, input_device
 from kvalloc.runtime.cache import BudgetCache
+from kvalloc.units import check_temperature
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -27,8 +29,10 @@ def answer(
     max_new_tokens: int = 128,
     ends: Collection[int] | None = None,
     keep: bool = False,
+    temperature: float | None = None,
+    seed: int = 0,
 ) -> Iterator[int]:
-    """Answer a question about what a cache holds, token by token, the most likely one each time.
+    """Answer a question about what a cache holds, token by token.
 
     The answer is written on a copy of the cache, which a reduced one is small enough for: the
     next question finds the text as it was read, also when an answer is broken off.
@@ -48,6 +52,10 @@ def answer(
     keep : bool
         Leave question and answer in the cache, for a conversation. The last token of an answer is
         not in it then: it belongs in front of what follows, unless it is one of the ends.
+    temperature : float, optional
+        Draw each token at this temperature; by default the most likely one is taken.
+    seed : int
+        Of what is drawn.
 
     Yields
     ------
@@ -58,7 +66,7 @@ def answer(
     ------
     InputError
         If the question or the answer has no tokens, text and question and answer are more than
-        the model was made for, or the cache holds several rows.
+        the model was made for, the cache holds several rows, or the temperature is none.
     ModelMismatchError
         If the cache was made for another model.
 
@@ -69,24 +77,38 @@ def answer(
     ...     ids = tokenizer(text, return_tensors="pt").input_ids
     ...     print(tokenizer.decode(list(answer(model, cache, ids))))
     """
-    ids = torch.as_tensor(
-        question, dtype=torch.long, device=model.get_input_embeddings().weight.device
-    )
+    ids = torch.as_tensor(question, dtype=torch.long, device=input_device(model))
     ids = ids.reshape(1, -1) if ids.ndim < 2 else ids
     _check(model, cache, ids, max_new_tokens)
     if isinstance(cache, BudgetCache):
         cache.end_prompt()
+    check_temperature(temperature)
     stops = end_tokens(model) if ends is None else frozenset(ends)
-    return _written(model, cache if keep else copy.deepcopy(cache), ids, max_new_tokens, stops)
+    pick = partial(_picked, temperature, torch.Generator(ids.device).manual_seed(seed))
+    own = cache if keep else copy.deepcopy(cache)
+    return _written(model, own, ids, max_new_tokens, stops, pick)
+
+
+def _picked(temperature: float | None, generator: torch.Generator, logits: Tensor) -> int:
+    """The most likely token, or one that is drawn."""
+    if temperature is None:
+        return int(logits.argmax())
+    shares = (logits.float() / temperature).softmax(dim=-1)
+    return int(torch.multinomial(shares, 1, generator=generator))
 
 
 def _written(
-    model: Any, cache: Cache, ids: Tensor, max_new_tokens: int, ends: Collection[int]
+    model: Any,
+    cache: Cache,
+    ids: Tensor,
+    max_new_tokens: int,
+    ends: Collection[int],
+    pick: Callable[[Tensor], int],
 ) -> Iterator[int]:
     for _ in range(max_new_tokens):
         with torch.no_grad():
             logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
-        token = int(logits[0, -1].argmax())
+        token = pick(logits[0, -1])
         yield token
         if token in ends:
             return

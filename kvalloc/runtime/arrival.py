@@ -213,11 +213,17 @@ class Arrival:
         """Whether nothing came after a first forward that was taken for the whole prompt."""
         return self._in_one_forward and self.announced is None and seen == self.prompt_tokens
 
+    @property
+    def may_be_in_pieces(self) -> bool:
+        """Whether nothing was decoded since a first forward that was taken for the whole prompt."""
+        return self._in_one_forward and self.announced is None and self.decode_every is None
+
     def commit(self, step: Step) -> None:
         """The forward went through."""
         self.visible = step.visible
         self.row_profiles = self._profiles_of(step.batch)
         if step.follows:
+            self._in_one_forward &= step.new_tokens > 1
             self._followed = 0 if step.budgets is not None else self._followed + step.new_tokens
         elif step.budgets is not None:
             self.prompt_tokens = step.seen + step.new_tokens

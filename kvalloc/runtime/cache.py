@@ -146,8 +146,8 @@ class BudgetCache(Cache):
     def end_prompt(self) -> None:
         """Say that what has been read is the whole prompt, and what comes now follows it.
 
-        A prompt in one forward is taken for the whole without this, too, but where a long second
-        forward comes next, a warning says that it may be more of the prompt.
+        A prompt in one forward is taken for the whole without this, too, but where long ones come
+        next, a warning says that they may be more of the prompt.
         """
         self.arrival.end_prompt()
 
@@ -304,9 +304,9 @@ class BudgetCache(Cache):
         if self.prompt_complete and not self.reduced and getattr(mask, "ndim", 2) != 2:
             mask = None  # nothing was evicted, so any mask of transformers' own fits
         step = prompt.begin(arguments, mask)
-        looks_cut = taken and (self.reduced or self.awaited_tokens)
-        if looks_cut and not self._warned and self.arrival.decode_every is None:
-            self._warned = refusals.warn_of_long_chunk(step.seen, step.new_tokens)
+        if self.arrival.may_be_in_pieces and not self._warned:
+            first = self.arrival.prompt_tokens or 0
+            self._warned = refusals.warn_of_pieces(self.profile, first, step, self.kept_tokens)
         if prompt.reader is None:
             self._hold_apart(step)
         self._masks.clear()

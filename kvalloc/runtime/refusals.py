@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvalloc.accounting import IntArray
 from kvalloc.errors import (
     InputError,
     KVAllocError,
@@ -22,6 +23,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.sharing_groups import shared_text
 from kvalloc.models.attention import base_implementation
 from kvalloc.models.structure import is_compiled
+from kvalloc.runtime.arrival import Step
 from kvalloc.runtime.attention.masks import MaskFunction, mask_function
 from kvalloc.runtime.checks import ensure
 from kvalloc.runtime.policies import EvictionPolicy, RankedPolicy, policy_class
@@ -41,7 +43,7 @@ __all__ = [
     "refuse",
     "setting",
     "shared_layers",
-    "warn_of_long_chunk",
+    "warn_of_pieces",
 ]
 
 HALF_WAY = (
@@ -371,28 +373,39 @@ def new_tokens_shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
     return int(given.shape[0]), int(given.shape[1])
 
 
-def warn_of_long_chunk(seen: int, new_tokens: int) -> bool:
-    """Warn where the tokens right after a prompt look like more of it.
+def warn_of_pieces(profile: BudgetProfile, first: int, step: Step, kept: IntArray) -> bool:
+    """Warn where forwards right after a prompt look like more of it.
 
     Parameters
     ----------
-    seen : int
-        Tokens of the prompt, which just ended.
-    new_tokens : int
-        Tokens that follow it, none of which will be evicted.
+    profile : BudgetProfile
+        The cache's.
+    first : int
+        Tokens of the first forward, which was taken for the whole prompt.
+    step : Step
+        The forward that begins.
+    kept : ndarray of int64, (n_layers, n_kv_heads)
+        Entries stored before it.
 
     Returns
     -------
     bool
         Whether a warning was given.
     """
-    long = new_tokens >= max(LONG_CHUNK, seen / 2)
-    if long:
-        warnings.warn(
-            f"{new_tokens} tokens follow a prompt of {seen} and are all kept, beyond its budgets. "
-            "If they belong to the prompt, announce its length: kvalloc.runtime.make_cache("
-            f"profile, model, prompt_tokens={seen + new_tokens}); or run all of its chunks inside "
-            "`with cache.prefill():`",
-            stacklevel=2,
-        )
-    return long
+    total, full = step.seen + step.new_tokens, list(profile.shape.full_layers)
+    if total - first < max(LONG_CHUNK, first / 2):
+        return False
+    stored = int((kept[full] + step.new_tokens).sum())
+    granted = int(profile.budgets_for(total)[full].sum())
+    if stored <= granted:
+        return False
+    warnings.warn(
+        f"the first {first:,} tokens were taken for the whole prompt, and all of the "
+        f"{total - first:,} that followed in one or more forwards are kept: {stored:,} entries, "
+        f"where the budgets of a prompt of {total:,} tokens are {granted:,}. If they belong to the "
+        f"prompt, announce its length: kvalloc.runtime.make_cache(profile, model, "
+        f"prompt_tokens={total}); or run all of its chunks inside `with cache.prefill():`; if they "
+        "do not, say so with cache.end_prompt()",
+        stacklevel=2,
+    )
+    return True

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvalloc.errors import UnsupportedModelError
 from kvalloc.models.attention import AttentionStates
+from kvalloc.models.structure import plain_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,8 +78,7 @@ def projected_value_norms(states: AttentionStates) -> Tensor:
 
 def _weight(states: AttentionStates) -> Tensor | None:
     """The output projection as plain numbers, or None."""
-    weight = states.output_projection
-    weight = weight() if callable(weight) else weight
-    if weight is not None and weight.is_quantized:
-        weight = weight.dequantize()
-    return None if weight is None or not weight.is_floating_point() else weight
+    if states.output_projection is None:
+        return None
+    weight = plain_weight(states.output_projection)
+    return weight if weight.is_floating_point() else None

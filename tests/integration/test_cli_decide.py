@@ -142,10 +142,37 @@ def test_what_is_no_score_profile(tmp_path, scores, command):
     assert "folder" in refused(tmp_path, command, tmp_path, *rest)
 
 
-def test_a_budget_profile_where_a_score_profile_is_wanted(tmp_path, scores):
-    assert run("solve", scores, "--budget", "40%", "-o", tmp_path / "p.json").code == 0
-    line = refused(tmp_path, "solve", tmp_path / "p.json", "--budget", "40%", "--json")
-    assert "as a budget profile is" in line
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("solve", "p", "--budget", "40%", "--json"), "generate MODEL --profile {p}'"),
+        (("frontier", "p"), "a budget profile, expected a score profile"),
+        (("compare", "demo", "--budget", "40%"), "'kvalloc profile demo -o s.safetensors'"),
+        (("diff", "p", "s"), "'kvalloc solve {s} --budget 20% -o p.json'"),
+        (("verify", "s", "p"), "swapped; write: kvalloc verify {p} {s}"),
+        (("generate", "p", "--full", "--prompt", "w1"), "a budget profile, and a model is wanted"),
+        (("generate", "demo", "--profile", "s", "--prompt", "w1"), "'kvalloc solve {s} --budget"),
+        (("generate", "demo", "--cache", "p", "--ask"), "expected a cache written with"),
+        (("solve", "e", "--budget", "40%", "--json"), "'kvalloc report {e} -o report.html'"),
+        (("solve", "scroes", "--budget", "40%", "--json"), "the nearest is '{s}'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_file_of_another_kind_is_known_and_what_to_do_with_it_told(
+    tmp_path, scores, arguments, said
+):
+    names = {
+        "s": "scores.safetensors",
+        "p": "p.json",
+        "e": "e.json",
+        "scroes": "scroes.safetensors",
+    }
+    files = {short: tmp_path / name for short, name in names.items()}
+    files["s"].write_bytes(scores.read_bytes())
+    files["e"].write_text('{"kind": "kvalloc.evaluation"}')
+    assert run("solve", scores, "--budget", "40%", "-o", files["p"]).code == 0
+    line = refused(tmp_path, *(files.get(word, word) for word in arguments))
+    assert said.format(**files) in line
 
 
 # compare

@@ -132,6 +132,21 @@ def test_eval_writes_what_it_measured_into_the_profile(models, profiles, folder)
     assert after.replace(evaluation=None).evaluation == before.evaluation is None
 
 
+def test_eval_puts_a_scorers_best_beside_the_default(models, folder):
+    """What `kvalloc.apply` does with the same words, without any profile."""
+    prompts = folder / "q.jsonl"
+    lines = [{"prompt": " ".join(f"w{n}" for n in range(80)), "answer": "w7"}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    given = ("eval", models / "tiny", "--budget", "60%", "--prompts", prompts, "--json")
+    ran = run(*given, "--scorer", "tova", "--solver", "uniform", "--level", "layer")
+    assert ran.code == 0, ran.err
+    name = "--budget 60% --scorer tova --solver uniform --level layer"
+    assert [row["name"] for row in ran.json] == ["full", name]
+    full, kept = ran.json
+    assert 0.5 < kept["retained_bytes"] / full["retained_bytes"] <= 0.6
+    assert run(*given).json[1]["retained_bytes"] < 0.5 * kept["retained_bytes"]  # rounded, too
+
+
 LIMITED = "long.jsonl, line 1: a prompt of 505 tokens and its answer go beyond the 512"
 
 

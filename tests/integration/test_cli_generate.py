@@ -129,6 +129,23 @@ def test_the_chat_form_is_used_where_there_is_one(models, profiles):
     assert run("generate", models / "tiny", "--full", *arguments).json["prompt_tokens"] == 20
 
 
+@pytest.mark.parametrize("questions", [False, True])
+def test_an_answer_can_be_drawn_and_a_seed_draws_it_again(models, folder, questions):
+    words = ["generate", models / "tiny", "--budget", "50%", "--prompt-file",
+             folder / "prompt.txt", "--max-new-tokens", 12, "--json"]  # fmt: skip
+    words += ["--question", "w5 w6"] if questions else []
+
+    def answer(*more):
+        found = run(*words, *more).json
+        return found["answers"][0]["answer"] if questions else found["answer"]
+
+    hot = ("--temperature", 5)
+    drawn = {seed: answer(*hot, "--seed", seed) for seed in (0, 1)}
+    assert len({*drawn.values(), answer()}) == 3
+    assert (answer(*hot), answer(*hot, "--seed", 1)) == (drawn[0], drawn[1])
+    assert answer("--temperature", 1e-5) == answer()
+
+
 def test_the_prompt_can_come_from_stdin(models, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Stdin(prose(9)))
     ran = run("generate", models / "tiny", "--full", "--max-new-tokens", 1, "--json")

@@ -69,7 +69,7 @@ def test_profile_measures_with_every_scorer(models, folder, name):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--policy", "nothing"), "no policy or scorer 'nothing'; choose from the policies"),
+        (("--policy", "nothing"), "no policy or scorer 'nothing'; choose from: "),
         (("--policy", "SnapKV"), "no policy or scorer 'SnapKV'; the nearest is 'snapkv'"),
         (
             ("--policy", "nacl", "--policy-option", "sed=1"),
@@ -133,7 +133,9 @@ def test_a_surrogate_is_refused_in_one_line(models, folder, generate, surrogate,
     assert "file is '', expected what" in refused(folder, *generate("--policy", "surrogate"))
     assert "score profile" not in refused(folder, *generate(*named, f"file={folder / 'none'}"))
     scores = profiles / "tiny.safetensors"
-    assert "kind is kvalloc.score_profile" in refused(folder, *generate(*named, f"file={scores}"))
+    assert "is a score profile, expected a surrogate" in refused(
+        folder, *generate(*named, f"file={scores}")
+    )
     said = refused(
         folder, "profile", models / "twin", "--text", folder / "text.txt", "--context", 64,
         "--scorer", f"surrogate:file={file}", "-o", folder / "s.safetensors",

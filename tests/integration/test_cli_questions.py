@@ -265,8 +265,8 @@ def test_reading_refuses(folder, words, said):
         ("tiny", "none.kv", [], ["none.kv", "missing", "written with --save-cache"]),
         ("tiny", ".", [], ["a folder"]),
         ("tiny", "cut.kv", [], ["cut.kv", "not readable"]),
-        ("tiny", "tiny.json", [], ["not readable as safetensors"]),
-        ("tiny", "tiny.safetensors", [], ["header"]),
+        ("tiny", "tiny.json", [], ["is a budget profile, expected a cache written"]),
+        ("tiny", "tiny.safetensors", [], ["is a score profile, expected a cache written"]),
         ("tiny", "bent.kv", [], ["tensor_digest"]),
         ("tiny", "doc.kv", ["--dtype", "bfloat16"], ["leave out --dtype"]),
         ("tiny", "doc.kv", ["--prompt", "w1"], ["--cache", "--question"]),
@@ -329,7 +329,7 @@ def test_a_saved_cache_can_be_inspected(folder):
     whole = (folder / "doc.kv").read_bytes()
     (folder / "odd.kv").write_bytes(whole[:5000])
     line = refused(folder, "inspect", folder / "odd.kv")
-    assert "expected a score profile, a budget profile or a saved cache" in line
+    assert "expected a cache written with --save-cache; read the prompt again" in line
 
 
 def test_a_saved_cache_whose_header_was_edited_is_refused(folder):

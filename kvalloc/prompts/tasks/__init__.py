@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvalloc.errors import InputError
+from kvalloc.errors import InputError, no_such
 from kvalloc.prompts.tasks import (
     completion,
     extraction,
@@ -34,5 +34,5 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
     """
     for name in names:
         if name not in TASKS:
-            raise InputError(f"there is no task {name!r}; choose from: {', '.join(TASKS)}")
+            raise InputError(no_such("task", name, TASKS))
     return [TASKS[name] for name in dict.fromkeys(names)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvalloc.errors import InputError, nearest
+from kvalloc.errors import InputError, no_such
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.problem.registry import POLICIES, SCORERS, build, load, names
 from kvalloc.runtime.policies.base import Combined, EvictionPolicy, RankedPolicy
@@ -142,11 +142,8 @@ def changed_policy(policy: Policy, name: str, options: Mapping[str, Any] | None 
     if name in policy_names():
         return policy.replace(name=name, parameters=given, label="")
     if name not in names(SCORERS):
-        raise InputError(
-            f"there is no policy or scorer {name!r}; "
-            f"{nearest(name, (*policy_names(), *names(SCORERS)))}choose from the policies "
-            f"{', '.join(policy_names())} or the scorers {', '.join(names(SCORERS))}"
-        )
+        known = (*policy_names(), *names(SCORERS))
+        raise InputError(no_such("policy or scorer", name, known))
     scorer = get_scorer(name, **{"window": max(policy.window, 1), **given})
     return policy.replace(
         scorer=name,

@@ -105,10 +105,13 @@ def test_what_is_no_file_of_ours_is_told_by_its_first_bytes(tmp_path):
     """Also where the reader's own words for it are others than those of today."""
     file = tmp_path / "x.bin"
     make_losses().save(file)
-    for data in (b"\x00" * 20, file.read_bytes()[:-7], b"plain text, and nothing else"):
+    truncated = file.read_bytes()[:-7]
+    for data in (b"\x00" * 20, b"plain text, and nothing else"):
         file.write_bytes(data)
         said = refused(tmp_path, "inspect", file)
         assert "expected a score profile, a budget profile or a saved cache" in said
         assert "'kvalloc generate --save-cache'" in said
+    file.write_bytes(truncated)  # what its header says is believed so far
+    assert "a score profile written by 'kvalloc profile'" in refused(tmp_path, "inspect", file)
     said = refused(tmp_path, "inspect", tmp_path)
     assert "is a folder, expected a score profile, a budget profile or a saved cache" in said

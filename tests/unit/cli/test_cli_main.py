@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 from cli_tools import run
+from factories import make_scores
 
 import kvalloc
 from kvalloc.cli import main as cli
-from kvalloc.cli.main import COMMANDS, _complete
+from kvalloc.cli.main import COMMANDS, GROUPS, _complete
 from kvalloc.errors import InputError
 
 
@@ -23,8 +28,11 @@ def test_version():
 def test_help_lists_every_command(arguments):
     ran = run(*arguments)
     assert ran.code == 0
-    listed = ran.out.partition("Commands:")[2].split("\n")
-    assert [line.split()[0] for line in listed if line.strip()] == list(COMMANDS)
+    listed = ran.out.partition("Begin here:\n")[2].split("\n")
+    named = [line.split()[0] for line in listed if line[:2] == "  " and line[2:3].strip()]
+    assert named == list(COMMANDS)
+    for heading in GROUPS:
+        assert f"{heading}:\n" in ran.out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -36,6 +44,17 @@ def test_every_command_has_help_with_an_example_and_the_common_options(command):
     assert f"    kvalloc {command}" in examples
     assert "--json" in ran.out
     assert "--quiet" in ran.out
+    assert "--verbose" in ran.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_heading_of_a_help_stands_over_a_wall(command):
+    """A heading has at most a dozen options, and none stands twice."""
+    options = run(command, "--help").out.partition("Examples:\n")[0]
+    groups = re.findall(r"^(\w[^\n]*):\n((?:  .*\n|\n)+)", options, re.MULTILINE)
+    assert len({heading for heading, _ in groups}) == len(groups)
+    counts = {heading: len(re.findall(r"^  -", text, re.MULTILINE)) for heading, text in groups}
+    assert max(counts.values()) <= 12, counts
 
 
 @pytest.mark.parametrize(
@@ -43,6 +62,27 @@ def test_every_command_has_help_with_an_example_and_the_common_options(command):
     [
         (["sovle"], ["no command 'sovle'", "'solve'", "kvalloc --help"]),
         (["xyz"], ["no command 'xyz'", "choose from", "inspect"]),
+        (["generate", "dmeo", "--full", "--prompt", "x"], ["nearest is 'demo'"]),
+        (["eval", "demo", "--tasks", "nedle", "--budget", "20%"], ["nearest is 'needle'"]),
+        (["profile", "demo", "--scorer", "snapvk", "-o", "s"], ["nearest is 'snapkv'"]),
+        (["profile", "demo", "--loss", "fsat", "-o", "s"], ["'fsat', expected measured or fast"]),
+        (["solve", "s", "--solver", "gredy", "--budget", "1", "--json"], ["nearest is 'greedy'"]),
+        (["generate", "demo", "--policy", "tvoa", "--full"], ["--policy keeps"]),
+        (
+            ["generate", "demo", "--policy", "tvoa", "--budget", "20%", "--prompt", "x"],
+            ["nearest is 'tova'"],
+        ),
+        (["inspect", "loss-20"], ["nearest is 'smollm2-135m-instruct-loss-20'"]),
+        (["generate", "demo", "--profile", "loss20", "--prompt", "x"], ["shipped ones: smollm2"]),
+        (["generate", "demo", "--full", "--prompt", "x", "--seed", "1"], ["--temperature"]),
+        (
+            ["generate", "demo", "--full", "--prompt", "x", "--temperature", "0"],
+            ["--temperature is 0, expected a number above 0"],
+        ),
+        (["eval", "demo", "--scorer", "snapkv"], ["--scorer says how a --budget is kept"]),
+        (["eval", "demo", "--budget", "20%", "--solver", "gredy"], ["nearest is 'greedy'"]),
+        (["eval", "demo"], ["give --budget 20%, or a --profile"]),
+        (["solvers", "-q", "-v"], ["--quiet and --verbose contradict"]),
         (["--colour"], ["--colour", "kvalloc --help"]),
         (["solve"], ["SCORES", "kvalloc solve --help"]),
         (["solve", "s", "--budgt", "1"], ["--budgt", "--budget"]),
@@ -100,6 +140,44 @@ def test_what_ends_a_command_is_one_line(failing, error, code, said):
     assert (ran.code, ran.out, ran.err) == (code, "", f"{said}\n")
 
 
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("so", ["solve", "solvers"]),
+        ("solve s.safetensors --solver a", ["adaptive_head", "auto"]),
+        ("generate demo --profile smollm2-135m-instruct-f", [
+            "smollm2-135m-instruct-fixed-20", "smollm2-135m-instruct-fixed-50"]),
+        ("eval demo --tasks needle,pa", ["needle,pairs"]),
+        ("eval demo --question se", ["second-turn"]),
+        ("profile demo --scorer sn", ["snapkv"]),
+        ("generate demo --policy na", ["nacl"]),
+        ("generate demo --temp", ["--temperature"]),
+        ("generate d", ["demo"]),
+        ("solve s.safetensors --budget ", []),
+    ],
+)  # fmt: skip
+def test_the_shell_completes_names_without_loading_a_model(typed, completed):
+    words = ["kvalloc", *typed.split(" ")]
+    code = (
+        "import sys\nfrom kvalloc.cli.main import main\ncode = main([])\n"
+        "assert not {'torch', 'scipy', 'ortools'} & sys.modules.keys()\nsys.exit(code)"
+    )
+    asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **asked, "_KVALLOC_COMPLETE": "complete_bash"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, completed, "")
+
+
+def test_verbose_tells_what_was_done_and_when(tmp_path):
+    make_scores(0).save(tmp_path / "s.safetensors")
+    words = ("solve", tmp_path / "s.safetensors", "--budget", "40%", "--json")
+    assert re.fullmatch(r"\[ +\d+\.\d\d s\] solving with auto took .* s\n", run(*words, "-v").err)
+    assert run(*words).err == ""  # and it ends with the command
+
+
 def test_only_the_command_asked_for_is_imported(monkeypatch):
     asked: list[str] = []
     build = cli._build
@@ -114,6 +192,7 @@ def test_only_the_command_asked_for_is_imported(monkeypatch):
         (["profile", "demo", "--loss"], ["profile", "demo", "--loss", "measured"]),
         (["profile", "--loss", "demo"], ["profile", "--loss", "measured", "demo"]),
         (["profile", "demo", "--loss", "fast"], ["profile", "demo", "--loss", "fast"]),
+        (["profile", "demo", "--loss", "fsat"], ["profile", "demo", "--loss", "fsat"]),
         (["solve", "--loss"], ["solve", "--loss"]),
         ([], []),
     ],

@@ -73,7 +73,8 @@ HEADERS: dict[str, tuple[str, Any, str]] = {
     "versions a number": ("versions", 5, "versions"),
     "error NaN": ("interpolation_error", float("nan"), "interpolation_error"),
     "error as text": ("interpolation_error", "small", "interpolation_error"),
-    "another kind": ("kind", "kvalloc.budget_profile", "kind"),
+    "another kind": ("kind", "kvalloc.budget_profile", "file"),
+    "unknown kind": ("kind", "kvalloc.profile", "kind"),
     "window of sliding layers as text": (
         "shape",
         {**make_shape().to_dict(), "sliding_window": "9"},

@@ -11,9 +11,11 @@ from scorer_oracle import make_states
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kvalloc.errors import UnsupportedModelError  # noqa: E402
+from kvalloc.errors import ModelMismatchError, UnsupportedModelError  # noqa: E402
 from kvalloc.models.attention import intercept_attention  # noqa: E402
+from kvalloc.models.loading import shape_of  # noqa: E402
 from kvalloc.models.rope import layer_frequencies, rotate  # noqa: E402
+from kvalloc.models.structure import weights_digest  # noqa: E402
 from kvalloc.scorers.attention_rows import attention_rows  # noqa: E402
 from kvalloc.scorers.expected_attention import ExpectedAttention  # noqa: E402
 from kvalloc.scorers.projected_values import projected_value_norms  # noqa: E402
@@ -193,6 +195,23 @@ def test_quantized_layers_show_their_output_projection(ids: Any) -> None:
     torch.testing.assert_close(found, expected)
     near = projected_value_norms(replace(states, output_projection=plain.output_projection))
     torch.testing.assert_close(found, near, atol=0.0, rtol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*quant.*")
+def test_quantized_weights_are_not_taken_for_another_models() -> None:
+    """A profile of the model fits it, by its name, and a digest of what it computes with differs.
+
+    Their linear layers have no parameters any more: the embedding alone looked like others.
+    """
+    model = model_of("llama")
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    shape, found = shape_of(model), shape_of(quantized)
+    shape.require_same_model(found)
+    with pytest.raises(ModelMismatchError, match="the model is another"):
+        shape.require_same_model(replace(found, model_id="another"))
+    digest = weights_digest(quantized)
+    quantized.model.layers[0].mlp.up_proj = quantized.model.layers[1].mlp.up_proj
+    assert weights_digest(quantized) != digest != weights_digest(model)
 
 
 def test_other_entries_can_be_attended_to(ids: Any) -> None:

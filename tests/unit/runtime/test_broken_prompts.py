@@ -212,6 +212,35 @@ def test_a_long_second_chunk_that_was_not_announced_is_warned_of_once(tiny: Modu
         run(model, ids[:, half:], opened)
 
 
+@pytest.mark.parametrize(
+    ("pieces", "warned"),
+    [
+        ((10, 40, 40), 1),  # the first is within the budgets: nothing was evicted yet
+        ((45, 20, 20, 5), 2),  # none of those that follow is half the first
+        ((45, 15, 1, 14, 15), None),  # a token was decoded between them
+        ((10, 30), None),  # no more than a prompt of all of them may keep
+    ],
+)
+def test_pieces_that_are_all_kept_are_warned_of_where_they_pass_the_budgets(
+    tiny: ModuleType, pieces: tuple[int, ...], warned: int | None
+) -> None:
+    model, rest = tiny.tiny_model(), tiny.prompt(CONTEXT)
+    cache = tiny.make_profile(model, CONTEXT, 0.5).replace(length_rule="fixed").cache(model)
+    found = []
+    for tokens in pieces:
+        piece, rest = rest[:, :tokens], rest[:, tokens:]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run(model, piece, cache)
+        found.append([str(one.message) for one in said])
+    assert [place for place, said in enumerate(found) if said] == [warned] * (warned is not None)
+    if warned is not None:
+        (line,) = found[warned]
+        assert line.startswith(f"the first {pieces[0]} tokens were taken for the whole prompt")
+        granted = cache.profile.budgets_for(sum(pieces[: warned + 1])).sum()
+        assert f"are {granted:,}. If they belong" in line
+
+
 @pytest.mark.parametrize("scores", ["not finite", "too few"])
 @pytest.mark.parametrize("kind", ["layer", "head", "held", "decode_every"])
 def test_what_is_checked_at_the_end_leaves_nothing_half_done(
