@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +66,7 @@ def local_file(source: str | Path) -> Iterator[Path]:
             field=error.field,
             found=error.found,
             expected=error.expected,
-            way_out=error.way_out,
+            way_out=error.way_out.replace(str(path), name),
         ) from error
 
 
@@ -140,25 +139,18 @@ def cached_profiles() -> list[str]:
 def _check(file: str | Path) -> None:
     """Refuse to send what is no sound budget profile, score profile or surrogate."""
     from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.record import kind_of
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.formats.surrogate import FittedSurrogate
 
-    if Path(file).suffix == ".json":
-        BudgetProfile.load(file)
-        return
-    with FittedSurrogate.opened(file) as tensors:
-        kind = FittedSurrogate.stated(file, tensors).get("kind")
-    (FittedSurrogate if kind == "kvalloc.surrogate" else ScoreProfile).load(file)
+    usual = BudgetProfile if Path(file).suffix == ".json" else ScoreProfile
+    {"surrogate": FittedSurrogate}.get(kind_of(file), usual).load(file)
 
 
 def _holds_budgets(path: Path) -> bool:
-    try:
-        if path.stat().st_size > _LARGEST_PROFILE_BYTES:
-            return False
-        stated = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(stated, dict) and stated.get("kind") == "kvalloc.budget_profile"
+    from kvalloc.formats.record import kind_of
+
+    return path.stat().st_size <= _LARGEST_PROFILE_BYTES and kind_of(path) == "budget profile"
 
 
 def _fetched(name: str) -> Path:

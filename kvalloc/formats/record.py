@@ -41,6 +41,7 @@ __all__ = [
     "require",
     "require_none",
     "require_shape",
+    "with_article",
 ]
 
 _ON_ONE_LINE = {r",\n *(?=[-\d])": ", ", r"\[\n *(?=[-\d])": "[", r"(?<=\d)\n *\]": "]"}
@@ -285,10 +286,7 @@ class FileRecord(Record):
     def require_file(cls, path: str | Path) -> None:
         """Raise a `ProfileFileError` unless there is a file, which is not one of another kind."""
         kind = kind_of(path)
-        found, way_out = (
-            f"{'an' if kind[:1] == 'e' else 'a'} {kind}",
-            WHAT_TO_DO.get(kind, "").format(path),
-        )
+        found, way_out = with_article(kind), WHAT_TO_DO.get(kind, "").format(path)
         if not kind and not Path(path).is_file():
             found = "a folder" if Path(path).is_dir() else "missing"
             way_out = f"{near_file(path)}check the path"
@@ -383,6 +381,11 @@ WHAT_TO_DO = {
     "model": "measure it with 'kvalloc profile {0} -o s.safetensors'",
 }
 """What a file of each kind is for, `{0}`, where another kind is wanted."""
+
+
+def with_article(kind: str) -> str:
+    """A kind of file as a sentence has it."""
+    return f"{'an' if kind.startswith('e') else 'a'} {kind}"
 
 
 def kind_of(path: str | Path) -> str:

@@ -163,7 +163,7 @@ def test_a_changed_file_is_refused_by_its_name(server, profile, tmp_path):
     files["p.json"] = files["p.json"].replace(b"[40, 6]", b"[40, 7]")
     with pytest.raises(ProfileFileError, match=rf"^hf://{REPO}/p\.json: \w+ is"):
         load_profile(f"hf://{REPO}/p.json")
-    with pytest.raises(ProfileFileError, match=rf"^hf://{REPO}/p\.json: file is not readable"):
+    with pytest.raises(ProfileFileError, match=rf"^hf://{REPO}/p\.json: file is a budget profile"):
         load_surrogate(f"hf://{REPO}/p.json")
 
 
