@@ -148,7 +148,7 @@ def _run(arguments: list[str]) -> int:
     )(_top)
     command: Any = typer.main.get_command(application)
     if instruction := os.environ.get(_COMPLETION):
-        typer.completion.completion_init()
+        typer.completion.completion_init()  # type: ignore[attr-defined]  # imported there
         return typer.completion.shell_complete(command, {}, "kvalloc", _COMPLETION, instruction)
     try:
         # Not `command.main`: it would print errors in its own way.

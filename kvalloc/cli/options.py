@@ -195,8 +195,8 @@ def _flag(
     elif str in others:
         typed = str
     if argument:
-        shown_as = {"metavar": name.upper(), "help": text, "autocompletion": known}
-        return Annotated[typed, typer.Argument(**shown_as)]
+        shown_as = typer.Argument(metavar=name.upper(), help=text, autocompletion=known)
+        return Annotated[typed, shown_as]
     if default:
         text = f"{text.rstrip('.')}; {default} by default."
     names = [metavar if typed is bool and metavar else _flag_name(name), *_ALSO.get(name, ())]

@@ -305,8 +305,10 @@ class BudgetCache(Cache):
             mask = None  # nothing was evicted, so any mask of transformers' own fits
         step = prompt.begin(arguments, mask)
         if self.arrival.may_be_in_pieces and not self._warned:
-            first = self.arrival.prompt_tokens or 0
-            self._warned = refusals.warn_of_pieces(self.profile, first, step, self.kept_tokens)
+            taken_tokens = self.arrival.prompt_tokens or 0
+            self._warned = refusals.warn_of_pieces(
+                self.profile, taken_tokens, step, self.kept_tokens
+            )
         if prompt.reader is None:
             self._hold_apart(step)
         self._masks.clear()
