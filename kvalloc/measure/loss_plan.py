@@ -110,7 +110,7 @@ FOLLOWED = ("pool", "pooling", "group_reduce")
 
 USUAL = ("critical", "tova", "snapkv:window=1:pool=1")
 """What the word ``usual`` stands for: rankings that differ, and are each the best of many heads
-(docs/loss_studies.md has the figures)."""
+(docs/studies.md has the figures)."""
 
 
 def own_policy(scorer: Scorer, sinks: int) -> Policy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("kvpress", reason="kvpress has an environment of its own: make peers")
 
 import torch
+from docs_pages import ROOT, blocks
 from tiny_models import VOCABULARY, tiny_model
 from transformers import DynamicCache, QuantizedCache
 
@@ -129,6 +131,24 @@ def test_the_command_with_a_peer(capsys):
     assert tova["kept_bytes"] / tova["full_bytes"] == pytest.approx(0.2, abs=0.002)
     assert kvzip["kept_bytes"] / kvzip["full_bytes"] == pytest.approx(0.2, abs=0.002)
     assert kvzip["retained_bytes"] >= kvzip["full_bytes"]
+
+
+PAGE = ROOT / "docs" / "from_kvpress.md"
+
+
+def test_the_page_names_every_press_and_no_other():
+    import kvpress
+
+    presses = {name for name in kvpress.__all__ if name.endswith("Press")}
+    assert set(re.findall(r"`(\w+Press)\b", PAGE.read_text(encoding="utf-8"))) == presses
+
+
+@pytest.mark.model
+def test_what_the_page_starts_from_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "context.txt").write_text("The special number is 4829131. " + "It rains. " * 99)
+    monkeypatch.chdir(tmp_path)
+    exec(blocks(PAGE)[0].text, {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_the_benchmark_decodes_beside_presses():

@@ -6,6 +6,8 @@ these things at greater length.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -169,3 +171,13 @@ def test_10_a_budget_of_everything_changes_no_bit(
             ids = tiny.prompt(tokens, 2, seed=tokens)
             assert torch.equal(run(model, ids, cache), run(model, ids, plain))
         assert cache.retained_bytes >= cache.full_bytes
+
+
+def test_the_page_names_these_tests_in_their_order() -> None:
+    named = re.compile(r"^(?:\| .* \| `|def )(test_\d+_\w+)", re.MULTILINE)
+    page = Path(__file__).resolve().parents[3] / "docs" / "runtime.md"
+    here, there = (
+        named.findall(file.read_text(encoding="utf-8")) for file in (Path(__file__), page)
+    )
+    assert [int(name.split("_")[1]) for name in here] == list(range(1, 11))
+    assert there == here

@@ -1,0 +1,229 @@
+"""If it is shown, it runs: every ``python`` and ``sh`` block of README.md and docs/*.md.
+
+The blocks of a page share one namespace and one folder, in the order of the page. Commands run in
+this process, with sizes appended that make them quick. On most pages `demo` is a tiny random model
+with the demo's tokenizer; on those of `REAL` it is the demo's own. A block that cannot run here
+follows a comment ``<!-- not run: REASON -->``, and stands in `NOT_RUN`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_tools import Stdin, refused, run
+from docs_pages import PAGES, ROOT, blocks
+from factories import make_bits, make_losses, make_shape, make_shared_scores
+from scorer_oracle import make_states
+from tiny_models import equal_budgets, tiny_model
+
+import kvalloc
+from kvalloc.cli.solve import solve as solve_command
+from kvalloc.models import loading
+from kvalloc.problem.registry import solver_names
+from kvalloc.prompts.texts import default_texts
+from kvalloc.runtime.account import kept_bytes
+from kvalloc.scorers import get_scorer
+
+REAL = {"README.md", "from_kvpress.md"}
+SIZES = {
+    "profile": "--samples 2 --context 256",
+    "eval": "--samples 2 --context 400 --answer-tokens 16",
+    "generate": "--max-new-tokens 8",
+    "tune": "--samples 12 --context 300 --steps 2",
+    "--lengths": "--lengths 200,300",
+    "--refine": "--rounds 1 --refine-probes 2",
+    "fit-scorer": "--samples 2 --context 256",
+}
+"""What is appended to lines with these words: of an option that is given twice, the last counts."""
+
+NOT_RUN = {
+    ("README.md", "installs; CI runs both targets"),
+    ("evaluating.md", "takes hours; a quick form takes minutes"),
+    ("evaluating.md", "lm-eval and its data sets are in no environment of this project"),
+    ("from_kvpress.md", "kvpress has an environment of its own, where a test runs this"),
+    ("from_kvpress.md", "kvpress has an environment of its own"),
+    ("peers.md", "kvpress has an environment of its own"),
+}  # fmt: skip
+
+
+WITH_BLOCKS = [page for page in PAGES if any(block.reason is None for block in blocks(page))]
+
+
+@pytest.fixture(scope="module")
+def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random model that reads and writes the demo's tokens."""
+    tokenizer = loading.load_model("demo").tokenizer
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.1,
+    }
+    tiny_model(**sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_files(folder: Path) -> None:
+    """The prompts and files that pages name."""
+    words = next(iter(default_texts())).text.split()[:400]
+    (folder / "prompt.txt").write_text(" ".join(words), encoding="utf-8")
+    words.insert(150, "The special number is 4829131.")
+    for name in ("context.txt", "contract.txt"):
+        (folder / name).write_text(" ".join(words), encoding="utf-8")
+    lines = [
+        {"context": " ".join(words[at:]), "input": "Who speaks?", "answers": ["Monroe"]}
+        for at in range(12)
+    ]
+    for name in ("q", "calibration", "hotpotqa"):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
+def test_every_block_runs(
+    page: Path, tiny_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", Stdin("Who speaks?\n"))
+    source = "demo" if page.name in REAL else str(tiny_demo)
+    load = loading.load_model
+    monkeypatch.setattr(
+        loading, "load_model", lambda name, **how: load(source if name == "demo" else name, **how)
+    )
+    demo = loading.load_model("demo")
+    write_files(tmp_path)
+    names = PREPARED.get(page.name, lambda _, __: {})(tmp_path, demo)
+    for block in blocks(page):
+        if block.reason is not None:
+            continue
+        if block.language == "python":
+            lines = "\n" * block.line + block.text  # so that a traceback names the page's line
+            exec(compile(lines, str(page), "exec"), names)
+        else:
+            for line in commands(block.text):
+                run_line(line, source, tmp_path)
+    if page.name in CHECKED:
+        CHECKED[page.name](names, capsys.readouterr().out)
+
+
+def commands(text: str) -> list[str]:
+    lines = text.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def run_line(line: str, demo: str, folder: Path) -> None:
+    words = shlex.split(line, comments=True)
+    assert words[0] == "kvalloc", line
+    arguments = [demo if word == "demo" else word for word in words[1:]]
+    if line.endswith("# refused"):
+        said = refused(folder, *arguments)
+        assert "is not possible with --cap" in said
+        assert "or use --cap" in said
+        return
+    sizes = [size for word, text in SIZES.items() if word in words for size in text.split()]
+    ran = run(*arguments, *sizes)
+    assert ran.code == 0, f"{line}\n{ran.err}"
+
+
+def prepare_solving(folder: Path, demo: Any) -> dict[str, Any]:
+    """A made-up score profile with all that can be measured."""
+    shape = make_shape(n_layers=16, n_kv_heads=2, head_dim=16)
+    bits = make_bits(shape=shape, context_tokens=120)
+    measured = {"bit_widths": bits.bit_widths, "bit_fidelity": bits.bit_fidelity}
+    losses = make_losses(shape=shape, context_tokens=120)
+    measured |= {name: getattr(losses, name) for name in ("loss_tokens", "losses", "loss_stderr")}
+    shared = make_shared_scores(longest=2, n_layers=16, n_kv_heads=2, context_tokens=120)
+    shared.replace(shape=shape, **measured).save(folder / "s.safetensors")
+    (folder / "w.json").write_text(json.dumps([1] * 8 + [2] * 8))
+    return {}
+
+
+def prepare_runtime(folder: Path, demo: Any) -> dict[str, Any]:
+    """What the page takes for granted: a model, a profile, inputs, questions."""
+    profile = equal_budgets(demo.model, 120, context_tokens=300)
+    for name in ("p.json", "a.json", "b.json"):
+        profile.save(folder / name)
+    ids = torch.arange(1000, 1300)[None]
+    return {
+        "kvalloc": kvalloc,
+        "model": demo.model,
+        "tokenizer": demo.tokenizer,
+        "profile": profile,
+        "inputs": {"input_ids": ids, "max_new_tokens": 3},
+        "document": {"input_ids": ids},
+        "questions": torch.tensor([[[7, 8, 9]], [[70, 80, 90]]]),
+    }
+
+
+PREPARED: dict[str, Callable[[Path, Any], dict[str, Any]]] = {
+    "solving.md": prepare_solving,
+    "runtime.md": prepare_runtime,
+    "evaluating.md": prepare_runtime,
+}
+
+
+def check_readme(names: dict[str, Any], said: str) -> None:
+    assert "58% of the entries at 5 bits" in said
+    cache, tokens = names["applied"].last_cache, names["inputs"]["input_ids"].shape[1]
+    stored = kept_bytes(cache.layers)
+    assert stored is not None
+    assert 0.19 < cache.profile.of_16_bits(stored, tokens) <= 0.2  # with positions and biases
+
+
+def check_policies(names: dict[str, Any], _: str) -> None:
+    made = names["EverySecond"](scorer=get_scorer("xkv", window=2))
+    kept = made.keep(make_states(n_tokens=10), torch.full((1, 2), 7), sinks=1, window=2)
+    assert kept[0, 1].nonzero()[:, 0].tolist() == [0, 1, 2, 4, 6, 8, 9]
+
+
+def check_runtime(names: dict[str, Any], said: str) -> None:
+    first, second = said.splitlines()[-2:]
+    assert first != second
+    assert names["cache"].get_seq_length() == 300
+
+
+CHECKED: dict[str, Callable[[dict[str, Any], str], None]] = {
+    "README.md": check_readme,
+    "policies.md": check_policies,
+    "runtime.md": check_runtime,
+}
+
+
+def test_blocks_that_do_not_run_are_these() -> None:
+    found = {(page.name, block.reason) for page in PAGES for block in blocks(page)}
+    assert {pair for pair in found if pair[1] is not None} == NOT_RUN
+
+
+def test_every_flag_of_solve_and_every_solver_is_shown() -> None:
+    text = (ROOT / "docs" / "solving.md").read_text(encoding="utf-8")
+    flags = {f"--{name.replace('_', '-')}" for name in signature(solve_command).parameters}
+    common = {"--return", "--scores", "--output", "--json", "--quiet", "--context", "--average"}
+    assert not {flag for flag in flags - common if flag not in text}
+    assert {name for name in solver_names() if f"`{name}`" not in text} == {"auto"}
+    mathematics = (ROOT / "docs" / "solvers.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^#+ `(\w+)`$", mathematics, re.MULTILINE)) == set(solver_names())
+
+
+def test_the_readme_is_short_and_shows_both_commands_at_the_top() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 120
+    assert "make demo" in text[:900]
+    assert "make test" in text[:900]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
+        assert (page.parent / target).exists(), target
