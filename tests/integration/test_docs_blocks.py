@@ -103,7 +103,7 @@ def test_every_block_runs(
     )
     demo = loading.load_model("demo")
     write_files(tmp_path)
-    names = PREPARED.get(page.name, lambda _, __: {})(tmp_path, demo)
+    names = prepare_solving(tmp_path) if page.name == "solving.md" else prepare(tmp_path, demo)
     for block in blocks(page):
         if block.reason is not None:
             continue
@@ -125,7 +125,7 @@ def commands(text: str) -> list[str]:
 def run_line(line: str, demo: str, folder: Path) -> None:
     words = shlex.split(line, comments=True)
     assert words[0] == "kvalloc", line
-    arguments = [demo if word == "demo" else word for word in words[1:]]
+    arguments = [demo if word in ("demo", "MODEL") else word for word in words[1:]]
     if line.endswith("# refused"):
         said = refused(folder, *arguments)
         assert "is not possible with --cap" in said
@@ -136,7 +136,7 @@ def run_line(line: str, demo: str, folder: Path) -> None:
     assert ran.code == 0, f"{line}\n{ran.err}"
 
 
-def prepare_solving(folder: Path, demo: Any) -> dict[str, Any]:
+def prepare_solving(folder: Path) -> dict[str, Any]:
     """A made-up score profile with all that can be measured."""
     shape = make_shape(n_layers=16, n_kv_heads=2, head_dim=16)
     bits = make_bits(shape=shape, context_tokens=120)
@@ -149,8 +149,8 @@ def prepare_solving(folder: Path, demo: Any) -> dict[str, Any]:
     return {}
 
 
-def prepare_runtime(folder: Path, demo: Any) -> dict[str, Any]:
-    """What the page takes for granted: a model, a profile, inputs, questions."""
+def prepare(folder: Path, demo: Any) -> dict[str, Any]:
+    """What pages take for granted: a model, a profile, inputs, questions."""
     profile = equal_budgets(demo.model, 120, context_tokens=300)
     for name in ("p.json", "a.json", "b.json"):
         profile.save(folder / name)
@@ -164,13 +164,6 @@ def prepare_runtime(folder: Path, demo: Any) -> dict[str, Any]:
         "document": {"input_ids": ids},
         "questions": torch.tensor([[[7, 8, 9]], [[70, 80, 90]]]),
     }
-
-
-PREPARED: dict[str, Callable[[Path, Any], dict[str, Any]]] = {
-    "solving.md": prepare_solving,
-    "runtime.md": prepare_runtime,
-    "evaluating.md": prepare_runtime,
-}
 
 
 def check_readme(names: dict[str, Any], said: str) -> None:
@@ -208,7 +201,16 @@ def test_blocks_that_do_not_run_are_these() -> None:
 def test_every_flag_of_solve_and_every_solver_is_shown() -> None:
     text = (ROOT / "docs" / "solving.md").read_text(encoding="utf-8")
     flags = {f"--{name.replace('_', '-')}" for name in signature(solve_command).parameters}
-    common = {"--return", "--scores", "--output", "--json", "--quiet", "--context", "--average"}
+    common = {
+        "--return",
+        "--scores",
+        "--output",
+        "--json",
+        "--quiet",
+        "--verbose",
+        "--context",
+        "--average",
+    }
     assert not {flag for flag in flags - common if flag not in text}
     assert {name for name in solver_names() if f"`{name}`" not in text} == {"auto"}
     mathematics = (ROOT / "docs" / "solvers.md").read_text(encoding="utf-8")
