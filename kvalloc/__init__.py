@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvalloc.errors import KVAllocError
     from kvalloc.formats.budget_profile import BudgetProfile, Policy
     from kvalloc.formats.score_profile import ScoreProfile
-    from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
+    from kvalloc.formats.shipped_profiles import load_profile, load_scores, shipped_profiles
     from kvalloc.measure import profile
     from kvalloc.measure.scorer_fitting import fit_scorer
     from kvalloc.online.application import apply
@@ -40,6 +40,7 @@ _WHERE = {
     "fit_scorer": "kvalloc.measure.scorer_fitting",
     "load_cache": "kvalloc.runtime",
     "load_profile": "kvalloc.formats.shipped_profiles",
+    "load_scores": "kvalloc.formats.shipped_profiles",
     "profile": "kvalloc.measure",
     "refine": "kvalloc.tuning",
     "shipped_profiles": "kvalloc.formats.shipped_profiles",
@@ -62,6 +63,7 @@ __all__ = [
     "fit_scorer",
     "load_cache",
     "load_profile",
+    "load_scores",
     "profile",
     "refine",
     "shipped_profiles",

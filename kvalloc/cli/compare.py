@@ -9,7 +9,7 @@ from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import hanging, note, print_json, print_table, wants_json
 from kvalloc.cli.solve import decision_row
-from kvalloc.cli.values import check_time_limit, load_scores, solver_options
+from kvalloc.cli.values import check_time_limit, solver_options
 from kvalloc.errors import InputError, nearest
 from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import (
@@ -58,6 +58,7 @@ def compare(
     """
     from kvalloc.allocation.decision import compare as decide
     from kvalloc.cli.progress import slow
+    from kvalloc.formats.shipped_profiles import load_scores
     from kvalloc.problem.registry import get_solver, solver_names
 
     request = Request.parse(**asked)  # refuses before the scores are read

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import duration, json_text, wants_json
 from kvalloc.cli.progress import ProgressBar, load, slow
-from kvalloc.cli.values import check_time_limit
-from kvalloc.errors import InputError, SolverError
+from kvalloc.cli.values import check_time_limit, make_folder
+from kvalloc.errors import SolverError
 from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def demo(
     # Before torch is loaded: threads that spin while they wait make everything several times
     # slower on a machine that is not idle, and a demo seldom has a machine to itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _make_folder(output_dir)
+    make_folder(output_dir)
     much = _QUICK if quick else _FULL
     run = _Demo(
         much=much,
@@ -110,15 +110,6 @@ _QUICK = _Amount(
     loss_context_tokens=128,
     loss_plan={"shares": (0.0, 0.15, 0.4), "continuation_tokens": 8},
 )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise InputError(f"{folder} is a file; name a folder with --output-dir") from None
-    except OSError as error:
-        raise InputError(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import hanging, note, print_fields, print_result
-from kvalloc.cli.values import load_scores
 from kvalloc.errors import InputError
 from kvalloc.units import Option, size
 
@@ -85,6 +84,7 @@ def export(
 
 
 def _export_curves(scores: Path, to: str, output: Path) -> None:
+    from kvalloc.formats.shipped_profiles import load_scores
     from kvalloc.interop.exporting import export_target
     from kvalloc.interop.tables import CSV, curve_table
 

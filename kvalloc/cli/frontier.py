@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import duration, note, print_result, print_table
-from kvalloc.cli.values import check_time_limit, load_scores, solver_options
+from kvalloc.cli.values import check_time_limit, solver_options
 from kvalloc.errors import InputError
 from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import LOSS_NOTE, value_heading
@@ -56,6 +56,7 @@ def frontier(
     from kvalloc.allocation.formulation import choose_objective
     from kvalloc.allocation.frontier import Sizes, trace_request
     from kvalloc.cli.progress import ProgressBar
+    from kvalloc.formats.shipped_profiles import load_scores
     from kvalloc.problem.registry import get_solver
 
     asked["budget"] = 1.0

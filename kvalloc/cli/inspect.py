@@ -71,9 +71,9 @@ def inspect(file: str) -> None:
 
         _show_saved(file, *SavedCacheHeader.read(file))
     else:
-        from kvalloc.formats.score_profile import ScoreProfile
+        from kvalloc.formats.shipped_profiles import load_scores
 
-        _show_scores(file, ScoreProfile.load(file))
+        _show_scores(file, load_scores(file))
 
 
 def _kind(file: str) -> str:
@@ -86,14 +86,16 @@ def _kind(file: str) -> str:
     """
     from kvalloc.formats.hub import on_hub
     from kvalloc.formats.record import kind_of
-    from kvalloc.formats.shipped_profiles import shipped_profiles
+    from kvalloc.formats.shipped_profiles import shipped_profiles, shipped_scores
 
     if on_hub(file):
         return "budget profile"
-    path, shipped = Path(file), shipped_profiles()
+    path, shipped = Path(file), [*shipped_scores(), *shipped_profiles()]
     if not path.exists():
-        if file in shipped:
+        if file in shipped_profiles():
             return "budget profile"
+        if file in shipped_scores():
+            return "score profile"
         raise InputError(
             f"there is no file {file} and no shipped profile of that name; "
             f"{nearest(file, shipped) or near_file(file)}check the path, or choose from: "

@@ -20,7 +20,7 @@ from kvalloc.cli.options import GroupedCommand
 from kvalloc.errors import KVAllocError, naming_flags, nearest, no_such, plain
 
 GROUPS = {
-    "Begin here": ("demo", "doctor"),
+    "Begin here": ("quickstart", "demo", "doctor"),
     "Measure": ("profile", "fit-scorer"),
     "Decide": ("solve", "tune", "compare", "frontier"),
     "Look at files": ("report", "inspect", "verify", "diff"),

@@ -29,7 +29,7 @@ class Common(TypedDict):
     model : str
         A hub id, a local folder, a .gguf file, or 'demo'.
     scores : Path
-        A score profile that 'kvalloc profile' wrote.
+        A score profile that 'kvalloc profile' wrote, or a shipped one's name.
     profile : str
         A budget profile, or a shipped one's name.
     solver : str

@@ -17,7 +17,7 @@ from kvalloc.cli.output import (
     wants_json,
 )
 from kvalloc.cli.progress import ProgressBar, load, slow
-from kvalloc.cli.values import check_time_limit, load_scores, solver_options
+from kvalloc.cli.values import check_time_limit, solver_options
 from kvalloc.errors import InputError, option
 from kvalloc.report.wording import LOSS_NOTE, RETENTION_NOTE, decision_fields, requested_bytes
 from kvalloc.units import Option
@@ -92,6 +92,7 @@ def solve(
         The budget profile to write; may be left out with --json.
     """
     from kvalloc.allocation.decision import solve as decide
+    from kvalloc.formats.shipped_profiles import load_scores
 
     others = [name for name in asked if name not in RequestOptions.__annotations__]
     given = {name: asked.pop(name) for name in others}

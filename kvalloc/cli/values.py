@@ -6,18 +6,15 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from kvalloc.errors import InputError, nearest
 
-if TYPE_CHECKING:
-    from kvalloc.formats.score_profile import ScoreProfile
 
+def _shipped(*kinds: str) -> list[str]:
+    from kvalloc.formats import shipped_profiles as shipped
 
-def _shipped() -> list[str]:
-    from kvalloc.formats.shipped_profiles import shipped_profiles
-
-    return shipped_profiles()
+    return [name for kind in kinds for name in getattr(shipped, f"shipped_{kind}")()]
 
 
 def _plugins(*groups: str) -> list[str]:
@@ -41,7 +38,10 @@ def _metrics() -> list[str]:
 _PICKING = partial(_plugins, "policies", "scorers")
 NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "model": lambda: ["demo"],
-    **dict.fromkeys(("profile", "first", "second", "file"), _shipped),
+    **dict.fromkeys(("profile", "first", "second"), partial(_shipped, "profiles")),
+    "scores": partial(_shipped, "scores"),
+    **dict.fromkeys(("file", "files"), partial(_shipped, "scores", "profiles")),
+    "surrogate": partial(_shipped, "surrogates"),
     "solver": partial(_plugins, "solvers"),
     "scorer": partial(_plugins, "scorers"),
     **dict.fromkeys(("policy", "policies", "loss_policies"), _PICKING),
@@ -53,19 +53,20 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
 """What there is of each kind, by the parameter that takes its name; nothing loads torch."""
 
 
-def load_scores(path: Path) -> ScoreProfile:
-    """The score profile in a file, here or on the hub.
+def make_folder(folder: Path) -> None:
+    """Make the folder of ``--output-dir`` where there is none.
 
     Raises
     ------
-    ProfileFileError
-        If the file is not a sound score profile; says so where it is a budget profile instead.
+    InputError
+        If it is a file, or cannot be made.
     """
-    from kvalloc.formats.hub import local_file
-    from kvalloc.formats.score_profile import ScoreProfile
-
-    with local_file(path) as file:
-        return ScoreProfile.load(file)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise InputError(f"{folder} is a file; name a folder with --output-dir") from None
+    except OSError as error:
+        raise InputError(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
 def check_time_limit(seconds: float | None) -> None:

@@ -9,7 +9,6 @@ import typer
 
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import hanging, print_result
-from kvalloc.cli.values import load_scores
 from kvalloc.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def verify(profile: str, scores: Path) -> None:
     """
     from kvalloc.allocation.audit import verify as recompute
     from kvalloc.formats.record import kind_of
-    from kvalloc.formats.shipped_profiles import load_profile
+    from kvalloc.formats.shipped_profiles import load_profile, load_scores
 
     if (kind_of(profile), kind_of(scores)) == ("score profile", "budget profile"):
         raise InputError(f"the two files are swapped; write: kvalloc verify {scores} {profile}")

@@ -9,7 +9,12 @@ from typing import Any
 
 from kvalloc.errors import InputError, ProfileFileError, nearest
 from kvalloc.formats.record import WHAT_TO_DO, kind_of, with_article
-from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
+from kvalloc.formats.shipped_profiles import (
+    load_profile,
+    load_scores,
+    shipped_profiles,
+    shipped_scores,
+)
 
 READERS = {
     "score profile": ("kvalloc.formats.score_profile", "ScoreProfile"),
@@ -48,10 +53,12 @@ def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
     ProfileFileError
         If it is a file of another kind, which is named, or not a sound one.
     """
-    path, shipped = Path(source), shipped_profiles()
+    path, shipped = Path(source), [*shipped_scores(), *shipped_profiles()]
     if not path.exists():
-        if str(source) in shipped and "budget profile" in kinds:
+        if str(source) in shipped_profiles() and "budget profile" in kinds:
             return load_profile(source)
+        if str(source) in shipped_scores() and "score profile" in kinds:
+            return load_scores(source)
         near, names = nearest(str(source), shipped), ", ".join(shipped) or "none is shipped"
         raise InputError(
             f"there is no file {source} and no shipped profile of that name; {near}check the path, "

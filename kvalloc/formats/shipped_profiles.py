@@ -1,24 +1,39 @@
-"""Budget profiles and surrogates by name: files, those on the hub, those that ship."""
+"""Profiles and surrogates by name: files, those on the hub, those that ship."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import TypeVar
 
 from kvalloc.errors import InputError, ModelMismatchError, nearest
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.hub import local_file, on_hub
+from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.surrogate import FittedSurrogate
 from kvalloc.shape import ModelShape
 
 PACKAGE = "kvalloc.profiles"
-SURROGATE = ".safetensors"
+BUDGETS, SCORES, SURROGATE = ".json", ".scores.safetensors", ".surrogate.safetensors"
+"""Endings of what ships; a name can be that of one of each kind."""
+
+T = TypeVar("T", BudgetProfile, ScoreProfile, FittedSurrogate)
 
 
 def shipped_profiles() -> list[str]:
     """Names of the budget profiles that ship with kvalloc, sorted."""
-    return _shipped(".json")
+    return _shipped(BUDGETS)
+
+
+def shipped_scores() -> list[str]:
+    """Names of the score profiles that ship with kvalloc, sorted."""
+    return _shipped(SCORES)
+
+
+def shipped_surrogates() -> list[str]:
+    """Names of the surrogates that ship with kvalloc, sorted."""
+    return _shipped(SURROGATE)
 
 
 def _shipped(ending: str) -> list[str]:
@@ -45,18 +60,35 @@ def load_profile(source: str | Path) -> BudgetProfile:
     ProfileFileError
         If the file is not a sound budget profile.
     """
-    if on_hub(source) or Path(source).exists():
-        with local_file(source) as path:
-            return BudgetProfile.load(path)
     shipped = shipped_profiles()
-    if str(source) in shipped:
-        with resources.as_file(resources.files(PACKAGE) / f"{source}.json") as file:
-            return BudgetProfile.load(file)
+    if on_hub(source) or Path(source).exists() or str(source) in shipped:
+        return _load(BudgetProfile, source, BUDGETS)
     known = ", ".join(shipped) or "none"
     near = nearest(str(source), shipped)
     raise InputError(
         f"there is no budget profile {source}: no such file; {near}shipped ones: {known}"
     )
+
+
+def load_scores(source: str | Path) -> ScoreProfile:
+    """A score profile from a file, from the hub, or a shipped one by its name.
+
+    Parameters
+    ----------
+    source : str or Path
+        A path, ``hf://owner/repo[@revision]/file.safetensors``, or a name that `shipped_scores`
+        lists, such as ``"smollm2-135m-instruct"``.
+
+    Returns
+    -------
+    ScoreProfile
+
+    Raises
+    ------
+    ProfileFileError
+        If there is neither such a file nor such a name, or it holds no sound score profile.
+    """
+    return _load(ScoreProfile, source, SCORES)
 
 
 def load_surrogate(source: str) -> FittedSurrogate:
@@ -77,17 +109,21 @@ def load_surrogate(source: str) -> FittedSurrogate:
     ProfileFileError
         If there is neither such a file nor such a name, or it holds no sound surrogate.
     """
-    if on_hub(source) or Path(source).exists() or source not in _shipped(SURROGATE):
-        with local_file(source) as path:
-            return FittedSurrogate.load(path)
-    with resources.as_file(resources.files(PACKAGE) / f"{source}{SURROGATE}") as file:
-        return FittedSurrogate.load(file)
+    return _load(FittedSurrogate, source, SURROGATE)
+
+
+def _load(kind: type[T], source: str | Path, ending: str) -> T:
+    if not on_hub(source) and not Path(source).exists() and str(source) in _shipped(ending):
+        with resources.as_file(resources.files(PACKAGE) / f"{source}{ending}") as file:
+            return kind.load(file)
+    with local_file(source) as path:
+        return kind.load(path)
 
 
 @cache
 def shipped_surrogate(shape: ModelShape) -> str | None:
     """The name of the shipped surrogate that was fitted to a model; None where none was."""
-    for name in _shipped(SURROGATE):
+    for name in shipped_surrogates():
         try:
             load_surrogate(name).shape.require_same_model(shape)
         except ModelMismatchError:

@@ -17,6 +17,7 @@ import kvalloc
 from kvalloc.cli import main as cli
 from kvalloc.cli.main import COMMANDS, GROUPS, _complete
 from kvalloc.errors import InputError
+from kvalloc.formats.shipped_profiles import load_profile
 
 
 def test_version():
@@ -169,6 +170,30 @@ def test_the_shell_completes_names_without_loading_a_model(typed, completed):
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, completed, "")
+
+
+def test_quickstart_needs_no_model(tmp_path):
+    """In a process without torch, SciPy's heavy parts aside: files, a page, what to type next."""
+    code = (
+        "import sys\nfrom kvalloc.cli.main import main\ncode = main(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()\nsys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "quickstart", "--output-dir", "q"],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for line in done.stdout.partition("Next, on these files:\n")[2].splitlines()[:3]:
+        _, *words = line.split()
+        words = [tmp_path / word if word.startswith("q/") else word for word in words]
+        assert run(*words).code == 0
+    page = (tmp_path / "q/report.html").read_text()
+    profiles = {file.stem: load_profile(file) for file in (tmp_path / "q").glob("*.json")}
+    assert all(name in page for name in profiles)
+    losses = {name: profile.predicted_loss for name, profile in profiles.items()}
+    assert min(losses, key=losses.get) == "auto"
+    assert profiles["auto"].termination == "optimal"
 
 
 def test_verbose_tells_what_was_done_and_when(tmp_path):

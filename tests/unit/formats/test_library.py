@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cli_tools import run
 
 import kvalloc
 from kvalloc.errors import InputError
+from kvalloc.formats.shipped_profiles import shipped_scores
 
 README = Path(__file__).parents[3] / "profiles" / "README.md"
 
@@ -37,6 +39,17 @@ def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
         assert profile.score_digest
         assert profile.problem_digest
     assert f"`{name}`" in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", shipped_scores())
+def test_shipped_scores_load_by_name_wherever_a_file_does(name: str) -> None:
+    scores = kvalloc.load_scores(name)
+    assert scores.has_losses
+    assert scores.interpolation_error < 0.002
+    assert run("solve", name, "--budget", "20%", "--json").json["predicted_loss"] < 0.02
+    assert run("inspect", name).code == 0
+    assert (README.parent / f"{name}.scores.safetensors").stat().st_size < 300_000
+    assert f"`{name}.scores.safetensors`" in README.read_text(encoding="utf-8")
 
 
 def test_an_unknown_name_lists_the_shipped_ones() -> None:
