@@ -85,6 +85,7 @@ def frontier(
 
         title = f"{profile.shape.model_id}, {solver}, {request.level} level"
         draw_frontier(traced, png, title=title)
+        note(f"written {png}: retention, predicted loss and prices over bytes, as far as known")
     how = {"solver": solver, "level": request.level, "objective": request.objective}
     print_result(
         {**how, "seconds": seconds, "points": [_plain(point) for point in traced]},

@@ -23,6 +23,13 @@ _SCALES = (0.05, 0.1, 0.25, 0.5, 1.0)
 _PERCENT_TICKS = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1]
 
 
+FRONTIERS = (
+    ("retention", "mean", "retention (share of the attention mass)"),
+    ("loss", "loss", "predicted loss, nats per token"),
+)
+"""What the bytes buy: a row's field, the objective of its best, and the title of its axis."""
+
+
 def theme(*, ink: str, faint: str, empty: str, ramp: Sequence[str], names: Sequence[str]) -> Spec:
     """Colours and type of a picture, as Vega-Lite's configuration."""
     axis = {
@@ -51,7 +58,7 @@ def theme(*, ink: str, faint: str, empty: str, ramp: Sequence[str], names: Seque
         "text": {"fill": ink},
         "rule": {"stroke": ink},
         "range": {"category": list(names), "heatmap": list(ramp), "ramp": list(ramp)},
-        "style": {"empty": {"color": empty}, "context": {"color": faint}},
+        "style": {"empty": {"color": empty}, "context": {"color": faint}, "mean": {"color": ink}},
     }
 
 
@@ -200,10 +207,6 @@ def curve_chart(curves: UnitCurves, *, what: str, of_loss: bool) -> Spec:
         With the parameters ``layer`` and ``head``, which choose the unit.
     """
     lines = curves.lines()
-    shares = [float(f"{share:.4g}") for share in curves.shares]
-    scale: Spec = {"domain": [0, 1]}
-    if of_loss:
-        scale = {"type": "symlog", "constant": 0.01}
     there = {line["head"] for line in lines}
     # a choice that was not measured shows what was: whole layers only, or every head
     instead = {frozenset({WHOLE}): "true"}.get(frozenset(there), f"head == {WHOLE}")
@@ -211,20 +214,7 @@ def curve_chart(curves: UnitCurves, *, what: str, of_loss: bool) -> Spec:
         instead = "false"
     chosen = {"filter": f"datum.layer == layer && (datum.head == head || {instead})"}
     context = f"datum.head == {WHOLE}" if WHOLE in there else "true"
-    place = {
-        "x": {
-            "field": "share",
-            "type": "quantitative",
-            "title": "kept of the context",
-            "axis": {"format": "%", "tickCount": 10, "labelOverlap": "parity"},
-            "scale": {"domain": [0, 1]},
-        },
-        "y": {"field": "value", "type": "quantitative", "title": what, "scale": scale},
-    }
-    spread = [
-        {"calculate": json.dumps(shares), "as": "share"},
-        {"flatten": ["share", "values"], "as": ["share", "value"]},
-    ]
+    place, spread = _curve_place(what, of_loss), _spread(curves)
     first = lines[0]
     return {
         "params": [
@@ -268,6 +258,135 @@ def curve_chart(curves: UnitCurves, *, what: str, of_loss: bool) -> Spec:
     }
 
 
+def _curve_place(what: str, of_loss: bool) -> Spec:
+    """Axes of a curve."""
+    scale: Spec = {"type": "symlog", "constant": 0.01} if of_loss else {"domain": [0, 1]}
+    axis = {"format": "%", "tickCount": 10, "labelOverlap": "parity"}
+    kept = {"field": "share", "type": "quantitative", "title": "kept of the context", "axis": axis}
+    return {
+        "x": {**kept, "scale": {"domain": [0, 1]}},
+        "y": {"field": "value", "type": "quantitative", "title": what, "scale": scale},
+    }
+
+
+def _spread(curves: UnitCurves) -> list[Spec]:
+    """A row for each point of a row for a curve."""
+    shares = [float(f"{share:.4g}") for share in curves.shares]
+    return [
+        {"calculate": json.dumps(shares), "as": "share"},
+        {"flatten": ["share", "values"], "as": ["share", "value"]},
+    ]
+
+
+def layers_chart(curves: UnitCurves, *, what: str, of_loss: bool = False) -> Spec:
+    """Curves of all layers, or of the heads that were measured, coloured by depth; and their mean.
+
+    Parameters
+    ----------
+    curves, what, of_loss
+        As in `curve_chart`.
+    """
+    lines = curves.lines()
+    whole = [line for line in lines if line["head"] == WHOLE] or lines
+    place = _curve_place(what, of_loss)
+    return {
+        "data": {"values": whole},
+        "transform": _spread(curves),
+        "encoding": place,
+        "layer": [
+            {
+                "mark": {"type": "line", "strokeWidth": 1, "opacity": 0.8},
+                "encoding": {
+                    "detail": [{"field": "layer"}, {"field": "head"}],
+                    "color": {
+                        "field": "layer",
+                        "type": "quantitative",
+                        "legend": {
+                            **{"orient": "bottom-right", "direction": "horizontal"},
+                            **{"gradientLength": 120, "offset": 12},
+                        },
+                    },
+                },
+            },
+            {
+                "mark": {"type": "line", "strokeWidth": 3, "style": "mean"},
+                "encoding": {"y": {**place["y"], "aggregate": "mean"}},
+            },
+        ],
+    }
+
+
+def strips_chart(rows: Sequence[Row], *, width: int) -> Spec:
+    """A strip of bars a name, one bar a layer: the share that it keeps.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        ``who``, lines of text; ``layer``, ``share``, and ``order``, that of the strips.
+    width : int
+        Pixels of a strip.
+    """
+    header = {"labelAngle": 0, "labelAlign": "left", "labelFontSize": 12, "labelPadding": 8}
+    axis = {"format": "%", "values": [0, 1], "title": None, "labelFontSize": 10}
+    order = {"field": "order", "op": "min"}
+    return {
+        "title": "What each solver lets a layer keep of the prompt",
+        "data": {"values": list(rows)},
+        "facet": {"row": {"field": "who", "title": None, "sort": order, "header": header}},
+        "spacing": 14,
+        "spec": {
+            **{"width": width, "height": 44, "mark": "bar"},
+            "encoding": {
+                "x": _layers_axis(),
+                "y": {
+                    **{"field": "share", "type": "quantitative", "axis": axis},
+                    "scale": {"domain": [0, 1]},
+                },
+            },
+        },
+    }
+
+
+def harm_chart(rows: Sequence[Row]) -> Spec:
+    """Measured KL of each name, the least first; filled where every needle was found.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        ``who``, ``kl``, ``found`` of ``of``.
+    """
+    x = {
+        "field": "kl",
+        "type": "quantitative",
+        "title": "KL to the full cache, nats per token",
+        "scale": {"type": "log"},
+        "axis": {"values": [10.0**power for power in range(-6, 3)], "format": "~g"},
+    }
+    text = "format(datum.kl, '.2~g') + '; ' + datum.found + '/' + datum.of"
+    return {
+        "data": {"values": list(rows)},
+        "transform": [{"calculate": text, "as": "said"}],
+        "encoding": {
+            "x": x,
+            "y": {"field": "who", "type": "nominal", "title": None, "sort": "x"},
+        },
+        "layer": [
+            {
+                "transform": [{"filter": "datum.found == datum.of"}],
+                "mark": {"type": "point", "filled": True, "size": 110, "opacity": 1},
+            },
+            {
+                "transform": [{"filter": "datum.found < datum.of"}],
+                "mark": {"type": "point", "size": 90},
+            },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 9},
+                "encoding": {"text": {"field": "said"}},
+            },
+        ],
+    }
+
+
 def frontier_chart(traced: Sequence[Row], points: Sequence[Row], *, by: str, what: str) -> Spec:
     """The best possible at every size as lines, and where budget profiles stand.
 
@@ -278,11 +397,13 @@ def frontier_chart(traced: Sequence[Row], points: Sequence[Row], *, by: str, wha
     points : sequence of dict
         As `Material.point_rows` gives them.
     by : str
-        Which of their values is drawn: ``retention`` or ``loss``.
+        Which of their values is drawn: ``retention``, ``loss`` or ``price``.
     what : str
         Title of the vertical axis.
     """
     y: Spec = {"field": by, "type": "quantitative", "title": what}
+    if by == "price":
+        y |= {"scale": {"type": "log"}, "axis": {"format": "~g", "labelOverlap": "parity"}}
     layers: list[Spec] = []
     if traced:
         line = {
@@ -384,7 +505,7 @@ def selectable(spec: Spec, field: str, value: str) -> Spec:
     return {**spec, "params": params, "transform": [chosen, *transform]}
 
 
-def save_picture(spec: Mapping[str, Any], path: str | Path) -> None:
+def save_chart(spec: Mapping[str, Any], path: str | Path) -> None:
     """Write a picture as PNG or SVG, by the file's ending, atomically.
 
     Raises

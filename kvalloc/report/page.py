@@ -133,10 +133,7 @@ def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[
     """Charts of what the bytes buy, by name, with their captions; specifications are added."""
     traced, points = material.frontier_rows(), material.point_rows()
     shown = []
-    for by, objective, what, better in (
-        ("retention", "mean", "retention (share of the attention mass)", "higher"),
-        ("loss", "loss", "predicted loss, nats per token", "lower"),
-    ):
+    for by, objective, what in charts.FRONTIERS:
         best = [row for row in traced if row["objective"] == objective]
         reached = [row for row in points if row[by] is not None]
         if best or len(reached) > 1:
@@ -145,6 +142,7 @@ def _frontiers(material: Material, specs: dict[str, charts.Spec]) -> list[tuple[
             lines = (
                 "Lines are the best that any budgets can reach by these curves. " if best else ""
             )
+            better = "lower" if by == "loss" else "higher"
             text = f"Predicted {by} against bytes: {better} and further left is better. {lines}"
             shown.append((name, f"{text}Each mark is a budget profile."))
     return shown

@@ -150,8 +150,8 @@ def ladder_table(ladder: Ladder, solvers: Sequence[str]) -> list[str]:
     return lines
 
 
-def harm_points(experiment: Experiment) -> dict[str, list[Asked]]:
-    """Collect measured harm by share for the picture, solvers of equal budgets once.
+def harm_at_bytes(experiment: Experiment) -> dict[str, Asked]:
+    """Collect measured harm at the same bytes for the picture, solvers of equal budgets once.
 
     Parameters
     ----------
@@ -159,20 +159,17 @@ def harm_points(experiment: Experiment) -> dict[str, list[Asked]]:
 
     Returns
     -------
-    dict of list of Asked
-        By solver; those whose every measurement is another solver's share its line, under both
-        names.
+    dict of Asked
+        By solver; those whose budgets are another solver's share its row, under both names.
     """
-    everything = [*experiment.asked, *experiment.by_loss, *experiment.ladder.asked.values()]
+    everything = [*experiment.asked, *experiment.by_loss]
     labels = {asked.solver: asked.solver for asked in everything}
     for name, twin in _twins(everything).items():
         if twin in labels:
             labels[twin] += f" = {name}"
             del labels[name]
-    return {
-        label: [asked for asked in everything if asked.solver == name and asked.kl is not None]
-        for name, label in labels.items()
-    }
+    found = {asked.solver: asked for asked in everything}
+    return {label: found[name] for name, label in labels.items()}
 
 
 def save_picture(
@@ -194,7 +191,7 @@ def save_picture(
     target = next(iter(decided.values())).requested["value"]
     model = scores.shape.model_id.rsplit("/", 1)[-1]
     title = f"{model}: budgets for a retention of {target:g}, and by loss"
-    save_budget_figure(path, scores, decided, harm=harm_points(experiment), title=title)
+    save_budget_figure(path, scores, decided, harm=harm_at_bytes(experiment), title=title)
 
 
 def lessons(experiment: Experiment) -> tuple[str, ...]:
