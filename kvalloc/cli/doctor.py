@@ -18,10 +18,15 @@ from kvalloc.cli.options import takes
 from kvalloc.cli.output import is_quiet, print_json, wants_json
 from kvalloc.errors import KVAllocError, one_line
 
-CORE = ("numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich")
+CORE = (
+    *("numpy", "scipy", "ortools", "pydantic", "safetensors", "typer", "rich", "jinja2"),
+    "vl_convert",
+)
+DISTRIBUTIONS = {"vl_convert": "vl-convert-python"}
+"""Names of packages that are installed under another one."""
+
 RUN = ("torch", "transformers", "gguf")
 KERNELS = ("CPU kernel", "CUDA kernel")
-OPTIONAL = {"matplotlib": "the picture of 'kvalloc demo'"}
 
 CORE_BROKEN = 1
 
@@ -74,9 +79,6 @@ def examine() -> list[Finding]:
     findings = [_python(), _kvalloc()]
     findings += [_package(name, advice="pip install --upgrade kvalloc", core=True) for name in CORE]
     findings += [_package(name, advice=run) for name in RUN]
-    findings += [
-        _package(name, advice=f"pip install {name}, for {use}") for name, use in OPTIONAL.items()
-    ]
     if importlib.util.find_spec("torch") is not None:
         findings.append(_tried("compute", _compute))
         findings += [_tried(name, partial(_kernel, name)) for name in KERNELS]
@@ -112,7 +114,7 @@ def _package(name: str, *, advice: str, core: bool = False) -> Finding:
     if importlib.util.find_spec(name) is None:
         return Finding(name, advice=advice, core=core)
     try:
-        version = importlib.metadata.version(name)
+        version = importlib.metadata.version(DISTRIBUTIONS.get(name, name))
     except importlib.metadata.PackageNotFoundError:
         version = "of unknown version"
 

@@ -23,7 +23,7 @@ GROUPS = {
     "Begin here": ("quickstart", "demo", "doctor"),
     "Measure": ("profile", "fit-scorer"),
     "Decide": ("solve", "tune", "compare", "frontier"),
-    "Look at files": ("report", "inspect", "verify", "diff"),
+    "Look at files": ("report", "plot", "inspect", "verify", "diff"),
     "Run a model": ("generate", "eval"),
     "Share": ("export", "push"),
     "What there is": ("profiles", "solvers", "scorers", "policies"),

@@ -360,7 +360,7 @@ def harm_chart(rows: Sequence[Row]) -> Spec:
         "type": "quantitative",
         "title": "KL to the full cache, nats per token",
         "scale": {"type": "log"},
-        "axis": {"values": [10.0**power for power in range(-6, 3)], "format": "~g"},
+        "axis": _decades(),
     }
     text = "format(datum.kl, '.2~g') + '; ' + datum.found + '/' + datum.of"
     return {
@@ -403,7 +403,7 @@ def frontier_chart(traced: Sequence[Row], points: Sequence[Row], *, by: str, wha
     """
     y: Spec = {"field": by, "type": "quantitative", "title": what}
     if by == "price":
-        y |= {"scale": {"type": "log"}, "axis": {"format": "~g", "labelOverlap": "parity"}}
+        y |= {"scale": {"type": "log"}, "axis": _decades()}
     layers: list[Spec] = []
     if traced:
         line = {
@@ -475,6 +475,10 @@ def _bytes_axis(rows: Sequence[Row], of: str = "of the full cache") -> Spec:
         "scale": {"type": "log", "nice": False, "domain": [below, 1], "clamp": True},
         "axis": {"format": "~%", "values": _PERCENT_TICKS, "labelOverlap": "parity"},
     }
+
+
+def _decades() -> Spec:
+    return {"values": [10.0**power for power in range(-12, 12)], "format": "~g"}
 
 
 def _named(name: str) -> Spec:

@@ -41,7 +41,6 @@ def test_verify_finds_another_measurement(files):
 @pytest.mark.parametrize("objective", ["mean", "worst", "loss"])
 def test_frontier_of_any_objective_in_numbers_and_as_a_picture(objective, tmp_path):
     """Retention or loss against bytes, where loss was measured."""
-    pytest.importorskip("matplotlib")
     make_losses().save(tmp_path / "s.safetensors")
     asked = ["frontier", tmp_path / "s.safetensors", "--points", "6", "--objective", objective]
     points = run(*asked, "--png", tmp_path / "f.png", "--json").json["points"]

@@ -14,7 +14,7 @@ from factories import make_scores
 
 RUN = "import sys; from kvalloc.cli.main import main; code = main()"
 EXIT = "sys.exit(code)"
-HEAVY = ("torch", "transformers", "matplotlib")
+HEAVY = ("torch", "transformers", "vl_convert", "jinja2")
 OPTIMISERS = ("scipy", "ortools", "networkx")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 HEAVY = {
     "gguf",
-    "matplotlib",
+    "jinja2",
     "networkx",
     "ortools",
     "pandas",
@@ -18,6 +18,7 @@ HEAVY = {
     "scipy",
     "torch",
     "transformers",
+    "vl_convert",
 }
 
 

@@ -13,7 +13,7 @@ from kvalloc.allocation.decision import Attempt, solve
 from kvalloc.evaluate.showcase import Asked, Experiment, Ladder, decide
 from kvalloc.report.showcase import (
     decision_table,
-    harm_points,
+    harm_at_bytes,
     ladder_table,
     lessons,
     question_tables,
@@ -196,22 +196,11 @@ def test_measured_loss_that_does_worse_is_said_too(ask):
     assert "find 0 of 1 (KL 0.800); uniform 1 (KL 0.100)." in lines[2]
 
 
-def test_harm_points_merge_solvers_that_always_agree(ask):
-    cells = {
-        (name, share): ask(name, "1234567" if share > 0.3 else "7", 1 - share, share=share)
-        for name in ("uniform", "greedy")
-        for share in (0.2, 0.4)
-    }
-    for share in (0.2, 0.4):
-        cells["ilp", share] = replace(cells["greedy", share], solver="ilp", same_as="greedy")
+def test_harm_of_solvers_that_always_agree_is_one_row(ask):
     at_bytes = tuple(
         ask(name, "7", 0.7, same_as=twin)
         for name, twin in (("uniform", None), ("greedy", None), ("ilp", "greedy"))
     )
-    points = harm_points(an_experiment(at_bytes, cells=cells))
-    assert list(points) == ["uniform", "greedy = ilp"]
-    assert [(p.share, p.all_found) for p in points["uniform"]] == [
-        (0.3, False),
-        (0.2, False),
-        (0.4, True),
-    ]
+    found = harm_at_bytes(an_experiment(at_bytes, [ask("measured loss", "1234567", 0.1)]))
+    assert list(found) == ["uniform", "greedy = ilp", "measured loss"]
+    assert (found["greedy = ilp"].kl, found["measured loss"].all_found) == (0.7, True)
