@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from kvalloc.formats.shipped_profiles import load_profile, load_scores, shipped_profiles
     from kvalloc.measure import profile
     from kvalloc.measure.scorer_fitting import fit_scorer
+    from kvalloc.models.loading import load_model
     from kvalloc.online.application import apply
     from kvalloc.problem import AllocationProblem, Solution, Solver, Termination
+    from kvalloc.report.page import write_report
     from kvalloc.runtime import load_cache
     from kvalloc.shape import ModelShape
     from kvalloc.tuning import refine, tune
@@ -39,6 +41,7 @@ _WHERE = {
     "compare": "kvalloc.allocation.decision",
     "fit_scorer": "kvalloc.measure.scorer_fitting",
     "load_cache": "kvalloc.runtime",
+    "load_model": "kvalloc.models.loading",
     "load_profile": "kvalloc.formats.shipped_profiles",
     "load_scores": "kvalloc.formats.shipped_profiles",
     "profile": "kvalloc.measure",
@@ -46,6 +49,7 @@ _WHERE = {
     "shipped_profiles": "kvalloc.formats.shipped_profiles",
     "solve": "kvalloc.allocation.decision",
     "tune": "kvalloc.tuning",
+    "write_report": "kvalloc.report.page",
 }
 
 __all__ = [
@@ -62,6 +66,7 @@ __all__ = [
     "compare",
     "fit_scorer",
     "load_cache",
+    "load_model",
     "load_profile",
     "load_scores",
     "profile",
@@ -69,6 +74,7 @@ __all__ = [
     "shipped_profiles",
     "solve",
     "tune",
+    "write_report",
 ]
 
 

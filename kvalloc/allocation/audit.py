@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import groups_text, parse_groups
+from kvalloc.formats.shipped_profiles import load_profile, load_scores
 from kvalloc.problem import AllocationProblem, Sense, dual_bound
 from kvalloc.shape import ModelShape
 
@@ -42,15 +44,15 @@ class Check:
     passed: bool
 
 
-def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
+def verify(profile: BudgetProfile | str | Path, scores: ScoreProfile | str | Path) -> list[Check]:
     """Recompute everything a budget profile states from the score profile alone.
 
     Parameters
     ----------
-    profile : BudgetProfile
-        The decision.
-    scores : ScoreProfile
-        The measurement it names.
+    profile : BudgetProfile, str or Path
+        The decision, its file, or the name of a shipped one.
+    scores : ScoreProfile, str or Path
+        The measurement it names, or its file.
 
     Returns
     -------
@@ -67,6 +69,7 @@ def verify(profile: BudgetProfile, scores: ScoreProfile) -> list[Check]:
     InputError
         If the profile does not say what was requested, so that nothing can be recomputed.
     """
+    profile, scores = load_profile(profile), load_scores(scores)
     profile.shape.require_same_model(scores.shape)
     problem = formulate(scores, _request_of(profile))
     tokens, is_option, choice = _choice_of(profile, problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ from kvalloc.accounting import IntArray
 from kvalloc.allocation.request import Target
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.shipped_profiles import load_profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +45,15 @@ class ProfileDifference:
         return not self.difference.any()
 
 
-def compare_profiles(first: BudgetProfile, second: BudgetProfile) -> ProfileDifference:
+def compare_profiles(
+    first: BudgetProfile | str | Path, second: BudgetProfile | str | Path
+) -> ProfileDifference:
     """Compare two budget profiles at the first one's context.
 
     Parameters
     ----------
-    first, second : BudgetProfile
+    first, second : BudgetProfile, str or Path
+        Or their files, or the names of shipped ones.
 
     Returns
     -------
@@ -61,6 +66,7 @@ def compare_profiles(first: BudgetProfile, second: BudgetProfile) -> ProfileDiff
     InputError
         If the second one's model cannot have the first one's context.
     """
+    first, second = load_profile(first), load_profile(second)
     first.shape.require_same_model(second.shape)
     context = first.context_tokens
     limit = second.shape.max_context_tokens

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -33,6 +34,7 @@ from kvalloc.errors import InfeasibleError, InputError, KVAllocError, SolverErro
 from kvalloc.files import provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import load_scores
 from kvalloc.problem import AllocationProblem, Solver, Termination, dual_bound
 from kvalloc.problem.registry import get_solver, options_of, solver_names
 
@@ -40,7 +42,7 @@ Average = Literal["curves", "allocations"]
 
 
 def solve(
-    scores: ScoreProfile,
+    scores: ScoreProfile | str | Path,
     *,
     solver: str | Solver = "auto",
     solver_options: dict[str, Any] | None = None,
@@ -54,8 +56,8 @@ def solve(
 
     Parameters
     ----------
-    scores : ScoreProfile
-        Measured retention curves.
+    scores : ScoreProfile, str or Path
+        Measured retention curves, or their file.
     solver : str or Solver
         Registered name, or a solver object. ``"auto"`` takes the cheapest one that is exact.
     solver_options : dict, optional
@@ -88,10 +90,10 @@ def solve(
 
     Examples
     --------
-    >>> profile = solve(scores, target_retention=0.9, solver="greedy")  # doctest: +SKIP
+    >>> profile = solve("s.safetensors", target_retention=0.9)  # doctest: +SKIP
     >>> profile.save("mine.json")  # doctest: +SKIP
     """
-    chosen = solver_of(solver, solver_options)
+    scores, chosen = load_scores(scores), solver_of(solver, solver_options)
     request = Request.parse(**asked) if request is None else request
     request, problem, note = choose_objective(scores, request, chosen)
     try:
@@ -214,7 +216,7 @@ class Attempt:
 
 
 def compare(
-    scores: ScoreProfile,
+    scores: ScoreProfile | str | Path,
     *,
     solvers: Mapping[str, Solver] | Sequence[str] | None = None,
     time_limit: float | None = None,
@@ -228,7 +230,7 @@ def compare(
 
     Parameters
     ----------
-    scores : ScoreProfile
+    scores : ScoreProfile, str or Path
     solvers : sequence of str or mapping of str to Solver, optional
         Registered names, or solvers by name; all that are registered by default.
     time_limit, average, request, notify, **asked
@@ -255,6 +257,7 @@ def compare(
     >>> [best, *others] = compare(scores, budget="20%")  # doctest: +SKIP
     >>> best.profile.save("mine.json")  # doctest: +SKIP
     """
+    scores = load_scores(scores)
     request = Request.parse(**asked) if request is None else request
     if not isinstance(solvers, Mapping):
         chosen = solver_names() if solvers is None else solvers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.allocation.verification import bound_at_choice, checked_answer, price_at
 from kvalloc.errors import InfeasibleError, InputError, option
 from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import load_scores
 from kvalloc.problem import AllocationProblem, Solution, Solver
 from kvalloc.problem.registry import get_solver
 
@@ -57,7 +59,7 @@ class FrontierPoint:
 
 
 def frontier(
-    scores: ScoreProfile,
+    scores: ScoreProfile | str | Path,
     *,
     points: int = 50,
     shares: Sequence[float] | None = None,
@@ -71,8 +73,8 @@ def frontier(
 
     Parameters
     ----------
-    scores : ScoreProfile
-        Measured retention curves.
+    scores : ScoreProfile, str or Path
+        Measured retention curves, or their file.
     points : int
         Sizes, spaced geometrically in bytes (fewer where they fall together); ignored with
         ``shares``.
@@ -104,7 +106,7 @@ def frontier(
     SolverError
         If the solver cannot solve this problem.
     """
-    asked["budget"] = 1.0
+    asked["budget"], scores = 1.0, load_scores(scores)
     chosen = get_solver(solver, **(solver_options or {}))
     request, problem, _ = choose_objective(scores, Request.parse(**asked), chosen)
     return trace_request(

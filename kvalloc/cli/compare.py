@@ -58,7 +58,6 @@ def compare(
     """
     from kvalloc.allocation.decision import compare as decide
     from kvalloc.cli.progress import slow
-    from kvalloc.formats.shipped_profiles import load_scores
     from kvalloc.problem.registry import get_solver, solver_names
 
     request = Request.parse(**asked)  # refuses before the scores are read
@@ -66,7 +65,7 @@ def compare(
     names = list(dict.fromkeys(solver or solver_names()))
     options = _options_by_solver(names, solver_option or [])
     attempts = decide(
-        load_scores(scores),
+        scores,
         solvers={name: get_solver(name, **options[name]) for name in names},
         request=request,
         time_limit=time_limit,

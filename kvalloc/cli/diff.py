@@ -31,9 +31,8 @@ def diff(first: str, second: str) -> None:
         Another one of the same model.
     """
     from kvalloc.allocation.comparison import compare_profiles
-    from kvalloc.formats.shipped_profiles import load_profile
 
-    found = compare_profiles(load_profile(first), load_profile(second))
+    found = compare_profiles(first, second)
     print_result({"same": found.same, **vars(found)}, lambda: _show(found))
 
 

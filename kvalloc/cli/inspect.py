@@ -19,7 +19,7 @@ from kvalloc.cli.output import (
 )
 from kvalloc.errors import InputError, ProfileFileError, nearest, plain
 from kvalloc.files import near_file
-from kvalloc.report.terminal import bar, number_text, terminal_width
+from kvalloc.report.terminal import bar, bar_scale, number_text, terminal_width
 from kvalloc.report.wording import (
     bits_text,
     budget_fields,
@@ -28,6 +28,7 @@ from kvalloc.report.wording import (
     model_text,
     policies_text,
     score_fields,
+    tokens_for,
 )
 from kvalloc.units import size
 
@@ -45,8 +46,6 @@ EXAMPLES = """\
 
 LEVELS = (0.5, 0.9, 0.99)
 """Retentions for which a score profile's tokens are shown."""
-
-_SCALES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 @takes()
@@ -191,29 +190,6 @@ def _show_scores(file: str, profile: ScoreProfile) -> None:
     )
 
 
-def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
-    """Tokens per KV head with which each layer keeps this share of its score mass.
-
-    Parameters
-    ----------
-    profile : ScoreProfile
-    retention : float
-        0..1.
-
-    Returns
-    -------
-    list of int or None, (n_layers,)
-        Sinks and window included; None for sliding layers.
-    """
-    curves = profile.contributions().sum(axis=1)
-    needed: list[int | None] = [None] * profile.shape.n_layers
-    for layer in profile.shape.full_layers:
-        # A hair below, so that summing the heads' shares cannot cost a token.
-        rank = float(np.interp(retention - 1e-12, curves[layer], profile.ranks))
-        needed[layer] = profile.protected_tokens + int(np.ceil(rank - 1e-6))
-    return needed
-
-
 def _needed_table(profile: ScoreProfile, needed: dict[float, list[int | None]]) -> list[str]:
     widest = max(count for count in needed[0.9] if count is not None)
     full_bar = bar_scale(widest / profile.context_tokens)
@@ -314,11 +290,6 @@ def _handed_out(
             if (found := tensors.get(f"{layer}.bits_{width}.lengths")) is not None:
                 kept[layer, widths[layer] == width] = found.numbers()[0] - followed
     return np.clip(kept, 0, header.prompt_tokens)
-
-
-def bar_scale(largest: float) -> float:
-    """What a bar of full width stands for: a round share not below the largest (0..1)."""
-    return next((scale for scale in _SCALES if largest <= scale), 1.0)
 
 
 def budget_picture(

@@ -31,11 +31,10 @@ def verify(profile: str, scores: Path) -> None:
     """
     from kvalloc.allocation.audit import verify as recompute
     from kvalloc.formats.record import kind_of
-    from kvalloc.formats.shipped_profiles import load_profile, load_scores
 
     if (kind_of(profile), kind_of(scores)) == ("score profile", "budget profile"):
         raise InputError(f"the two files are swapped; write: kvalloc verify {scores} {profile}")
-    checks = recompute(load_profile(profile), load_scores(scores))
+    checks = recompute(profile, scores)
     passed = all(check.passed for check in checks)
     print_result({"passed": passed, "checks": checks}, lambda: _show(checks))
     if not passed:

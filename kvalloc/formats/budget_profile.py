@@ -294,6 +294,11 @@ class BudgetProfile(JsonRecord):
 
     __str__ = __repr__
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows; found by name, since this room stands below that of pictures."""
+        html: str = importlib.import_module("kvalloc.report.notebook").budget_html(self)
+        return html
+
     def with_policy(self, policy: Policy) -> BudgetProfile:
         """The same budgets, or the same share of a 16-bit cache, with one policy for all units."""
         changed = {

@@ -80,6 +80,15 @@ class Evaluation(JsonRecord):
     created: str = ""
     """ISO date, UTC."""
 
+    def __repr__(self) -> str:
+        methods, tasks = ({row[key]: None for row in self.rows} for key in ("name", "task"))
+        return (
+            f"Evaluation({self.shape.model_id}, {', '.join(methods) or 'no rows'} on "
+            f"{', '.join(tasks) or 'nothing'}, {self.digest[:8]})"
+        )
+
+    __str__ = __repr__
+
     def of(self, name: str) -> dict[str, Any]:
         """The part about one method, small enough for a budget profile.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalloc.errors import InputError, ProfileFileError, nearest
+from kvalloc.formats.hub import local_file, on_hub
 from kvalloc.formats.record import WHAT_TO_DO, kind_of, with_article
 from kvalloc.formats.shipped_profiles import (
     load_profile,
@@ -38,7 +39,7 @@ def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
     Parameters
     ----------
     source : str or Path
-        A file of kvalloc, or the name of a shipped budget profile.
+        A file of kvalloc, here or on the hub, or the name of a shipped profile.
     kinds : sequence of str
         Which of `READERS` to take.
 
@@ -53,6 +54,9 @@ def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
     ProfileFileError
         If it is a file of another kind, which is named, or not a sound one.
     """
+    if on_hub(source):
+        with local_file(source) as fetched:
+            return load_file(fetched, kinds)
     path, shipped = Path(source), [*shipped_scores(), *shipped_profiles()]
     if not path.exists():
         if str(source) in shipped_profiles() and "budget profile" in kinds:

@@ -41,13 +41,14 @@ def _shipped(ending: str) -> list[str]:
     return sorted(name.removesuffix(ending) for name in every if name.endswith(ending))
 
 
-def load_profile(source: str | Path) -> BudgetProfile:
+def load_profile(source: BudgetProfile | str | Path) -> BudgetProfile:
     """A budget profile from a file, from the hub, or a shipped one by its name.
 
     Parameters
     ----------
-    source : str or Path
-        A path, ``hf://owner/repo[@revision]/file.json``, or a name that `shipped_profiles` lists.
+    source : BudgetProfile, str or Path
+        A path, ``hf://owner/repo[@revision]/file.json``, a name that `shipped_profiles` lists, or
+        a budget profile, which is given back.
 
     Returns
     -------
@@ -60,6 +61,8 @@ def load_profile(source: str | Path) -> BudgetProfile:
     ProfileFileError
         If the file is not a sound budget profile.
     """
+    if isinstance(source, BudgetProfile):
+        return source
     shipped = shipped_profiles()
     if on_hub(source) or Path(source).exists() or str(source) in shipped:
         return _load(BudgetProfile, source, BUDGETS)
@@ -70,14 +73,14 @@ def load_profile(source: str | Path) -> BudgetProfile:
     )
 
 
-def load_scores(source: str | Path) -> ScoreProfile:
+def load_scores(source: ScoreProfile | str | Path) -> ScoreProfile:
     """A score profile from a file, from the hub, or a shipped one by its name.
 
     Parameters
     ----------
-    source : str or Path
-        A path, ``hf://owner/repo[@revision]/file.safetensors``, or a name that `shipped_scores`
-        lists, such as ``"smollm2-135m-instruct"``.
+    source : ScoreProfile, str or Path
+        A path, ``hf://owner/repo[@revision]/file.safetensors``, a name that `shipped_scores` lists,
+        such as ``"smollm2-135m-instruct"``, or a score profile, which is given back.
 
     Returns
     -------
@@ -88,7 +91,7 @@ def load_scores(source: str | Path) -> ScoreProfile:
     ProfileFileError
         If there is neither such a file nor such a name, or it holds no sound score profile.
     """
-    return _load(ScoreProfile, source, SCORES)
+    return source if isinstance(source, ScoreProfile) else _load(ScoreProfile, source, SCORES)
 
 
 def load_surrogate(source: str) -> FittedSurrogate:

@@ -16,10 +16,10 @@ import vl_convert
 from kvalloc.errors import InputError
 from kvalloc.files import atomic_write
 from kvalloc.report.material import WHOLE, Row, UnitCurves
+from kvalloc.report.terminal import bar_scale
 
 Spec = dict[str, Any]
 
-_SCALES = (0.05, 0.1, 0.25, 0.5, 1.0)
 _PERCENT_TICKS = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1]
 
 
@@ -91,8 +91,7 @@ def budget_map(rows: Sequence[Row], *, heads: int) -> Spec:
     heads : int
         KV heads of a layer.
     """
-    largest = max(max(row["tokens"]) / row["context"] for row in rows)
-    full = next((scale for scale in _SCALES if largest <= scale), 1.0)
+    full = bar_scale(max(max(row["tokens"]) / row["context"] for row in rows))
     return {
         "data": {"values": list(rows)},
         "transform": [

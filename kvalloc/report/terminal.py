@@ -20,6 +20,7 @@ _LABEL_WIDTH = 7
 _NUMBER_WIDTH = 5
 _MIN_BAR = 4
 _MAX_ROWS = 40
+_SCALES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 def terminal_width() -> int:
@@ -134,6 +135,11 @@ def bar(share: float, width: int, *, unicode: bool | None = None) -> str:
         return "#" * round(share * width)
     eighths = round(share * width * 8)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def bar_scale(largest: float) -> float:
+    """What a bar of full length stands for: a round share not below the largest (0..1)."""
+    return next((scale for scale in _SCALES if largest <= scale), 1.0)
 
 
 def merged_names(profiles: Mapping[str, BudgetProfile]) -> dict[str, BudgetProfile]:

@@ -349,6 +349,29 @@ def score_fields(profile: ScoreProfile) -> dict[str, str]:
     }
 
 
+def tokens_for(profile: ScoreProfile, retention: float) -> list[int | None]:
+    """Tokens per KV head with which each layer keeps this share of its score mass.
+
+    Parameters
+    ----------
+    profile : ScoreProfile
+    retention : float
+        0..1.
+
+    Returns
+    -------
+    list of int or None, (n_layers,)
+        Sinks and window included; None for sliding layers.
+    """
+    curves = profile.contributions().sum(axis=1)
+    needed: list[int | None] = [None] * profile.shape.n_layers
+    for layer in profile.shape.full_layers:
+        # A hair below, so that summing the heads' shares cannot cost a token.
+        rank = float(np.interp(retention - 1e-12, curves[layer], profile.ranks))
+        needed[layer] = profile.protected_tokens + int(np.ceil(rank - 1e-6))
+    return needed
+
+
 def losses_text(profile: ScoreProfile) -> str:
     """What losses a score profile holds, in a few words."""
     if profile.loss_tokens is None:

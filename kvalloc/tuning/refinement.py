@@ -13,6 +13,7 @@ from kvalloc.allocation.request import Request, RequestOptions
 from kvalloc.errors import InputError
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.shipped_profiles import load_scores
 from kvalloc.measure.checkpoint import job_record, kept_work
 from kvalloc.models.loading import shape_of
 from kvalloc.problem import Solver
@@ -51,7 +52,7 @@ SETTINGS = tuple(field.name for field in fields(Settings))
 
 
 def refine(
-    scores: ScoreProfile,
+    scores: ScoreProfile | str | Path,
     model: Any,
     tokenizer: Any,
     prompts: Iterable[str | Document | Prompt] | None = None,
@@ -76,8 +77,8 @@ def refine(
 
     Parameters
     ----------
-    scores : ScoreProfile
-        With loss curves.
+    scores : ScoreProfile, str or Path
+        With loss curves, or their file.
     model : transformers.PreTrainedModel
         The model that they were measured on.
     tokenizer : transformers.PreTrainedTokenizerBase
@@ -116,7 +117,7 @@ def refine(
     SolverError
         If the solver refuses the problem.
     """
-    given: dict[str, Any] = dict(options)
+    scores, given = load_scores(scores), dict[str, Any](options)
     own = {name: given.pop(name) for name in SETTINGS if name in given}
     settings = Settings(**own)
     named: dict[str, Any] | None = given.pop("solver_options", None)

@@ -13,10 +13,9 @@ from factories import make_budget_profile, make_scores, make_shape
 
 from kvalloc import units
 from kvalloc.cli import inspect, output
-from kvalloc.cli.inspect import tokens_for
 from kvalloc.cli.progress import LINE_EVERY_SECONDS, ProgressBar, slow
 from kvalloc.report.terminal import bar
-from kvalloc.report.wording import gap_text
+from kvalloc.report.wording import gap_text, tokens_for
 
 
 @pytest.mark.parametrize(

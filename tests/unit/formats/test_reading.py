@@ -1,0 +1,73 @@
+"""Paths in place of profiles, any file by what it says it is, and what a notebook shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree.ElementTree import fromstring
+
+import pytest
+from factories import make_losses, make_shape
+
+import kvalloc
+from kvalloc.allocation.audit import verify
+from kvalloc.allocation.comparison import compare_profiles
+from kvalloc.allocation.frontier import frontier
+from kvalloc.errors import ProfileFileError
+from kvalloc.formats.evaluation import Evaluation
+from kvalloc.formats.reading import load_file
+
+
+@pytest.fixture
+def paths(tmp_path):
+    scores = make_losses(per="layer")
+    scores.save(tmp_path / "s.safetensors")
+    for solver in ("greedy", "uniform"):
+        kvalloc.solve(scores, budget=0.5, solver=solver).save(tmp_path / f"{solver}.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_does_wherever_a_profile_does(paths, kind):
+    scores, first, second = (
+        kind(paths / n) for n in ("s.safetensors", "greedy.json", "uniform.json")
+    )
+    loaded, profile = kvalloc.load_scores(scores), kvalloc.load_profile(first)
+    assert kvalloc.load_scores(loaded) is loaded
+    assert kvalloc.load_profile(profile) is profile
+    assert (kvalloc.solve(scores, budget=0.5, solver="greedy") == profile) is True
+    names = [
+        one.solver for one in kvalloc.compare(scores, solvers=["uniform", "greedy"], budget=0.5)
+    ]
+    assert sorted(names) == ["greedy", "uniform"]
+    assert len(frontier(scores, points=3)) == len(frontier(loaded, points=3))
+    assert all(check.passed for check in verify(first, scores))
+    assert not compare_profiles(first, second).same
+
+
+def test_a_file_of_another_kind_is_named(paths):
+    assert load_file(paths / "greedy.json") == kvalloc.load_profile(paths / "greedy.json")
+    assert load_file(paths / "s.safetensors", ["score profile"]).has_losses
+    with pytest.raises(ProfileFileError, match="is a budget profile, expected a score profile"):
+        load_file(paths / "greedy.json", ["score profile"])
+    for name, data, said in (
+        ("x.json", b"{", "JSON of another kind"),
+        ("x.html", b" <!doctype", "HTML or SVG"),
+        ("x", b"", "empty"),
+    ):
+        (paths / name).write_bytes(data)
+        with pytest.raises(ProfileFileError, match=f"{name}: file is {said}"):
+            load_file(paths / name)
+    with pytest.raises(ProfileFileError, match="a folder"):
+        load_file(paths)
+
+
+def test_reprs_are_short_and_a_notebook_shows_one_bar_a_layer(paths):
+    evaluation = Evaluation(shape=make_shape(), settings={}, profiles={}, rows=())
+    scores = kvalloc.load_scores(paths / "s.safetensors")
+    profile = kvalloc.load_profile(paths / "greedy.json")
+    for one in (scores, profile, evaluation):
+        assert len(repr(one)) < 150
+    for one in (scores, profile.replace(created="<b>&")):
+        shown = fromstring(one._repr_html_())
+        assert len(shown.findall("svg/rect/title")) == 3
+        assert "script" not in one._repr_html_()
