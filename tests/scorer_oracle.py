@@ -12,8 +12,9 @@ import torch
 from kvalloc.models.attention import AttentionStates
 from kvalloc.scorers import scorer_names
 
-SCORERS = [name for name in scorer_names() if name != "surrogate"]
-"""Those that need no file which was fitted to the model; for it see test_surrogate.py."""
+SCORERS = [name for name in scorer_names() if name not in ("surrogate", "kvpress")]
+"""Those that need no file which was fitted to the model and no other package; for these see
+test_surrogate.py and test_kvpress.py."""
 
 Array = npt.NDArray[np.float64]
 

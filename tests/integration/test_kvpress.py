@@ -14,8 +14,10 @@ import pytest
 
 pytest.importorskip("kvpress", reason="kvpress has an environment of its own: make peers")
 
+import numpy as np
 import torch
 from docs_pages import ROOT, blocks
+from factories import make_budget_profile
 from tiny_models import VOCABULARY, tiny_model
 from transformers import DynamicCache, QuantizedCache
 
@@ -24,8 +26,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from quality.quantized import BACKENDS, COMPILER, quantized_cache
 
 from kvalloc.cli.main import main
+from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.evaluate.methods import CacheMethod
+from kvalloc.formats.budget_profile import Policy
+from kvalloc.interop.exporting import export
 from kvalloc.interop.kvpress import KvpressMethod, make_press, read_peer_name
+from kvalloc.interop.kvpress_budgets import PressScorer, budget_press
+from kvalloc.models.loading import shape_of
 
 EVICTING = (
     "SnapKV", "PyramidKV", "StreamingLLM", "TOVA", "ExpectedAttention", "KeyDiff",
@@ -169,3 +176,133 @@ def test_the_benchmark_decodes_beside_presses():
         share = 1.0 if "AdaKV" in row["name"] else 0.2
         assert row["peer_stored_bytes"] / full == pytest.approx(share, abs=0.001)
         assert row["stored_bytes"] / full == pytest.approx(0.2, abs=0.01)
+
+
+def budgets_of(model, rows, **changes):
+    policy = Policy(scorer="streaming", scorer_parameters={"window": 8}, sinks=4, window=8)
+    budgets, shape = np.array(rows), shape_of(model)
+    standing = {"shape": shape, "context_tokens": N_PROMPT, "policy": policy}
+    return make_budget_profile(budgets, **{**standing, **changes})
+
+
+def read_prompt(model, prompt, press):
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode(), press(model):
+        model.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
+    hidden = [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers]
+    for layer in model.model.layers:
+        layer.self_attn.masked_key_indices = None
+    return cache, hidden
+
+
+def test_a_press_keeps_a_profiles_budgets(model, prompt):
+    """Layers with one budget free entries, heads with their own hide them, and the rest stays."""
+    profile = budgets_of(model, [[50, 50], [12, 192], [192, 192]])
+    knorm = make_press(read_peer_name("kvpress:Knorm"))
+    cache, hidden = read_prompt(model, prompt, budget_press(profile, knorm))
+    assert [layer.keys.shape[2] for layer in cache.layers] == [50, 192, 192]
+    assert hidden[0] is None
+    assert hidden[2] is None
+    batch, head, place = (indices.tolist() for indices in hidden[1])
+    assert (set(batch), set(head), len(place)) == ({0}, {0}, 180)
+    assert set(place) == set(range(4, 184))  # sinks and window stay, whatever their norms
+    whole = budgets_of(model, [[192] * 2] * 3)
+    full, _ = read_prompt(model, prompt, budget_press(whole, knorm))
+    kept = cache.layers[0].keys[0, 0]
+    assert (kept[:, None] == full.layers[0].keys[0, 0][None]).all(-1).any(1).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["SnapKV", "Knorm", "TOVA", "ExpectedAttention", "CriticalKV(SnapKV)"]
+)
+def test_what_a_budget_press_keeps_is_what_the_press_keeps(model, prompt, name):
+    """At one budget everywhere, beyond sinks and window, which kvpress does not know."""
+    budget = 150
+    own, named = make_press(read_peer_name(f"kvpress:{name}")), read_peer_name(f"kvpress:{name}")
+    own.compression_ratio = 1 - (budget + 0.01) / N_PROMPT
+    expected, _ = read_prompt(model, prompt, own)
+    policy = Policy(scorer="snapkv", scorer_parameters={"window": 1}, sinks=0, window=1)
+    profile = budgets_of(model, [[budget] * 2] * 3, policy=policy)
+    found, _ = read_prompt(model, prompt, budget_press(profile, make_press(named)))
+    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+        same = (ours.keys[0, 0][:, None] == theirs.keys[0, 0][None]).all(-1).any(1)
+        assert same.float().mean() > (0.97 if name.startswith("Critical") else 0.99)
+
+
+def test_what_a_press_cannot_say_is_refused(model):
+    fitted = budgets_of(model, [[50, 50]] * 3)
+    fitted = fitted.replace(policy=fitted.policy.replace(name="attention_matching"))
+    press = make_press(read_peer_name("kvpress:SnapKV"))
+    with pytest.raises(InputError, match="plain-scores"):
+        budget_press(fitted, press)
+    assert budget_press(fitted, press, accept=["plain-scores"])
+    with pytest.raises(InputError, match="AdaKVPress gives no scores"):
+        budget_press(fitted, make_press(read_peer_name("kvpress:AdaKV(SnapKV)")))
+
+
+def test_lu_kv_reads_what_is_exported(model, prompt, tmp_path):
+    """kvpress' own LUKVPress hides as many entries of each head as the profile evicts."""
+    import kvpress
+
+    profile = budgets_of(model, [[96, 20], [12, 192], [60, 70]])
+    export(profile, "lu-kv", tmp_path / "b.npy")
+    press = kvpress.LUKVPress(kvpress.KnormPress(), sink=4, window=8)
+    press.compression_ratio = 1 - profile.budgets.mean() / N_PROMPT
+    press._budget_curves = np.load(tmp_path / "b.npy")
+    _, hidden = read_prompt(model, prompt, press)
+    for layer, marked in enumerate(hidden):
+        evicted = [(marked[1] == head).sum().item() for head in range(2)]
+        assert evicted == (N_PROMPT - profile.budgets[layer]).tolist()
+
+
+@pytest.mark.parametrize("name", ["SnapKV", "TOVA", "ExpectedAttention", "KeyDiff", "Knorm"])
+def test_the_scorer_gives_a_presses_scores(model, prompt, name):
+    """What the press gives inside kvpress, from the layer's modules, up to a shift."""
+    press, seen = make_press(read_peer_name(f"kvpress:{name}")), []
+    own = press.score
+    press.score = lambda *given: seen.append(own(*given)) or seen[-1]
+    press.compression_ratio = 0.5
+    read_prompt(model, prompt, press)
+    found = []
+
+    def look(states, compute):
+        found.append(PressScorer(press=name).score(states, sinks=4))
+        return compute(states.mask)
+
+    from kvalloc.models.attention import intercept_attention
+
+    with torch.inference_mode(), intercept_attention(model, look):
+        model.model(input_ids=torch.tensor([prompt]))
+    ours, theirs = found[0][..., 4:-8], seen[0][..., 4:-8]
+    shift = (theirs - ours).mean()
+    torch.testing.assert_close(ours + shift, theirs, rtol=1e-4, atol=1e-5)
+    assert (found[0][..., :4] == 0).all()
+    assert (found[0][..., -8:] == 0).all()
+    assert (found[0] >= 0).all()
+
+
+def test_a_cache_evicts_by_a_presses_scores(model, prompt):
+    """The same entries as the press keeps, and what it evicts is gone."""
+    policy = Policy(scorer="kvpress", scorer_parameters={"press": "Knorm", "window": 8}, sinks=4,
+                    window=8)  # fmt: skip
+    profile = budgets_of(model, [[50, 20], [12, 192], [60, 70]], policy=policy)
+    knorm = profile.with_policy(policy.replace(scorer="knorm", scorer_parameters={"window": 8}))
+    stored = []
+    for each in (profile, knorm):
+        cache = each.cache(model)
+        with torch.inference_mode():
+            model.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
+        stored.append(cache.retained_bytes)
+    assert stored[0] == stored[1] < cache.full_bytes
+
+
+def test_a_press_that_needs_more_is_refused():
+    with pytest.raises(InputError, match="gives no scores"):
+        PressScorer(press="ThinK")
+    from scorer_oracle import make_states
+
+    frequencies = 1 / 10000 ** (torch.arange(2) / 2)
+    with pytest.raises(
+        UnsupportedRequestError, match="LeverageScorePress cannot score a prompt of 40"
+    ):
+        PressScorer(press="LeverageScore").score(make_states(frequencies=frequencies), sinks=2)

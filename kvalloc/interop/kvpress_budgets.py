@@ -1,0 +1,195 @@
+"""Budgets of kvalloc inside kvpress, and scores of kvpress inside kvalloc."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.interop.kvpress import make_press, read_peer_name, require_kvpress
+from kvalloc.interop.lu_kv import LUKV
+from kvalloc.interop.target import restrict
+from kvalloc.models.attention import AttentionStates
+from kvalloc.models.rope import known_frequencies, rotate
+from kvalloc.scorers.base import Scorer
+from kvalloc.scorers.parameters import Positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def budget_press(profile: BudgetProfile, press: Any, *, accept: Collection[str] = ()) -> Any:
+    """A press of kvpress that keeps a profile's budgets.
+
+    Used as kvpress' own are: ``with budget_press(profile, SnapKVPress())(model): ...``. The press
+    inside says which entries are the best; sinks and window of the profile stay whatever it says.
+    A layer whose heads have one budget frees what it evicts. In the others the press hides entries
+    and frees nothing, as all of kvpress' head-wise presses do; `BudgetProfile.cache` frees them.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+    press : kvpress.ScorerPress
+        Its compression ratio is not used.
+    accept : collection of str
+        What may be lost of the profile, by name, as in `kvalloc.interop.exporting.export`.
+
+    Returns
+    -------
+    kvpress.BasePress
+
+    Raises
+    ------
+    InputError
+        If something would be lost that is not accepted, or the press gives no scores.
+    MissingDependencyError
+        If kvpress is not installed.
+    """
+    base: Any = require_kvpress().BasePress
+    _require_scores(press)
+    left = restrict(profile, LUKV(), accept)
+
+    class BudgetPress(base):  # type: ignore[misc]  # kvpress has no types
+        def post_init_from_model(self, model: Any) -> None:
+            from kvalloc.models.loading import shape_of
+
+            left.shape.require_same_model(shape_of(model))
+            press.post_init_from_model(model)
+
+        def compress(
+            self, module: Any, hidden: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
+        ) -> Any:
+            budgets = left.budgets_for(keys.shape[2])[module.layer_idx]
+            if module.layer_idx not in left.shape.full_layers or budgets.min() == keys.shape[2]:
+                return keys, values
+            scores = press.score(module, hidden, keys, values, attentions, kwargs).clone()
+            most = scores.max() + 1
+            scores[..., : left.policy.sinks] = most
+            scores[..., max(0, keys.shape[2] - left.policy.window) :] = most
+            order = scores.argsort(dim=-1, descending=True, stable=True)
+            if (budgets == budgets[0]).all():
+                kept = order[..., : budgets[0]].sort(dim=-1).values[..., None]
+                kept = kept.expand(*kept.shape[:3], keys.shape[3])
+                return keys.gather(2, kept).contiguous(), values.gather(2, kept).contiguous()
+            ranks = order.argsort(dim=-1)
+            beyond = ranks >= ranks.new_tensor(budgets)[:, None]
+            module.masked_key_indices = beyond.nonzero(as_tuple=True)
+            return keys, values
+
+    return BudgetPress()
+
+
+def _require_scores(press: Any) -> None:
+    """Refuse a press that ranks no entries by themselves."""
+    if not isinstance(press, require_kvpress().ScorerPress):
+        raise InputError(
+            f"{type(press).__name__} gives no scores; take one of kvpress' ScorerPress, such as "
+            "SnapKVPress"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PressScorer(Scorer):
+    """The scores of a press of kvpress at its own defaults, shifted so that the smallest is 0.
+
+    The press is shown queries, keys and values as the layer's attention has them, in place of the
+    hidden states and the projections: the queries without their positions stand for the hidden
+    states. What a press looks at beyond that, such as learnt filters, is refused.
+
+    Parameters
+    ----------
+    press : str
+        Name of the press, without "Press".
+    window : int
+        Last tokens that are never evicted, tokens; those that the press protects come first
+        among the others.
+
+    Raises
+    ------
+    InputError
+        If kvpress has no such press, or it gives no scores.
+    MissingDependencyError
+        If kvpress is not installed.
+
+    References
+    ----------
+    NVIDIA kvpress 0.5.5, ``ScorerPress.score``.
+    """
+
+    name = "kvpress"
+    summary = "the scores of a press of kvpress, such as SnapKV; needs 'make peers'"
+    reference = "kvpress 0.5.5 (NVIDIA)"
+    follows = False
+
+    press: str = "SnapKV"
+    window: Positive = 8
+
+    def __post_init__(self) -> None:
+        """Check, and make the press once; see `Scorer`."""
+        super().__post_init__()
+        _require_scores(make_press(read_peer_name(f"kvpress:{self.press}")))
+
+    def query_rows(self, n_tokens: int) -> int:
+        """All of them: presses look at the whole prompt."""
+        return n_tokens
+
+    def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
+        """Scores of one layer's entries; see `Scorer.score`.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the model does not rotate halves of its queries.
+        UnsupportedRequestError
+            If the press looks at more than queries, keys and values.
+        """
+        import torch
+
+        frequencies = known_frequencies(
+            states.frequencies, who="the scorer kvpress", instead="use a scorer of kvalloc"
+        ).to(states.keys.device)
+        batch, n_heads, n_tokens, head_dim = states.queries.shape
+
+        def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
+            turned = positions[..., None].float() * frequencies
+            turned = torch.cat([turned, turned], dim=-1).reshape(1, -1, 2 * len(frequencies))
+            return turned.cos(), turned.sin()
+
+        positions = torch.arange(n_tokens, device=states.keys.device)
+        plain = rotate(states.queries.float(), -positions, frequencies)
+        config = SimpleNamespace(
+            num_attention_heads=n_heads, num_key_value_heads=states.keys.shape[1]
+        )
+        module = SimpleNamespace(
+            layer_idx=states.layer,
+            head_dim=head_dim,
+            config=config,
+            num_key_value_groups=n_heads // states.keys.shape[1],
+            q_proj=lambda hidden: hidden,
+            rotary_emb=lambda _, places: angles(places),
+        )
+        try:
+            scores = make_press(read_peer_name(f"kvpress:{self.press}")).score(
+                module,
+                plain.transpose(1, 2).reshape(batch, n_tokens, n_heads * head_dim),
+                states.keys.float(),
+                states.values.float(),
+                None,
+                {"position_embeddings": angles(positions)},
+            )
+        except (
+            AssertionError,
+            AttributeError,
+            KeyError,
+            NotImplementedError,
+            RuntimeError,
+        ) as error:
+            raise UnsupportedRequestError(
+                f"{self.press}Press cannot score a prompt of {n_tokens} tokens by its queries, "
+                f"keys and values alone: {error}; take another press"
+            ) from error
+        scores = scores.float() - scores.min()
+        return self.without_protected(scores, states, sinks=sinks)
