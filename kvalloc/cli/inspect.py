@@ -58,21 +58,25 @@ def inspect(file: str) -> None:
     Parameters
     ----------
     file : str
-        A score profile, a budget profile or the name of a shipped one, or a saved cache.
+        A score profile, a budget profile or the name of a shipped one, or a saved cache; also
+        hf://owner/repo/FILE.
     """
-    kind = _kind(file)
-    if kind == "budget profile":
-        from kvalloc.formats.shipped_profiles import load_profile
+    from kvalloc.formats.hub import local_file
 
-        _show_budgets(file, load_profile(file))
-    elif kind == "saved cache":
-        from kvalloc.formats.saved_cache import SavedCacheHeader
+    with local_file(file) as path:
+        kind = _kind(str(path))
+        if kind == "budget profile":
+            from kvalloc.formats.shipped_profiles import load_profile
 
-        _show_saved(file, *SavedCacheHeader.read(file))
-    else:
-        from kvalloc.formats.shipped_profiles import load_scores
+            _show_budgets(file, load_profile(path))
+        elif kind == "saved cache":
+            from kvalloc.formats.saved_cache import SavedCacheHeader
 
-        _show_scores(file, load_scores(file))
+            _show_saved(file, *SavedCacheHeader.read(path))
+        else:
+            from kvalloc.formats.shipped_profiles import load_scores
+
+            _show_scores(file, load_scores(path))
 
 
 def _kind(file: str) -> str:
@@ -83,12 +87,9 @@ def _kind(file: str) -> str:
     KVAllocError
         If it is none of them.
     """
-    from kvalloc.formats.hub import on_hub
     from kvalloc.formats.record import kind_of
     from kvalloc.formats.shipped_profiles import shipped_profiles, shipped_scores
 
-    if on_hub(file):
-        return "budget profile"
     path, shipped = Path(file), [*shipped_scores(), *shipped_profiles()]
     if not path.exists():
         if file in shipped_profiles():

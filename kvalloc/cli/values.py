@@ -29,6 +29,12 @@ def _tasks() -> list[str]:
     return [*TASKS]
 
 
+def _targets() -> list[str]:
+    from kvalloc.interop.exporting import TARGETS
+
+    return [*TARGETS]
+
+
 def _metrics() -> list[str]:
     from kvalloc.prompts.metrics import METRICS
 
@@ -48,6 +54,7 @@ NAMES: dict[str, Callable[[], Sequence[str]]] = {
     "combine": partial(_plugins, "policies"),
     "tasks": _tasks,
     "metric": _metrics,
+    "to": _targets,
     "dtype": lambda: ["float32", "bfloat16", "float16"],
 }
 """What there is of each kind, by the parameter that takes its name; nothing loads torch."""

@@ -16,6 +16,7 @@ from huggingface_hub import constants
 
 from kvalloc.errors import InputError, MissingDependencyError, ProfileFileError
 from kvalloc.formats import hub as ours
+from kvalloc.formats.reading import load_file
 from kvalloc.formats.shipped_profiles import load_profile, load_surrogate
 
 REPO = "me/budgets"
@@ -135,6 +136,10 @@ def test_commands_take_what_is_there(server, profile, tmp_path):
     scores = make_scores()
     scores.save(tmp_path / "s.safetensors")
     run("push", tmp_path / "s.safetensors", REPO)
+    ran = run("inspect", f"hf://{REPO}/s.safetensors")
+    assert ran.code == 0
+    assert "score profile" in ran.out
+    assert load_file(f"hf://{REPO}/s.safetensors") == scores
     ran = run("solve", f"hf://{REPO}/s.safetensors", "--budget", "50%", "-o", tmp_path / "o.json")
     assert ran.code == 0
     assert load_profile(tmp_path / "o.json").score_digest == scores.digest
