@@ -12,6 +12,7 @@ from kvalloc.units import Option, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.score_profile import ScoreProfile
 
 EXAMPLES = """\
   kvalloc export p.json                      what each target can say of it
@@ -52,20 +53,21 @@ def export(
     restricted : Path
         Also write what is left of it as a budget profile, for 'kvalloc eval'.
     """
-    from kvalloc.formats.shipped_profiles import load_profile
+    from kvalloc.formats.reading import load_file
+    from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.interop.exporting import export as write
     from kvalloc.interop.exporting import export_target
 
+    own = load_file(profile, ("budget profile", "score profile"))
+    if isinstance(own, ScoreProfile):
+        _export_curves(profile, own, to, output)
+        return
     if to is None:
-        _list(profile, load_profile(profile))
+        _list(profile, own)
         return
     target = export_target(to)
     if output is None:
         raise InputError(f"--to {to} writes a file; name it with -o, such as -o out{target.suffix}")
-    if Path(profile).suffix == ".safetensors":
-        _export_curves(Path(profile), to, output)
-        return
-    own = load_profile(profile)
     names = [name.strip() for name in (accept or "").split(",") if name.strip()]
     left = write(own, to, output, accept=names, context=context)
     if restricted is not None:
@@ -83,18 +85,17 @@ def export(
         note(f"what the loss costs: kvalloc eval MODEL {pair}")
 
 
-def _export_curves(scores: Path, to: str, output: Path) -> None:
-    from kvalloc.formats.shipped_profiles import load_scores
-    from kvalloc.interop.exporting import export_target
+def _export_curves(name: str, scores: ScoreProfile, to: str | None, output: Path | None) -> None:
+    from kvalloc.interop.exporting import TARGETS
     from kvalloc.interop.tables import CSV, curve_table
 
-    target = export_target(to)
-    if not isinstance(target, CSV):
+    target = TARGETS.get(to or "")
+    if not isinstance(target, CSV) or output is None:
         raise InputError(
-            f"{scores} is a score profile: its curves can be written as csv or parquet; solve it "
-            f"first, and export the budgets to {to}"
+            f"{name} is a score profile: its curves are written with --to csv or --to parquet and "
+            "-o FILE; solve it first to export budgets"
         )
-    table = curve_table(load_scores(scores))
+    table = curve_table(scores)
     target.write_table(table, output)
     rows = len(table["value"])
     shown = {"written": str(output), "points": f"{rows:,} of score curves"}

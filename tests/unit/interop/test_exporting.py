@@ -270,4 +270,4 @@ class TestCommand:
         loss = [float(row[4]) for row in rows[1:] if row[:4] == ["1", "1", "loss", first]]
         assert loss == [pytest.approx(scores.losses[:, 1, 0, 0].mean())]
         refused(self.folder, "export", self.folder / "s.safetensors", "--to", "vllm", "-o", "v",
-                words=["can be written as csv or parquet"])  # fmt: skip
+                words=["with --to csv or --to parquet"])  # fmt: skip
