@@ -354,6 +354,32 @@ def evictable_rank(scores: ScoreProfile, tokens: IntArray, context_tokens: int) 
     return within
 
 
+def check_losses(scores: ScoreProfile, bits: tuple[int, ...] = (16,)) -> None:
+    """Refuse what was not measured.
+
+    Raises
+    ------
+    InputError
+        If there are no loss curves, or none at one of the widths; names what to measure.
+    """
+    missing = [width for width in bits if width not in scores.loss_widths]
+    if not missing:
+        return
+    every = tuple(sorted({16, *scores.loss_widths, *bits}, reverse=True))
+    widths = {} if every == (16,) else {"bits": every}
+    again = command("profile", loss=scores.loss_method or "measured", **widths)
+    if scores.losses is None:
+        raise InputError(
+            "this score profile holds no loss curves, so no loss can be predicted; measure them "
+            f"with {again}, or ask for retention"
+        )
+    listed, known = (" and ".join(map(str, some)) for some in (missing, scores.loss_widths))
+    raise InputError(
+        f"what {listed} bits lose was not measured in this score profile (of {known} bits it was); "
+        f"measure it with {again}, or leave it out of {option('bits')}"
+    )
+
+
 def loss_curves(scores: ScoreProfile, sample: int | None = None, *, bits: int = 16) -> FloatArray:
     """Mean loss curves of every measured policy over samples, or those of one sample.
 
@@ -373,27 +399,16 @@ def loss_curves(scores: ScoreProfile, sample: int | None = None, *, bits: int = 
     Raises
     ------
     InputError
-        If none were measured, or not at such a width.
+        As `check_losses`.
     """
-    if scores.losses is None:
-        raise InputError(
-            "this score profile holds no loss curves, so no loss can be predicted; measure them "
-            f"with {command('profile', loss='measured')}, or ask for retention"
-        )
-
-    if bits not in (widths := scores.loss_widths):
-        known = ", ".join(map(str, widths))
-        again = command("profile", loss=scores.loss_method or "measured", bits=(*widths, bits))
-        raise InputError(
-            f"what {bits} bits lose was not measured in this score profile (those of {known} bits "
-            f"were); measure it with {again}, or leave it out of {option('bits')}"
-        )
+    check_losses(scores, (bits,))
+    assert scores.losses is not None  # which was checked
 
     def one(losses: FloatArray) -> FloatArray:
         mean: FloatArray = losses.mean(axis=0) if sample is None else losses[sample]
         return mean
 
-    first = len(scores.policies) * widths.index(bits)
+    first = len(scores.policies) * scores.loss_widths.index(bits)
     found = one(scores.losses)[None]
     if scores.other_losses is not None:
         found = np.concatenate([found, np.moveaxis(one(scores.other_losses), 2, 0)])

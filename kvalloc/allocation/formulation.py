@@ -11,8 +11,8 @@ from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.accounting.costs import CacheCosts, check_size
 from kvalloc.allocation.curves import (
     UnitCurves,
+    check_losses,
     least_loss_tokens,
-    loss_curves,
 )
 from kvalloc.allocation.request import LayerCap, Request
 from kvalloc.allocation.sharing import choose_groups, grouped
@@ -373,7 +373,7 @@ def _option_tokens(scores: ScoreProfile, request: Request, context: int) -> IntA
     """
     page, floor = request.page, max(scores.protected_tokens, request.min_tokens or 0)
     if request.objective == "loss":
-        loss_curves(scores)  # refuses where there are none
+        check_losses(scores, request.bits or (16,))
         floor = max(floor, least_loss_tokens(scores, context))
     most = context if request.max_tokens is None else min(context, request.max_tokens)
     # The last page may be a partial one: it costs a whole page but holds the rest of the context.

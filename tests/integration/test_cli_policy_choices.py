@@ -76,8 +76,8 @@ def test_bits_are_decided_by_what_is_lost_with_them(folder: Path) -> None:
     refused_line = refused(
         folder, "solve", scores, "--target-loss", "0.1", "--bits", "5,4", "--json"
     )
-    assert "what 5 bits lose was not measured" in refused_line
-    assert "'kvalloc profile --loss fast --bits 16,8,3,5'" in refused_line
+    assert "what 5 and 4 bits lose was not measured" in refused_line
+    assert "'kvalloc profile --loss fast --bits 16,8,5,4,3'" in refused_line
     generated = run(
         "generate", folder / "tiny", "--profile", budgets, "--prompt-file", folder / "prompt.txt",
         "--max-new-tokens", 3, "--json",

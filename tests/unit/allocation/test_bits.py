@@ -270,10 +270,12 @@ def test_loss_is_not_predicted_for_bits_that_were_not_measured() -> None:
     (said,) = lines
     assert said.startswith("retention decides, not the loss curves: what 4 bits lose was not")
     scores = make_loss_bits()
-    fine = "bits lose was not measured.*16, 8, 4 bits were.*profile.loss='measured', bits=.16, 8, 4"
+    fine = "bits lose was not measured.*16 and 8 and 4 bits it was.*loss='measured', bits=.16, 8, 5"
     for asked in ({"budget": "30%", "objective": "loss"}, {"target_loss": 0.1}):
-        with pytest.raises(InputError, match=f"5 {fine}, 5"):
-            solve(scores, bits=(8, 5), **asked)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=f"what 5 and 3 {fine}, 4, 3"):
+            solve(scores, bits=(8, 5, 3), **asked)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"no loss curves.*bits=.16, 8, 4"):
+        solve(bits, bits=(8, 4), target_loss=0.1)
 
 
 LOSS: dict[str, Any] = {"objective": "loss", "bits": BITS}
