@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,16 @@ from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache
 from kvalloc.evaluate.scoring import Outcome, measure
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
-from kvalloc.models.loading import LoadedModel, load_model
+from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.online.default import Default
 from kvalloc.prompts.calibration import calibration_prompts
 from kvalloc.prompts.intervals import interval
 from kvalloc.prompts.tasks import TASKS
 
 WIDTHS = (8, 5, 4, 3)
-ALONE = {0.2: (5, 4), 0.1: (4, 3)}
-"""Widths for all that are measured at a share; all are decided."""
+SHARES = (0.2, 0.1)
+ALONE = 2
+"""Widths for all that are measured: those with the least predicted losses."""
 CELLS: dict[str, tuple[str, dict[str, bool]]] = {
     "text": ("kl", {}),
     "own answer": ("own", {}),
@@ -51,9 +54,9 @@ def main() -> int:
     print(describe_where(where_it_ran("kvalloc", "torch", "transformers")))
     scores = measured(loaded, asked) if asked.scores is None else ScoreProfile.load(asked.scores)
     print(f"losses of {scores.n_samples} prompts: {scores.text_description}")
-    for share in ALONE:
-        for line in compared(loaded, scores, share, asked):
-            print(line, flush=True)
+    with ProcessPoolExecutor(len(SHARES), mp_context=get_context("spawn")) as processes:
+        for lines in processes.map(compared, [scores] * len(SHARES), SHARES, [asked] * len(SHARES)):
+            print("\n".join(lines), flush=True)
     return 0
 
 
@@ -71,7 +74,7 @@ def measured(loaded: LoadedModel, asked: argparse.Namespace) -> ScoreProfile:
     prompts = calibration_prompts(
         loaded.tokenizer, asked.samples, asked.context, kinds=KINDS, question="both"
     )
-    surrogate = Default(share=0.2).surrogate_of(kvalloc.shape_of(loaded.model))
+    surrogate = Default(share=0.2).surrogate_of(shape_of(loaded.model))
     return kvalloc.profile(
         loaded.model,
         loaded.tokenizer,
@@ -103,10 +106,14 @@ def decided(
         wanted *= 0.999 * share / reached
 
 
-def compared(
+def compared(scores: ScoreProfile, share: float, asked: argparse.Namespace) -> list[str]:
+    """What each way loses within a share of the bytes, in a process of its own."""
+    return [*lines_of(load_model("demo"), scores, share, asked)]
+
+
+def lines_of(
     loaded: LoadedModel, scores: ScoreProfile, share: float, asked: argparse.Namespace
 ) -> Iterator[str]:
-    """What each way loses within a share of the bytes."""
     like = Default(share=share).profile(scores.shape, asked.context, "surrogate")
     sets = {f"{bits} bits for all": (bits,) for bits in WIDTHS} | {"bits by head": WIDTHS}
     made = {name: decided(scores, share, bits, like) for name, bits in sets.items()}
@@ -115,8 +122,8 @@ def compared(
     mixed = made["bits by head"]
     each = {bits: int((mixed.bits == bits).sum()) for bits in np.unique(mixed.bits).tolist()}
     yield "widths by head: " + ", ".join(f"{each[bits]} heads at {bits}" for bits in each)
-    shown = {f"{bits} bits for all": made[f"{bits} bits for all"] for bits in ALONE[share]}
-    best = min(shown, key=lambda name: shown[name].predicted_loss)
+    alone = sorted(sets.keys() - {"bits by head"}, key=lambda name: made[name].predicted_loss)
+    shown, best = {name: made[name] for name in alone[:ALONE]}, alone[0]
     shown["bits by head"] = mixed
     shown[f"{best}, entries by prompt"] = shown[best].replace(by_prompt=True)
     methods: dict[str, Any] = {
@@ -148,7 +155,7 @@ def compared(
         logs = [
             np.log(own) - np.log(_kls(other)) for own, other in zip(mine, found[name], strict=True)
         ]
-        low, high, *_ = interval(logs, seed=0) or (np.nan, np.nan)
+        low, high = interval(logs) or (np.nan, np.nan)
         middle = np.mean([one.mean() for one in logs])
         yield f"  {name:<32}{np.exp(middle):6.2f} [{np.exp(low):.2f}, {np.exp(high):.2f}]"
 
