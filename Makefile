@@ -36,7 +36,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 EXECUTED := $(NOTEBOOKS:%=build/%)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,%,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: help demo check kernel test coverage test-matrix fuzz-saved test-sanitized test-threads test-report test-gpu test-gemma test-oldest lint types imports wheel-test notebooks docs docs-blocks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality bench-quality-gemma bench-quality-qwen peers clean
+.PHONY: help demo check kernel test coverage test-matrix fuzz-saved test-sanitized test-threads test-report test-gpu test-gemma test-oldest lint types imports wheel-test check-install notebooks docs docs-blocks bench bench-solvers bench-profile bench-loss bench-prompts bench-runtime bench-transfer bench-quality bench-quality-gemma bench-quality-qwen peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
@@ -159,6 +159,9 @@ types: $(READY) ## mypy --strict on the package and the solvers
 
 imports: $(READY) ## who may import whom
 	$(BIN)/lint-imports --no-cache
+
+check-install: $(READY) ## fresh environments, one an extra, each used as a new user would: gigabytes, minutes
+	$(BIN)/python .ci/check_install.py $(ENVIRONMENTS)
 
 wheel-test: $(READY) ## build the wheel from a clean copy, install it elsewhere, use it there
 	$(BIN)/python .ci/wheel_test.py

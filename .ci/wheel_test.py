@@ -115,39 +115,48 @@ def check_contents(wheel: Path, names: Sequence[str]) -> None:
     )
 
 
+def environment(
+    folder: Path, *packages: str | Path, constraints: Path | None = ROOT / "constraints.txt"
+) -> Path:
+    """Install packages into a fresh environment; returns its folder of commands."""
+    venv.create(folder, with_pip=True, symlinks=True)
+    held = () if constraints is None else ("-c", constraints)
+    pip = (folder / "bin/python", "-m", "pip", "--disable-pip-version-check", "--no-input")
+    run((*pip, "install", "--quiet", *held, *packages), cwd=folder, quiet=True)
+    return folder / "bin"
+
+
+def built(folder: Path) -> Path:
+    """The wheel, built from the source archive of a clean copy of the tree, and checked."""
+    names = files_of_the_tree()
+    copy_tree(names, folder / "tree")
+    # Without --wheel the wheel is built from the source archive, which tests that too.
+    command = (sys.executable, "-m", "build", "--outdir", folder / "dist", folder / "tree")
+    run(command, cwd=folder, quiet=True)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    check_contents(wheel, names)
+    return wheel
+
+
 def use(wheel: Path, folder: Path) -> None:
     """Install the wheel with its core dependencies alone, and run what needs no model."""
-    venv.create(folder / "env", with_pip=True, symlinks=True)
-    python = folder / "env/bin/python"
-    pip = (python, "-m", "pip", "--disable-pip-version-check", "--no-input")
-    run((*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", wheel), cwd=folder, quiet=True)
+    commands = environment(folder / "env", wheel)
+    python = commands / "python"
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     for package in HEAVY:
         find = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is not None)"
         run((python, "-c", find), cwd=elsewhere)
     run((python, "-c", USE_THE_INSTALLED_PACKAGE), cwd=elsewhere)
-    command = folder / "env/bin/kvalloc"
+    command = commands / "kvalloc"
     run((command, "--help"), cwd=elsewhere, quiet=True)
     run((command, "scorers"), cwd=elsewhere, quiet=True)
     print(run((command, "solvers"), cwd=elsewhere, quiet=True), end="")
 
 
 def main() -> None:
-    names = files_of_the_tree()
     with tempfile.TemporaryDirectory(prefix="kvalloc-wheel-") as made:
-        folder = Path(made)
-        tree = folder / "tree"
-        copy_tree(names, tree)
-        # Without --wheel the wheel is built from the source archive, which tests that too.
-        run(
-            (sys.executable, "-m", "build", "--outdir", folder / "dist", tree),
-            cwd=folder,
-            quiet=True,
-        )
-        (wheel,) = (folder / "dist").glob("*.whl")
-        check_contents(wheel, names)
-        use(wheel, folder)
+        use(built(Path(made)), Path(made))
     print("the wheel works from another directory, without torch")
 
 

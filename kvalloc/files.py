@@ -43,7 +43,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         os.close(handle)
         temporary = Path(name)
         yield temporary
-        with open(temporary, "rb") as written:
+        with open(temporary, "r+b") as written:  # Windows flushes what is open for writing only
             os.fsync(written.fileno())
         # mkstemp makes private files; a profile should be as readable as any other output
         mask = os.umask(0)

@@ -378,7 +378,8 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
 
 def _print(columns: Sequence[tuple[str, str, str]], rows: Sequence[Mapping[str, Any]]) -> None:
     headings = [heading for heading, _, _ in columns]
-    print_table(headings, [[_shown(row[key], form) for _, key, form in columns] for row in rows])
+    cells = [[_shown(row[key], form) for _, key, form in columns] for row in rows]
+    print_table(headings, cells, keys=2)
 
 
 def _shown(value: Any, form: str) -> str:

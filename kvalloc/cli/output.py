@@ -109,9 +109,11 @@ def _as_plain(value: Any) -> Any:
 
 
 def note(message: str, *, beside_json: bool = True) -> None:
-    """One line on stderr, unless that is to be quiet."""
+    """One line on stderr, wrapped in a terminal, unless that is to be quiet."""
     if not is_quiet() and (beside_json or not wants_json()):
-        print(plain(message), file=sys.stderr, flush=True)
+        lines = textwrap.wrap(plain(message), terminal_width(), break_on_hyphens=False)
+        text = "\n".join(lines) if sys.stderr.isatty() else plain(message)
+        print(text, file=sys.stderr, flush=True)
 
 
 def print_fields(fields: dict[str, str]) -> None:
@@ -136,11 +138,37 @@ def hanging(text: str, indent: int) -> str:
 
 
 def print_table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, optional: Sequence[str] = ()
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    optional: Sequence[str] = (),
+    keys: int = 1,
 ) -> None:
-    """A table on stdout, first and last column flush left; see `table_lines`."""
-    for line in table_lines(headings, rows, left=(0, -1), optional=optional):
-        print(line)
+    """A table on stdout: the first columns, which name a row, and the last one flush left.
+
+    In a terminal that is too narrow, even without the optional columns, those that do not fit
+    stand below, the rows named again. In a pipe a row is always one line with all columns.
+    """
+    last = len(headings) - 1
+    left = {*range(keys), last}
+
+    def lines(places: Sequence[int], **how: Any) -> list[str]:
+        cells = [[row[place] for place in places] for row in (headings, *rows)]
+        own = [place for place, column in enumerate(places) if column in left]
+        return table_lines(cells[0], cells[1:], left=own, **how)
+
+    def fits(found: list[str]) -> bool:
+        return not sys.stdout.isatty() or max(map(len, found)) <= terminal_width()
+
+    beside, every = list(range(keys)), range(keys, last + 1)
+    whole = lines(range(last + 1), optional=optional if sys.stdout.isatty() else ())
+    blocks: list[list[int]] = [[]]
+    for place in every:
+        if blocks[-1] and not fits(lines([*beside, *blocks[-1], place])):
+            blocks.append([])
+        blocks[-1].append(place)
+    shown = [whole] if fits(whole) else [lines([*beside, *block]) for block in blocks]
+    print("\n\n".join("\n".join(one) for one in shown))
 
 
 def duration(seconds: float) -> str:

@@ -73,4 +73,5 @@ def _show(rows: list[dict[str, Any]]) -> None:
             )
             for row in rows
         ],
+        optional=("model",),
     )

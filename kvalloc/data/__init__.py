@@ -15,5 +15,7 @@ def words(name: str) -> Any:
 
 @cache
 def _word_lists() -> dict[str, Any]:
-    lists: dict[str, Any] = json.loads((resources.files(__name__) / "words.json").read_text())
+    lists: dict[str, Any] = json.loads(
+        (resources.files(__name__) / "words.json").read_text("utf-8")
+    )
     return lists

@@ -114,6 +114,43 @@ def in_terminal(monkeypatch):
     return terminal
 
 
+HEADINGS = ("task", "cache", "bytes", "of 16 bits", "KL", "n")
+ROWS = [("needle", "--budget 20%", "1.18 MiB", "20.0%", "0.0123", "6"), ("kl", "full", *"1234")]
+
+
+@pytest.mark.parametrize("width", [30, 40, 200])
+def test_a_table_fits_a_terminal_with_every_column(monkeypatch, width):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(width))
+    output.print_table(HEADINGS, ROWS, keys=2)
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    blocks = terminal.getvalue().split("\n\n")
+    assert (len(blocks) > 1) == (width < 60)
+    for heading in HEADINGS[:2]:
+        assert sum(heading in line for line in lines) == len(blocks)  # a row is named again
+    for column in HEADINGS[2:], *(row[2:] for row in ROWS):
+        assert all(cell in terminal.getvalue() for cell in column)
+
+
+def test_a_table_in_a_pipe_has_a_line_a_row_whatever_its_width(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "30")
+    output.print_table(HEADINGS, ROWS, keys=2, optional=("bytes",))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert all(cell in lines[1] for cell in ROWS[0])
+    assert all(line.isascii() for line in lines)
+
+
+def test_a_note_is_wrapped_in_a_terminal_alone(monkeypatch):
+    for stream, expected in ((Terminal(), 2), (io.StringIO(), 1)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("COLUMNS", "40")
+        output.note("predicted loss is a sum of single-unit measurements: each alone, not together")
+        assert stream.getvalue().count("\n") == expected
+
+
 def test_a_log_gets_a_line_now_and_then(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
