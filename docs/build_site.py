@@ -49,12 +49,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Formulas in MathML."""
-    return FORMULA.sub(
-        lambda found: convert(
-            unescape(found[2]), display="block" if found[1] == "div" else "inline"
-        ),
-        html,
-    )
+    return FORMULA.sub(_formula, html)
+
+
+def _formula(found: re.Match[str]) -> str:
+    made = convert(unescape(found[2]), display="block" if found[1] == "div" else "inline")
+    if "\\" in made:
+        raise PluginError(f"a command of this formula is not known: {found[2]}")
+    return made
 
 
 def on_post_build(config: Any) -> None:

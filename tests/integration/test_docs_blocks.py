@@ -13,6 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,25 @@ CHECKED: dict[str, Callable[[dict[str, Any], str], None]] = {
     "policies.md": check_policies,
     "runtime.md": check_runtime,
 }
+
+
+@pytest.mark.model
+def test_every_call_that_stands_for_a_press_works(tiny_demo: Path, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "from_kvpress.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    calls = {call for row in rows for call in re.findall(r"`(apply\([^`]*\))`", row)}
+    assert len(calls) >= 12
+    model = loading.load_model(str(tiny_demo)).model
+    ids = torch.arange(1000, 1800)[None]
+    for call in sorted(calls - {'apply(surrogate="s.safetensors")'}):
+        applied = eval(
+            call.replace("=...", '="snapkv"').replace("[...]", str([1.0] * 6)),
+            {"apply": partial(kvalloc.apply, model, budget="30%")},
+        )
+        with applied:
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+        cache = applied.last_cache
+        assert cache.retained_bytes < 0.4 * cache.full_bytes, call
 
 
 def test_blocks_that_do_not_run_are_these() -> None:
