@@ -57,6 +57,7 @@ def export(
     from kvalloc.formats.score_profile import ScoreProfile
     from kvalloc.interop.exporting import export as write
     from kvalloc.interop.exporting import export_target
+    from kvalloc.interop.target import bytes_at_16_bits
 
     own = load_file(profile, ("budget profile", "score profile"))
     if isinstance(own, ScoreProfile):
@@ -75,11 +76,11 @@ def export(
     facts = {
         "output": str(output),
         "target": to,
-        "bytes": own.retained_bytes,
-        "bytes_left": left.retained_bytes,
+        "bytes": bytes_at_16_bits(own),
+        "bytes_left": bytes_at_16_bits(left),
         "restricted": left.digest != own.digest,
     }
-    print_result(facts, lambda: _show(output, own, left))
+    print_result(facts, lambda: _show(facts, own, left))
     if left.digest != own.digest and restricted is not None:
         pair = f"--profile {profile} --profile {restricted}"
         note(f"what the loss costs: kvalloc eval MODEL {pair}")
@@ -102,12 +103,13 @@ def _export_curves(name: str, scores: ScoreProfile, to: str | None, output: Path
     print_result({"output": str(output), "rows": rows}, lambda: print_fields(shown))
 
 
-def _show(output: Path, own: BudgetProfile, left: BudgetProfile) -> None:
-    kept = f"{size(own.retained_bytes)} of {own.context_tokens:,} tokens"
-    if left.digest != own.digest:
-        kept += f" -> {size(left.retained_bytes)} of {left.context_tokens:,} tokens"
-    lost = left.detail if left.digest != own.digest else "nothing"
-    print_fields({"written": str(output), "keeps": kept, "lost": lost})
+def _show(facts: dict[str, Any], own: BudgetProfile, left: BudgetProfile) -> None:
+    kept = f"{size(facts['bytes'])} of {own.context_tokens:,} tokens"
+    if facts["restricted"]:
+        kept += f" -> {size(facts['bytes_left'])} of {left.context_tokens:,} tokens"
+    kept += ", 2 bytes a number at 16 bits"
+    lost = left.detail if facts["restricted"] else "nothing"
+    print_fields({"written": facts["output"], "keeps": kept, "lost": lost})
 
 
 def _list(name: str, profile: BudgetProfile) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -137,7 +137,7 @@ def restrict(
         )
     if not losses:
         return profile
-    left, most_bytes = profile, None if "no-eviction" in losses else profile.retained_bytes
+    left, most_bytes = profile, None if "no-eviction" in losses else bytes_at_16_bits(profile)
     for one in RESTRICTIONS:
         if one.name in losses and one.lost(left, target):
             left = _changed(left, one.apply(left, target), most_bytes)
@@ -153,6 +153,12 @@ def lost(profile: BudgetProfile, target: ExportTarget) -> dict[str, str]:
     named = [one for one in RESTRICTIONS if one.name in target.restrictions]
     words = {one.name: one.lost(profile, target) for one in named}
     return {name: text for name, text in words.items() if text}
+
+
+def bytes_at_16_bits(profile: BudgetProfile) -> int:
+    """Bytes kept at the reference context; a number at 16 bits counts two, whatever its type."""
+    half = replace(profile.shape, dtype_bytes=2)
+    return profile.model_copy(update={"shape": half}).retained_bytes
 
 
 def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> BudgetProfile:
@@ -258,7 +264,7 @@ def _changed(
 
     def fits(total: int) -> bool:
         kept = sizes.model_copy(update={"budgets": rounded(total)})
-        return most_bytes is None or kept.retained_bytes <= most_bytes
+        return most_bytes is None or bytes_at_16_bits(kept) <= most_bytes
 
     low, high = least * exact.size, most * exact.size
     if not fits(low):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -249,6 +250,28 @@ def test_lu_kv_reads_what_is_exported(model, prompt, tmp_path):
     press = kvpress.LUKVPress(kvpress.KnormPress(), sink=4, window=8)
     press.compression_ratio = 1 - profile.budgets.mean() / N_PROMPT
     press._budget_curves = np.load(tmp_path / "b.npy")
+    _, hidden = read_prompt(model, prompt, press)
+    for layer, marked in enumerate(hidden):
+        evicted = [(marked[1] == head).sum().item() for head in range(2)]
+        assert evicted == (N_PROMPT - profile.budgets[layer]).tolist()
+
+
+def test_duo_attention_reads_what_is_exported(model, prompt, tmp_path, monkeypatch):
+    """kvpress' own DuoAttentionPress hides what streaming heads do not keep."""
+    import kvpress
+    from kvpress.presses import duo_attention_press
+
+    policy = Policy(scorer="streaming", scorer_parameters={"window": 16}, sinks=4, window=16)
+    profile = budgets_of(model, [[192, 20], [20, 20], [20, 192]], policy=policy)
+    export(profile, "duo-attention", tmp_path / "d")
+
+    def get(url):
+        text = (tmp_path / "d" / url.rpartition("/")[2]).read_text()
+        return SimpleNamespace(text=text, json=lambda: json.loads(text))
+
+    monkeypatch.setattr(duo_attention_press.requests, "get", get)
+    monkeypatch.setitem(duo_attention_press.PATTERNS_DICT, model.config.name_or_path, "tiny")
+    press = kvpress.DuoAttentionPress(head_compression_ratio=4 / 6)
     _, hidden = read_prompt(model, prompt, press)
     for layer, marked in enumerate(hidden):
         evicted = [(marked[1] == head).sum().item() for head in range(2)]

@@ -10,9 +10,10 @@ import pytest
 from cli_tools import refused, run
 from factories import make_budget_profile, make_losses, make_shape
 
-from kvalloc.errors import InputError, UnsupportedRequestError
+from kvalloc.errors import InputError, MissingDependencyError, UnsupportedRequestError
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.interop.exporting import TARGETS, export, export_target
+from kvalloc.interop.openvino import scheduler_config
 from kvalloc.interop.target import RESTRICTIONS, lost, restrict
 
 ALL = [one.name for one in RESTRICTIONS]
@@ -80,6 +81,17 @@ def test_what_a_target_cannot_say_is_accepted_by_name(tmp_path, to, profile, nam
         assert all(name in left.detail for name in names)
 
 
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+def test_bits_are_paid_for_in_entries(dtype_bytes):
+    """A number at 16 bits counts two bytes, also of a model that was loaded in float32."""
+    shape = make_shape(head_dim=64, dtype_bytes=dtype_bytes)
+    profile = make_budget_profile(np.full((3, 2), 300), shape=shape, context_tokens=400,
+                                  bits=np.full((3, 2), 4))  # fmt: skip
+    left = restrict(profile, TARGETS["lu-kv"], ["one-width"])
+    assert set(left.bits.ravel().tolist()) == {16}
+    assert left.budgets.mean() == pytest.approx(300 * (4 + 2 * 16 / 64) / 16, rel=0.03)
+
+
 def test_openvino_gets_one_size_in_blocks(tmp_path):
     profile = wide(policy=XKV.replace(sinks=2, window=40, scorer_parameters={"window": 40}))
     left = export(profile, "openvino", tmp_path / "e.json", accept=ALL)
@@ -96,6 +108,23 @@ def test_openvino_gets_one_size_in_blocks(tmp_path):
         export(small, "openvino", tmp_path / "e.json", accept=ALL)
     with pytest.raises(InputError, match="sinks and window alone, 96 tokens in every head"):
         export(small.replace(budgets=np.full((3, 2), 50)), "openvino", tmp_path / "e", accept=ALL)
+
+
+def test_openvino_reads_it(tmp_path):
+    """The package itself, where it is installed."""
+    export(wide(), "openvino", tmp_path / "e.json", accept=ALL)
+    if importlib.util.find_spec("openvino_genai") is None:
+        with pytest.raises(MissingDependencyError, match="pip install openvino-genai"):
+            scheduler_config(tmp_path / "e.json")
+        return
+    config = scheduler_config(tmp_path / "e.json")
+    assert config.use_cache_eviction
+    eviction = config.cache_eviction_config
+    sizes = (eviction.get_start_size(), eviction.get_recent_size(), eviction.get_max_cache_size())
+    assert sizes == (32, 32, 160)
+    (tmp_path / "e.json").write_text('{"cache_eviction_config": {"start_size": 0}}')
+    with pytest.raises(InputError, match="is no cache eviction config of 'kvalloc export"):
+        scheduler_config(tmp_path / "e.json")
 
 
 def test_tensorrt_llm_gets_a_window_for_each_layer(tmp_path):
@@ -254,6 +283,11 @@ class TestCommand:
     ])  # fmt: skip
     def test_mistakes(self, arguments, words):
         refused(self.folder, "export", self.file, *arguments, words=[words])
+
+    def test_the_bytes_are_those_of_16_bits(self):
+        ran = run("export", self.file, "--to", "csv", "-o", self.folder / "t.csv", "--json")
+        assert ran.json["bytes"] == ran.json["bytes_left"] == 1095 * 2 * 2 * 4
+        assert not ran.json["restricted"]
 
     def test_score_curves(self):
         scores = make_losses(per="layer")
