@@ -28,7 +28,7 @@ from kvalloc.models.structure import context_limit
 from kvalloc.runtime.cache import BudgetCache
 from kvalloc.runtime.making import make_cache
 from kvalloc.scorers import Scorer, get_scorer
-from kvalloc.scorers.later_pass import CARRIED_TOKENS
+from kvalloc.scorers.later_pass import CARRIED_TOKENS, SHOWN_FIRST
 from kvalloc.shape import ModelShape
 from kvalloc.units import parse_bytes, parse_share, size
 
@@ -43,8 +43,9 @@ which more at 4 do, and a second read loses half of what a surrogate does (SmolL
 SINKS, WINDOW = 4, 8
 """Tokens at the prompt's begin and end, never evicted."""
 
-PIECE, MATCHED = 256, 128
-"""Tokens of the prompt that are read again at once, and whose queries the values are fitted to."""
+PIECE, NEARBY, MATCHED = 256, 0, 64
+"""Tokens of the prompt that are read again at once, how many around them are seen meanwhile, and
+how many tokens' queries the values are fitted to: more of each takes longer and loses no less."""
 
 VOTES, AWAITED = 128, 16
 """Tokens whose queries vote where nothing is read twice: of the prompt's last, and of those that
@@ -53,11 +54,6 @@ follow it."""
 Way = Literal["surrogate", "twice", "late", "early"]
 """Who chooses the entries: a surrogate, a second read, or the prompt's last tokens with those that
 follow it; or, while the prompt is read, the surrogate or the prompt's last tokens alone."""
-
-_MATCHING: dict[str, Any] = {
-    "name": "attention_matching",
-    "parameters": {"rows": MATCHED, "following": 0},
-}
 
 COSTS: dict[Way, float] = {"surrogate": 1.4, "twice": 3.2, "late": 1.1, "early": 1.1}
 """Time of a prompt of 2,048 tokens against a plain prefill (SmolLM2-135M, two threads)."""
@@ -204,12 +200,17 @@ class Default:
         if kept() == context:  # there is nothing to choose
             way = "early"
         scorer = self._scorer(shape, way)
+        matching: dict[str, Any] = {}
+        if fitted and way in ("surrogate", "twice"):
+            few = self.share < FOUR_BITS_BELOW  # where most stay, biases gain nothing
+            parameters = {"rows": MATCHED, "following": 0, "biases": few}
+            matching = {"name": "attention_matching", "parameters": parameters}
         policy = Policy(
             scorer=scorer.name,
             scorer_parameters=scorer.parameters(),
             sinks=SINKS,
             window=WINDOW,
-            **_MATCHING if fitted and way in ("surrogate", "twice") else {},
+            **matching,
         )
         bits, budgets = np.full(table, self.bits), np.full(table, kept(biased=policy.biased))
         bits[list(shape.sliding_layers)] = 16
@@ -230,7 +231,7 @@ class Default:
         """Whose scores choose the entries."""
         surrogate = self.surrogate_of(shape)
         if way == "twice":
-            return get_scorer("reconstruction", chunk=PIECE, window=WINDOW)
+            return get_scorer("reconstruction", chunk=PIECE, nearby=NEARBY, window=WINDOW)
         if way == "surrogate" or (way == "early" and surrogate is not None):
             return get_scorer("surrogate", file=surrogate, window=WINDOW)
         return get_scorer(
@@ -267,8 +268,9 @@ class Default:
         held = min(VOTES, tokens) + AWAITED if way == "late" else min(MATCHED, tokens)
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
         found = shape.full_bytes(tokens, rows) + rows * held * queries * shape.dtype_bytes
-        if way == "twice":  # what is read again, and one layer's copy in front of it
-            found += one_layer + shape.full_bytes(min(PIECE, tokens), rows)
+        if way == "twice":  # what is read again, and what one layer shows of the prompt
+            found += one_layer * min(SHOWN_FIRST + PIECE, tokens) // tokens
+            found += shape.full_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
         return found
 
     def _said(self, profile: BudgetProfile, tokens: int, rows: int, way: Way) -> str:

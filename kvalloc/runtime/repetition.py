@@ -18,7 +18,13 @@ from kvalloc.models.structure import context_limit
 from kvalloc.runtime.arrival import none_if_all, row_tokens
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.base import repetitions
-from kvalloc.scorers.later_pass import CARRIED_TOKENS, SMALLEST_CHUNK, Later, LaterStep
+from kvalloc.scorers.later_pass import (
+    CARRIED_TOKENS,
+    SHOWN_FIRST,
+    SMALLEST_CHUNK,
+    Later,
+    LaterStep,
+)
 
 __all__ = ["HeldPrompt", "LaterNotes", "Wanted", "check_context", "check_repeat", "repeat_prompt"]
 
@@ -35,15 +41,20 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     keys: Any  # transformers calls them optional
     values: Any
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: Sequence[int] | None) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, rows: Sequence[int] | None, shown: Tensor | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held, self._rows = (keys, values), rows
+        self._held, self._rows, self._shown = (keys, values), rows, shown
         self.lazy_initialization(keys, values)
 
     @property
     def held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prompt, (n_rows, n_kv_heads, n_prompt, head_dim) each."""
+        """Keys and values of the prompt, (n_rows, n_kv_heads, n_shown, head_dim) each."""
         keys, values = self._held
+        if self._shown is not None:
+            shown = self._shown.to(keys.device)
+            keys, values = keys.index_select(2, shown), values.index_select(2, shown)
         if self._rows is None:
             return keys, values
         if len(self._rows) == 1:
@@ -66,9 +77,12 @@ class LaterLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return int(self._held[0].shape[-2]) + later
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of what the new tokens may see."""
+        """Length and offset of what the new tokens may see: what is shown counts as the last."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return self.get_seq_length() + int(new), 0
+        hidden = 0
+        if self._shown is not None:
+            hidden = int(self._held[0].shape[-2]) - int(self._shown.numel())
+        return self.get_seq_length() - hidden + int(new), hidden
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +107,9 @@ class HeldPrompt:
         The prompt; None where it came as embeddings.
     rows : tuple of int, or None
         Which rows of ``stored`` and ``sliding`` this is about; None for all.
+    shown : Tensor of int64, (n_shown,), or None
+        Columns that the later tokens see in full-attention layers, none of them padding; None for
+        all that are not.
     """
 
     decoder: nn.Module
@@ -103,18 +120,28 @@ class HeldPrompt:
     next_positions: Tensor
     ids: Tensor | None
     rows: tuple[int, ...] | None = None
+    shown: Tensor | None = None
 
     @property
     def batch(self) -> int:
         """Rows that this is about."""
         return int(self.next_positions.shape[0])
 
+    @property
+    def ends_alike(self) -> bool:
+        """Whether one mask can tell sliding and other layers what later tokens see.
+
+        It has one column for the last entries of both, which are of different tokens where some of
+        the prompt are not shown; so none of these may be padding.
+        """
+        return self.visible is None or not self.sliding or bool(self.visible[:, -1].all())
+
     def cache(self) -> Cache:
         """A new cache for tokens after the prompt, which go with it."""
         layers: list[Any] = []
         for index in range(len(self.stored) + len(self.sliding)):
             if index in self.stored:
-                layers.append(LaterLayer(*self.stored[index], self.rows))
+                layers.append(LaterLayer(*self.stored[index], self.rows, self.shown))
                 continue
             layer = copy.deepcopy(self.sliding[index])
             if self.rows is not None:
@@ -146,7 +173,7 @@ class HeldPrompt:
         n_new = int(ids.shape[1])
         positions = torch.arange(n_new, device=ids.device)
         mask = None
-        if self.visible is not None:
+        if self.visible is not None and (self.shown is None or self.sliding):
             mask = nn.functional.pad(self.visible.long(), (0, n_new), value=1).to(ids.device)
         self.decoder(
             input_ids=ids,
@@ -199,8 +226,9 @@ def repeat_prompt(prompt: HeldPrompt, wanted: Wanted, *, sinks: int) -> LaterNot
         for part in (parts := prompt.alike()):
             found.append({layer: {} for layer in looks})
             for ids, step in _pieces(part, later, sinks):
+                view = replace(part, shown=step.shown)
                 with intercept_attention(part.decoder, _repeating(looks, found[-1], step, sinks)):
-                    part.run(part.cache(), ids)
+                    view.run(view.cache(), ids)
         for layer, own in found[0].items():
             for key in own:
                 notes[layer][key] = _together([each[layer][key] for each in found], parts)
@@ -286,10 +314,15 @@ def _pieces(part: HeldPrompt, later: Later, sinks: int) -> list[tuple[Tensor, La
         asked = ids.new_tensor(lead, dtype=ids.dtype).expand(part.batch, -1)
         text = torch.cat([asked, ids[:, carried], ids[:, repeated]], dim=1)
         leading = columns[: min(sinks, begin)]
+        shown = None
+        if later.nearby is not None and part.ends_alike:
+            first, end = max(begin - later.nearby, 0), begin + later.tokens + later.nearby
+            shown = torch.cat([columns[: min(first, max(sinks, SHOWN_FIRST))], columns[first:end]])
         step = LaterStep(
             n_prompt=part.n_prompt,
             repeated=repeated,
             leading=leading if leading.numel() else None,
+            shown=shown,
         )
         pieces.append((text, step))
     return pieces

@@ -23,6 +23,10 @@ SMALLEST_CHUNK = 16
 """A prompt is repeated in pieces of at least so many tokens."""
 
 
+SHOWN_FIRST = 4
+"""First tokens of the prompt that every repetition sees: much attention rests on them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Later:
     """Tokens that come after the prompt and that a scorer looks at.
@@ -37,12 +41,16 @@ class Later:
     instruction, continuation : tuple of int
         Token ids in front of the first repeated piece, and of each further one, where the last
         `CARRIED_TOKENS` tokens of the piece before come between.
+    nearby : int or None
+        How many of the prompt's tokens before a piece, and behind it, its repetition may look at
+        beside the piece and the prompt's first tokens; None for all of them.
     """
 
     kind: Literal["following", "repeat"]
     tokens: int
     instruction: tuple[int, ...] = ()
     continuation: tuple[int, ...] = ()
+    nearby: int | None = None
 
     def furthest(self, n_tokens: int) -> int:
         """Tokens that the longest repetition of a prompt of `n_tokens` adds to it, 0 for none."""
@@ -62,8 +70,10 @@ class LaterStep:
     Attributes
     ----------
     n_prompt : int
-        Entries of the prompt: the first keys. All others are those of the later tokens, the last of
-        which have the states' queries.
+        Entries of the prompt.
+    shown : Tensor of int64, (n_shown,), or None
+        Columns of the prompt whose entries are the first keys, in order; None for all. All other
+        keys are those of the later tokens, the last of which have the states' queries.
     repeated : Tensor of int64, (n_repeated,), or None
         Columns of the prompt that are repeated now, the same in all rows.
     leading : Tensor of int64, (n_leading,), or None
@@ -73,3 +83,15 @@ class LaterStep:
     n_prompt: int
     repeated: Tensor | None = None
     leading: Tensor | None = None
+    shown: Tensor | None = None
+
+    @property
+    def n_shown(self) -> int:
+        """Where the keys of the later tokens begin."""
+        return self.n_prompt if self.shown is None else int(self.shown.numel())
+
+    def places(self, columns: Tensor) -> Tensor:
+        """Where among the keys the entries of some of the prompt's columns are."""
+        import torch
+
+        return columns if self.shown is None else torch.searchsorted(self.shown, columns)

@@ -11,7 +11,7 @@ from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
 from kvalloc.scorers.attention_rows import attention_logits, attention_softmax
 from kvalloc.scorers.later_pass import SMALLEST_CHUNK, Later, LaterStep
-from kvalloc.scorers.parameters import OddWidth, Positive, Range
+from kvalloc.scorers.parameters import Count, OddWidth, Positive, Range
 from kvalloc.scorers.pooled import PooledScorer, Reduction
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ class Reconstruction(PooledScorer):
     ----------
     chunk : int
         Longest piece, tokens.
+    nearby : int or None
+        Tokens before and behind a piece that its repetition sees beside the piece and the prompt's
+        first tokens; None for the whole prompt, as the method does. With 0 the repetition takes
+        time in proportion to the prompt, and on SmolLM2-135M what is kept serves as well.
     window : int
         Last tokens of the prompt that are never evicted, tokens. The method itself has no window.
     pool : int
@@ -59,6 +63,7 @@ class Reconstruction(PooledScorer):
     holds_queries = False
 
     chunk: Annotated[int, Range(SMALLEST_CHUNK)] = 2048
+    nearby: Count | None = None
     window: Positive = 8
     pool: OddWidth = 1
     group_reduce: Reduction = "max"
@@ -80,6 +85,7 @@ class Reconstruction(PooledScorer):
             tokens=self.chunk,
             instruction=_ids("instruction", self.instruction),
             continuation=_ids("continuation", self.continuation),
+            nearby=self.nearby,
         )
 
     @property
@@ -93,11 +99,13 @@ class Reconstruction(PooledScorer):
 
         assert step.repeated is not None  # it asked for a repetition
         n_rows = int(states.queries.shape[2])
-        places = step.repeated.to(states.keys.device)
-        parts = [places]
+        device = states.keys.device
+        places = step.repeated.to(device)
+        parts = [step.places(step.repeated)]
         if step.leading is not None:
-            parts.append(step.leading.to(places.device))
-        later = torch.arange(step.n_prompt, states.keys.shape[2], device=places.device)
+            parts.append(step.places(step.leading))
+        parts = [part.to(device) for part in parts]
+        later = torch.arange(step.n_shown, states.keys.shape[2], device=device)
         columns = torch.cat([*parts, later])
         keys = states.keys.index_select(2, columns)
         batch, n_kv_heads = keys.shape[:2]

@@ -120,7 +120,7 @@ def test_scorers_read_masks_of_either_kind(tiny: ModuleType, attention: str, sco
 
 HELD = {
     "lookahead": {"tokens": 5, "pool": 3},
-    "reconstruction": {"chunk": 37, "instruction": "7+8+9", "continuation": "10"},
+    "reconstruction": {"chunk": 37, "nearby": 5, "instruction": "7+8+9", "continuation": "10"},
 }
 
 

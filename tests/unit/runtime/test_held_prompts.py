@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,33 +21,46 @@ from transformers import DynamicCache
 import kvalloc
 from kvalloc.errors import InputError, UnsupportedRequestError
 from kvalloc.models.attention import AttentionStates, intercept_attention
+from kvalloc.models.loading import shape_of
 from kvalloc.runtime import make_cache, repetition
 from kvalloc.runtime.policies import changed_policy
 from kvalloc.runtime.prompt import State
 from kvalloc.scorers import get_scorer
 
 CONTEXT = 90
-NAMES = ("lookahead", "reconstruction")
+NAMES = ("lookahead", "reconstruction", "nearby")
 OPTIONS: dict[str, dict[str, Any]] = {
     "lookahead": {"tokens": 5, "pool": 3},
     "reconstruction": {"chunk": 37, "instruction": "7+8+9", "continuation": "10"},
+    "nearby": {"chunk": 37, "nearby": 6, "instruction": "7+8+9", "continuation": "10"},
 }
+SCORERS = {"nearby": "reconstruction"}
 Array = npt.NDArray[np.float64]
 
 
 def profile_of(tiny: ModuleType, model: Any, name: str, level: str = "head", **more: Any) -> Any:
-    parameters = {**OPTIONS[name], **more}
-    profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=name, parameters=parameters)
+    parameters, scorer = {**OPTIONS[name], **more}, SCORERS.get(name, name)
+    profile = tiny.make_profile(model, CONTEXT, 0.4, scorer=scorer, parameters=parameters)
     return tiny.by_head(profile, spread=9) if level == "head" else profile
 
 
-def seen(model: Any, ids: torch.Tensor) -> dict[int, AttentionStates]:
-    """What every layer sees of all these tokens in one forward without any cache."""
+def seen(model: Any, ids: torch.Tensor, hidden: Sequence[int] = ()) -> dict[int, AttentionStates]:
+    """What every layer sees of all these tokens in one forward without any cache.
+
+    Tokens after the prompt do not see the hidden ones in full-attention layers.
+    """
     found: dict[int, AttentionStates] = {}
+    full = shape_of(model).full_layers
 
     def look(states: AttentionStates, compute: Any) -> Any:
         found[states.layer] = states
-        return compute(states.mask)
+        mask = states.mask
+        if hidden and states.layer in full:
+            n_tokens = int(ids.shape[1])
+            mask = torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril()
+            mask[CONTEXT:, list(hidden)] = False
+            mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)[None, None]
+        return compute(mask)
 
     with torch.no_grad(), intercept_attention(model, look):
         model(ids, use_cache=False)
@@ -79,7 +94,9 @@ def lookahead_scores(tiny: ModuleType, model: Any, ids: torch.Tensor, layer: int
     return pooled(votes, tiny.SINKS, tiny.WINDOW, 3, "mean")
 
 
-def reconstruction_scores(tiny: ModuleType, model: Any, ids: torch.Tensor, layer: int) -> Array:
+def reconstruction_scores(
+    tiny: ModuleType, model: Any, ids: torch.Tensor, layer: int, nearby: int = CONTEXT
+) -> Array:
     """Piece by piece in one forward each; the softmax over piece, sinks and later tokens."""
     heads = model.config.num_attention_heads
     votes = np.zeros((heads, CONTEXT))
@@ -87,8 +104,9 @@ def reconstruction_scores(tiny: ModuleType, model: Any, ids: torch.Tensor, layer
         piece = ids[:, begin : begin + 37]
         lead = torch.tensor([[7, 8, 9]]) if begin == 0 else torch.tensor([[10]])
         carried = ids[:, max(begin - 8, 0) : begin]
-        states = seen(model, torch.cat([ids, lead, carried, piece], dim=1))[layer]
         places = list(range(begin, begin + piece.shape[1]))
+        hidden = [*range(4, begin - nearby), *range(begin + 37 + nearby, CONTEXT)]
+        states = seen(model, torch.cat([ids, lead, carried, piece], dim=1), hidden)[layer]
         later = list(range(CONTEXT, states.keys.shape[2]))
         columns = [*range(min(tiny.SINKS, begin)), *places, *later]
         own = replace(
@@ -110,7 +128,11 @@ def test_the_scores_are_those_of_plain_forwards(tiny: ModuleType, name: str, fam
     profile = profile_of(tiny, model, name)
     cache = profile.cache(model)
     read(model, ids, cache)
-    naive = {"lookahead": lookahead_scores, "reconstruction": reconstruction_scores}[name]
+    naive = {
+        "lookahead": lookahead_scores,
+        "reconstruction": reconstruction_scores,
+        "nearby": partial(reconstruction_scores, nearby=6),
+    }[name]
     for layer in profile.shape.full_layers:
         scores = naive(tiny, model, ids, layer)
         for head in range(2):
@@ -256,7 +278,7 @@ def test_where_nothing_has_to_go_nothing_is_repeated_or_awaited(
 ) -> None:
     monkeypatch.setattr("kvalloc.runtime.prompt.repeat_prompt", None)
     model, ids = tiny.tiny_model(), tiny.prompt(CONTEXT)
-    profile = tiny.make_profile(model, CONTEXT, 1.0, scorer=name)
+    profile = tiny.make_profile(model, CONTEXT, 1.0, scorer=SCORERS.get(name, name))
     cache, plain = profile.cache(model), DynamicCache(config=model.config)
     for tokens in (ids, tiny.prompt(3, seed=2)):
         assert torch.equal(run(model, tokens, cache), run(model, tokens, plain))
