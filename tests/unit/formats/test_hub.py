@@ -19,7 +19,7 @@ from kvalloc.formats import hub as ours
 from kvalloc.formats.reading import load_file
 from kvalloc.formats.shipped_profiles import load_profile, load_surrogate
 
-REPO = "me/budgets"
+REPO, CLOSED = "me/budgets", "me/closed"
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -40,7 +40,10 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         found = re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/(.+)", self.path.partition("?")[0])
         if found is None or found[1] not in self.server.repos:
-            self.answer(404, X_Error_Code="RepoNotFound")
+            closed = found is not None and found[1] == CLOSED
+            self.answer(
+                403 if closed else 404, X_Error_Code="GatedRepo" if closed else "RepoNotFound"
+            )
             return
         commits = self.server.repos[found[1]]
         commit = list(commits)[-1] if found[2] == "main" else found[2]
@@ -62,6 +65,9 @@ class Hub(BaseHTTPRequestHandler):
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
             self.server.repos.setdefault(name, {})
             self.answer(200, json.dumps({"url": f"{constants.ENDPOINT}/{name}"}).encode())
+            return
+        if CLOSED in self.path:
+            self.answer(403)
             return
         repo, step = re.fullmatch(
             r"/api/models/(\w+/\w+)/(preupload|commit)/main", self.path
@@ -153,6 +159,8 @@ def test_what_is_not_there_is_one_line(server, profile, tmp_path, monkeypatch):
         ("hf://me/nothing/p.json", "there is no such repository on the hub"),
         (f"hf://{REPO}", f"name a file in it, such as hf://{REPO}/p.json"),
         ("hf://p.json", "write hf://owner/repo/file.json"),
+        ("hf://buckets/me/store/p.json", "is a bucket, expected a repository of the hub"),
+        (f"hf://{CLOSED}/p.json", "the hub does not give it to everyone"),
     ):
         assert words in refused(tmp_path / "no", "inspect", source)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -177,6 +185,9 @@ def test_only_sound_files_are_sent(server, tmp_path):
     refused(tmp_path, "push", tmp_path / "p.json", REPO, words=["kind is missing"])
     refused(tmp_path, "push", tmp_path / "q.safetensors", REPO, words=["file is missing"])
     assert server.repos == {}
+    make_budget_profile([[10, 17]]).save(tmp_path / "p.json")
+    refused(tmp_path, "push", tmp_path / "p.json", CLOSED, words=["the hub refuses: "])
+    refused(tmp_path, "push", tmp_path / "p.json", "hf://buckets/me/b", words=["is a bucket"])
 
 
 def test_without_the_client(monkeypatch):

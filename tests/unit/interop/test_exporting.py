@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,21 +113,44 @@ def test_openvino_gets_one_size_in_blocks(tmp_path):
         export(small.replace(budgets=np.full((3, 2), 50)), "openvino", tmp_path / "e", accept=ALL)
 
 
-def test_openvino_reads_it(tmp_path):
+@dataclass
+class Eviction:
+    """Stands in for the package's CacheEvictionConfig, which checks as much."""
+
+    start_size: int
+    recent_size: int
+    max_cache_size: int
+    aggregation_mode: int
+
+    def __post_init__(self):
+        if not self.start_size:
+            raise RuntimeError("start_size must be non-zero")
+
+    def get_max_cache_size(self):
+        return self.max_cache_size
+
+
+def test_openvino_reads_it(tmp_path, monkeypatch):
     """The package itself, where it is installed."""
     export(wide(), "openvino", tmp_path / "e.json", accept=ALL)
     if importlib.util.find_spec("openvino_genai") is None:
         with pytest.raises(MissingDependencyError, match="pip install openvino-genai"):
             scheduler_config(tmp_path / "e.json")
-        return
+        stand_in = SimpleNamespace(
+            AggregationMode=SimpleNamespace(NORM_SUM=1),
+            CacheEvictionConfig=Eviction,
+            SchedulerConfig=SimpleNamespace,
+        )
+        monkeypatch.setitem(sys.modules, "openvino_genai", stand_in)
     config = scheduler_config(tmp_path / "e.json")
     assert config.use_cache_eviction
-    eviction = config.cache_eviction_config
-    sizes = (eviction.get_start_size(), eviction.get_recent_size(), eviction.get_max_cache_size())
-    assert sizes == (32, 32, 160)
-    (tmp_path / "e.json").write_text('{"cache_eviction_config": {"start_size": 0}}')
-    with pytest.raises(InputError, match="is no cache eviction config of 'kvalloc export"):
-        scheduler_config(tmp_path / "e.json")
+    assert config.cache_eviction_config.get_max_cache_size() == 160
+    said = json.loads((tmp_path / "e.json").read_text())
+    said["cache_eviction_config"]["start_size"] = 0
+    for text in (json.dumps(said), "{}", "none"):
+        (tmp_path / "e.json").write_text(text)
+        with pytest.raises(InputError, match="is no cache eviction config of 'kvalloc export"):
+            scheduler_config(tmp_path / "e.json")
 
 
 def test_tensorrt_llm_gets_a_window_for_each_layer(tmp_path):
