@@ -8,6 +8,7 @@ follows a comment ``<!-- not run: REASON -->``, and stands in `NOT_RUN`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -99,9 +100,12 @@ def test_every_block_runs(
     monkeypatch.setattr(sys, "stdin", Stdin("Who speaks?\n"))
     source = "demo" if page.name in REAL else str(tiny_demo)
     load = loading.load_model
-    monkeypatch.setattr(
-        loading, "load_model", lambda name, **how: load(source if name == "demo" else name, **how)
-    )
+
+    def load_here(name: Any, **how: Any) -> Any:
+        return load(source if name == "demo" else name, **how)
+
+    for place in (loading, kvalloc):
+        monkeypatch.setattr(place, "load_model", load_here)
     demo = loading.load_model("demo")
     write_files(tmp_path)
     names = prepare_solving(tmp_path) if page.name == "solving.md" else prepare(tmp_path, demo)
@@ -249,3 +253,33 @@ def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
         assert (page.parent / target).exists(), target
+
+
+def test_a_site_that_loads_from_elsewhere_or_links_nowhere_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the documentation is built with the extra docs")
+    path = ROOT / "docs" / "build_site.py"
+    spec = importlib.util.spec_from_file_location("build_site", path)
+    assert spec is not None
+    assert spec.loader is not None
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    (tmp_path / "b.html").write_text('<a id="there"></a><a href="https://example.org">out</a>')
+    page = tmp_path / "a.html"
+    page.write_text('<h1 id="here"></h1><a href="b.html#there"></a><a href="#here"></a>')
+    assert site.problems(tmp_path) == []
+    page.write_text(
+        '<script src="https://example.org/x.js"></script>'
+        '<a href="b.html#gone"></a><a href="c.html"></a>'
+    )
+    assert site.problems(tmp_path) == [
+        "a.html links to b.html#gone, and there is no such anchor",
+        "a.html links to c.html, which is not there",
+        "a.html loads https://example.org/x.js",
+    ]
+
+
+def test_the_reference_names_everything_public() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    text += (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE))
+    assert set(kvalloc.__all__) <= shown
