@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
+from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.problem import AllocationProblem, Sense
@@ -337,3 +338,22 @@ def algorithm_1(problem: AllocationProblem) -> Array:
         choice = after
         offer(unit)
     return choice
+
+
+def make_row(name: str = "greedy", **changes: Any) -> dict[str, Any]:
+    """A row of an evaluation."""
+    return {
+        **{"name": name, "task": "needle", "context": 40, "retained_bytes": 20},
+        **{"full_bytes": 100, "kept_bytes": 20, "share_of_16_bits": 0.2, "kl": 0.031},
+        **{"ci95": [0.01, 0.05], "kl_by_position": {"0-15": 0.03}, "exact_tokens": 1.0},
+        **{"top1_agreement": 0.9, "exact_match": 1.0, "score": 1.0, "score_ci95": None},
+        **{"perplexity": None, "n": 6, "prefill_seconds": 0.1},
+        **{"decode_tokens_per_second": 20.0, "paired": []},
+        **changes,
+    }
+
+
+def make_evaluation(*rows: Any) -> Evaluation:
+    """An evaluation of these rows."""
+    settings = {"tasks": ["needle"], "split": "development", "seed": 0}
+    return Evaluation(shape=make_shape(), settings=settings, profiles={}, rows=rows)

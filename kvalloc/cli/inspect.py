@@ -11,6 +11,7 @@ import numpy as np
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import (
     duration,
+    is_verbose,
     note,
     print_fields,
     print_json,
@@ -19,11 +20,12 @@ from kvalloc.cli.output import (
 )
 from kvalloc.errors import InputError, ProfileFileError, nearest, plain
 from kvalloc.files import near_file
-from kvalloc.report.terminal import bar, bar_scale, number_text, terminal_width
+from kvalloc.report.terminal import bar, bar_scale, number_text, sparks, terminal_width
 from kvalloc.report.wording import (
     bits_text,
     budget_fields,
     budget_spread,
+    evaluation_fields,
     losses_per,
     model_text,
     policies_text,
@@ -35,6 +37,7 @@ from kvalloc.units import size
 if TYPE_CHECKING:
     from kvalloc.accounting import IntArray
     from kvalloc.formats.budget_profile import BudgetProfile
+    from kvalloc.formats.evaluation import Evaluation
     from kvalloc.formats.saved_cache import SavedCacheHeader, StoredTensor
     from kvalloc.formats.score_profile import ScoreProfile
 
@@ -50,15 +53,16 @@ LEVELS = (0.5, 0.9, 0.99)
 
 @takes()
 def inspect(file: str) -> None:
-    """Show what a score profile, a budget profile or a saved cache holds.
+    """Show what a score profile, a budget profile, an evaluation or a saved cache holds.
 
-    A budget profile is drawn as one bar a layer; of a score profile the tokens are shown that each
-    layer needs to keep 50%, 90% and 99% of its score mass.
+    A budget profile is drawn as one bar a layer, below what was measured with it; of a score
+    profile the tokens are shown that each layer needs to keep 50%, 90% and 99% of its score mass.
 
     Parameters
     ----------
     file : str
-        A score profile, a budget profile or the name of a shipped one, or a saved cache; also
+        A score profile, a budget profile, the name of a shipped one, what 'kvalloc eval -o' wrote,
+        or a saved cache; also
         hf://owner/repo/FILE.
     """
     from kvalloc.formats.hub import local_file
@@ -69,6 +73,10 @@ def inspect(file: str) -> None:
             from kvalloc.formats.shipped_profiles import load_profile
 
             _show_budgets(file, load_profile(path))
+        elif kind == "evaluation":
+            from kvalloc.formats.evaluation import Evaluation
+
+            _show_evaluation(file, Evaluation.load(path))
         elif kind == "saved cache":
             from kvalloc.formats.saved_cache import SavedCacheHeader
 
@@ -137,14 +145,17 @@ def _show_budgets(file: str, profile: BudgetProfile) -> None:
         known = {"predicted_loss": profile.predicted_loss}  # null, where the file leaves it out
         print_json({"file": file, **known, **profile.record(), **spread})
         return
-    print_fields({"budget profile": file, **budget_fields(profile)})
+    fields = {"budget profile": file, **budget_fields(profile, brief=not is_verbose())}
+    if profile.evaluation is not None:
+        _print_evaluation(file, profile.evaluation)
+    print_fields(fields)
     print()
     print("\n".join(budget_picture(profile)))
-    if profile.evaluation is not None:
-        _print_evaluation(profile.evaluation)
+    if not is_verbose():
+        note("parameters of the solver, the policies and the scorers: --verbose")
 
 
-def _print_evaluation(evaluation: dict[str, Any]) -> None:
+def _print_evaluation(file: str, evaluation: Mapping[str, Any]) -> None:
     """What was measured with these budgets, a row a task; what a file leaves out is a dash."""
     settings, rows = evaluation.get("settings"), evaluation.get("rows")
     known = settings if isinstance(settings, dict) else {}
@@ -152,10 +163,24 @@ def _print_evaluation(evaluation: dict[str, Any]) -> None:
     if not shown:
         return
     headings = ("evaluated", "tokens", "question", "KL", "95% of KL", "agree", "score", "full", "n")
-    print()
-    print_table(headings, [_evaluation_cells(row, known) for row in shown])
     split, seed = known.get("split", "unknown"), known.get("seed", "unknown")
-    print(plain(f"measured on prompts of the split {split}, seed {seed}; KL in nats per token"))
+    print(
+        plain(
+            f"{file}, measured on prompts of the split {split}, seed {seed}; KL in nats per token"
+        )
+    )
+    print_table(headings, [_evaluation_cells(row, known) for row in shown])
+    print()
+
+
+def _show_evaluation(file: str, found: Evaluation) -> None:
+    """What 'kvalloc eval' wrote, without the prompts."""
+    if wants_json():
+        print_json({"file": file, **{k: v for k, v in found.record().items() if k != "prompts"}})
+        return
+    for name in dict.fromkeys(row["name"] for row in found.rows):
+        _print_evaluation(name, found.of(name))
+    print_fields({"evaluation": file, **evaluation_fields(found)})
 
 
 _SHARES = ("top1_agreement", "score", "full_score")
@@ -301,7 +326,8 @@ def budget_picture(
     Parameters
     ----------
     profile : BudgetProfile
-        At head level a line shows the mean over the layer's heads, and the smallest and largest.
+        At head level a line shows the mean over the layer's heads, the smallest and largest, and
+        how high each is.
     width : int, optional
         Columns; those of the terminal by default.
     unicode : bool, optional
@@ -313,18 +339,22 @@ def budget_picture(
         The first one is the heading.
     """
     width = terminal_width() if width is None else width
-    heads = profile.level == "head" and profile.shape.n_kv_heads > 1
+    heads = profile.shape.n_kv_heads if profile.level == "head" else 1
     digits = max(6, len(f"{profile.context_tokens:,}"))
-    heading = f"layer  {'tokens':>{digits}}  " + ("min..max over heads  " if heads else "")
+    heading = f"layer  {'tokens':>{digits}}  "
+    if heads > 1:
+        each = max(5, heads)
+        heading += f"min..max over heads  {'heads':<{each}}  "
     full_bar = bar_scale(float(profile.budgets.max()) / profile.context_tokens)
     scale = f"a whole line is {full_bar:.0%} of {profile.context_tokens:,} tokens"
     lines = [f"{heading}  kept  {scale}"]
     for layer, row in enumerate(profile.budgets):
         tokens = float(row.mean())
         text = f"{layer:>5}  {tokens:>{digits},.0f}  "
-        if heads:
+        shares = row / profile.context_tokens / full_bar
+        if heads > 1:
             spread = f"{int(row.min()):,}..{int(row.max()):,}"
-            text += f"{spread:>19}  "
+            text += f"{spread:>19}  {sparks(shares.tolist(), unicode=unicode):<{each}}  "
         share = tokens / profile.context_tokens
         text += f"{share:>6.1%}  "
         sliding = "  sliding" if profile.shape.layer_types[layer] == "sliding" else ""

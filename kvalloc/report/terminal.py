@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _MAX_WIDTH = 120
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_SPARKS = "▁▂▃▄▅▆▇█"
 _LABEL_WIDTH = 7
 _NUMBER_WIDTH = 5
 _MIN_BAR = 4
@@ -108,7 +109,7 @@ def number_text(value: Any, form: str, unknown: str = "unknown") -> str:
 def can_print_bars() -> bool:
     """Whether stdout's encoding has the block characters."""
     try:
-        ("█" + _EIGHTHS).encode(sys.stdout.encoding or "ascii")
+        (_SPARKS + _EIGHTHS).encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True
@@ -135,6 +136,18 @@ def bar(share: float, width: int, *, unicode: bool | None = None) -> str:
         return "#" * round(share * width)
     eighths = round(share * width * 8)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def sparks(shares: Sequence[float], *, unicode: bool | None = None) -> str:
+    """One character a share (0..1), the higher the more; a digit where stdout has no blocks.
+
+    Examples
+    --------
+    >>> sparks([0, 0.5, 1], unicode=True), sparks([0, 0.5, 1], unicode=False)
+    ('▁▅█', '059')
+    """
+    steps = _SPARKS if (can_print_bars() if unicode is None else unicode) else "0123456789"
+    return "".join(steps[min(int(share * len(steps)), len(steps) - 1)] for share in shares)
 
 
 def bar_scale(largest: float) -> float:

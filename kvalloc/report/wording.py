@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +76,16 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
     }
 
 
-def budget_fields(profile: BudgetProfile) -> dict[str, str]:
-    """What a budget profile holds, for people; empty where it does not apply."""
-    options = _parameters(profile.solver_options)
+def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, str]:
+    """What a budget profile holds, for people; empty where it does not apply.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+    brief : bool
+        Leave out the parameters of solver, policies and scorers.
+    """
+    options = "" if brief else _parameters(profile.solver_options)
     others = "; ".join(_policy_text(other) for other in profile.other_policies)
     policy, share = profile.policy, profile.share_of_16_bits
     same = "number of" if profile.length_rule == "fixed" else "share of the evictable"
@@ -93,14 +101,17 @@ def budget_fields(profile: BudgetProfile) -> dict[str, str]:
     elif profile.refinement is None:
         stated["predicted loss"] += f"; {_loss_source(profile, LOSS_NOTE)}"
     stated["bits"] = stated["bits"] or "16 (the model's dtype)"
+    if brief:
+        stated["chosen"] = re.sub(r"(:\w+=[^\s:,]+)+", "", stated["chosen"])
     return {
         "model": model_text(profile.shape),
         **stated,
         "sharing": _sharing_text(profile) if profile.share_groups else "",
         "budgets": f"{least:,} to {most:,} tokens per KV head, {mean:,.1f} on average{handed_out}",
         "other lengths": lengths,
-        "policy": f"{_policy_text(policy)}, {policy.sinks} sinks, window {policy.window}",
-        "other policies": others if stated["chosen"] else "",
+        "policy": f"{f'{policy.name} by {policy.scorer}' if brief else _policy_text(policy)}, "
+        f"{policy.sinks} sinks, window {policy.window}",
+        "other policies": others if stated["chosen"] and not brief else "",
     }
 
 

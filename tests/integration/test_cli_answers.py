@@ -109,7 +109,7 @@ def test_diff_shows_who_gains(files):
     ("words", "said"),
     [
         (["verify", "greedy.json", "missing.safetensors"], "missing.safetensors"),
-        (["verify", "s.safetensors", "s.safetensors"], "not readable as JSON"),
+        (["verify", "s.safetensors", "s.safetensors"], "expected a budget profile"),
         (["verify", "greedy.json", "greedy.json"], "budget profile"),
         (["frontier", "s.safetensors", "--points", "1"], "points"),
         (["frontier", "s.safetensors", "--solver", "adaptive_head"], "--level head"),

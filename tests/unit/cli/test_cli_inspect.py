@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cli_tools import refused, run
-from factories import make_budget_profile, make_losses, make_scores
+from factories import (
+    make_budget_profile,
+    make_evaluation,
+    make_losses,
+    make_row,
+    make_scores,
+)
 
+from kvalloc.cli import inspect
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.formats.score_profile import ScoreProfile
 
@@ -69,6 +76,32 @@ def test_it_shows_the_evaluation(tmp_path):
     )
     assert ["kl", "-", "inside", "0.2000", "-", "-", "-", "-", "1"] in lines
     assert "split held-out, seed 7" in said
+
+
+def test_the_evaluation_comes_first_and_strings_of_scorers_when_asked_for():
+    brief, whole = (
+        run("inspect", "smollm2-135m-instruct-loss-20", *more).out for more in ((), ("--verbose",))
+    )
+    for said in (brief, whole):
+        assert said.index("KL in nats per token") < said.index("evaluated") < said.index("model ")
+    assert "attention_matching by lookahead, 4 sinks" in brief
+    for words in ("lookahead:tokens=16", "learning_rate=0.15", "other policies"):
+        assert words in whole
+        assert words not in brief
+
+
+def test_a_result_file_is_shown_method_by_method(tmp_path):
+    make_evaluation(make_row("full", kl=0.0), make_row("p", kl=0.0321)).save(tmp_path / "r.json")
+    said = run("inspect", tmp_path / "r.json").out
+    for words in ("full, measured on prompts of the split development", "p, measured", "0.0321"):
+        assert words in said
+    assert run("inspect", tmp_path / "r.json", "--json").json["settings"]["seed"] == 0
+
+
+def test_heads_are_a_spark_each_blocks_or_digits():
+    budgets = make_budget_profile(np.array([[5, 40], [20, 20]]))
+    assert inspect.budget_picture(budgets, width=80, unicode=True)[1].split()[3] == "▂█"
+    assert inspect.budget_picture(budgets, width=80, unicode=False)[2].split()[3] == "55"
 
 
 @pytest.mark.parametrize("evaluation", [{}, {"rows": 3}, {"rows": [1, "x"], "settings": []}])

@@ -9,25 +9,17 @@ import shutil
 import numpy as np
 import pytest
 from cli_tools import refused, run
-from factories import make_budget_profile, make_losses, make_scores, make_shape
+from factories import (
+    make_budget_profile,
+    make_evaluation,
+    make_losses,
+    make_row,
+    make_scores,
+    make_shape,
+)
 
 from kvalloc.allocation.decision import solve
-from kvalloc.formats.evaluation import Evaluation
 from kvalloc.report.page import write_report
-
-ROW = {
-    "name": "greedy", "task": "needle", "context": 40, "retained_bytes": 20, "full_bytes": 100,
-    "kept_bytes": 20, "share_of_16_bits": 0.2, "kl": 0.031, "ci95": [0.01, 0.05],
-    "kl_by_position": {"0-15": 0.03}, "exact_tokens": 1.0, "top1_agreement": 0.9,
-    "exact_match": 1.0, "score": 1.0, "score_ci95": None, "perplexity": None, "n": 6,
-    "prefill_seconds": 0.1, "decode_tokens_per_second": 20.0, "paired": [],
-}  # fmt: skip
-PEER = {**ROW, "name": "kvpress:TOVA", "kl": 0.09, "ci95": None, "score": None}
-
-
-def make_evaluation(*rows):
-    settings = {"tasks": ["needle"], "split": "development", "seed": 0}
-    return Evaluation(shape=make_shape(), settings=settings, profiles={}, rows=rows)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +30,9 @@ def files(tmp_path_factory):
     for solver in ("greedy", "uniform"):
         solve(scores, budget=0.5, solver=solver, objective="mean").save(folder / f"{solver}.json")
     solve(make_scores(), target_retention=0.9).save(folder / "auto.json")
-    make_evaluation(ROW, PEER).save(folder / "result.json")
+    make_evaluation(make_row(), make_row("kvpress:TOVA", kl=0.09, ci95=None, score=None)).save(
+        folder / "result.json"
+    )
     return folder
 
 
