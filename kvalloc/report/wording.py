@@ -60,7 +60,7 @@ def decision_fields(decided: BudgetProfile) -> dict[str, str]:
         of_granted = f" ({'MORE than the' if kept > granted else 'of'} {size(granted)} granted)"
     return {
         "asked": request_text(decided),
-        "solver": f"{solver_text(decided)}, {ended_text(decided)}",
+        "solver": ", ".join(filter(None, (solver_text(decided), ended_text(decided)))),
         "why": why_text(decided),
         "retention": retention_text(decided),
         "predicted loss": "" if loss is None else f"{loss:.6f} nats per token",

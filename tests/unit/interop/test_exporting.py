@@ -300,6 +300,7 @@ class TestCommand:
         left = BudgetProfile.load(self.folder / "r.json")
         assert left.level == "layer"
         assert f"{left.detail}" in ran.out
+        assert "restriction (greedy), layer level" in run("inspect", self.folder / "r.json").out
 
     @pytest.mark.parametrize(("arguments", "words"), [
         (("--to", "csw"), "the nearest is 'csv'"),
