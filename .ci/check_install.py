@@ -32,7 +32,7 @@ WITHOUT_A_MODEL = (
     "quickstart",
     "solve smollm2-135m-instruct --budget 20% -o p.json",
     "compare smollm2-135m-instruct --budget 20%",
-    "frontier smollm2-135m-instruct --points 4",
+    "frontier smollm2-135m-instruct --points 4 --png f.png",
     "inspect p.json",
     "verify p.json kvalloc-quickstart/scores.safetensors",
     "diff p.json kvalloc-quickstart/uniform.json",
@@ -57,14 +57,13 @@ WITH_A_MODEL = (
     "generate demo --budget 20% --prompt-file prompt.txt --max-new-tokens 8",
     "profile demo --samples 1 --context 128 -o s.safetensors",
 )
-PICTURES = ("frontier smollm2-135m-instruct --points 4 --png f.png", "demo --quick")
 
 
 def use(commands: Path, folder: Path, lines: Sequence[str]) -> None:
     """Run command lines that have to go well."""
     for line in lines:
         begun = time.perf_counter()
-        done = call(commands, folder, line)
+        done = call(commands / "kvalloc", folder, *line.split())
         if done.returncode:
             raise SystemExit(
                 f"check-install: 'kvalloc {line}' ended with {done.returncode}: {done}"
@@ -75,17 +74,18 @@ def use(commands: Path, folder: Path, lines: Sequence[str]) -> None:
 def refused(commands: Path, folder: Path, lines: dict[str, str]) -> None:
     """Run command lines that have to name the extra that they miss, in one line."""
     for line, extra in lines.items():
-        done = call(commands, folder, line)
+        done = call(commands / "kvalloc", folder, *line.split())
         one = done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
         if not one or f"pip install '{extra}'" not in done.stderr:
             raise SystemExit(f"check-install: 'kvalloc {line}' does not ask for {extra}: {done}")
     print(f"  {len(lines)} commands name the extra that they need")
 
 
-def call(commands: Path, folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+def call(command: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    # PYTHONPATH could put the working tree back in sight.
     own = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHONPATH", "VIRTUAL_ENV"))}
     return subprocess.run(
-        [str(commands / "kvalloc"), *line.split()],
+        [command, *words],
         cwd=folder, env={**own, "COLUMNS": "80"}, stdin=subprocess.DEVNULL,
         capture_output=True, text=True,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def check(name: str, wheel: Path, folder: Path) -> None:
     elsewhere = folder / f"{name}-use"
     elsewhere.mkdir()
     (elsewhere / "prompt.txt").write_text("The sun rises in the east. " * 40, encoding="utf-8")
-    subprocess.run([str(commands / "python"), "-c", LINKS], check=True, cwd=elsewhere)
+    call(commands / "python", elsewhere, "-c", LINKS).check_returncode()
     begun = time.perf_counter()
     use(commands, elsewhere, WITHOUT_A_MODEL[:2])
     if (seconds := time.perf_counter() - begun) > QUICKSTART_SECONDS:
@@ -113,7 +113,7 @@ def check(name: str, wheel: Path, folder: Path) -> None:
     if not extras:
         refused(commands, elsewhere, NEED_AN_EXTRA)
         return
-    use(commands, elsewhere, (*WITH_A_MODEL, *(PICTURES if name != "run" else ())))
+    use(commands, elsewhere, (*WITH_A_MODEL, *(("demo --quick",) if name == "demo" else ())))
 
 
 def main() -> None:

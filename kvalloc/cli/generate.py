@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvalloc.allocation.request import TARGETS, Request, RequestOptions, Target
 from kvalloc.cli.options import MODEL, takes
-from kvalloc.cli.output import SLID_OUT, duration, is_quiet, note, print_json, wants_json
+from kvalloc.cli.output import (
+    SLID_OUT,
+    duration,
+    is_quiet,
+    is_verbose,
+    note,
+    print_json,
+    wants_json,
+)
 from kvalloc.cli.progress import load, slow
 from kvalloc.cli.values import typed_options
 from kvalloc.errors import InputError, option, plain
@@ -425,9 +433,9 @@ def _shape(loaded: LoadedModel) -> ModelShape:
 
 
 def _note_way(cache: Any) -> None:
-    """Say which way was taken where nothing but a budget was asked for."""
+    """Say which way was taken where nothing but a budget was asked for; --verbose has said it."""
     profile: BudgetProfile | None = getattr(cache, "profile", None)
-    if profile is not None and profile.share_of_16_bits is not None:
+    if profile is not None and profile.share_of_16_bits is not None and not is_verbose():
         note(profile.detail)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvalloc.errors import InputError, ProfileFileError, nearest
+from kvalloc.files import near_file
 from kvalloc.formats.hub import local_file, on_hub
 from kvalloc.formats.record import WHAT_TO_DO, kind_of, with_article
 from kvalloc.formats.shipped_profiles import (
@@ -63,7 +64,8 @@ def load_file(source: str | Path, kinds: Sequence[str] = tuple(READERS)) -> Any:
             return load_profile(source)
         if str(source) in shipped_scores() and "score profile" in kinds:
             return load_scores(source)
-        near, names = nearest(str(source), shipped), ", ".join(shipped) or "none is shipped"
+        near = nearest(str(source), shipped) or near_file(source)
+        names = ", ".join(shipped) or "none is shipped"
         raise InputError(
             f"there is no file {source} and no shipped profile of that name; {near}check the path, "
             f"or choose from: {names}"

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
-from kvalloc.errors import InputError, ModelMismatchError, nearest
+from kvalloc.errors import InputError, ModelMismatchError, nearest, no_such
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.hub import local_file, on_hub
 from kvalloc.formats.score_profile import ScoreProfile
@@ -116,9 +116,13 @@ def load_surrogate(source: str) -> FittedSurrogate:
 
 
 def _load(kind: type[T], source: str | Path, ending: str) -> T:
-    if not on_hub(source) and not Path(source).exists() and str(source) in _shipped(ending):
-        with resources.as_file(resources.files(PACKAGE) / f"{source}{ending}") as file:
-            return kind.load(file)
+    if not on_hub(source) and not Path(source).exists():
+        name, shipped = str(source), _shipped(ending)
+        if name in shipped:
+            with resources.as_file(resources.files(PACKAGE) / f"{name}{ending}") as file:
+                return kind.load(file)
+        if nearest(name, shipped):
+            raise InputError(no_such(f"file or shipped {kind.NAME}", name, shipped))
     with local_file(source) as path:
         return kind.load(path)
 

@@ -14,6 +14,7 @@ from kvalloc.errors import (
     MissingDependencyError,
     UnsupportedModelError,
     nearest,
+    no_such,
     one_line,
 )
 from kvalloc.files import near_file
@@ -98,7 +99,7 @@ def load_model(
     import torch
 
     if dtype not in DTYPES:
-        raise InputError(f"dtype is {dtype!r}, choose from: {', '.join(DTYPES)}")
+        raise InputError(no_such("dtype", dtype, DTYPES))
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if attention is not None:
         options["attn_implementation"] = attention
