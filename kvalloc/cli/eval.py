@@ -232,7 +232,7 @@ def _files(names: Sequence[str]) -> dict[str, Path]:
     for name in names:
         if not Path(name).is_file():
             raise InputError(
-                f"--into-profile writes files, and {name} ships with kvalloc; give a copy of it"
+                f"--into-profile writes files, and {name} is no file here; give a copy of it"
             )
         check_writable(name)
     return {Path(name).stem: Path(name) for name in names}

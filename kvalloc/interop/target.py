@@ -21,6 +21,7 @@ from kvalloc.errors import InputError, UnsupportedRequestError, nearest, several
 from kvalloc.files import atomic_write
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.policy import Policy
+from kvalloc.shape import ModelShape
 
 
 class ExportTarget(ABC):
@@ -182,6 +183,24 @@ def at_length(profile: BudgetProfile, context_tokens: int, *, fixed: bool) -> Bu
     stated["share_of_16_bits"] = profile.share_of_16_bits
     return profile.replace(
         **stated | changes | {"context_tokens": context_tokens, "budgets": budgets}
+    )
+
+
+def full_profile(shape: ModelShape, context_tokens: int) -> BudgetProfile:
+    """A profile that keeps everything: what `ExportTarget.read` starts from where there is none.
+
+    Parameters
+    ----------
+    shape : ModelShape
+        `kvalloc.models.loading.shape_of` has it for a model.
+    context_tokens : int
+        Prompt that budgets are of, tokens.
+    """
+    budgets = np.full((shape.n_layers, shape.n_kv_heads), context_tokens, dtype=np.int64)
+    budgets[list(shape.sliding_layers)] = shape.sliding_entries(context_tokens)
+    policy = Policy(scorer="streaming", scorer_parameters={"window": 8}, sinks=4, window=8)
+    return BudgetProfile(
+        shape=shape, level="head", context_tokens=context_tokens, budgets=budgets, policy=policy
     )
 
 

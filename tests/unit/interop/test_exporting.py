@@ -17,7 +17,7 @@ from kvalloc.errors import InputError, MissingDependencyError, UnsupportedReques
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.interop.exporting import TARGETS, export, export_target
 from kvalloc.interop.openvino import scheduler_config
-from kvalloc.interop.target import RESTRICTIONS, lost, restrict
+from kvalloc.interop.target import RESTRICTIONS, full_profile, lost, restrict
 
 ALL = [one.name for one in RESTRICTIONS]
 XKV = Policy(scorer="xkv", scorer_parameters={"window": 3}, sinks=2, window=3)
@@ -192,7 +192,7 @@ def test_duo_attention_comes_back(tmp_path):
     assert back.policy == profile.policy
     assert (back.budgets_for(80) == np.where(profile.budgets == 40, 80, 9)).all()
     (tmp_path / "d/full_attention_heads.tsv").write_text("1.2\t0.2\n0.3\t0.1\n0.4\t0.6\n")
-    few = duo.read(tmp_path / "d", like, sparsity=0.5)  # three of six stream
+    few = duo.read(tmp_path / "d", full_profile(like.shape, 40), sparsity=0.5)  # three stream
     assert (few.budgets == 40).tolist() == [[True, False], [False, False], [True, True]]
     (tmp_path / "d/full_attention_heads.tsv").write_text("1\t0\n")
     with pytest.raises(
