@@ -45,6 +45,8 @@ class Stdin(io.TextIOWrapper):
 class Terminal(io.StringIO):
     """An output that is one."""
 
+    encoding = "utf-8"
+
     def isatty(self) -> bool:
         return True
 

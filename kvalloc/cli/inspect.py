@@ -11,6 +11,7 @@ import numpy as np
 from kvalloc.cli.options import takes
 from kvalloc.cli.output import (
     duration,
+    hanging,
     is_verbose,
     note,
     print_fields,
@@ -18,7 +19,7 @@ from kvalloc.cli.output import (
     print_table,
     wants_json,
 )
-from kvalloc.errors import InputError, ProfileFileError, nearest, plain
+from kvalloc.errors import InputError, ProfileFileError, nearest
 from kvalloc.files import near_file
 from kvalloc.report.terminal import bar, bar_scale, number_text, sparks, terminal_width
 from kvalloc.report.wording import (
@@ -164,11 +165,8 @@ def _print_evaluation(file: str, evaluation: Mapping[str, Any]) -> None:
         return
     headings = ("evaluated", "tokens", "question", "KL", "95% of KL", "agree", "score", "full", "n")
     split, seed = known.get("split", "unknown"), known.get("seed", "unknown")
-    print(
-        plain(
-            f"{file}, measured on prompts of the split {split}, seed {seed}; KL in nats per token"
-        )
-    )
+    text = f"{file}, measured on prompts of the split {split}, seed {seed}; KL in nats per token"
+    print(hanging(text, 0))
     print_table(headings, [_evaluation_cells(row, known) for row in shown])
     print()
 

@@ -107,7 +107,9 @@ def number_text(value: Any, form: str, unknown: str = "unknown") -> str:
 
 
 def can_print_bars() -> bool:
-    """Whether stdout's encoding has the block characters."""
+    """Whether stdout is a terminal whose encoding has the block characters."""
+    if not sys.stdout.isatty():  # a pipe gets plain characters
+        return False
     try:
         (_SPARKS + _EIGHTHS).encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -13,6 +13,7 @@ from factories import make_budget_profile, make_scores, make_shape
 
 from kvalloc import units
 from kvalloc.cli import inspect, output
+from kvalloc.cli.main import main
 from kvalloc.cli.progress import LINE_EVERY_SECONDS, ProgressBar, slow
 from kvalloc.report.terminal import bar
 from kvalloc.report.wording import gap_text, tokens_for
@@ -141,6 +142,21 @@ def test_a_table_in_a_pipe_has_a_line_a_row_whatever_its_width(monkeypatch, caps
     assert len(lines) == 3
     assert all(cell in lines[1] for cell in ROWS[0])
     assert all(line.isascii() for line in lines)
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
+@pytest.mark.parametrize(
+    "words", ["frontier smollm2-135m-instruct --points 4", "inspect smollm2-135m-instruct-fixed-20"]
+)
+def test_pictures_are_plain_in_a_pipe_and_fit_a_terminal(monkeypatch, words, stream):
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("COLUMNS", "80")
+    stream.seek(stream.truncate(0))
+    assert main(words.split()) == 0
+    text = stream.getvalue()
+    assert text.isascii() == (not stream.isatty())
+    if stream.isatty():
+        assert max(map(len, text.splitlines())) <= 80
 
 
 def test_a_note_is_wrapped_in_a_terminal_alone(monkeypatch):
