@@ -4,12 +4,13 @@
 
 Losses of SmolLM2-135M are measured on profiling prompts, at each budget and width together, of the
 entries that the shipped surrogate scores (`kvalloc profile --loss fast --bits`), unless a score
-profile of that is given; it takes some six minutes with one thread. They decide the entries of
+profile of that is given; it takes some four minutes with one thread. They decide the entries of
 each head at one width for all, and entries and widths together, all within a share of a 16-bit
-cache's bytes, positions and biases counted. Then KL(full cache || reduced cache) of the tokens
-after the eviction, on development prompts: of these decisions, with the values fitted as the
-default does, of the one width whose entries each prompt hands out among the heads, and of the
-default itself, which measures nothing.
+cache's bytes, positions and biases counted. What is decided on one half of the prompts is then
+predicted on the other half. Last, unless ``--prompts 0`` asks for none of it, KL(full cache ||
+reduced cache) of the tokens after the eviction, on development prompts: of these decisions, with
+the values fitted as the default does, of one width whose entries each prompt hands out among the
+heads, and of the default itself, which measures nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import numpy as np
 from _common import describe_where, where_it_ran
 
 import kvalloc
+from kvalloc.allocation.curves import predicted_loss
 from kvalloc.evaluate.methods import AppliedMethod, CacheMethod, full_cache
 from kvalloc.evaluate.scoring import Outcome, measure
-from kvalloc.formats.budget_profile import BudgetProfile
+from kvalloc.formats.budget_profile import BudgetProfile, Policy
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.models.loading import LoadedModel, load_model, shape_of
 from kvalloc.online.default import Default
@@ -38,8 +40,7 @@ from kvalloc.prompts.tasks import TASKS
 
 WIDTHS = (8, 5, 4, 3)
 SHARES = (0.2, 0.1)
-ALONE = 2
-"""Widths for all that are measured: those with the least predicted losses."""
+SETS = {f"{bits} bits for all": (bits,) for bits in WIDTHS} | {"bits by head": WIDTHS}
 CELLS: dict[str, tuple[str, dict[str, bool]]] = {
     "text": ("kl", {}),
     "own answer": ("own", {}),
@@ -50,10 +51,14 @@ KINDS = ("kl", "own", "facts", "needle")
 
 def main() -> int:
     asked = parse_arguments()
-    loaded = load_model("demo")
     print(describe_where(where_it_ran("kvalloc", "torch", "transformers")))
-    scores = measured(loaded, asked) if asked.scores is None else ScoreProfile.load(asked.scores)
+    scores = measured(asked) if asked.scores is None else ScoreProfile.load(asked.scores)
     print(f"losses of {scores.n_samples} prompts: {scores.text_description}")
+    for share in SHARES:
+        for line in predicted(scores, share, asked):
+            print(line, flush=True)
+    if not asked.prompts:
+        return 0
     with ProcessPoolExecutor(len(SHARES), mp_context=get_context("spawn")) as processes:
         for lines in processes.map(compared, [scores] * len(SHARES), SHARES, [asked] * len(SHARES)):
             print("\n".join(lines), flush=True)
@@ -69,8 +74,9 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(loaded: LoadedModel, asked: argparse.Namespace) -> ScoreProfile:
+def measured(asked: argparse.Namespace) -> ScoreProfile:
     """Losses of entries and bits together, one head at a time."""
+    loaded = load_model("demo")
     prompts = calibration_prompts(
         loaded.tokenizer, asked.samples, asked.context, kinds=KINDS, question="both"
     )
@@ -91,19 +97,49 @@ def measured(loaded: LoadedModel, asked: argparse.Namespace) -> ScoreProfile:
 
 
 def decided(
-    scores: ScoreProfile, share: float, bits: tuple[int, ...], like: BudgetProfile
+    scores: ScoreProfile, share: float, bits: tuple[int, ...], policy: Policy
 ) -> BudgetProfile:
-    """By losses, with the policy of another profile, whose biases take bytes, too."""
+    """By losses, with a policy whose biases take bytes, too."""
     wanted = share
     while True:
-        found = kvalloc.solve(
-            scores, budget=wanted, level="head", objective="loss", bits=bits, solver="auto"
-        )
-        found = found.with_policy(like.policy)
+        found = kvalloc.solve(scores, budget=wanted, level="head", objective="loss", bits=bits)
+        found = found.with_policy(policy)
         reached = found.of_16_bits(found.retained_bytes, found.context_tokens)
         if reached <= share:
             return found
         wanted *= 0.999 * share / reached
+
+
+def policy_of(scores: ScoreProfile, share: float, asked: argparse.Namespace) -> Policy:
+    """How the default picks the entries of a share."""
+    return Default(share=share).profile(scores.shape, asked.context, "surrogate").policy
+
+
+def predicted(scores: ScoreProfile, share: float, asked: argparse.Namespace) -> Iterator[str]:
+    """Losses of all prompts, and of each half by what was decided on the other one."""
+    policy, n = policy_of(scores, share, asked), scores.n_samples
+    halves = [half_of(scores, rows) for rows in (slice(n // 2), slice(n // 2, n))]
+    yield f"\n{share:.0%} of the bytes; predicted loss, nats per token: decided on all prompts,"
+    yield f"  {'or on half of them:':<24}{'all':>10}{'own half':>10}{'other half':>12}"
+    for name, bits in SETS.items():
+        every = decided(scores, share, bits, policy).predicted_loss
+        own, other = [], []
+        for mine, rest in (halves, halves[::-1]):
+            found = decided(mine, share, bits, policy)
+            own.append(found.predicted_loss)
+            told = predicted_loss(rest, found.budgets, found.context_tokens, bits=found.bits)
+            other.append(told)
+        yield f"  {name:<24}{every:10.5f}{np.mean(own):10.5f}{np.mean(other):12.5f}"
+    mixed = decided(scores, share, WIDTHS, policy).bits
+    each = {bits: int((mixed == bits).sum()) for bits in np.unique(mixed).tolist()}
+    yield "  widths by head: " + ", ".join(f"{each[bits]} heads at {bits}" for bits in each)
+
+
+def half_of(scores: ScoreProfile, rows: slice) -> ScoreProfile:
+    """Some of the samples."""
+    names = ("curves", "masses", "sample_tokens", "losses", "loss_stderr")
+    names += ("other_losses", "other_loss_stderr", "bit_fidelity")
+    return scores.replace(**{name: getattr(scores, name)[rows] for name in names})
 
 
 def compared(scores: ScoreProfile, share: float, asked: argparse.Namespace) -> list[str]:
@@ -114,18 +150,12 @@ def compared(scores: ScoreProfile, share: float, asked: argparse.Namespace) -> l
 def lines_of(
     loaded: LoadedModel, scores: ScoreProfile, share: float, asked: argparse.Namespace
 ) -> Iterator[str]:
-    like = Default(share=share).profile(scores.shape, asked.context, "surrogate")
-    sets = {f"{bits} bits for all": (bits,) for bits in WIDTHS} | {"bits by head": WIDTHS}
-    made = {name: decided(scores, share, bits, like) for name, bits in sets.items()}
-    losses = (f"{name} {one.predicted_loss:.5f}" for name, one in made.items())
-    yield f"\n{share:.0%} of the bytes; predicted loss, nats per token: {', '.join(losses)}"
-    mixed = made["bits by head"]
-    each = {bits: int((mixed.bits == bits).sum()) for bits in np.unique(mixed.bits).tolist()}
-    yield "widths by head: " + ", ".join(f"{each[bits]} heads at {bits}" for bits in each)
-    alone = sorted(sets.keys() - {"bits by head"}, key=lambda name: made[name].predicted_loss)
-    shown, best = {name: made[name] for name in alone[:ALONE]}, alone[0]
-    shown["bits by head"] = mixed
-    shown[f"{best}, entries by prompt"] = shown[best].replace(by_prompt=True)
+    policy = policy_of(scores, share, asked)
+    made = {name: decided(scores, share, bits, policy) for name, bits in SETS.items()}
+    mixed = made.pop("bits by head")
+    best = min(made, key=lambda name: made[name].predicted_loss)
+    shown = {best: made[best], "bits by head": mixed}
+    shown[f"{best}, entries by prompt"] = made[best].replace(by_prompt=True)
     methods: dict[str, Any] = {
         name: CacheMethod(make_cache=partial(_cache, profile, loaded.model))
         for name, profile in shown.items()
@@ -143,6 +173,7 @@ def lines_of(
             for name, method in methods.items():
                 reduced = measure(loaded.model, loaded.tokenizer, method, case, full, answers=False)
                 found[name][-1].append(reduced.outcome)
+    yield f"\n{share:.0%} of the bytes, measured: KL on {asked.prompts} development prompts a cell"
     yield f"  {'':<32}{'bytes':>7}" + "".join(f"{cell:>26}" for cell in CELLS)
     for name, cells in found.items():
         every = [outcome for own in cells for outcome in own]
@@ -155,9 +186,9 @@ def lines_of(
         logs = [
             np.log(own) - np.log(_kls(other)) for own, other in zip(mine, found[name], strict=True)
         ]
-        low, high = interval(logs) or (np.nan, np.nan)
-        middle = np.mean([one.mean() for one in logs])
-        yield f"  {name:<32}{np.exp(middle):6.2f} [{np.exp(low):.2f}, {np.exp(high):.2f}]"
+        middle, ends = np.mean([one.mean() for one in logs]), interval(logs)
+        sure = "" if ends is None else f" [{np.exp(ends[0]):.2f}, {np.exp(ends[1]):.2f}]"
+        yield f"  {name:<32}{np.exp(middle):6.2f}{sure}"
 
 
 def _cache(profile: BudgetProfile, model: Any) -> Any:
