@@ -520,7 +520,7 @@ def save_chart(spec: Mapping[str, Any], path: str | Path) -> None:
     background = {"background": "white", "padding": 12}
     whole = {**spec, "config": THEMES["light"], **background}
     if ending == ".png":
-        drawn = vl_convert.vegalite_to_png(whole, scale=2)
+        drawn = vl_convert.vegalite_to_png(whole, scale=1.5)
     elif ending == ".svg":
         drawn = vl_convert.vegalite_to_svg(whole).encode()
     else:
