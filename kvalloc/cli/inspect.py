@@ -344,7 +344,7 @@ def budget_picture(
         each = max(5, heads)
         heading += f"min..max over heads  {'heads':<{each}}  "
     full_bar = bar_scale(float(profile.budgets.max()) / profile.context_tokens)
-    scale = f"a whole line is {full_bar:.0%} of {profile.context_tokens:,} tokens"
+    scale = f"line: {full_bar:.0%} of {profile.context_tokens:,} tokens"
     lines = [f"{heading}  kept  {scale}"]
     for layer, row in enumerate(profile.budgets):
         tokens = float(row.mean())
