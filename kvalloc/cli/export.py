@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   kvalloc export p.json                      what each target can say of it
   kvalloc export p.json --to lu-kv -o p.npy
-  kvalloc export p.json --to openvino --context 4096 --accept engine-policy,heads-to-layers \\
-      -o eviction.json --restricted r.json
+  kvalloc export p.json --to tensorrt-llm --context 4096 --accept engine-policy,heads-to-layers \\
+      -o config.yaml --restricted r.json
   kvalloc eval demo --profile p.json --profile r.json   what the loss costs
 """
 
