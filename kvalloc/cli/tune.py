@@ -84,10 +84,11 @@ def tune(
         Share of the entries.
     """
     from kvalloc.models.loading import require_run_packages
+
+    require_run_packages()
     from kvalloc.tuning import tune_each
     from kvalloc.units import parse_share
 
-    require_run_packages()
     shares = list(dict.fromkeys(parse_share(one) for one in budget))
     files = _files(output, shares, resume=resume)
     begun = 2 if "by_prompt" in given else 0  # what follows begins in another place then

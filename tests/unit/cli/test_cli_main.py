@@ -198,6 +198,41 @@ def test_quickstart_needs_no_model(tmp_path):
     assert profiles["auto"].termination == "optimal"
 
 
+WITHOUT_TORCH = """
+import builtins, importlib.util, sys
+from kvalloc.cli.main import main
+missing, find, load = {"torch", "transformers"}, importlib.util.find_spec, builtins.__import__
+def refuse(name, *rest, **named):
+    if name.split(".")[0] in missing:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return load(name, *rest, **named)
+importlib.util.find_spec = lambda name, *a: None if name in missing else find(name, *a)
+builtins.__import__ = refuse
+for line in sys.argv[1:]:
+    print(main(line.split()), flush=True)
+"""
+
+
+def test_every_command_that_runs_a_model_says_what_to_install(tmp_path):
+    """In a process that has not imported their modules yet, which need torch."""
+    lines = [
+        *("generate demo --budget 20% --prompt hello", "eval demo --budget 20%", "policies"),
+        *("profile demo -o s.safetensors", "fit-scorer demo -o f.safetensors", "demo"),
+        "tune demo --tasks kl --budget 20% -o t.json",
+        "solve smollm2-135m-instruct --budget 20% --refine demo -o p.json",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *lines],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == ["2"] * len(lines)
+    said = done.stderr.splitlines()
+    assert len(said) == len(lines)
+    for line in said:
+        assert line.startswith("error: running a model needs torch")
+        assert "pip install 'kvalloc[run]'" in line
+
+
 def test_verbose_tells_what_was_done_and_when(tmp_path):
     make_scores(0).save(tmp_path / "s.safetensors")
     words = ("solve", tmp_path / "s.safetensors", "--budget", "40%", "--json")
