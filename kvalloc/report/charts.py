@@ -467,12 +467,13 @@ def measured_chart(rows: Sequence[Row]) -> Spec:
 def _bytes_axis(rows: Sequence[Row], of: str = "of the full cache") -> Spec:
     least = min((row["share"] for row in rows), default=1.0)
     below = max((tick for tick in _PERCENT_TICKS if tick <= least), default=least)
+    ticks = [tick for tick in _PERCENT_TICKS if tick >= below]
     return {
         "field": "share",
         "type": "quantitative",
         "title": f"bytes kept, {of}",
         "scale": {"type": "log", "nice": False, "domain": [below, 1], "clamp": True},
-        "axis": {"format": "~%", "values": _PERCENT_TICKS, "labelOverlap": "parity"},
+        "axis": {"format": "~%", "values": ticks, "labelOverlap": "parity"},
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.reading import load_file
 from kvalloc.formats.score_profile import ScoreProfile, interpolate_curves
+from kvalloc.report.terminal import number_text
 from kvalloc.report.wording import model_text
 from kvalloc.shape import ModelShape
 
@@ -178,19 +179,21 @@ def _facts(point: FrontierPoint) -> Row:
 
 
 def _measured(row: Mapping[str, Any], source: str, name: str) -> Row:
-    """A row of an evaluation as a picture takes it; what an older file leaves out is None."""
+    """A row of an evaluation as a picture takes it; what is left out or no number is None."""
+
+    def number(value: object) -> float | None:
+        return value if isinstance(value, int | float) else None
+
     ends = row.get("ci95")
-    low, high = ends if isinstance(ends, list) and len(ends) == 2 else (None, None)
-    share = row.get("share_of_16_bits", row.get("kept_share"))
-    task = f"{row.get('task', 'unknown')}, {row['context']:,} tokens" if "context" in row else "-"
+    low, high = map(number, ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
     return {
         "source": source,
         "name": name,
-        "task": task,
-        "share": share,
+        "task": f"{row.get('task', '-')}, {number_text(row.get('context'), ',', '?')} tokens",
+        "share": number(row.get("share_of_16_bits", row.get("kept_share"))),
         "low": low,
         "high": high,
-        **{key: row.get(key) for key in ("kl", "top1_agreement", "score", "n")},
+        **{key: number(row.get(key)) for key in ("kl", "top1_agreement", "score", "n")},
     }
 
 
@@ -231,8 +234,7 @@ class UnitCurves:
         steps = np.linspace(0, 1, CURVE_POINTS) ** 2  # closer where curves bend
         ranks = np.unique(np.rint(steps * scores.evictable_tokens)).astype(np.float64)
         marks = {}
-        for name, profile in profiles.items():
-            at = evictable_rank(scores, profile.budgets, profile.context_tokens)
+        for name, at in _ranks(scores, profiles):
             heads = np.empty(scores.curves.shape[:3])
             for unit in np.ndindex(*heads.shape):
                 heads[unit] = np.interp(at[unit[1:]], scores.ranks, scores.curves[unit])
@@ -258,13 +260,12 @@ class UnitCurves:
         values = np.full((len(curves), 1 + scores.shape.n_kv_heads, levels.size), np.nan)
         values[:, places] = curves
         marks = {}
-        for name, profile in profiles.items():
-            at = evictable_rank(scores, profile.budgets, profile.context_tokens)
-            at += scores.protected_tokens
+        for name, ranks in _ranks(scores, profiles):
+            at = ranks + scores.protected_tokens
             kept = np.concatenate([at.mean(axis=1, keepdims=True), at], axis=1)
             found = np.full(kept.shape, np.nan)
             if (
-                places.stop is None or profile.level == "layer"
+                places.stop is None or profiles[name].level == "layer"
             ):  # heads alike where layers are known
                 for unit in np.ndindex(*curves.shape[:2]):
                     place = (unit[0], unit[1] + places.start)
@@ -294,6 +295,15 @@ class UnitCurves:
             for name, (kept, values) in self.marks.items()
             for layer in self.layers
         ]
+
+
+def _ranks(
+    scores: ScoreProfile, profiles: Mapping[str, BudgetProfile]
+) -> Iterator[tuple[str, FloatArray]]:
+    """Kept evictable entries of each profile, at the score profile's context where they scale."""
+    for name, profile in profiles.items():
+        if profile.context_tokens > scores.protected_tokens:
+            yield name, evictable_rank(scores, profile.budgets, profile.context_tokens)
 
 
 def _shares(scores: ScoreProfile, ranks: FloatArray) -> FloatArray:
