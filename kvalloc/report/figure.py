@@ -10,6 +10,7 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray
 from kvalloc.errors import InputError
+from kvalloc.files import check_writable
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.score_profile import ScoreProfile
 from kvalloc.report import charts
@@ -56,6 +57,7 @@ def plot(files: Sequence[str | Path], output: str | Path, what: str | None = Non
     ProfileFileError
         If a file is damaged or of another kind.
     """
+    check_writable(output)
     material = Material.read(files)
     drawers = {
         "budgets": _budgets,

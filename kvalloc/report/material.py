@@ -264,9 +264,8 @@ class UnitCurves:
             at = ranks + scores.protected_tokens
             kept = np.concatenate([at.mean(axis=1, keepdims=True), at], axis=1)
             found = np.full(kept.shape, np.nan)
-            if (
-                places.stop is None or profiles[name].level == "layer"
-            ):  # heads alike where layers are known
+            # where whole layers were measured, their heads had one budget
+            if places.stop is None or profiles[name].level == "layer":
                 for unit in np.ndindex(*curves.shape[:2]):
                     place = (unit[0], unit[1] + places.start)
                     found[place] = np.interp(kept[place], levels, curves[unit], left=np.nan)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvalloc.files import atomic_write, provenance
+from kvalloc.errors import InputError
+from kvalloc.files import atomic_write, check_writable, provenance
 from kvalloc.formats.budget_profile import BudgetProfile
 from kvalloc.formats.evaluation import Evaluation
 from kvalloc.formats.score_profile import ScoreProfile
@@ -51,7 +52,7 @@ def write_report(files: Sequence[str | Path], output: str | Path) -> None:
     ------
     InputError
         If there is no file, one is missing, two are of different models, or the page cannot be
-        written.
+        written or is called otherwise than ``.html``.
     ProfileFileError
         If a file is damaged, of another schema version or of another kind.
 
@@ -59,6 +60,9 @@ def write_report(files: Sequence[str | Path], output: str | Path) -> None:
     --------
     >>> write_report(["s.safetensors", "p.json"], "report.html")  # doctest: +SKIP
     """
+    if Path(output).suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"{output} has another ending than .html; the page is one")
+    check_writable(output)
     text = page(Material.read(files))
     with atomic_write(output) as temporary:
         temporary.write_text(text, encoding="utf-8")
