@@ -43,9 +43,13 @@ which more at 4 do, and a second read loses half of what a surrogate does (SmolL
 SINKS, WINDOW = 4, 8
 """Tokens at the prompt's begin and end, never evicted."""
 
-PIECE, NEARBY, MATCHED = 256, 0, 64
-"""Tokens of the prompt that are read again at once, how many around them are seen meanwhile, and
-how many tokens' queries the values are fitted to: more of each takes longer and loses no less."""
+PIECE, NEARBY = 256, 0
+"""Tokens of the prompt that are read again at once, and how many around them are seen meanwhile:
+to see more takes longer and loses no less."""
+
+MATCHED, MATCHED_BY_FEW = 64, 128
+"""How many tokens' queries the values are fitted to, and where few entries stay: there twice as
+many, and biases beside the values, take little longer."""
 
 VOTES, AWAITED = 128, 16
 """Tokens whose queries vote where nothing is read twice: of the prompt's last, and of those that
@@ -171,6 +175,11 @@ class Default:
             return 16 if self.share == 1 else 8
         return 5 if self.share >= FOUR_BITS_BELOW else 4
 
+    @property
+    def matched(self) -> int:
+        """How many tokens' queries the values are fitted to."""
+        return MATCHED_BY_FEW if self.share < FOUR_BITS_BELOW else MATCHED
+
     def profile(
         self, shape: ModelShape, tokens: int | None, way: Way, *, fitted: bool = True
     ) -> BudgetProfile:
@@ -202,8 +211,8 @@ class Default:
         scorer = self._scorer(shape, way)
         matching: dict[str, Any] = {}
         if fitted and way in ("surrogate", "twice"):
-            few = self.share < FOUR_BITS_BELOW  # where most stay, biases gain nothing
-            parameters = {"rows": MATCHED, "following": 0, "biases": few}
+            few = self.matched == MATCHED_BY_FEW
+            parameters = {"rows": self.matched, "following": 0, "biases": few}
             matching = {"name": "attention_matching", "parameters": parameters}
         policy = Policy(
             scorer=scorer.name,
@@ -265,7 +274,7 @@ class Default:
         if way == "early":
             kept = self.profile(shape, tokens, way).retained_bytes_at(tokens, rows)
             return kept + one_layer
-        held = min(VOTES, tokens) + AWAITED if way == "late" else min(MATCHED, tokens)
+        held = min(VOTES, tokens) + AWAITED if way == "late" else min(self.matched, tokens)
         queries = len(shape.full_layers) * shape.n_query_heads * shape.head_dim
         found = shape.full_bytes(tokens, rows) + rows * held * queries * shape.dtype_bytes
         if way == "twice":  # what is read again, and what one layer shows of the prompt
