@@ -491,12 +491,17 @@ def proof_text(profile: BudgetProfile) -> str:
             return "No bound is known: nothing says how far these budgets are from the best."
         return "No solver decided these budgets, so there is no bound to hold them against."
     best, gap = objective_text(profile.bound, profile), profile.gap or 0.0
+    ratio = f"{profile.objective / profile.bound:.3g}" if profile.bound else ""
     if profile.sense == "min_cost":
         others, best = "that reach this target take less", size(profile.bound)
+        these = f"take at most {ratio} times the least possible"
     elif profile.requested.get("objective") == "loss":
-        others = "in these bytes lose less"
+        others, these = "in these bytes lose less", f"lose at most {ratio} times the least possible"
     else:
         others = "in these bytes retain more"
+        these = f"retain at most {gap_text(gap)} less than the most possible"
     if gap < 1e-9:
         return f"Proven optimal: no budgets {others}."
-    return f"Within {gap_text(gap)} of the best: no budgets {others} than {best}."
+    if not ratio:
+        return f"No budgets {others} than {best}, which says little of these."
+    return f"No budgets {others} than {best}; these {these}."

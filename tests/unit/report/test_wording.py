@@ -1,0 +1,37 @@
+"""What is said of profiles in plain words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from factories import make_budget_profile
+
+from kvalloc.report.wording import proof_text
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({"solver": "", "decided_by": ""}, "No solver decided these budgets"),
+        ({"solver": "descent"}, "No bound is known"),
+        ({"objective": 0.9, "bound": 0.9}, "optimal: no budgets in these bytes retain more."),
+        (
+            {"objective": 0.855, "bound": 0.9},
+            "retain more than 0.900000; these retain at most 5% less than the most possible.",
+        ),
+        (
+            {"sense": "min_cost", "objective": 3.0 * 2**20, "bound": 2.0 * 2**20},
+            "take less than 2.00 MiB; these take at most 1.5 times the least possible.",
+        ),
+        (
+            {"objective": -0.1, "bound": -0.0125, "requested": {"objective": "loss"}},
+            "than 0.012500 nats per token; these lose at most 8 times the least possible.",
+        ),
+        (
+            {"objective": -0.1, "bound": 0.0, "requested": {"objective": "loss"}},
+            "lose less than 0.000000 nats per token, which says little of these.",
+        ),
+    ],
+)
+def test_how_good_a_decision_is(stated, said):
+    assert said in proof_text(make_budget_profile(np.full((2, 2), 20), **stated))
