@@ -27,7 +27,12 @@ def profiles() -> None:
     nats per token: the median of the tasks, and the task that a profile is worst at.
     """
     from kvalloc.formats.hub import cached_profiles
-    from kvalloc.formats.shipped_profiles import load_profile, shipped_profiles
+    from kvalloc.formats.shipped_profiles import (
+        load_profile,
+        shipped_profiles,
+        shipped_scores,
+        shipped_surrogates,
+    )
 
     rows = []
     for name in [*shipped_profiles(), *cached_profiles()]:
@@ -36,6 +41,9 @@ def profiles() -> None:
         except KVAllocError as error:  # a damaged one in the cache hides no other
             note(str(error))
     print_result(rows, lambda: _show(rows))
+    named = {"score profiles": shipped_scores(), "surrogates": shipped_surrogates()}
+    shipped = "; ".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)
+    note(f"also shipped, by name: {shipped}", beside_json=False)
 
 
 def _row(name: str, profile: BudgetProfile) -> dict[str, Any]:
