@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,14 @@ SCORES = DATA / "scores.safetensors"
 DECISIONS = DATA / "decisions.json"
 MEASURED = DATA / "measured.safetensors"  # the same with loss curves and fidelities of bits
 PROFILE = DATA / "budget_profile.json"
-SCHEMA = Path(__file__).parents[2] / "docs" / "budget_profile.schema.json"
+DOCS = Path(__file__).parents[2] / "docs"
+SCHEMAS = {
+    "budget_profile": "kvalloc.formats.budget_profile:BudgetProfile",
+    "evaluation": "kvalloc.formats.evaluation:Evaluation",
+    "score_profile": "kvalloc.formats.score_profile:ScoreHeader",
+    "surrogate": "kvalloc.formats.surrogate:SurrogateHeader",
+}
+"""Files docs/NAME.schema.json, and the types that they describe."""
 
 SHARED = DATA / "scores_shared.safetensors"
 SHARED_DECISIONS = DATA / "decisions_shared.json"
@@ -244,21 +252,28 @@ def make_loss_bits() -> Any:
     return make_loss_bits(7, shape=make_shape(n_layers=3, n_kv_heads=2, head_dim=32))
 
 
-def published_schema() -> dict[str, Any]:
-    """The JSON Schema of a budget profile file, each field with its docstring."""
-    from kvalloc.formats.budget_profile import BudgetProfile, ModelShape, Policy
+def published_schema(name: str) -> dict[str, Any]:
+    """The JSON Schema of a file, or of its header, each field with its docstring."""
+    from kvalloc.formats.policy import Policy
+    from kvalloc.shape import ModelShape
 
-    schema = BudgetProfile.model_json_schema(mode="serialization")
-    for described, owner in (
-        (schema, BudgetProfile),
-        (schema["$defs"]["ModelShape"], ModelShape),
-        (schema["$defs"]["Policy"], Policy),
-    ):
-        (defined,) = ast.parse(inspect.getsource(owner)).body
+    owner = pkgutil.resolve_name(SCHEMAS[name])
+    schema: dict[str, Any] = owner.model_json_schema(mode="serialization")
+    parts = schema.get("$defs", {})
+    described = [(schema, owner)]
+    described += [
+        (parts[one.__name__], one) for one in (ModelShape, Policy) if one.__name__ in parts
+    ]
+    for part, of in described:
+        (defined,) = ast.parse(inspect.getsource(of)).body
         for field, text in itertools.pairwise(defined.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(text, ast.Expr)
+                and field.target.id in part["properties"]
+            ):
                 said = inspect.cleandoc(text.value.value)
-                described["properties"][field.target.id]["description"] = said
+                part["properties"][field.target.id]["description"] = said
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -278,8 +293,9 @@ def main() -> None:
         path.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
     decide(SETS[0], "greedy, retention 0.9, head").save(PROFILE)
     decide(SETS[3], "least loss in 30%, head").save(CHOICE_PROFILE)
-    text = json.dumps(published_schema(), indent=1, sort_keys=True)
-    SCHEMA.write_text(text + "\n", encoding="utf-8")
+    for name in SCHEMAS:
+        text = json.dumps(published_schema(name), indent=1, sort_keys=True)
+        (DOCS / f"{name}.schema.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

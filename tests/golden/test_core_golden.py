@@ -7,15 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from make_core_golden import (
     CHOICE_PROFILE,
     DECISIONS,
+    DOCS,
     PROFILE,
-    SCHEMA,
+    SCHEMAS,
     SETS,
     Golden,
     decide,
@@ -79,17 +82,32 @@ def test_the_budget_file_of_version_1_is_read_and_written_as_it_was(
     assert same, f"behaviour moved: the budget profile's file format; {WANTED}"
 
 
-def test_the_published_schema() -> None:
-    expected = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    assert published_schema() == expected, f"behaviour moved: the JSON Schema; {WANTED}"
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_published_schemas(name: str) -> None:
+    expected = json.loads((DOCS / f"{name}.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(expected)
+    assert published_schema(name) == expected, f"behaviour moved: the JSON Schema; {WANTED}"
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("score_profile", SETS[0].scores),
+        ("surrogate", DOCS.parent / "profiles" / "smollm2-135m-instruct.surrogate.safetensors"),
+    ],
+)
+def test_headers_follow_their_schema(name: str, file: Path) -> None:
+    with safe_open(file, "numpy") as opened:
+        header = json.loads(opened.metadata()["kvalloc"])
+    schema = json.loads((DOCS / f"{name}.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(header, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**header, "surprise": 1}, schema)
 
 
 @pytest.mark.parametrize("file", [PROFILE, CHOICE_PROFILE], ids=lambda file: file.stem)
 def test_the_golden_budget_file_follows_the_schema(file: Path) -> None:
-    import jsonschema
-
-    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
+    schema = json.loads((DOCS / "budget_profile.schema.json").read_text(encoding="utf-8"))
     stored = json.loads(file.read_text(encoding="utf-8"))
     jsonschema.validate(stored, schema)
     with pytest.raises(jsonschema.ValidationError):

@@ -77,9 +77,9 @@ def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_files(folder: Path) -> None:
     """The prompts and files that pages name."""
-    words = next(iter(default_texts())).text.split()[:400]
+    words = next(iter(default_texts())).text.split()[:250]
     (folder / "prompt.txt").write_text(" ".join(words), encoding="utf-8")
-    words.insert(150, "The special number is 4829131.")
+    words.insert(100, "The special number is 4829131.")
     for name in ("context.txt", "contract.txt"):
         (folder / name).write_text(" ".join(words), encoding="utf-8")
     lines = [
