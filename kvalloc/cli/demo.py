@@ -203,7 +203,7 @@ class _Demo:
             )
         self.lines(*question_tables(questions, asked), "", *summary_table(asked))
         for name, reason in missing.items():
-            self.text(f"{name}: not asked, {reason}")
+            self.text(f"{name}: not asked: {reason.removeprefix(f'{name} ')}")
         return questions, granted, asked
 
     def harm(
