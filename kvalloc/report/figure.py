@@ -223,7 +223,10 @@ def save_budget_figure(
     if asked:
         said = {
             "text": f"Harm with {next(iter(harm.values())).share:.0%} of the entries",
-            "subtitle": "KL and needles found; filled: all of them",
+            "subtitle": [
+                "KL and needles found; filled: all of them",
+                *["default: this share of a 16-bit cache's bytes"] * ("default" in harm),
+            ],
         }
         below.append({**charts.harm_chart(asked), **half, "title": said})
     apart = {"resolve": {"scale": {"color": "independent"}}}

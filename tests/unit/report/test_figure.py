@@ -43,7 +43,8 @@ def asked(kl, found):
     return SimpleNamespace(share=0.2, kl=kl, n_found=found, outcomes=(None,) * 3)
 
 
-HARM = {"uniform": asked(0.8, 3), "greedy = ilp": asked(0.125, 2), "pyramid": asked(None, 0)}
+HARM = {"uniform": asked(0.8, 3), "greedy = ilp": asked(0.125, 2), "default": asked(0.0013, 3)}
+HARM["pyramid"] = asked(None, 0)
 MADE_UP = {"harm": HARM, "title": "made up"}
 
 
@@ -51,6 +52,7 @@ def test_the_demos_picture_has_a_panel_for_each_thing_that_it_says(tmp_path, sco
     save_budget_figure(tmp_path / "b.svg", scores, profiles, **MADE_UP)
     words = words_of(tmp_path / "b.svg")
     assert {"made up", "greedy = ilp", "Layers differ in what they need"} <= {*words}
+    assert "default: this share of a 16-bit cache's bytes" in words
     assert {"Harm with 20% of the entries", "0.8; 3/3", "0.13; 2/3"} <= {*words}
     assert sum("% of the bytes" in word for word in words) == 3  # equal budgets once
     assert [file.name for file in tmp_path.iterdir()] == ["b.svg"]
