@@ -210,7 +210,7 @@ def save_budget_figure(
         ]
     curves = charts.layers_chart(UnitCurves.of_retention(scores, {}), what="retention")
     half = {"width": WIDTH // 2 - 40, "height": 300}
-    said: Spec = {"text": "Layers differ in what they need", "subtitle": "thick: the mean of all layers"}
+    said: Spec = {"text": "Layers differ in what they need", "subtitle": "thick: their mean"}
     below = [{**curves, **half, "title": said}]
     asked = [
         {
