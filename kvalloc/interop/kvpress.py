@@ -270,7 +270,7 @@ class KvpressMethod:
                 ]
                 if self.name.bits != 16:
                     _round(cache, hidden, self.name.bits)
-        except (AssertionError, RuntimeError) as error:
+        except (AssertionError, RuntimeError, ValueError) as error:
             raise InputError(f"{self.name} fails on a prompt of {n_tokens} tokens: {error}") from (
                 error
             )

@@ -95,7 +95,8 @@ def budget_fields(profile: BudgetProfile, *, brief: bool = False) -> dict[str, s
     least, mean, most = budget_spread(profile)
     handed_out = "; handed out by each prompt, this is their mean" if profile.by_prompt else ""
     stated = decision_fields(profile)
-    stated["solver"] += f"{options}, {profile.level} level, {profile.created}"
+    made = f"{stated['solver'] or 'by hand'}{options}"
+    stated["solver"] = ", ".join(filter(None, (made, f"{profile.level} level", profile.created)))
     if profile.predicted_loss is None:
         stated["predicted loss"] = "unknown, no loss curves"
     elif profile.refinement is None:
@@ -123,6 +124,9 @@ def request_text(decided: BudgetProfile) -> str:
         return f"least loss of the whole reduced cache in {share:.1%} of all entries, on {text}"
     if "target" not in asked:
         return "not recorded"
+    if decided.share_of_16_bits is not None:
+        share = f"{decided.share_of_16_bits:.1%} of the bytes of a cache at 16 bits"
+        return f"as many entries as take {share}, prompts of {decided.context_tokens:,} tokens"
     worst = " of the worst unit" if asked.get("objective") == "worst" else ""
     what = "predicted loss" if asked.get("objective") == "loss" else f"retention{worst}"
     what = f"weighted {what}" if asked.get("weights") else what
@@ -183,7 +187,7 @@ def why_text(decided: BudgetProfile) -> str:
 
 def objective_text(value: float | None, decided: BudgetProfile) -> str:
     """An objective or bound with its unit; a loss as it is measured, from 0 up."""
-    if value is None:
+    if value is None or not decided.solver:
         return "unknown"
     if decided.sense == "min_cost":
         counted = decided.bits is not None and decided.cost_bytes is None

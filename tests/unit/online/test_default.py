@@ -150,6 +150,8 @@ def test_the_profile_is_a_file_and_the_cache_another(
     assert loaded == cache.profile
     told = run_command("inspect", tmp_path / "p.json").out
     assert "as many entries in every head as take 20.0% of a cache at 16 bits" in told
+    assert "as many entries as take 20.0% of the bytes of a cache at 16 bits" in told
+    assert "by hand, head level" in told
     cache.save(tmp_path / "c.kv")
     again = load_cache(tmp_path / "c.kv", model)
     assert again.retained_bytes == cache.retained_bytes
