@@ -14,7 +14,6 @@ import numpy as np
 
 STYLES: dict[str, tuple[str, str, float]] = {
     "kvalloc, default": ("#b8432f", "o", 2.6),
-    "shipped: context": ("#c9772b", "D", 1.6),
     "KVzip": ("#31517a", "s", 1.8),
     "KVzip at 4 bits": ("#7d9cc4", "s", 1.8),
     "SnapKV": ("#6f7680", "s", 1.4),

@@ -28,7 +28,7 @@ from kvalloc.files import near_file
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.chat import DocumentForm, wants_chat, without_chat
 from kvalloc.prompts.examples import chat_text
-from kvalloc.units import Option, check_temperature, parse_fraction, size
+from kvalloc.units import Option, check_temperature, parse_fraction, parse_share, size
 
 if TYPE_CHECKING:
     from kvalloc.formats.budget_profile import BudgetProfile
@@ -432,11 +432,10 @@ def _shape(loaded: LoadedModel) -> ModelShape:
     return shape_of(loaded.model, model_id=loaded.model_id)
 
 
-def _note_way(cache: Any) -> None:
+def _note_way(cache: Any, asked: Asked) -> None:
     """Say which way was taken where nothing but a budget was asked for; --verbose has said it."""
-    profile: BudgetProfile | None = getattr(cache, "profile", None)
-    if profile is not None and profile.share_of_16_bits is not None and not is_verbose():
-        note(profile.detail)
+    if asked.default and not is_verbose():
+        note(cache.profile.detail)
 
 
 def _note_whole(cache: Any, n_tokens: int) -> None:
@@ -519,10 +518,11 @@ def _granted_text(cache: Any, share: str, retained_bytes: int) -> str:
     profile: BudgetProfile | None = getattr(cache, "profile", None)
     if profile is None:
         return ""
-    if profile.share_of_16_bits is not None:
+    if profile.bits is not None and profile.requested.get("target") == "budget":
         tokens = cache.arrival.prompt_tokens or profile.context_tokens
         of_16_bits = profile.of_16_bits(retained_bytes, tokens)
-        return f"{of_16_bits:.1%} of a cache at 16 bits, asked for {profile.share_of_16_bits:.1%}"
+        asked = parse_share(profile.requested["value"])
+        return f"{of_16_bits:.1%} of a cache at 16 bits, asked for {asked:.1%}"
     if _decided_here(cache) is None or "adapt" in profile.requested:
         # Budgets that were decided at one length have another share at others: sinks and window
         # weigh more in a short prompt.
@@ -551,7 +551,7 @@ def _answer_prompt(asked: Asked) -> None:
             "--max-new-tokens"
         )
     cache = make(n_tokens)
-    _note_way(cache)
+    _note_way(cache, asked)
     answer = _answered(loaded, inputs, cache, asked)
     _note_whole(cache, n_tokens)
     if wants_json():
@@ -751,7 +751,7 @@ def _read(asked: Asked) -> _Reading:
     form = DocumentForm.of(loaded.tokenizer, asked.chat)
     ids = form.document_ids(loaded.tokenizer, text)
     cache = make(len(ids))
-    _note_way(cache)
+    _note_way(cache, asked)
     with slow(f"reading {name}"):
         _check_room(loaded, len(ids), _room(form, loaded, asked))
         device = input_device(loaded.model)

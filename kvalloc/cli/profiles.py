@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
   kvalloc profiles
-  kvalloc inspect smollm2-135m-instruct-context-20
+  kvalloc inspect smollm2-135m-instruct-bits-20
   kvalloc inspect hf://owner/repo/p.json
 """
 

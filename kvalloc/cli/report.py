@@ -12,7 +12,7 @@ from kvalloc.units import Option, size
 EXAMPLES = """\
   kvalloc report s.safetensors p.json -o report.html
   kvalloc report p.json q.json result.json -o report.html
-  kvalloc report smollm2-135m-instruct-context-20 -o report.html
+  kvalloc report smollm2-135m-instruct-bits-20 -o report.html
 """
 
 

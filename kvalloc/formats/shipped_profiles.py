@@ -137,3 +137,19 @@ def shipped_surrogate(shape: ModelShape) -> str | None:
             continue
         return name
     return None
+
+
+@cache
+def shipped_decisions(shape: ModelShape) -> dict[str, BudgetProfile]:
+    """Shipped budgets whose entries and bits were decided by a model's measured losses, by name."""
+    found = {}
+    for name in shipped_profiles():
+        profile = load_profile(name)
+        if profile.bits is None or profile.predicted_loss is None:
+            continue
+        try:
+            profile.shape.require_same_model(shape)
+        except ModelMismatchError:
+            continue
+        found[name] = profile
+    return found

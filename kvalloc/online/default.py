@@ -1,11 +1,12 @@
 """The default for any model, nothing measured: the best way known within a share of the bytes.
 
 At equal bytes it pays to round first and to evict then, and to evict what a second read of the
-prompt does not look up. So entries are stored at 5 bits (8 where the share is large, 4 where it is
-small), as many as fit, and the values of those that stay are fitted to what all of them gave.
-Which entries stay, a surrogate of the second read says where there is one for the model and the
-share is not small. Otherwise the model reads the prompt twice; and where it cannot, the first
-tokens after the prompt choose.
+prompt does not look up. Where a profile ships for the model whose entries and bits were decided
+head by head from measured losses, within the share and near it, that one is taken. Otherwise
+entries are stored at 5 bits (8 where the share is large, 4 where it is small), as many as fit, and
+the values of those that stay are fitted to what all of them gave. Which entries stay, a surrogate
+of the second read says where there is one for the model and the share is not small. Otherwise the
+model reads the prompt twice; and where it cannot, the first tokens after the prompt choose.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from kvalloc.accounting.costs import entries_in_share
 from kvalloc.errors import InputError, option
 from kvalloc.formats.budget_profile import BudgetProfile, Policy
-from kvalloc.formats.shipped_profiles import shipped_surrogate
+from kvalloc.formats.shipped_profiles import shipped_decisions, shipped_surrogate
 from kvalloc.models.attention import rotates_halves
 from kvalloc.models.loading import shape_of
 from kvalloc.models.structure import context_limit
@@ -55,14 +56,25 @@ VOTES, AWAITED = 128, 16
 """Tokens whose queries vote where nothing is read twice: of the prompt's last, and of those that
 follow it."""
 
-Way = Literal["surrogate", "twice", "late", "early"]
-"""Who chooses the entries: a surrogate, a second read, or the prompt's last tokens with those that
+NEAR = 0.8
+"""A shipped profile is taken that needs at most the share, and at least this much of it."""
+
+Way = Literal["decided", "surrogate", "twice", "late", "early"]
+"""Who chooses the entries: a surrogate with the budgets and bits of each head that were decided by
+measured losses; a surrogate, a second read, or the prompt's last tokens with those that
 follow it; or, while the prompt is read, the surrogate or the prompt's last tokens alone."""
 
-COSTS: dict[Way, float] = {"surrogate": 1.4, "twice": 3.2, "late": 1.1, "early": 1.1}
+COSTS: dict[Way, float] = {
+    "decided": 1.2,
+    "surrogate": 1.2,
+    "twice": 2.3,
+    "late": 1.1,
+    "early": 1.1,
+}
 """Time of a prompt of 2,048 tokens against a plain prefill (SmolLM2-135M, two threads)."""
 
 SAID: dict[Way, str] = {
+    "decided": "holds the full cache while the prompt is read, and evicts as {}, which ships, says",
     "surrogate": "holds the full cache while the prompt is read, and evicts by the surrogate {}",
     "twice": "reads the prompt twice and holds the full cache meanwhile",
     "late": f"holds the full cache until {AWAITED} tokens have followed the prompt",
@@ -156,13 +168,31 @@ class Default:
         predicts = self.surrogate_of(shape) is not None and options.get("bounded") is None
         if predicts and (way == "late" or self.surrogate or self.share >= FOUR_BITS_BELOW):
             way = "surrogate"
+        name, decided = "", None
+        if tokens is not None and rows == 1 and not goes_on:
+            name, decided = self.decided(shape, tokens)
         if tokens is not None:
-            way = self._that_fits(shape, tokens, rows, way)
-        profile = self.profile(shape, tokens, way, fitted=rotates_halves(model))
+            way = self._that_fits(shape, tokens, rows, "decided" if decided else way)
+        if decided is None or way != "decided":
+            decided = self.profile(shape, tokens, way, fitted=rotates_halves(model))
+        profile = decided.replace(requested={"target": "budget", "value": self.share})
         if tokens is not None:
-            profile = profile.replace(detail=self._said(profile, tokens, rows, way))
+            source = name if way == "decided" else self.surrogate_of(shape)
+            profile = profile.replace(detail=self._said(profile, tokens, rows, way, source))
             _LOG.info(profile.detail)
         return make_cache(profile, model, **options)
+
+    def decided(self, shape: ModelShape, tokens: int) -> tuple[str, BudgetProfile | None]:
+        """The shipped profile that takes most of the share at a prompt's length, and its name.
+
+        None where there is none near it, or where a surrogate is asked for by name.
+        """
+        found: tuple[float, str, BudgetProfile | None] = (NEAR * self.share, "", None)
+        for name, profile in shipped_decisions(shape).items():
+            reached = profile.of_16_bits(profile.retained_bytes_at(tokens), tokens)
+            if self.surrogate is None and found[0] <= reached <= self.share:
+                found = reached, name, profile
+        return found[1:]
 
     def surrogate_of(self, shape: ModelShape) -> str | None:
         """The file of a surrogate that is asked for, or the name of one that ships."""
@@ -282,17 +312,21 @@ class Default:
             found += shape.full_bytes(min(CARRIED_TOKENS + PIECE, tokens), rows)
         return found
 
-    def _said(self, profile: BudgetProfile, tokens: int, rows: int, way: Way) -> str:
+    def _said(
+        self, profile: BudgetProfile, tokens: int, rows: int, way: Way, source: str | None
+    ) -> str:
         """One line: which way, how much is kept, its peak and its cost."""
         shape = profile.shape
-        kept = profile.budgets[shape.full_layers[0], 0] / tokens
+        kept = profile.budgets_for(tokens)[list(shape.full_layers)].mean() / tokens
         stored = profile.retained_bytes_at(tokens, rows)
         reached = profile.of_16_bits(stored, tokens, rows)
-        said, cost = SAID[way].format(self.surrogate_of(shape)), COSTS[way]
+        said, cost = SAID[way].format(source), COSTS[way]
         peak = self.peak_bytes(shape, tokens, rows, way)
         if kept == 1:
             said, cost, peak = "evicts nothing", 1.0, shape.full_bytes(tokens, rows)
         width = "as they are" if self.bits == 16 else f"at {self.bits} bits"
+        if way == "decided" and profile.bits is not None:
+            width = f"at {profile.bits.min()} to {profile.bits.max()} bits"
         return (
             f"by default, nothing measured: {said}; {kept:.0%} of the entries {width}, "
             f"{size(stored)}, {reached:.1%} of a cache at 16 bits; about {size(peak)} while it is "

@@ -84,7 +84,7 @@ def test_no_heading_of_a_help_stands_over_a_wall(command):
         (["eval", "demo", "--budget", "20%", "--solver", "gredy"], ["nearest is 'greedy'"]),
         (["eval", "demo"], ["give --budget 20%, or a --profile"]),
         (["solve", "smolm2-instruct", "--budget", "1", "--json"], ["is 'smollm2-135m-instruct'"]),
-        (["report", "context-20"], ["nearest is 'smollm2-135m-instruct-context-20'"]),
+        (["report", "bits-20"], ["nearest is 'smollm2-135m-instruct-bits-20'"]),
         (["solvers", "-q", "-v"], ["--quiet and --verbose contradict"]),
         (["--colour"], ["--colour", "kvalloc --help"]),
         (["solve"], ["SCORES", "kvalloc solve --help"]),

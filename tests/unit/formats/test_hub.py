@@ -200,6 +200,6 @@ def test_shipped_profiles_are_listed():
     ran = run("profiles")
     assert ran.code == 0
     assert "score profiles: smollm2-135m-instruct; surrogates: smollm2" in ran.err
-    for name, words in (("context-20", "20.0%"), ("fixed-20", "pairs 1.1121")):
+    for name, words in (("bits-20", "19.7%"), ("fixed-20", "pairs 1.1121")):
         line = next(line for line in ran.out.splitlines() if f"instruct-{name}" in line)
         assert words in line

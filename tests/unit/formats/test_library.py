@@ -9,7 +9,7 @@ from cli_tools import run
 
 import kvalloc
 from kvalloc.errors import InputError
-from kvalloc.formats.shipped_profiles import shipped_scores
+from kvalloc.formats.shipped_profiles import shipped_decisions, shipped_scores
 
 README = Path(__file__).parents[3] / "profiles" / "README.md"
 
@@ -29,15 +29,21 @@ def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
         assert {(task, standing) for task in tasks} <= rows.keys()
         share = profile.retained_tokens / (profile.budgets.size * profile.context_tokens)
         assert all(abs(row["kept_share"] - share) < 0.01 for row in rows.values())
-    elif profile.share_of_16_bits is not None:  # the default's, which nothing decides
-        rows = {row["task"]: row for row in profile.evaluation["rows"]}
-        cells = {"text", "own-answer", "facts-inside", "facts-after", "facts-second-turn"}
-        assert cells <= rows.keys()
-        assert all(row["share_of_16_bits"] <= profile.share_of_16_bits for row in rows.values())
     else:
         assert profile.bound is not None
         assert profile.score_digest
         assert profile.problem_digest
+    if profile.bits is not None:  # those that the default takes by itself
+        rows = {row["task"]: row for row in profile.evaluation["rows"]}
+        cells = {"text", "own-answer", "facts-inside", "facts-after", "facts-second-turn"}
+        assert cells <= rows.keys()
+        share = int(name.rpartition("-")[2]) / 100
+        assert all(0.95 * share < row["share_of_16_bits"] <= share for row in rows.values())
+        assert profile.gap == 0
+        assert shipped_decisions(profile.shape)[name] == profile
+        for tokens in (400, 1000, 8192):
+            stored = profile.retained_bytes_at(tokens)
+            assert 0.93 * share < profile.of_16_bits(stored, tokens) <= share
     assert f"`{name}`" in README.read_text(encoding="utf-8")
 
 

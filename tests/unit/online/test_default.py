@@ -241,6 +241,32 @@ def test_a_surrogate_spares_the_second_read(tiny: ModuleType, model: Any, tmp_pa
         Default.parse("20%", None, file).cache(tiny.tiny_model(head_dim=32), TOKENS)
 
 
+def test_a_profile_that_ships_is_taken_near_its_share(
+    tiny: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries and bits of each head; never beyond the share, nor where it would be wasted."""
+    theirs = tiny.by_head(tiny.make_profile(model, TOKENS, 0.4), spread=9)
+    widths = np.resize([8, 5, 4, 3], theirs.budgets.shape)
+    theirs = theirs.replace(bits=widths, predicted_loss=0.01)
+    at = theirs.of_16_bits(theirs.retained_bytes, TOKENS)
+    monkeypatch.setattr("kvalloc.online.default.shipped_decisions", lambda shape: {"it": theirs})
+    cache = run(model, tiny.prompt(TOKENS), budget=at + 0.01)
+    assert np.array_equal(cache.profile.bits, widths)
+    assert np.array_equal(cache.profile.budgets, theirs.budgets)
+    assert cache.profile.requested["value"] == at + 0.01
+    assert "evicts as it, which ships, says; 40% of the entries at 3 to 8" in cache.profile.detail
+    assert at - 0.005 < share_of(cache, TOKENS) <= at
+    peak = Default(share=at + 0.01).peak_bytes(shape_of(model), TOKENS, 1, "decided")
+    others: list[dict[str, Any]] = [
+        {"budget": at - 0.001}, {"budget": at / 0.79}, {"bounded": 2},
+        {"memory": f"{peak - 1}B"}, {"decode_every": 8},
+    ]  # fmt: skip
+    for other in others:
+        cache = run(model, tiny.prompt(TOKENS), **{"budget": at + 0.01, **other})
+        assert len(np.unique(cache.profile.bits)) == 1
+    assert "it, which" not in run(model, tiny.prompt(TOKENS, 2), budget=at + 0.01).profile.detail
+
+
 def test_shares_do_not_depend_on_the_models_type(tiny: ModuleType, model: Any) -> None:
     shape = shape_of(model)
     for bits in (16, 8, 4):
