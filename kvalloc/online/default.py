@@ -327,8 +327,9 @@ class Default:
         width = "as they are" if self.bits == 16 else f"at {self.bits} bits"
         if way == "decided" and profile.bits is not None:
             width = f"at {profile.bits.min()} to {profile.bits.max()} bits"
+        measured = "" if way == "decided" else ", nothing measured"
         return (
-            f"by default, nothing measured: {said}; {kept:.0%} of the entries {width}, "
+            f"by default{measured}: {said}; {kept:.0%} of the entries {width}, "
             f"{size(stored)}, {reached:.1%} of a cache at 16 bits; about {size(peak)} while it is "
             f"read, and {cost} times a plain prefill"
         )

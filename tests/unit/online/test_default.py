@@ -254,6 +254,7 @@ def test_a_profile_that_ships_is_taken_near_its_share(
     assert np.array_equal(cache.profile.bits, widths)
     assert np.array_equal(cache.profile.budgets, theirs.budgets)
     assert cache.profile.requested["value"] == at + 0.01
+    assert cache.profile.detail.startswith("by default: holds the full cache while")
     assert "evicts as it, which ships, says; 40% of the entries at 3 to 8" in cache.profile.detail
     assert at - 0.005 < share_of(cache, TOKENS) <= at
     peak = Default(share=at + 0.01).peak_bytes(shape_of(model), TOKENS, 1, "decided")
