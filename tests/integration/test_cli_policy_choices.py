@@ -43,7 +43,7 @@ def test_from_a_model_to_an_answer(folder: Path) -> None:
     assert decided.unit_policies is not None
     assert f"of {decided.unit_policies.size} KV heads" in solved.out
     assert run("verify", budgets, scores).code == 0
-    told = " ".join(run("inspect", budgets).out.split())
+    told = " ".join(run("inspect", budgets, "--verbose").out.split())
     assert "other policies" in told
     assert "of 6 KV heads" in told
     one = run(*asked, "--loss-policies", "tova", "--json").json

@@ -251,7 +251,7 @@ def edited(file, **changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"kind": "kvalloc.score_profile"}, "kind is kvalloc.score_profile, expected"),
+        ({"kind": "kvalloc.score_profile"}, "file is a score profile, expected a surrogate"),
         ({"ridge": -1.0}, "ridge is -1.0"),
         ({"ridge": 0.5}, "digest is .*edited or damaged"),
         ({"created": None}, "created is None"),

@@ -138,7 +138,7 @@ def test_a_header_that_cannot_be_is_refused_by_its_field(tiny: ModuleType, tmp_p
         ("notes", [], "notes"),
         ("profile", 5, "profile.file is int"),
         ("versions", ..., "versions is missing"),
-        ("kind", "kvalloc.budget_profile", "kind"),
+        ("kind", "kvalloc.budget_profile", "file is a budget profile, expected a ca"),
         ("digest", "0" * 64, "digest of the content"),
     ):
 
@@ -150,7 +150,8 @@ def test_a_header_that_cannot_be_is_refused_by_its_field(tiny: ModuleType, tmp_p
         with pytest.raises(ProfileFileError) as caught:
             kvalloc.load_cache(edited(path, tmp_path / "e.safetensors", change), model)
         assert named in str(caught.value)
-        assert "read the prompt again and save the cache again" in str(caught.value)
+        again = "read the prompt again and save the cache again"
+        assert field == "kind" or again in str(caught.value)  # it may be what it says it is
 
 
 def test_only_a_complete_prompt_is_saved(tiny: ModuleType, tmp_path: Path) -> None:
