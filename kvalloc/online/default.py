@@ -169,13 +169,13 @@ class Default:
         if predicts and (way == "late" or self.surrogate or self.share >= FOUR_BITS_BELOW):
             way = "surrogate"
         name, decided = "", None
-        if tokens is not None and rows == 1 and not goes_on:
+        if tokens is not None and rows == 1 and not (goes_on or self.surrogate):
             name, decided = self.decided(shape, tokens)
         if tokens is not None:
             way = self._that_fits(shape, tokens, rows, "decided" if decided else way)
         if decided is None or way != "decided":
             decided = self.profile(shape, tokens, way, fitted=rotates_halves(model))
-        profile = decided.replace(requested={"target": "budget", "value": self.share})
+        profile = decided.replace(requested={**decided.requested, "value": self.share})
         if tokens is not None:
             source = name if way == "decided" else self.surrogate_of(shape)
             profile = profile.replace(detail=self._said(profile, tokens, rows, way, source))
@@ -185,12 +185,12 @@ class Default:
     def decided(self, shape: ModelShape, tokens: int) -> tuple[str, BudgetProfile | None]:
         """The shipped profile that takes most of the share at a prompt's length, and its name.
 
-        None where there is none near it, or where a surrogate is asked for by name.
+        None where there is none near it.
         """
         found: tuple[float, str, BudgetProfile | None] = (NEAR * self.share, "", None)
         for name, profile in shipped_decisions(shape).items():
             reached = profile.of_16_bits(profile.retained_bytes_at(tokens), tokens)
-            if self.surrogate is None and found[0] <= reached <= self.share:
+            if found[0] <= reached <= self.share:
                 found = reached, name, profile
         return found[1:]
 
@@ -241,8 +241,8 @@ class Default:
         scorer = self._scorer(shape, way)
         matching: dict[str, Any] = {}
         if fitted and way in ("surrogate", "twice"):
-            few = self.matched == MATCHED_BY_FEW
-            parameters = {"rows": self.matched, "following": 0, "biases": few}
+            biases = self.share < FOUR_BITS_BELOW
+            parameters = {"rows": self.matched, "following": 0, "biases": biases}
             matching = {"name": "attention_matching", "parameters": parameters}
         policy = Policy(
             scorer=scorer.name,

@@ -25,9 +25,7 @@ def test_a_shipped_profile_loads_by_name_and_is_explained(name: str) -> None:
     assert 0 < profile.retained_bytes < profile.full_bytes
     if profile.solver == "descent":  # decided on the whole cache's loss: no curves, no bound
         rows = {(row["task"], row["question"]): row for row in profile.evaluation["rows"]}
-        standing = "after" if "-context-" in name else "inside"
-        tasks = ("needle", "pairs") if standing == "after" else ("needle", "pairs", "kl")
-        assert {(task, standing) for task in tasks} <= rows.keys()
+        assert {(task, "inside") for task in ("needle", "pairs", "kl")} <= rows.keys()
         share = profile.retained_tokens / (profile.budgets.size * profile.context_tokens)
         assert all(abs(row["kept_share"] - share) < 0.01 for row in rows.values())
     else:

@@ -247,13 +247,14 @@ def test_a_profile_that_ships_is_taken_near_its_share(
     """Entries and bits of each head; never beyond the share, nor where it would be wasted."""
     theirs = tiny.by_head(tiny.make_profile(model, TOKENS, 0.4), spread=9)
     widths = np.resize([8, 5, 4, 3], theirs.budgets.shape)
-    theirs = theirs.replace(bits=widths, predicted_loss=0.01)
+    asked = {"target": "budget", "value": 0.1, "objective": "loss"}
+    theirs = theirs.replace(bits=widths, predicted_loss=0.01, requested=asked)
     at = theirs.of_16_bits(theirs.retained_bytes, TOKENS)
     monkeypatch.setattr("kvalloc.online.default.shipped_decisions", lambda shape: {"it": theirs})
     cache = run(model, tiny.prompt(TOKENS), budget=at + 0.01)
     assert np.array_equal(cache.profile.bits, widths)
     assert np.array_equal(cache.profile.budgets, theirs.budgets)
-    assert cache.profile.requested["value"] == at + 0.01
+    assert cache.profile.requested == {**asked, "value": at + 0.01}  # how it was decided stays
     assert cache.profile.detail.startswith("by default: holds the full cache while")
     assert "evicts as it, which ships, says; 40% of the entries at 3 to 8" in cache.profile.detail
     assert at - 0.005 < share_of(cache, TOKENS) <= at
