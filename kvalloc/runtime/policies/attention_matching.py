@@ -151,15 +151,18 @@ class AttentionMatching(Score):
             mine = [head * group + place for head in heads for place in range(group)]
             sinks = None if states.sink_logits is None else states.sink_logits[mine]
             own = replace(states, queries=queries[:, mine], mask=None, sink_logits=sinks)
-            logits = attention_logits(own, states.keys[:, heads], 0, int(queries.shape[2]))
-            change = None
-            if states.stored_keys is not None:
-                stored = states.stored_keys[:, heads]
-                change = attention_logits(own, stored, 0, int(queries.shape[2])) - logits
-            logits += bias[:, heads, None, None]
+            n_queries = int(queries.shape[2])
+            logits = attention_logits(own, states.keys[:, heads], 0, n_queries)
             # evicted entries come behind the kept ones, where a head keeps fewer than another
             order = kept[:, heads].byte().argsort(dim=-1, descending=True, stable=True)
             places = order[..., :most]
+            change = None
+            if states.stored_keys is not None:
+                stored = states.stored_keys[:, heads]
+                stored = stored.gather(2, _each_number(places, stored))
+                rounded = attention_logits(own, stored, 0, n_queries).flatten(2, 3)
+                change = rounded - logits.flatten(2, 3).gather(-1, _each_query(places, rounded))
+            logits += bias[:, heads, None, None]
             found = match_attention(
                 attention_softmax(logits, sinks).flatten(2, 3),
                 states.values[:, heads],
@@ -169,7 +172,7 @@ class AttentionMatching(Score):
                 value_ridge=self.value_ridge,
                 bias_ridge=self.bias_ridge if self.biases else None,
                 bias=bias[:, heads].gather(2, places),
-                change=None if change is None else change.flatten(2, 3),
+                change=change,
                 others=sinks is not None,
             )
             index = _each_number(places, values)
@@ -283,6 +286,11 @@ def _each_number(places: Tensor, vectors: Tensor) -> Tensor:
     return places[..., None].expand(*places.shape, vectors.shape[-1])
 
 
+def _each_query(places: Tensor, rows: Tensor) -> Tensor:
+    """Places (..., n) as an index for every row of rows (..., n_rows, n_tokens)."""
+    return places[..., None, :].expand(*rows.shape[:-1], places.shape[-1])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matched:
     """What the kept entries of a head become.
@@ -331,7 +339,7 @@ def match_attention(
         entries at the others are not kept, and come back as they were.
     bias : Tensor of float32, (..., n_kept), optional
         What the logits of the kept entries have added already, as `weights` knows.
-    change : Tensor of float32, (..., n_queries, n_tokens), optional
+    change : Tensor of float32, (..., n_queries, n_kept), optional
         What rounding the keys of the kept entries adds to their logits, as `weights` does not know.
     others : bool
         Whether something without an entry takes part in the softmax, so that a row sums to less
@@ -354,10 +362,9 @@ def match_attention(
     sizes = kept.new_full(kept.shape[:-1], n_kept) if sizes is None else sizes
     there = torch.arange(n_kept, device=kept.device) < sizes[..., None]
     mass = weights.sum(dim=-1, keepdim=True)
-    index = kept[..., None, :].expand(*weights.shape[:-1], n_kept)
-    own = weights.gather(-1, index) * there[..., None, :]
+    own = weights.gather(-1, _each_query(kept, weights)) * there[..., None, :]
     if change is not None:
-        own *= change.gather(-1, index).exp()
+        own *= change.exp()
     roots = query_weights.to(weights.dtype).sqrt()[..., None]
     counts = None
     if bias_ridge is not None:
