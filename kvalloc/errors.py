@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copyreg import __newobj__  # type: ignore[attr-defined]  # as pickles name it
 from pathlib import Path
 
 
@@ -18,6 +19,10 @@ class KVAllocError(Exception):
 
     def __str__(self) -> str:
         return plain(" ".join(super().__str__().split()))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Its parts for a pickle, in which it comes from a worker process; no `__init__` runs."""
+        return __newobj__, (type(self), *self.args), self.__dict__
 
 
 class InputError(KVAllocError):

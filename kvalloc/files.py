@@ -5,14 +5,23 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from kvalloc.errors import InputError, nearest
+
+try:
+    import fcntl
+except ImportError:  # Windows, where what killed processes leave stays
+    fcntl = None  # type: ignore[assignment]
+
+_RANDOM, _ENDING = 8, ".tmp"
+"""Characters by chance in the name of what is temporary, and its end."""
 
 
 @contextmanager
@@ -27,8 +36,8 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     Yields
     ------
     Path
-        A temporary file beside it. What is written there is flushed to the disk and renamed when
-        the block ends, and deleted when the block raises.
+        A temporary file beside it, see `temporary_beside`. What is written there is flushed to the
+        disk and renamed when the block ends, and deleted when the block raises.
 
     Raises
     ------
@@ -37,24 +46,87 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     """
     target = Path(path)
     check_writable(target)
-    temporary: Path | None = None
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-        os.close(handle)
-        temporary = Path(name)
-        yield temporary
-        with open(temporary, "r+b") as written:  # Windows flushes what is open for writing only
-            os.fsync(written.fileno())
-        # mkstemp makes private files; a profile should be as readable as any other output
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, target)
+        with temporary_beside(target.parent, f".{target.name}.") as temporary:
+            yield temporary
+            with open(temporary, "r+b") as written:  # Windows flushes what is open for writing only
+                os.fsync(written.fileno())
+            # mkstemp makes private files; a profile should be as readable as any other output
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary, 0o666 & ~mask)
+            os.replace(temporary, target)
     except OSError as error:  # a full disk, a file system that turned read-only
         raise InputError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+@contextmanager
+def temporary_beside(parent: Path, prefix: str, *, folder: bool = False) -> Iterator[Path]:
+    """Give a new file or folder, which is deleted in the end if it is still there.
+
+    It is locked meanwhile, and the system takes the lock back when this process ends in any way:
+    what is there of that prefix and without a lock was left by a killed process, and is deleted.
+
+    Parameters
+    ----------
+    parent : Path
+        Where it shall be.
+    prefix : str
+        How its name begins.
+    folder : bool
+        Whether it is a folder.
+
+    Yields
+    ------
+    Path
+    """
+    size = len(prefix) + _RANDOM + len(_ENDING)
+    for name in os.listdir(parent):
+        if len(name) == size and name.startswith(prefix) and name.endswith(_ENDING):
+            with _lock(parent / name, wait=False) as locked:
+                if locked:
+                    _remove(parent / name)
+    while True:
+        if folder:
+            made = Path(tempfile.mkdtemp(_ENDING, prefix, parent))
+        else:
+            handle, name = tempfile.mkstemp(_ENDING, prefix, parent)
+            os.close(handle)
+            made = Path(name)
+        with _lock(made, wait=True):
+            if not made.exists():
+                continue  # unlocked for a moment, it was taken for one that was left
+            try:
+                yield made
+            finally:
+                _remove(made)
+            return
+
+
+@contextmanager
+def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a file or folder; False where it cannot be had."""
+    if fcntl is None:
+        yield False
+        return
+    handle, locked = -1, False
+    try:
+        with suppress(OSError):  # another process has it or has deleted the file, or none is had
+            mode = os.O_RDONLY if path.is_dir() else os.O_RDWR
+            handle = os.open(path, mode | os.O_NOFOLLOW)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            locked = True
+        yield locked
     finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)  # gone already when it was renamed
+        if handle >= 0:
+            os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def check_writable(path: str | Path) -> None:

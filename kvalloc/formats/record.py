@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -36,6 +36,7 @@ __all__ = [
     "JsonRecord",
     "Record",
     "digest_of",
+    "digest_over",
     "first_fault",
     "kind_of",
     "require",
@@ -493,11 +494,16 @@ class ArrayRecord(FileRecord):
         return {name: value for name, value in arrays.items() if isinstance(value, np.ndarray)}
 
     def _digest_over(self, header: dict[str, Any]) -> str:
-        hasher = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-        for name, array in self._arrays().items():
-            hasher.update(f"{name} {array.dtype} {array.shape}".encode())
-            hasher.update(np.ascontiguousarray(array).data)
-        return hasher.hexdigest()
+        return digest_over(json.dumps(header, sort_keys=True), self._arrays())
+
+
+def digest_over(header: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
+    """SHA-256 over a text and arrays: their names, types, shapes and values."""
+    hasher = hashlib.sha256(header.encode())
+    for name, array in arrays.items():
+        hasher.update(f"{name} {array.dtype} {array.shape}".encode())
+        hasher.update(np.ascontiguousarray(array).data)
+    return hasher.hexdigest()
 
 
 def digest_of(content: dict[str, Any]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvalloc.errors import InputError, one_line, option
 from kvalloc.files import atomic_write, check_writable, provenance
+from kvalloc.formats.record import digest_over
 from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ Array = npt.NDArray[Any]
 MEASURED_WITH = ("numpy", "torch", "transformers")
 """Whose versions a measurement names."""
 
-_FORMAT = 2
+_FORMAT = 3
 _MANIFEST = "manifest.json"
 _LOCK = "lock"
-_VALUES = "kvalloc.values"
+_PIECE = ".safetensors"
+_VALUES, _DIGEST = "kvalloc.values", "kvalloc.digest"
 
 
 class Checkpoint:
@@ -49,8 +51,8 @@ class Checkpoint:
     Raises
     ------
     InputError
-        On entering: if another process works in the folder, it holds an unfinished job and `resume`
-        is False, it holds another job, or it cannot be written to. Nothing is changed then.
+        On entering: if another process works in the folder, it holds finished pieces and `resume`
+        is False or they are of another job, or it cannot be written to. Nothing is changed then.
     """
 
     def __init__(self, output: str | Path, job: Mapping[str, Any], *, resume: bool) -> None:
@@ -72,22 +74,34 @@ class Checkpoint:
         try:
             self._begin()
         except BaseException:
-            if not (self.folder / _MANIFEST).exists():
-                shutil.rmtree(self.folder, ignore_errors=True)  # nothing was begun
-            self._lock.release()
+            self._leave()
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        kept = any(self.folder.glob("*.safetensors"))
-        if not kept:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.release()
+        kept = _holds_pieces(self.folder)
+        self._leave()
         if kept and isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(
                 f"interrupted; what was finished is in {self.folder}: go on with the same command "
                 f"and {option('resume', True)}"
             ) from None
+
+    def _leave(self) -> None:
+        """Delete a folder without pieces, its lock last: nobody enters before all is gone."""
+        if not _holds_pieces(self.folder):
+            self._clear()
+            with suppress(OSError):
+                (self.folder / _LOCK).unlink()
+                self.folder.rmdir()
+        self._lock.release()
+
+    def _clear(self) -> None:
+        """Delete everything but the lock."""
+        for file in self.folder.iterdir():
+            if file.name != _LOCK:
+                with suppress(OSError):
+                    file.unlink()
 
     def save(
         self, name: str, arrays: Mapping[str, Array], values: Mapping[str, Any] | None = None
@@ -108,21 +122,37 @@ class Checkpoint:
         """
         from safetensors.numpy import save
 
+        stored = {key: np.asarray(arrays[key], order="C") for key in sorted(arrays)}
         told = {_VALUES: json.dumps(values or {})}
-        content = save({key: np.ascontiguousarray(one) for key, one in arrays.items()}, told)
+        told[_DIGEST] = digest_over(told[_VALUES], stored)
         with atomic_write(self._file(name)) as temporary:
-            temporary.write_bytes(content)
+            temporary.write_bytes(save(stored, told))
 
-    def load(self, name: str) -> tuple[dict[str, Array], dict[str, Any]] | None:
-        """Arrays and values of a finished piece; None when there is none that can be trusted."""
+    def load(
+        self, name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> tuple[dict[str, Array], dict[str, Any]] | None:
+        """Arrays and values of a finished piece; None when there is none that can be trusted.
+
+        Parameters
+        ----------
+        name : str
+        shapes : mapping, optional
+            Of all arrays, by name, which then have to be finite, too.
+        """
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(self._file(name), framework="np") as file:
-                values = json.loads((file.metadata() or {})[_VALUES])
-                return {key: file.get_tensor(key) for key in file.keys()}, values  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, ValueError):
+                told = file.metadata() or {}
+                arrays = {key: file.get_tensor(key) for key in sorted(file.keys())}
+            whole = told[_DIGEST] == digest_over(told[_VALUES], arrays)
+            values = json.loads(told[_VALUES])
+        except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError):
             return None  # missing or damaged
+        if shapes is not None:
+            whole &= {key: array.shape for key, array in arrays.items()} == shapes
+            whole = whole and all(np.isfinite(array).all() for array in arrays.values())
+        return (arrays, values) if whole else None
 
     def holds(self, name: str) -> bool:
         """Whether there is a file for this piece, damaged or not."""
@@ -130,22 +160,25 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Delete all pieces: the job is done, and its result is saved."""
-        for file in self.folder.glob("*.safetensors"):
+        for file in self.folder.glob(f"*{_PIECE}"):
             file.unlink()
 
     def _file(self, name: str) -> Path:
-        return self.folder / f"{name}.safetensors"
+        return self.folder / f"{name}{_PIECE}"
 
     def _begin(self) -> None:
-        """Write the manifest, or compare it with the one that is there."""
+        """Write the manifest, or compare pieces' manifest with it."""
         manifest = self.folder / _MANIFEST
-        if not manifest.exists():
+        with suppress(OSError):  # for whoever is refused; a full disk is no reason to stop
+            (self.folder / _LOCK).write_text(str(os.getpid()), encoding="ascii")
+        if not (manifest.exists() and _holds_pieces(self.folder)):
+            self._clear()  # pieces without a manifest are of an unknown job
             with atomic_write(manifest) as temporary:
                 temporary.write_text(json.dumps(self._job, indent=1), encoding="utf-8")
             return
         try:
             begun = dict(json.loads(manifest.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(
                 f"{manifest} cannot be read; delete the folder to start over"
             ) from error
@@ -196,7 +229,7 @@ def check_output(output: str | Path, *, resume: bool) -> None:
     ------
     InputError
         If the output cannot be written, another process works in its folder of finished pieces, or
-        that is not empty and `resume` is False.
+        that holds some and `resume` is False.
     """
     check_writable(output)
     _check_unfinished(checkpoint_folder(output), resume=resume)
@@ -205,11 +238,16 @@ def check_output(output: str | Path, *, resume: bool) -> None:
 def _check_unfinished(folder: Path, *, resume: bool) -> None:
     if (folder / _LOCK).exists():
         _locked(folder).release()
-    if not resume and folder.is_dir() and any(folder.iterdir()):
+    if not resume and _holds_pieces(folder):
         raise InputError(
             f"{folder} holds unfinished work; go on with {option('resume', True)}, or delete the "
             "folder to start over"
         )
+
+
+def _holds_pieces(folder: Path) -> bool:
+    """Whether there is finished work: what a kill leaves beside it can be made anew."""
+    return any(folder.glob(f"*{_PIECE}"))
 
 
 def job_record(model: Any, shape: ModelShape) -> dict[str, Any]:
@@ -234,7 +272,12 @@ def _locked(folder: Path) -> BaseFileLock:
     try:
         lock.acquire(timeout=0)
     except Timeout:
+        who = "another process"
+        with suppress(OSError, ValueError):  # it has written its id there, where it could
+            who = f"another process ({int((folder / _LOCK).read_text('ascii'))})"
         raise InputError(
-            f"another process is at work in {folder}; wait for it, or write to another file"
+            f"{who} is at work in {folder}; wait for it, or write to another file"
         ) from None
+    except OSError as error:
+        raise InputError(f"cannot lock the folder {folder}: {error.strerror or error}") from error
     return lock

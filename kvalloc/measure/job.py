@@ -185,13 +185,8 @@ class Job:
 
     def finished(self, kept: Checkpoint | None, place: int) -> Measured | None:
         """A finished sample, or None when there is none that can be trusted."""
-        found = None if kept is None else kept.load(_name(place))
-        if found is None:
-            return None
-        arrays = found[0]
-        sound = {name: array.shape for name, array in arrays.items()} == self.sizes()
-        finite = all(np.isfinite(array).all() for array in arrays.values())
-        return arrays if sound and finite else None
+        found = None if kept is None else kept.load(_name(place), self.sizes())
+        return None if found is None else found[0]
 
     def keep(self, kept: Checkpoint | None, place: int, sample: Measured) -> None:
         """Keep a finished sample."""

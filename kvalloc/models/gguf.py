@@ -11,13 +11,12 @@ import hashlib
 import importlib.util
 import io
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvalloc.errors import InputError, MissingDependencyError, UnsupportedModelError, one_line
-from kvalloc.files import cache_folder
+from kvalloc.files import cache_folder, temporary_beside
 from kvalloc.models.quiet import quiet_transformers
 
 _FORMAT = "1"
@@ -90,10 +89,8 @@ def _convert(file: Path, target: Path, dtype: str) -> Path:
     base = target.parent
     try:
         base.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=".converting-", dir=base, ignore_cleanup_errors=True
-        ) as hidden:
-            folder = Path(hidden) / target.name
+        with temporary_beside(base, ".converting-", folder=True) as hidden:
+            folder = hidden / target.name
             folder.mkdir()
             _unpack(file, folder, dtype)
             for written in folder.iterdir():
@@ -123,6 +120,7 @@ def _unpack(file: Path, folder: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {"gguf_file": file.name, "dtype": getattr(torch, dtype)}
+    options["trust_remote_code"] = False
     try:  # newer versions may keep the blocks packed unless told otherwise
         from transformers import GgufConfig
 
@@ -133,7 +131,9 @@ def _unpack(file: Path, folder: Path, dtype: str) -> None:
     try:
         # the reader's own progress bar knows no switch; it writes to what stderr is right now
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-            tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=file.name)
+            tokenizer = AutoTokenizer.from_pretrained(
+                parent, gguf_file=file.name, trust_remote_code=False
+            )
             model = AutoModelForCausalLM.from_pretrained(parent, **options)
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)

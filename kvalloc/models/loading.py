@@ -273,12 +273,18 @@ def _read_pretrained(folder: str, model_id: str, options: dict[str, Any]) -> tup
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        # said here, or transformers would ask whoever sits before a terminal
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
     except ImportError as error:
         raise MissingDependencyError(f"{model_id} cannot be loaded: {one_line(error)}") from error
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+    except Exception as error:
         # transformers has no error class of its own: whatever it says, it is about this model
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"{model_id} brings code of its own, which kvalloc does not run; if you trust it, "
+                "load it with transformers and give the loaded model to kvalloc's functions"
+            ) from error
         raise UnsupportedModelError(
             f"{model_id} cannot be loaded as a causal language model: {one_line(error)}"
         ) from error

@@ -353,7 +353,7 @@ def descend(
     """
     descent, variables = job.descent, list(moves.variables.values())
     adam = torch.optim.Adam(variables, lr=descent.learning_rate)
-    course = None if kept is None else _resumed(kept, adam, moves.variables)
+    course = None if kept is None else _resumed(kept, adam, moves, len(held_out))
     if course is None:
         course = _begun(job, moves, train, held_out)
     else:
@@ -456,37 +456,41 @@ def _keep(
 
 
 def _resumed(
-    kept: Checkpoint, adam: torch.optim.Adam, variables: Mapping[str, Tensor]
+    kept: Checkpoint, adam: torch.optim.Adam, moves: Moves, n_held_out: int
 ) -> Course | None:
     """Where a killed descent stood, its variables put back; None where there is none."""
-    found = kept.load(_PIECE)
-    if found is None:
-        if kept.holds(_PIECE):
-            raise InputError(
-                f"{kept.folder} cannot be read as the state of a descent; delete it to start over"
-            )
-        return None
-    arrays, values = found
+    moments, prefix = ("exp_avg", "exp_avg_sq"), "decision."
     with torch.no_grad():
-        for name, variable in variables.items():
-            device = variable.device
-            value, step, *moments = (
-                torch.from_numpy(arrays[f"{name}.{key}"])
-                for key in ("value", "step", "exp_avg", "exp_avg_sq")
+        decided = {f"{prefix}{name}": array.shape for name, array in moves.decision().items()}
+    shapes = decided | {f"{which}_losses": (n_held_out,) for which in ("uniform", "held_out")}
+    for name, variable in moves.variables.items():
+        own = {key: tuple(variable.shape) for key in ("value", *moments)}
+        shapes |= {f"{name}.{key}": shape for key, shape in {**own, "step": ()}.items()}
+    found = kept.load(_PIECE, shapes)
+    if found is None and not kept.holds(_PIECE):
+        return None
+    try:
+        if found is None:
+            raise ValueError("it is damaged, or of another shape")
+        arrays, values = found
+        course = Course(
+            steps_done=int(values["steps_done"]),
+            scales=tuple(map(float, values["scales"])),
+            stages=tuple((int(step), float(loss)) for step, loss in values["stages"]),
+            uniform_losses=arrays["uniform_losses"],
+            held_out_losses=arrays["held_out_losses"],
+            decision={name.removeprefix(prefix): arrays[name] for name in decided},
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{kept.folder} cannot be read as the state of a descent; delete it to start over"
+        ) from error
+    with torch.no_grad():
+        for name, variable in moves.variables.items():
+            variable.copy_(torch.from_numpy(arrays[f"{name}.value"]))
+            mean, square = (
+                torch.from_numpy(arrays[f"{name}.{key}"]).to(variable.device) for key in moments
             )
-            variable.copy_(value)
-            mean, square = (moment.to(device) for moment in moments)
+            step = torch.from_numpy(arrays[f"{name}.step"])
             adam.state[variable] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
-    prefix = "decision."
-    return Course(
-        steps_done=int(values["steps_done"]),
-        scales=tuple(values["scales"]),
-        stages=tuple((int(step), float(loss)) for step, loss in values["stages"]),
-        uniform_losses=arrays["uniform_losses"],
-        held_out_losses=arrays["held_out_losses"],
-        decision={
-            name.removeprefix(prefix): array
-            for name, array in arrays.items()
-            if name.startswith(prefix)
-        },
-    )
+    return course

@@ -103,9 +103,10 @@ class JointProbes:
             If a loss is not finite.
         """
         name = f"measured_{_digest(index, problem, choice, figures)}"
-        found = None if self._kept is None else self._kept.load(name)
+        shapes = {"changes": (figures.size,), "loss": ()}
+        found = None if self._kept is None else self._kept.load(name, shapes)
         if found is not None:
-            return Measured(loss=found[1]["loss"], changes=found[0]["changes"])
+            return Measured(loss=float(found[0]["loss"]), changes=found[0]["changes"])
         probe = self._probe(index)
         masks = _masks(probe, problem, choice, figures)
         keep = {
@@ -137,7 +138,7 @@ class JointProbes:
                 "load the model in float32 or bfloat16, or check its weights"
             )
         if self._kept is not None:
-            self._kept.save(name, {"changes": changes}, {"loss": loss})
+            self._kept.save(name, {"changes": changes, "loss": np.array(loss)})
         return Measured(loss=loss, changes=changes)
 
     def _probe(self, index: int) -> LossProbe:

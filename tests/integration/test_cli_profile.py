@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from cli_tools import CLI_CONTEXT, files_in, full_disk, profile_arguments, prose, refused, run
@@ -110,7 +111,7 @@ def test_a_second_command_on_one_output_touches_nothing(models, folder, resume):
     with Checkpoint(folder / "s.safetensors", {"of": "another process"}, resume=False) as kept:
         kept.save("sample_00000", {})
         line = refused(folder, *profile_arguments(models, folder), *resume)
-        assert "another process is at work in" in line
+        assert f"another process ({os.getpid()}) is at work in" in line
         assert "s.safetensors.partial; wait for it" in line
 
 

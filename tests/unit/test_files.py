@@ -1,12 +1,17 @@
-"""What every file says of its making."""
+"""Files that are written whole, and what every file says of its making."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from cli_tools import files_in, full_disk
 
 from kvalloc import files
+from kvalloc.errors import InputError
 
 fcntl = pytest.importorskip("fcntl")
 
@@ -29,6 +34,90 @@ def test_what_is_flushed_is_open_for_writing(tmp_path, monkeypatch):
     with files.atomic_write(tmp_path / "x") as temporary:
         temporary.write_text("whole", encoding="utf-8")
     assert (tmp_path / "x").read_text(encoding="utf-8") == "whole"
+
+
+WRITING = (
+    "import sys; from kvalloc.files import atomic_write, temporary_beside; from pathlib import Path\n"
+    "with atomic_write(sys.argv[1]) as file, temporary_beside(file.parent, '.x-', folder=True) as x:\n"
+    "    (x / 'in').touch(); print(file.name, x.name, sep='\\n', flush=True); sys.stdin.read()"
+)
+
+
+def test_what_a_killed_process_has_left_goes_and_what_a_living_one_has_stays(
+    tmp_path: Path,
+) -> None:
+    target, others = tmp_path / "s.json", {".s.json.abc.tmp", ".s.jsonabcd1234.tmp", "s.json.tmp"}
+    for name in others:
+        (tmp_path / name).touch()
+    command = [sys.executable, "-c", WRITING, str(target)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        left = {other.stdout.readline().decode().strip() for _ in range(2)}
+        for alive in (True, False):
+            if not alive:
+                other.kill()
+                other.wait()
+            assert left <= {*os.listdir(tmp_path)}
+            with files.atomic_write(target) as temporary:
+                temporary.write_text(f"alive: {alive}")
+            with files.temporary_beside(tmp_path, ".x-", folder=True) as folder:
+                assert folder.is_dir()
+            assert target.read_text() == f"alive: {alive}"
+            expected = {"s.json", *others, *(left if alive else ())}
+            assert {*os.listdir(tmp_path)} == expected
+
+
+def test_a_temporary_file_that_was_taken_for_one_left_is_made_again(tmp_path, monkeypatch):
+    """Between its making and its lock another process may have deleted it."""
+    made, make = [], files.tempfile.mkstemp
+
+    def lost_once(*arguments):
+        made.append(make(*arguments))
+        if len(made) == 1:
+            os.unlink(made[0][1])
+        return made[-1]
+
+    monkeypatch.setattr(files.tempfile, "mkstemp", lost_once)
+    with files.atomic_write(tmp_path / "x") as temporary:
+        temporary.write_text("whole")
+    assert len(made) == 2
+    assert files_in(tmp_path) == {"x": b"whole"}
+
+
+@pytest.mark.parametrize("lockless", [False, True])
+def test_without_locks_nothing_of_others_is_deleted(tmp_path, monkeypatch, lockless):
+    """On Windows, and on network file systems that have none."""
+
+    def refuse(handle: int, how: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    if lockless:
+        monkeypatch.setattr(files, "fcntl", None)
+    else:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / ".x.abcd1234.tmp").touch()
+    with files.atomic_write(tmp_path / "x") as temporary:
+        temporary.write_text("whole")
+    assert files_in(tmp_path) == {".x.abcd1234.tmp": b"", "x": b"whole"}
+
+
+def test_two_that_write_one_output_leave_one_of_them_whole(tmp_path):
+    target = tmp_path / "x"
+    with files.atomic_write(target) as one, files.atomic_write(target) as other:
+        one.write_text("one" * 1000)
+        other.write_text("other" * 1000)
+    assert files_in(tmp_path) == {"x": b"one" * 1000}
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    (tmp_path / "x").write_text("before")
+    with (
+        full_disk(),
+        pytest.raises(InputError, match=r"cannot write .*x: File too large"),
+        files.atomic_write(tmp_path / "x") as temporary,
+    ):
+        temporary.write_bytes(bytes(1000))
+    assert files_in(tmp_path) == {"x": b"before"}
 
 
 def test_dates_are_those_of_utc(monkeypatch):

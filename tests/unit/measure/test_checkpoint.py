@@ -39,10 +39,29 @@ def test_a_piece_comes_back_bit_for_bit(output):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 100, None])
-def test_a_damaged_piece_is_none(output, content):
+def _flipped(whole):
+    return whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:]
+
+
+def _other_values(whole):
+    return whole.replace(b'\\"error\\": 0.1', b'\\"error\\": 0.2')
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"",
+        lambda whole: b"\0" * 100,
+        lambda whole: whole[:-8],
+        _flipped,
+        _other_values,
+    ],
+)
+def test_a_damaged_piece_is_none(output, damage):
     file = begun(output) / "piece.safetensors"
-    file.write_bytes(file.read_bytes()[:-8] if content is None else content)
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert file.read_bytes() != whole
     with Checkpoint(output, JOB, resume=True) as kept:
         assert kept.load("piece") is None
         assert kept.holds("piece")
@@ -54,6 +73,38 @@ def test_a_job_without_a_finished_piece_leaves_nothing(output):
         raise KeyboardInterrupt
     assert str(error.value) == ""
     assert not list(output.parent.iterdir())
+
+
+def test_a_piece_of_other_shapes_is_none(output):
+    begun(output)
+    with Checkpoint(output, JOB, resume=True) as kept:
+        assert kept.load("piece", {"curves": (2, 3, 5), "masses": (3,)}) is not None
+        assert kept.load("piece", {"curves": (2, 3, 5)}) is None
+        assert kept.load("piece", {"curves": (2, 3, 5), "masses": (4,)}) is None
+        kept.save("piece", {"masses": np.array([np.nan])})
+        assert kept.load("piece", {"masses": (1,)}) is None
+
+
+@pytest.mark.parametrize("left", [("lock",), ("manifest.json",), ("manifest.json", "lock"), ()])
+def test_a_folder_without_pieces_is_no_unfinished_work(output, left):
+    """A kill before the first piece, or while what is done is deleted, leaves such a one."""
+    folder = checkpoint_folder(output)
+    folder.mkdir()
+    for name in (*left, ".piece.safetensors.abcd1234.tmp"):
+        (folder / name).write_text('{"of": "another job"}')
+    check_output(output, resume=False)
+    with Checkpoint(output, JOB, resume=False) as kept:
+        kept.save("piece", ARRAYS)
+    with Checkpoint(output, JOB, resume=True) as kept:
+        assert kept.load("piece") is not None
+        kept.finish()
+    assert not list(output.parent.iterdir())
+
+
+def test_pieces_without_a_manifest_are_of_an_unknown_job(output):
+    (begun(output) / "manifest.json").unlink()
+    with Checkpoint(output, {**JOB, "context_tokens": 200}, resume=True) as kept:
+        assert not kept.holds("piece")
 
 
 def test_an_interruption_says_how_to_go_on(output):
@@ -111,11 +162,14 @@ def test_another_process_is_refused_and_touches_nothing(output):
         before = files_in(output.parent)
         for resume in (False, True):
             with (
-                pytest.raises(InputError, match="another process is at work in .*wait for it"),
+                pytest.raises(
+                    InputError,
+                    match=rf"another process \({other.pid}\) is at work in .*wait for it",
+                ),
                 Checkpoint(output, JOB, resume=resume),
             ):
                 pass
-            with pytest.raises(InputError, match="another process is at work"):
+            with pytest.raises(InputError, match=rf"process \({other.pid}\) is at work"):
                 check_output(output, resume=resume)
         assert files_in(output.parent) == before
         other.kill()
