@@ -36,11 +36,16 @@ def test_what_is_flushed_is_open_for_writing(tmp_path, monkeypatch):
     assert (tmp_path / "x").read_text(encoding="utf-8") == "whole"
 
 
-WRITING = (
-    "import sys; from kvalloc.files import atomic_write, temporary_beside; from pathlib import Path\n"
-    "with atomic_write(sys.argv[1]) as file, temporary_beside(file.parent, '.x-', folder=True) as x:\n"
-    "    (x / 'in').touch(); print(file.name, x.name, sep='\\n', flush=True); sys.stdin.read()"
-)
+WRITING = """
+import pathlib, sys
+from kvalloc import files
+target = pathlib.Path(sys.argv[1])
+with files.atomic_write(target) as file:
+    with files.temporary_beside(target.parent, ".x-", folder=True) as folder:
+        (folder / "inside").touch()
+        print(file.name, folder.name, sep="\\n", flush=True)
+        sys.stdin.read()
+"""
 
 
 def test_what_a_killed_process_has_left_goes_and_what_a_living_one_has_stays(
