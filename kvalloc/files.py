@@ -15,10 +15,11 @@ from typing import Any
 
 from kvalloc.errors import InputError, nearest
 
-try:
+_fcntl: Any = None  # on Windows, where what killed processes leave stays
+with suppress(ImportError):
     import fcntl
-except ImportError:  # Windows, where what killed processes leave stays
-    fcntl = None  # type: ignore[assignment]
+
+    _fcntl = fcntl
 
 _RANDOM, _ENDING = 8, ".tmp"
 """Characters by chance in the name of what is temporary, and its end."""
@@ -106,7 +107,7 @@ def temporary_beside(parent: Path, prefix: str, *, folder: bool = False) -> Iter
 @contextmanager
 def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
     """Hold the lock of a file or folder; False where it cannot be had."""
-    if fcntl is None:
+    if _fcntl is None:
         yield False
         return
     handle, locked = -1, False
@@ -114,7 +115,7 @@ def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
         with suppress(OSError):  # another process has it or has deleted the file, or none is had
             mode = os.O_RDONLY if path.is_dir() else os.O_RDWR
             handle = os.open(path, mode | os.O_NOFOLLOW)
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            _fcntl.flock(handle, _fcntl.LOCK_EX | (0 if wait else _fcntl.LOCK_NB))
             locked = True
         yield locked
     finally:

@@ -97,7 +97,7 @@ def test_without_locks_nothing_of_others_is_deleted(tmp_path, monkeypatch, lockl
         raise OSError(38, "Function not implemented")
 
     if lockless:
-        monkeypatch.setattr(files, "fcntl", None)
+        monkeypatch.setattr(files, "_fcntl", None)
     else:
         monkeypatch.setattr(fcntl, "flock", refuse)
     (tmp_path / ".x.abcd1234.tmp").touch()
