@@ -21,7 +21,7 @@ from kvalloc.errors import KVAllocError, naming_flags, nearest, no_such, plain
 
 GROUPS = {
     "Begin here": ("quickstart", "demo", "doctor"),
-    "Measure": ("profile", "fit-scorer"),
+    "Measure": ("profile", "merge", "fit-scorer"),
     "Decide": ("solve", "tune", "compare", "frontier"),
     "Look at files": ("report", "plot", "inspect", "verify", "diff"),
     "Run a model": ("generate", "eval"),

@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_jso
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.errors import InputError, ProfileFileError
 from kvalloc.files import atomic_write, near_file
+from kvalloc.formats.tensors import Blocks, Digest, write_tensors
 
 _HEADER_BYTES = 100_000_000
 """The longest header that safetensors reads."""
@@ -447,16 +448,9 @@ class ArrayRecord(FileRecord):
         InputError
             If the folder does not exist or is read-only.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
-
-        header = json.dumps({**self.header(), "digest": self.digest}, sort_keys=True)
-        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
+        arrays = {name: Blocks.whole(array) for name, array in self._arrays().items()}
         with atomic_write(path) as temporary:
-            try:
-                save_file(arrays, temporary, metadata={self.METADATA: header})
-            except SafetensorError as error:  # a full disk is not an OSError there
-                raise OSError(str(error)) from error
+            write_tensors(temporary, self.header(), arrays, entry=self.METADATA)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -499,11 +493,11 @@ class ArrayRecord(FileRecord):
 
 def digest_over(header: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
     """SHA-256 over a text and arrays: their names, types, shapes and values."""
-    hasher = hashlib.sha256(header.encode())
+    digest = Digest(header)
     for name, array in arrays.items():
-        hasher.update(f"{name} {array.dtype} {array.shape}".encode())
-        hasher.update(np.ascontiguousarray(array).data)
-    return hasher.hexdigest()
+        digest.begin(name, array)
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def digest_of(content: dict[str, Any]) -> str:

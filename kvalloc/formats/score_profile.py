@@ -120,6 +120,20 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
 
     HEADER: ClassVar[type[FileRecord]] = ScoreHeader
 
+    PER_SAMPLE: ClassVar[tuple[str, ...]] = (
+        "curves",
+        "masses",
+        "sample_tokens",
+        "losses",
+        "loss_stderr",
+        "other_losses",
+        "other_loss_stderr",
+        "bit_fidelity",
+        "shared_curves",
+        "sample_places",
+    )
+    """Arrays whose first axis is that of the samples."""
+
     ranks: IntArray1D
     """Numbers of kept evictable entries, from 0 to ``evictable_tokens``, ``(n_points,)``."""
 
@@ -186,11 +200,18 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
     shares (MPCache, Sec. 4.4); ``(n_samples, n_runs, n_kv_heads, n_points)``. At most the sum of
     the layers' contributions."""
 
+    shards: IntArray1D | None = None
+    """Of a part of a measurement (``kvalloc profile --shard``): 1 for each shard that is in here
+    and 0 for the others, ``(n_shards,)``. None for a whole measurement."""
+
+    sample_places: IntArray1D | None = None
+    """Places of a part's samples among all of the measurement, rising, ``(n_samples,)``."""
+
     def __repr__(self) -> str:
         return (
             f"ScoreProfile({self.shape.model_id}, {self.scorer}, {self.n_samples} samples of "
             f"{self.context_tokens} tokens, {'with' if self.has_losses else 'without'} losses, "
-            f"{self.digest[:8]})"
+            f"{self.part_text}{self.digest[:8]})"
         )
 
     __str__ = __repr__
@@ -241,6 +262,11 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         if self.losses is None:
             return ()
         return (16,) if self.loss_bits is None else tuple(self.loss_bits.tolist())
+
+    @property
+    def part_text(self) -> str:
+        """Which shards a part of a measurement holds, and a comma; empty for a whole one."""
+        return "" if self.shards is None else f"{shards_text(self.shards)}, "
 
     @property
     def is_exact(self) -> bool:
@@ -374,6 +400,7 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         self._require_losses()
         self._require_fidelity()
         self._require_shared()
+        self._require_part()
         return self
 
     def _require_losses(self) -> None:
@@ -467,6 +494,17 @@ class ScoreProfile(ArrayRecord, ScoreHeader):
         whole = (decided[..., widths == 16] == 1).all()
         require(whole, name, "not 1 at 16 bits", "1 where nothing is changed")
 
+    def _require_part(self) -> None:
+        shards, places = self.shards, self.sample_places
+        if shards is None or places is None:
+            require_none("shards", "sample_places", values=(shards, places))
+            return
+        sound = np.isin(shards, (0, 1)).all() and 0 < shards.sum() < shards.size
+        require(sound, "shards", shards.tolist(), "0 or 1 each, some of both")
+        require_shape("sample_places", places, (self.n_samples,))
+        rising = places[0] >= 0 and (np.diff(places) > 0).all()
+        require(rising, "sample_places", places.tolist()[:8], "rising from at least 0")
+
     def _require_shared(self) -> None:
         runs, curves = self.shared_runs, self.shared_curves
         if runs is None or curves is None:
@@ -520,6 +558,19 @@ def _require_curves(curves: FloatArray, ranks: IntArray, where: str) -> None:
     require(rising, "curves", f"falling in {where}", "curves that rise with every entry")
     concave = np.diff(gains, axis=1).max(initial=0.0) <= CURVE_TOLERANCE
     require(concave, "curves", f"not concave in {where}", "best entries first (concave)")
+
+
+def shards_text(shards: IntArray, held: int = 1) -> str:
+    """Which shards are held, or with 0 which are missing, of how many.
+
+    Examples
+    --------
+    >>> shards_text(np.array([1, 0, 1, 1])), shards_text(np.array([1, 0, 1, 1]), held=0)
+    ('shards 1, 3 and 4 of 4', 'shard 2 of 4')
+    """
+    *numbers, last = (str(place + 1) for place in np.flatnonzero(shards == held))
+    listed = f"{', '.join(numbers)} and {last}" if numbers else last
+    return f"shard{'s' if numbers else ''} {listed} of {shards.size}"
 
 
 def rank_grid(evictable_tokens: int, context_tokens: int, points: int = 4097) -> IntArray:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvalloc.formats.score_profile import rank_grid
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint, job_record
 from kvalloc.measure.loss_plan import LossPlan, named_policies, own_policy
-from kvalloc.measure.sampling import SampleSet
+from kvalloc.measure.sampling import SampleSet, Shard
 from kvalloc.scorers import Scorer
 from kvalloc.shape import ModelShape
 
@@ -74,6 +74,8 @@ class Job:
     states : mapping of int to AttentionStates, or None
         What each full-attention layer saw of the one sample, where that is known; then no
         mini-prefill is run.
+    shard : Shard or None
+        Which of the samples are measured, where not all are.
     """
 
     model: Any
@@ -87,6 +89,7 @@ class Job:
     bits: tuple[int, ...] = ()
     share_length: int = 1
     states: Mapping[int, AttentionStates] | None = None
+    shard: Shard | None = None
 
     @cached_property
     def ranks(self) -> IntArray:
@@ -147,8 +150,24 @@ class Job:
         """What losses are measured of at every level: each width with each policy's place."""
         return [*product(self.loss_bits, range(len(self.policies)))]
 
-    def groups(self) -> Iterator[list[int]]:
-        """Samples that run together: neighbours of equal length, at most `batch`."""
+    @cached_property
+    def groups(self) -> Sequence[list[int]]:
+        """Samples that run together: neighbours of equal length, at most `batch`.
+
+        Raises
+        ------
+        InputError
+            If there are fewer groups than shards.
+        """
+        groups = [*self._all_groups()]
+        return groups if self.shard is None else self.shard.of_groups(groups)
+
+    @property
+    def places(self) -> list[int]:
+        """Places of the samples that are measured among all of them, rising."""
+        return [*chain.from_iterable(self.groups)]
+
+    def _all_groups(self) -> Iterator[list[int]]:
         sizes = [one.token_ids.size for one in self.samples.samples]
         for _, neighbours in groupby(range(len(sizes)), key=lambda index: sizes[index]):
             same = list(neighbours)
@@ -211,6 +230,7 @@ class Job:
             "losses": None if self.losses is None else self.losses.record(),
             "bits": self.bits,
             "share_length": self.share_length,
+            "shard": None if self.shard is None else [self.shard.number, self.shard.of],
         }
 
 

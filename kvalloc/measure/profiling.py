@@ -26,7 +26,7 @@ from kvalloc.measure.job import Job, Measured, Steps
 from kvalloc.measure.loss_plan import LossLevel, LossMethod, LossPlan, named_policies, read_named
 from kvalloc.measure.mini_prefill import mini_prefill
 from kvalloc.measure.probing import probed_samples
-from kvalloc.measure.sampling import choose_samples
+from kvalloc.measure.sampling import Shard, choose_samples
 from kvalloc.models.loading import require_run_packages, shape_of
 from kvalloc.models.structure import input_device
 from kvalloc.prompts.texts import Document, Prompt
@@ -89,6 +89,9 @@ class ProfileOptions(TypedDict, total=False):
     bits : str or sequence of int
         Measure what these bit widths do to the attention output too, for 'kvalloc solve --bits';
         with `loss` also what is lost at each of them and each budget together, of every policy.
+    shard : str
+        Measure every N-th sample alone, such as 2/8: with all N shards, on as many machines,
+        'kvalloc merge' makes the same file as one call. A batch stays together.
     share_length : int, default 1
         Also measure what runs of 2 to N adjacent layers keep when they share the kept entries
         (MPCache, Sec. 4.4), for 'kvalloc solve --share-groups'; 4 at most, 1 measures nothing.
@@ -111,6 +114,7 @@ class ProfileOptions(TypedDict, total=False):
     loss_policies: Annotated[str | Sequence[str], Option("NAME,NAME", LOSSES)]
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", MORE)]
     share_length: Annotated[int, Option("N", MORE)]
+    shard: Annotated[str | None, Option("I/N", SCORES)]
 
 
 def profile(
@@ -200,7 +204,14 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     scorer.check_prompt_only()
     if losses is not None:
         named_policies(losses.policies, scorer, sinks=sinks)
+    shard = None if (text := options.get("shard")) is None else Shard.read(text)
+    if shard is not None and losses is not None and losses.probes is not None:
+        raise InputError(
+            f"{option('probes')} are chosen from the estimates of all samples, which a shard has "
+            f"not; leave out {option('probes')} or {option('shard')}"
+        )
     return {
+        "shard": shard,
         "scorer": scorer,
         "sinks": sinks,
         "context_tokens": options.get("context", 1024),
@@ -246,7 +257,7 @@ def measure_job(
     """Measure all samples of a job and put them together."""
     probes = job.losses is not None and job.losses.probes is not None
     # With probes twice over the samples: estimates, then what they leave undecided, about as long.
-    n_samples = len(job.samples.samples)
+    n_samples = len(job.places)
     steps = Steps((2 if probes else 1) * n_samples * job.sample_steps, progress)
     found = _measure_all(job, kept, steps)
     if not probes:
@@ -258,7 +269,7 @@ def measure_job(
 def _measure_all(job: Job, kept: Checkpoint | None, steps: Steps) -> list[Measured]:
     """All samples in order, those from the checkpoint without running them again."""
     results: list[Measured] = []
-    for group in job.groups():
+    for group in job.groups:
         finished = [job.finished(kept, index) for index in group]
         found = [sample for sample in finished if sample is not None]
         if len(found) == len(group):
@@ -344,7 +355,7 @@ def _loss_plan(options: ProfileOptions) -> LossPlan | None:
 
 def _assemble(job: Job, results: list[Measured]) -> ScoreProfile:
     stacked = {name: np.stack([one[name] for one in results]) for name in job.sizes()}
-    n_tokens = [one.token_ids.size for one in job.samples.samples]
+    n_tokens = [job.samples.samples[place].token_ids.size for place in job.places]
     losses: dict[str, Any] = {}
     if job.losses is not None:
         losses = {
@@ -373,11 +384,21 @@ def _assemble(job: Job, results: list[Measured]) -> ScoreProfile:
         bit_fidelity=stacked.get("fidelity"),
         shared_runs=job.shared_runs if job.share_length > 1 else None,
         shared_curves=stacked.get("shared"),
+        **_part(job),
         interpolation_error=float(stacked["interpolation_error"].max()),
         text_digest=job.samples.digest(),
         text_description=job.samples.description,
         **provenance(*MEASURED_WITH),
     )
+
+
+def _part(job: Job) -> dict[str, Any]:
+    """Which shard of the measurement, and which samples, if not all."""
+    if (shard := job.shard) is None:
+        return {}
+    held = np.zeros(shard.of, dtype=np.int64)
+    held[shard.number - 1] = 1
+    return {"shards": held, "sample_places": np.array(job.places, dtype=np.int64)}
 
 
 def _scorer(options: ProfileOptions) -> Scorer:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -34,6 +35,55 @@ class Sample:
     token_ids: IntArray
     answer_ids: IntArray | None = None
     question_ids: IntArray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One of the equal parts of a measurement: every n-th group of its samples.
+
+    Attributes
+    ----------
+    number : int
+        1 to `of`.
+    of : int
+        Shards in all.
+    """
+
+    number: int
+    of: int
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """A shard as it is written, such as ``2/8``.
+
+        Raises
+        ------
+        InputError
+        """
+        found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
+        number, of = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= number <= of or of < 2:
+            raise InputError(
+                f"the shard is {text!r}, expected its number and how many there are, such as "
+                f"{option('shard', '1/8')} up to 8/8"
+            )
+        return cls(number=number, of=of)
+
+    def of_groups(self, groups: Sequence[list[int]]) -> Sequence[list[int]]:
+        """The groups of samples that are its own.
+
+        Raises
+        ------
+        InputError
+            If there are fewer groups than shards.
+        """
+        if len(groups) < self.of:
+            raise InputError(
+                f"{self.of} shards were asked for, and the samples make only {len(groups)} "
+                f"groups that run together; use at most {len(groups)} shards, more samples or a "
+                "smaller batch"
+            )
+        return groups[self.number - 1 :: self.of]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -356,7 +356,7 @@ def score_fields(profile: ScoreProfile) -> dict[str, str]:
         f"{profile.sinks} sinks, window {profile.window}",
         "context": f"{profile.context_tokens:,} tokens, {profile.evictable_tokens:,} of them "
         f"evictable; {'every rank' if profile.is_exact else grid}",
-        "samples": f"{profile.n_samples} of {lengths} tokens",
+        "samples": f"{profile.part_text}{profile.n_samples} of {lengths} tokens",
         "loss curves": losses_text(profile),
         "bits": _bits_text(profile),
         "text": profile.text_description or "not recorded",

@@ -1,0 +1,52 @@
+"""``kvalloc merge``: from the parts of a measurement to one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from kvalloc.cli.options import takes
+from kvalloc.cli.output import print_fields, print_result
+from kvalloc.cli.progress import ProgressBar
+from kvalloc.units import Option, size
+
+EXAMPLES = """\
+  kvalloc profile demo --samples 4 --shard 1/2 -o part1.safetensors
+  kvalloc profile demo --samples 4 --shard 2/2 -o part2.safetensors
+  kvalloc merge part1.safetensors part2.safetensors -o s.safetensors
+"""
+
+
+@takes()
+def merge(
+    parts: list[Path],
+    *,
+    output: Annotated[Path, Option("OUT.safetensors")],
+    accept_missing: bool = False,
+) -> None:
+    """Put the parts of a measurement together that 'kvalloc profile --shard' made.
+
+    The file is the one that the same command without --shard writes, byte for byte, whatever the
+    order of the parts.
+
+    Parameters
+    ----------
+    parts : list of Path
+        Score profiles of shards, or merged of some of them.
+    output : Path
+        The score profile to write.
+    accept_missing : bool
+        Merge what there is; the missing shards can be added later by another merge.
+    """
+    from kvalloc.formats.merging import merge as merged_parts
+
+    with ProgressBar("merging", unit="bytes") as progress:
+        found = merged_parts(parts, output, accept_missing=accept_missing, progress=progress)
+    facts = {**vars(found), "parts": len(parts), "file_bytes": output.stat().st_size}
+    many = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
+    shown = {
+        "merged": f"{found.samples:,} samples of {many}",
+        "missing": found.missing,
+        "written": f"{output} ({size(facts['file_bytes'])})",
+    }
+    print_result(facts, lambda: print_fields(shown))

@@ -1,0 +1,281 @@
+"""Putting the parts of a measurement together, one block of samples after the other."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvalloc.accounting import IntArray
+from kvalloc.errors import InputError, one_line, option
+from kvalloc.files import atomic_write, check_writable
+from kvalloc.formats.score_profile import ScoreHeader, ScoreProfile, shards_text
+from kvalloc.formats.tensors import Blocks, Digest, tensor_places, write_tensors
+
+_BLOCK_BYTES = 1 << 24
+_MAY_DIFFER = ("created", "interpolation_error")
+"""Fields of the header of which the merged file has the largest."""
+
+_OF_PARTS = ("shards", "sample_places")
+"""Arrays that a whole measurement has not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """What a merge has written.
+
+    Attributes
+    ----------
+    output : Path
+    samples : int
+    missing : str
+        The shards that are not in it; empty for a whole measurement.
+    digest : str
+        Of the file's content.
+    """
+
+    output: Path
+    samples: int
+    missing: str
+    digest: str
+
+
+class _Part:
+    """The file of a part, of which only the header and what all parts share are in memory."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with ScoreHeader.opened(path) as file:
+            self._stated = ScoreHeader.stated(path, file)
+            self._check(file)
+            self.tensors = tensor_places(path)
+        self.header = ScoreHeader.parsed(path, self._stated)
+        self.content = self.header.model_dump(mode="json", include={*ScoreHeader.model_fields})
+        self.names = [name for name in ScoreProfile.model_fields if name in self.tensors]
+        self.shared = {
+            name: self._read(name, 0, self.tensors[name][1][0])
+            for name in self.names
+            if name not in ScoreProfile.PER_SAMPLE or name == "sample_places"
+        }
+        self.places: IntArray = self.shared["sample_places"]
+        for name in {*ScoreProfile.PER_SAMPLE} & {*self.names}:
+            if (n_rows := self.tensors[name][1][0]) != self.places.size:
+                expected = f"{self.places.size}, as there are sample_places"
+                raise ScoreHeader.file_error(path, name, f"of {n_rows} samples", expected)
+        self._digest = Digest(json.dumps(self.content, sort_keys=True))
+
+    def _check(self, file: Any) -> None:
+        """Refuse what is no part, or holds what no score profile does."""
+        names = {*file.keys()}
+        for name in sorted(names):
+            one = file.get_slice(name)
+            known = name in ScoreProfile.model_fields and len(one.get_shape()) > 0
+            if not known or one.get_dtype() not in ("I64", "F64"):
+                found = f"{one.get_dtype()} shaped {one.get_shape()}"
+                raise ScoreHeader.file_error(self.path, name, found, "an array of score profiles")
+        if not {"shards", "sample_places"} <= names:
+            raise InputError(
+                f"{self.path} is a whole measurement and no part of one, so there is nothing to "
+                f"merge; parts are made with {option('shard', '1/8')}"
+            )
+
+    def begin(self, name: str) -> None:
+        """An array that is read from here on; they have to be in the order of the digest."""
+        dtype, shape, _ = self.tensors[name]
+        self._digest.begin(name, Blocks(dtype=dtype, shape=shape, blocks=()))
+        if name in self.shared:
+            self._digest.update(self.shared[name].data)
+
+    def rows(self, name: str, first: int, end: int) -> npt.NDArray[Any]:
+        """Some samples of an array that was begun, each once and in order."""
+        data = self._read(name, first, end)
+        self._digest.update(data.data)
+        return data
+
+    def finish(self) -> None:
+        """Compare the digest of all that was read with the one that the file states."""
+        ScoreHeader.check_digest(self.path, self._stated, lambda _: self._digest.hexdigest())
+
+    def _read(self, name: str, first: int, end: int) -> npt.NDArray[Any]:
+        """Read and not mapped, so that memory stays small."""
+        dtype, shape, begin = self.tensors[name]
+        row_items = math.prod(shape[1:])
+        with open(self.path, "rb") as file:
+            file.seek(begin + first * row_items * dtype.itemsize)
+            data = np.fromfile(file, dtype, (end - first) * row_items)
+        return data.reshape(end - first, *shape[1:])
+
+
+def merge(
+    parts: Sequence[str | Path],
+    output: str | Path,
+    *,
+    accept_missing: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Merged:
+    """Put the parts of a measurement together, as ``kvalloc profile --shard`` made them.
+
+    The file is the one that an unbroken measurement writes, byte for byte, in whatever order the
+    parts are given. Some megabytes of it are in memory at a time.
+
+    Parameters
+    ----------
+    parts : sequence of str or Path
+        Files of score profiles; some may have been merged of parts themselves.
+    output : str or Path
+        The file to write, atomically.
+    accept_missing : bool
+        Merge what there is; the result is a part, too, to which the missing shards can be added.
+    progress : callable, optional
+        Called with (bytes copied, bytes in all).
+
+    Returns
+    -------
+    Merged
+
+    Raises
+    ------
+    InputError
+        If parts are missing, overlap or do not belong together.
+    ProfileFileError
+        If a file is no sound part.
+    """
+    check_writable(output)
+    given = [Path(path).resolve() for path in parts]
+    if twice := [path for path in given if given.count(path) > 1]:
+        raise InputError(f"{twice[0]} is given twice; give each part once")
+    found = [_Part(path) for path in parts]
+    if not found:
+        raise InputError("there is nothing to merge; name the files of the parts")
+    for other in found[1:]:
+        _check_together(found[0], other)
+    held = _held_shards(found)
+    whole = bool(held.all())
+    if not whole and not accept_missing:
+        are = "are" if held.size - held.sum() > 1 else "is"
+        raise InputError(
+            f"{shards_text(held, held=0)} {are} missing; measure what is missing, or merge what "
+            f"there is with {option('accept_missing', True)}"
+        )
+    places, order = _all_places(found, whole=whole)
+    last = {name: max(part.content[name] for part in found) for name in _MAY_DIFFER}
+    own = {} if whole else {"shards": held, "sample_places": places}
+    names = [name for name in found[0].names if not whole or name not in _OF_PARTS]
+    arrays = {name: _joined(found, name, order, own.get(name)) for name in names}
+    total = sum(array.size_bytes for array in arrays.values())
+    with atomic_write(output) as temporary:
+        digest = write_tensors(
+            temporary,
+            found[0].content | last,
+            arrays,
+            entry=ScoreHeader.METADATA,
+            progress=None if progress is None else lambda done: progress(done, total),
+        )
+        for part in found:
+            for name in _OF_PARTS if whole else ():  # the last ones in the order of the digest
+                part.begin(name)
+            part.finish()
+    missing = "" if whole else shards_text(held, held=0)
+    return Merged(output=Path(output), samples=places.size, missing=missing, digest=digest)
+
+
+def _check_together(one: _Part, other: _Part) -> None:
+    """Refuse two parts of different measurements; names the first field that differs."""
+    for name in ScoreHeader.model_fields:
+        before, now = (part.content[name] for part in (one, other))
+        if name in _MAY_DIFFER or before == now:
+            continue
+        if isinstance(before, dict) and isinstance(now, dict):
+            key = next(key for key in [*before, *now] if before.get(key) != now.get(key))
+            name, before, now = f"{name}.{key}", before.get(key), now.get(key)
+        raise _apart(one, other, name, before, now)
+    for name in [*one.names, *other.names]:
+        sizes = [part.tensors[name][1] if name in part.tensors else () for part in (one, other)]
+        per_sample = name in ScoreProfile.PER_SAMPLE
+        if sizes[0][per_sample:] != sizes[1][per_sample:]:
+            raise _apart(one, other, f"the shape of {name}", *sizes)
+        if per_sample or name == "shards":
+            continue
+        before, now = (part.shared[name] for part in (one, other))
+        if not np.array_equal(before, now):
+            raise _apart(one, other, name, before.tolist(), now.tolist())
+
+
+def _apart(one: _Part, other: _Part, name: str, before: object, now: object) -> InputError:
+    return InputError(
+        f"{one.path} and {other.path} are no parts of one measurement: {name} is "
+        f"{one_line(before, 60)} in the first and {one_line(now, 60)} in the second"
+    )
+
+
+def _held_shards(parts: Sequence[_Part]) -> IntArray:
+    """The shards that are there, ``(n_shards,)``; refuses one that is in two parts."""
+    held = np.zeros_like(parts[0].shared["shards"])
+    for part in parts:
+        both = held & part.shared["shards"]
+        if both.any():
+            other = next(one for one in parts if (one.shared["shards"] & both).any())
+            raise InputError(
+                f"{other.path} and {part.path} overlap: {shards_text(both)} is in both of them; "
+                "give each shard once"
+            )
+        held = held | part.shared["shards"]
+    return held
+
+
+def _all_places(parts: Sequence[_Part], *, whole: bool) -> tuple[IntArray, IntArray]:
+    """Places of all samples, rising, and for each its part and its row there, ``(n, 2)``."""
+    places = np.concatenate([part.places for part in parts])
+    rows = np.concatenate(
+        [
+            np.stack([np.full(part.places.size, number), np.arange(part.places.size)], axis=1)
+            for number, part in enumerate(parts)
+        ]
+    )
+    order = np.argsort(places, kind="stable")
+    places = places[order]
+    doubled = places[1:][np.diff(places) == 0].tolist()
+    missing = [*({*range(places.size)} - {*places.tolist()})] if whole else []
+    if doubled or missing:
+        wrong = f"sample {doubled[0]} is in two" if doubled else f"sample {missing[0]} is in none"
+        raise InputError(
+            f"the parts are no shards of one measurement: {wrong} of them; measure them with the "
+            f"same {option('batch')}"
+        )
+    return places, rows[order].astype(np.int64)
+
+
+def _joined(
+    parts: Sequence[_Part], name: str, order: IntArray, shared: npt.NDArray[Any] | None
+) -> Blocks:
+    """An array of all parts, sample by sample, or what they share, read as it is written."""
+    dtype, shape, _ = parts[0].tensors[name]
+    if shared is None and name in parts[0].shared:
+        shared = parts[0].shared[name]
+    if shared is None:
+        shape = (order.shape[0], *shape[1:])
+    size = shape if shared is None else shared.shape
+    step = max(1, _BLOCK_BYTES // max(1, math.prod(size[1:]) * dtype.itemsize))
+
+    def blocks() -> Iterator[npt.NDArray[Any]]:
+        for part in parts:
+            part.begin(name)
+        if shared is not None:
+            yield shared
+            return
+        for begin in range(0, order.shape[0], step):
+            chosen = order[begin : begin + step]
+            block = np.empty((chosen.shape[0], *size[1:]), dtype)
+            for number in np.unique(chosen[:, 0]).tolist():
+                here = chosen[:, 0] == number
+                rows = chosen[here, 1]
+                block[here] = parts[number].rows(name, int(rows[0]), int(rows[-1]) + 1)
+            yield block
+
+    return Blocks(dtype=dtype, shape=size, blocks=blocks())

@@ -1,0 +1,235 @@
+"""Parts of a measurement, and the file that they make together."""
+
+import json
+
+import numpy as np
+import pytest
+from factories import make_losses, make_scores, make_shape
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from tiny_models import tiny_model, tiny_profile, words
+
+from kvalloc.cli.main import main
+from kvalloc.errors import InputError, ProfileFileError
+from kvalloc.formats.merging import merge
+from kvalloc.formats.score_profile import ScoreProfile
+from kvalloc.formats.tensors import Blocks, write_tensors
+from kvalloc.measure import Prompt
+from kvalloc.measure.loss_plan import LossPlan
+
+LOSSES = LossPlan(
+    method="fast", level="head", policies=("tova",), shares=(0.0, 0.4), continuation_tokens=4
+)
+
+
+def part_of(scores, held, places, **changes):
+    """The part of a profile that has some of its samples and shards."""
+    own = {
+        name: getattr(scores, name)[places]
+        for name in ScoreProfile.PER_SAMPLE
+        if getattr(scores, name) is not None
+    }
+    places = np.array(places, dtype=np.int64)
+    shards = np.array(held, dtype=np.int64)
+    return scores.replace(**own, shards=shards, sample_places=places, **changes)
+
+
+def parts_of(scores, n_shards, folder, **changes):
+    """Files of all shards of a profile."""
+    paths = []
+    for shard in range(n_shards):
+        held = [int(one == shard) for one in range(n_shards)]
+        places = list(range(shard, scores.n_samples, n_shards))
+        paths.append(folder / f"part{shard + 1}.safetensors")
+        part_of(scores, held, places, **changes).save(paths[-1])
+    return paths
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_any_partition_in_any_order_gives_the_unbroken_file(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("parts")
+    n_samples = data.draw(st.integers(2, 7))
+    make = data.draw(st.sampled_from((make_scores, make_losses)))
+    scores = make(n_samples, n_samples=n_samples)
+    scores.save(folder / "whole")
+    n_shards = data.draw(st.integers(2, n_samples))
+    order = data.draw(st.permutations(range(n_samples)))
+    # as batches of unequal length make them: any samples in any shard, none of them empty
+    chosen = [order[shard::n_shards] for shard in range(n_shards)]
+    paths = []
+    for shard, places in enumerate(chosen):
+        held = [int(one == shard) for one in range(n_shards)]
+        paths.append(folder / f"{shard}")
+        part_of(scores, held, sorted(places)).save(paths[-1])
+    paths = data.draw(st.permutations(paths))
+    while len(paths) > 2 and data.draw(st.booleans()):  # any tree of merges
+        first, second, *rest = paths
+        joined = folder / f"{len(rest)}+"
+        found = merge([first, second], joined, accept_missing=True)
+        assert found.missing
+        paths = data.draw(st.permutations([*rest, joined]))
+    found = merge(paths, folder / "merged")
+    assert (folder / "merged").read_bytes() == (folder / "whole").read_bytes()
+    assert (found.digest, found.samples) == (scores.digest, n_samples)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch": 2},
+        {"bits": (8,), "share_length": 2, "model": tiny_model(num_hidden_layers=5)},
+        {"loss": LOSSES},
+    ],
+)
+def test_shards_are_measured_to_the_bit_as_one_measurement(tmp_path, options):
+    lengths = (60, 60, 60, 60, 40, 40, 60)
+    prompts = [Prompt(text=words(length, seed=n)) for n, length in enumerate(lengths)]
+    options = {"texts": prompts, "samples": len(prompts), **options}
+    tiny_profile(output=tmp_path / "whole", **options)
+    for number in (1, 2, 3):
+        tiny_profile(output=tmp_path / f"{number}", shard=f"{number}/3", **options)
+    merge([tmp_path / number for number in "312"], tmp_path / "merged")
+    assert (tmp_path / "merged").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_file_in_blocks_is_the_one_that_safetensors_writes(tmp_path):
+    arrays = {"z": np.arange(3), "b": np.ones((2, 2)), "a": np.zeros((0, 3)), "y": np.eye(2)}
+    header = {"text": 'é"\\\n', "number": 1.5}
+    blocks = {name: Blocks.whole(array) for name, array in arrays.items()}
+    digest = write_tensors(tmp_path / "ours", header, blocks, entry="kvalloc")
+    stated = json.dumps({**header, "digest": digest}, sort_keys=True)
+    save_file(arrays, tmp_path / "theirs", metadata={"kvalloc": stated})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.fixture
+def files(tmp_path):
+    return parts_of(make_scores(n_samples=6), 3, tmp_path)
+
+
+def test_what_is_missing_is_named_and_can_be_added_later(tmp_path, files):
+    with pytest.raises(InputError, match="shards 1 and 2 of 3 are missing; .*accept_missing=True"):
+        merge(files[2:], tmp_path / "s")
+    with pytest.raises(InputError, match="shard 1 of 3 is missing"):
+        merge(files[1:], tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+    assert merge(files[1:], tmp_path / "some", accept_missing=True).missing == "shard 1 of 3"
+    some = ScoreProfile.load(tmp_path / "some")
+    assert some.part_text == "shards 2 and 3 of 3, "
+    assert some.sample_places.tolist() == [1, 2, 4, 5]
+    merge([tmp_path / "some", files[0]], tmp_path / "s")
+    assert ScoreProfile.load(tmp_path / "s") == make_scores(n_samples=6)
+
+
+def other(files, **changes):
+    made = make_scores(n_samples=6, **changes)
+    part_of(made, [0, 1, 0], [1, 4]).save(files[1])
+
+
+WRONG = {
+    "twice": (lambda files: files.append(files[0]), "part1.safetensors is given twice"),
+    "none": (lambda files: files.clear(), "nothing to merge"),
+    "whole": (
+        lambda files: make_scores(n_samples=6).save(files[1]),
+        "part2.safetensors is a whole measurement and no part of one",
+    ),
+    "overlap": (
+        lambda files: part_of(make_scores(n_samples=6), [1, 1, 0], [0, 1, 3, 4]).save(files[1]),
+        "part1.safetensors and .*part2.safetensors overlap: shard 1 of 3 is in both",
+    ),
+    "model": (
+        lambda files: other(files, shape=make_shape(model_id="tests/other")),
+        "shape.model_id is tests/tiny in the first and tests/other in the second",
+    ),
+    "scorer": (lambda files: other(files, scorer="snapkv"), "scorer is xkv in the first"),
+    "context": (lambda files: other(files, context_tokens=30), "context_tokens is 40"),
+    "text": (lambda files: other(files, text_digest="1" * 64), "text_digest is 000"),
+    "versions": (
+        lambda files: other(files, versions={"numpy": "2"}),
+        "versions.numpy is test in the first and 2 in the second",
+    ),
+    "ranks": (lambda files: other(files, sinks=1, window=4), "scorer_parameters.window is 3"),
+    "losses": (
+        lambda files: part_of(make_losses(n_samples=6), [0, 1, 0], [1, 4]).save(files[1]),
+        "are no parts of one measurement: .*loss",
+    ),
+    "other shards": (
+        lambda files: part_of(make_scores(n_samples=6), [0, 1], [1, 4]).save(files[1]),
+        "the shape of shards is .3,. in the first and .2,. in the second",
+    ),
+    "in two": (
+        lambda files: part_of(make_scores(n_samples=6), [0, 1, 0], [1, 3]).save(files[1]),
+        "sample 3 is in two of them; measure them with the same batch",
+    ),
+    "in none": (
+        lambda files: part_of(make_scores(n_samples=7), [0, 1, 0], [1, 6]).save(files[1]),
+        "sample 4 is in none",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_parts_that_do_not_belong_together_are_refused(tmp_path, files, change):
+    spoil, said = WRONG[change]
+    spoil(files)
+    with pytest.raises(InputError, match=said):
+        merge(files, tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+def edited(path, **changes):
+    arrays = load_file(path)
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    save_file({**arrays, **changes}, path, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "not readable as safetensors"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\1" * 8), "digest is"),
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: edited(path, more=np.zeros(3)), "more is F64 shaped .3."),
+        (lambda path: edited(path, masses=np.zeros((2, 3, 2), np.float32)), "masses is F32"),
+        (lambda path: edited(path, masses=np.zeros((3, 3, 2))), "masses is of 3 samples"),
+    ],
+)
+def test_a_broken_part_is_refused_and_nothing_is_written(tmp_path, files, spoil, said):
+    spoil(files[1])
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(ProfileFileError, match=said):
+        merge(files, tmp_path / "s")
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shard": "0/2"}, "the shard is '0/2', expected"),
+        ({"shard": "3/2"}, "the shard is '3/2', expected"),
+        ({"shard": "1"}, "the shard is '1', expected"),
+        ({"shard": "1/4"}, "4 shards were asked for, and the samples make only 2 groups"),
+        ({"shard": "1/2", "loss": "measured", "probes": 3}, "leave out probes or shard"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused(options, said):
+    with pytest.raises(InputError, match=said):
+        tiny_profile(samples=2, **options)
+
+
+def test_the_command_says_what_it_merged(tmp_path, files, capsys):
+    output = tmp_path / "s"
+    assert main(["merge", *map(str, files), "-o", str(output)]) == 0
+    assert "6 samples of 3 parts" in capsys.readouterr().out
+    arguments = ["merge", str(files[0]), "-o", str(output), "--accept-missing", "--json"]
+    assert main(arguments) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["samples"], said["missing"]) == (2, "shards 2 and 3 of 3")
+    assert main(["merge", str(files[0]), "-o", str(output)]) == 2
+    assert "--accept-missing" in capsys.readouterr().err
