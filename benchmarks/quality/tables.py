@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 CELLS_FOLDER = Path(__file__).resolve().parent / "cells"
 HELD_OUT = "held-out"
 SEED = 9
-"""Of the held-out prompts. A fresh one whenever a method was changed after cells had been seen."""
+"""Of the held-out prompts. A fresh one whenever a method was changed by what cells had shown."""
 DEFAULT = "default"
 LEAST_KL = 0.001
 """Nats below which two losses count as equal."""

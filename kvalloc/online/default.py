@@ -48,9 +48,9 @@ PIECE, NEARBY = 256, 0
 """Tokens of the prompt that are read again at once, and how many around them are seen meanwhile:
 to see more takes longer and loses no less."""
 
-MATCHED, MATCHED_BY_FEW = 64, 128
-"""How many tokens' queries the values are fitted to, and where few entries stay: there twice as
-many, and biases beside the values, take little longer."""
+MATCHED, MATCHED_BY_FEW, EVERY = 64, 128, 2
+"""Of how many tokens the queries are what values are fitted to, and where few entries stay: there
+twice as many, and biases beside the values, take little longer. Every second of them is taken."""
 
 VOTES, AWAITED = 128, 16
 """Tokens whose queries vote where nothing is read twice: of the prompt's last, and of those that
@@ -242,7 +242,7 @@ class Default:
         matching: dict[str, Any] = {}
         if fitted and way in ("surrogate", "twice"):
             biases = self.share < FOUR_BITS_BELOW
-            parameters = {"rows": self.matched, "following": 0, "biases": biases}
+            parameters = {"rows": self.matched, "every": EVERY, "following": 0, "biases": biases}
             matching = {"name": "attention_matching", "parameters": parameters}
         policy = Policy(
             scorer=scorer.name,

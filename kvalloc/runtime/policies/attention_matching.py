@@ -29,7 +29,7 @@ from kvalloc.runtime.policies.score import Score
 from kvalloc.scorers import Scorer
 from kvalloc.scorers.attention_rows import attention_logits, attention_softmax
 from kvalloc.scorers.later_pass import Later, LaterStep
-from kvalloc.scorers.parameters import Above0, Count
+from kvalloc.scorers.parameters import Above0, Count, Positive
 
 LEAST_WEIGHT, MOST_WEIGHT = 0.05, 50.0
 """How many entries one may count for."""
@@ -44,7 +44,7 @@ _NOTHING = 1e-30
 """Least lambda."""
 
 NEAR_ROWS, THINNED = 32, 8
-"""See `reference_weights`. On SmolLM2-135M at 20% kept, 60 queries take little more than half as
+"""See `AttentionMatching.reference_weights`. On SmolLM2-135M at 20% kept, 60 queries take little more than half as
 long as 144."""
 
 _AHEAD_TOKENS = 8
@@ -69,6 +69,9 @@ class AttentionMatching(Score):
     rows : int
         Last queries of the prompt, tokens; 0 for none. Beside tokens that follow the last 32 count
         one by one, and of those before every eighth counts for eight.
+    every : int
+        Where none follow, every so manieth of these rows is matched and counts for as many. On
+        SmolLM2-135M every second of 64 loses what all of them do, in half the time.
     following : int
         Tokens that are waited for, as the scorer ``lookahead`` does; 0 for none.
     following_weight : float
@@ -81,7 +84,8 @@ class AttentionMatching(Score):
     Raises
     ------
     InputError
-        If a parameter is out of range, or there are neither rows nor following tokens.
+        If a parameter is out of range, or there are neither rows nor following tokens, or rows are
+        thinned in both ways.
 
     References
     ----------
@@ -95,6 +99,7 @@ class AttentionMatching(Score):
     reference = "Attention Matching (Zweiger et al., 2026); our queries and ridges"
 
     rows: Count = 128
+    every: Positive = 1
     following: Count = 16
     following_weight: Above0 = 10.0
     value_ridge: Above0 = 0.01
@@ -107,6 +112,11 @@ class AttentionMatching(Score):
         if not self.rows and not self.following:
             raise InputError(
                 f"policy {self.name}: rows and following are both 0, so there is nothing to match"
+            )
+        if self.every > 1 and self.following:
+            raise InputError(
+                f"policy {self.name}: every={self.every} thins the rows where no token is waited "
+                "for; set following=0, too"
             )
 
     @property
@@ -181,12 +191,23 @@ class AttentionMatching(Score):
                 bias[:, heads] = bias[:, heads].scatter(2, places, found.logit_bias)
         return Combined(keys=states.keys, values=values, logit_bias=bias if self.biases else None)
 
+    def reference_weights(self, rows: int) -> Tensor:
+        """How much each of the prompt's last queries counts, (rows,); 0 for one that is left out."""
+        weights = torch.ones(rows)
+        if self.following:
+            far = weights[: max(rows - NEAR_ROWS, 0)].zero_()
+            far[THINNED // 2 :: THINNED] = THINNED
+        elif self.every > 1:  # the last one is among them
+            weights.zero_()
+            weights[(rows - 1) % self.every :: self.every] = self.every
+        return weights
+
     def _references(self, states: AttentionStates) -> tuple[Tensor, Tensor]:
         """Queries behind the prompt, and how much each counts: (batch, n_query_heads, n, ...)."""
         queries, counts = [], []
         if self.rows:
             moved = _moved_behind(states, min(self.rows, int(states.queries.shape[2])))
-            weights = reference_weights(int(moved.shape[2]), thinned=bool(self.following))
+            weights = self.reference_weights(int(moved.shape[2]))
             places = weights.nonzero()[:, 0].to(moved.device)
             queries.append(moved[:, :, places])
             counts.append(weights.to(moved.device)[places].expand(*moved.shape[:2], -1))
@@ -244,28 +265,6 @@ def _moved_behind(states: AttentionStates, rows: int) -> Tensor:
     device = last.device
     ahead = torch.arange(rows - 1, -1, -1, device=device) + _AHEAD_TOKENS
     return rotate(last, ahead, frequencies.to(device))
-
-
-def reference_weights(rows: int, *, thinned: bool) -> Tensor:
-    """How much each of the prompt's last queries counts; 0 for one that is left out.
-
-    Parameters
-    ----------
-    rows : int
-        How many they are.
-    thinned : bool
-        Whether tokens that follow are matched, too. Then of those before the last `NEAR_ROWS` every
-        `THINNED`-th is enough, which counts for as many.
-
-    Returns
-    -------
-    Tensor of float32, (rows,)
-    """
-    weights = torch.ones(rows)
-    if thinned:
-        far = weights[: max(rows - NEAR_ROWS, 0)].zero_()
-        far[THINNED // 2 :: THINNED] = THINNED
-    return weights
 
 
 def _alike(sizes: list[int]) -> list[tuple[list[int], int]]:

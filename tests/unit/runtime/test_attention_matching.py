@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,11 +24,12 @@ from kvalloc.models.attention import intercept_attention
 from kvalloc.runtime.policies.attention_matching import (
     LEAST_WEIGHT,
     MOST_WEIGHT,
+    AttentionMatching,
     match_attention,
-    reference_weights,
     ridge_step,
 )
 from kvalloc.runtime.quantization import quantised_keys, quantised_values
+from kvalloc.scorers import get_scorer
 
 Array = npt.NDArray[np.float64]
 CONTEXT = 90
@@ -209,10 +211,18 @@ def test_a_system_that_cannot_be_solved_changes_nothing(lost: float) -> None:
 
 
 def test_older_queries_are_thinned_beside_tokens_that_follow() -> None:
-    assert reference_weights(56, thinned=False).tolist() == [1.0] * 56
-    assert reference_weights(12, thinned=True).tolist() == [1.0] * 12
+    policy = AttentionMatching(scorer=get_scorer("knorm"))
+    assert policy.reference_weights(12).tolist() == [1.0] * 12
     expected = [8.0 if place % 8 == 4 else 0.0 for place in range(24)] + [1.0] * 32
-    assert reference_weights(56, thinned=True).tolist() == expected
+    assert policy.reference_weights(56).tolist() == expected
+
+
+def test_rows_are_thinned_from_the_last_where_none_follow() -> None:
+    policy = AttentionMatching(scorer=get_scorer("knorm"), following=0)
+    assert policy.reference_weights(7).tolist() == [1.0] * 7
+    assert replace(policy, every=3).reference_weights(7).tolist() == [3, 0, 0, 3, 0, 0, 3]
+    with pytest.raises(InputError, match="every=2 thins the rows where no token is waited for"):
+        replace(policy, every=2, following=1)
 
 
 # As a policy
