@@ -17,12 +17,14 @@
 #endif
 
 #define LANES 8
+#define WIDTH (2 * LANES) /* numbers of a vector are filled up to a multiple of it */
 #define BLOCK 64 /* entries read together; as many share a key scale */
 #define SCALE_CHANNELS 64 /* channels of a value that share a scale */
 #define MOST_ROWS 256
 #define LEAST_SHARE 256 /* entries that are worth a thread; also, so no share is empty */
 #define LOWEST -1e38f
 #define LOG2_E 1.44269504088896340736f
+#define INLINE static inline __attribute__((always_inline))
 
 /* aligned(4): they are read from wherever an entry begins */
 typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
@@ -30,7 +32,8 @@ typedef int32_t ivec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint16_t half_vec __attribute__((vector_size(16), aligned(2), may_alias));
 
-enum kind { FLOAT32, BFLOAT16, FLOAT16, BITS_8, BITS_5, BITS_4, BITS_3 };
+/* Of codes it is how many bits they have. */
+enum kind { FLOAT16 = 16, BFLOAT16, FLOAT32 = 32 };
 
 /* The same fields, in the same order, as `_Arguments` in cpu.py. */
 typedef struct {
@@ -95,13 +98,11 @@ static inline vec power_of_two(vec x) {
     const float shift = 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded */
     ivec enough = x >= all(-126.0f);
     vec shifted = x + all(shift), rest = x - (shifted - all(shift));
-    vec found = all(1.535336188319500e-4f);
-    found = found * rest + all(1.339887440266574e-3f);
-    found = found * rest + all(9.618437357674640e-3f);
-    found = found * rest + all(5.550332471162809e-2f);
-    found = found * rest + all(2.402264791363012e-1f);
-    found = found * rest + all(6.931472028550421e-1f);
-    found = found * rest + all(1.0f);
+    const float series[] = {1.535336188319500e-4f, 1.339887440266574e-3f, 9.618437357674640e-3f,
+                            5.550332471162809e-2f, 2.402264791363012e-1f, 6.931472028550421e-1f,
+                            1.0f};
+    vec found = all(0.0f);
+    for (int i = 0; i < 7; i++) found = found * rest + all(series[i]);
     ivec exponent = ((ivec)shifted - 0x4B400000 + 127) << 23;
     vec product = found * (vec)exponent;
     return (vec)((ivec)product & (enough | (x != x)));
@@ -132,145 +133,93 @@ static inline float one_from_float16(const uint16_t *x) {
     return from_float16(many)[0];
 }
 
-static inline vec from_bytes(const char *x) {
-    const uvec places = {0, 8, 16, 24, 0, 8, 16, 24};
-    uint32_t half[2]; /* compilers widen eight bytes one by one, but not two numbers */
-    memcpy(half, x, sizeof half);
-    uvec many = {half[0], half[0], half[0], half[0], half[1], half[1], half[1], half[1]};
-    return __builtin_convertvector((ivec)((many >> places) & 255), vec);
-}
-
-static inline vec from_fives(const char *x) {
-    const uvec places = {0, 5, 10, 15, 12, 17, 22, 27}; /* the fifth begins at the 20th bit */
-    uint32_t first, second;
-    memcpy(&first, x, sizeof first);
-    memcpy(&second, x + 1, sizeof second);
+/* Eight codes of `bits` bits; of more than four, the fifth begins in another number. */
+INLINE vec from_codes(const char *x, int bits) {
+    const unsigned one = bits, fifth = bits > 4 ? 32 - 4 * bits : 4 * bits;
+    const uvec places = {0,     one,         2 * one,         3 * one,
+                         fifth, fifth + one, fifth + 2 * one, fifth + 3 * one};
+    uint32_t first = 0, second;
+    memcpy(&first, x, bits < 4 ? bits : 4);
+    memcpy(&second, bits > 4 ? x + bits - 4 : (char *)&first, sizeof second);
     uvec many = {first, first, first, first, second, second, second, second};
-    return __builtin_convertvector((ivec)((many >> places) & 31), vec);
+    return __builtin_convertvector((ivec)((many >> places) & ((1 << bits) - 1)), vec);
 }
 
-static inline vec from_nibbles(uint32_t x) {
-    const uvec places = {0, 4, 8, 12, 16, 20, 24, 28}; /* low halves of bytes come first */
-    uvec many = {x, x, x, x, x, x, x, x};
-    return __builtin_convertvector((ivec)((many >> places) & 15), vec);
-}
-
-static inline vec from_threes(const char *x) {
-    const uvec places = {0, 3, 6, 9, 12, 15, 18, 21};
-    uint32_t own = 0;
-    memcpy(&own, x, 3);
-    uvec many = {own, own, own, own, own, own, own, own};
-    return __builtin_convertvector((ivec)((many >> places) & 7), vec);
-}
+static inline int bits_of(int kind) { return kind == BFLOAT16 ? 16 : kind; }
 
 /* Eight channels of a row from `first` on; fewer are left where `left` is below 8. */
-static inline vec eight(const char *row, int kind, int64_t first, int64_t left) {
+INLINE vec eight(const char *row, int kind, int64_t first, int64_t left) {
     char own[32] = {0};
-    int size = kind == FLOAT32  ? 32
-               : kind == BITS_8 ? 8
-               : kind == BITS_5 ? 5
-               : kind == BITS_4 ? 4
-               : kind == BITS_3 ? 3
-                                : 16;
-    row += first / LANES * size;
+    int bits = bits_of(kind); /* as many bytes have eight channels */
+    row += first / LANES * bits;
     if (left < LANES) {
-        memcpy(own, row, (size * left + LANES - 1) / LANES);
+        if (left > 0) memcpy(own, row, (bits * left + 7) / 8);
         row = own;
     }
-    uint32_t nibbles;
     switch (kind) {
     case FLOAT32: return *(const vec *)row;
     case BFLOAT16: return from_bfloat16(*(const half_vec *)row);
     case FLOAT16: return from_float16(*(const half_vec *)row);
-    case BITS_8: return from_bytes(row);
-    case BITS_5: return from_fives(row);
-    case BITS_3: return from_threes(row);
-    default: memcpy(&nibbles, row, sizeof nibbles); return from_nibbles(nibbles);
+    default: return from_codes(row, kind);
     }
 }
 
-static inline int64_t width_of(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
+static inline int64_t width_of(int64_t dim) { return (dim + WIDTH - 1) / WIDTH * WIDTH; }
 
-static inline int64_t code_bytes(int kind, int64_t dim) {
-    switch (kind) {
-    case FLOAT32: return 4 * dim;
-    case BITS_8: return dim;
-    case BITS_5: return (5 * dim + 7) / 8;
-    case BITS_4: return (dim + 1) / 2;
-    case BITS_3: return (3 * dim + 7) / 8;
-    default: return 2 * dim;
-    }
-}
+static inline int64_t code_bytes(int kind, int64_t dim) { return (bits_of(kind) * dim + 7) / 8; }
 
 static inline int64_t value_bytes(int kind, int64_t dim) {
     int64_t scales = (dim + SCALE_CHANNELS - 1) / SCALE_CHANNELS;
-    return code_bytes(kind, dim) + (kind >= BITS_8 ? 4 * scales : 0);
+    return code_bytes(kind, dim) + (kind < FLOAT16 ? 4 * scales : 0);
 }
 
-/* Rows of `width` floats each, zeros behind `dim`; `steps` and `leasts` for codes of keys. */
-static inline __attribute__((always_inline)) void make_floats(
-    const char *rows, int kind, int64_t row_bytes, int64_t n, int64_t dim, int64_t width,
-    const float *steps, const float *leasts, float *out) {
-    for (int64_t i = 0; i < n; i++, rows += row_bytes, out += width)
-        for (int64_t d = 0; d < width; d += LANES) {
-            vec x = eight(rows, kind, d, dim - d);
-            if (steps) x = x * *(const vec *)(steps + d) + *(const vec *)(leasts + d);
-            *(vec *)(out + d) = x;
-        }
-}
-
-static inline __attribute__((always_inline)) void value_floats(
-    const char *rows, int kind, int64_t row_bytes, int64_t n, int64_t dim, int64_t width,
-    float *out) {
-    int64_t codes = code_bytes(kind, dim);
-    for (int64_t i = 0; i < n; i++, rows += row_bytes, out += width)
+/* Rows of `width` floats each, zeros behind `dim`. Codes of keys have `steps` and `leasts`, those of
+   values, where there are none, scale and minimum of each 64 channels behind a row's codes. */
+INLINE void make_floats(int kind, const char *rows, int64_t row_bytes, int64_t n, int64_t dim,
+                        int64_t width, const float *steps, const float *leasts, float *out) {
+    const char *scales = rows + code_bytes(kind, dim);
+    for (int64_t i = 0; i < n; i++, rows += row_bytes, scales += row_bytes, out += width)
         for (int64_t first = 0; first < width; first += SCALE_CHANNELS) {
-            const char *scales = rows + codes + first / SCALE_CHANNELS * 4;
-            vec step = all(one_from_float16((const uint16_t *)scales));
-            vec least = all(one_from_float16((const uint16_t *)(scales + 2)));
             int64_t end = first + SCALE_CHANNELS < width ? first + SCALE_CHANNELS : width;
-            for (int64_t d = first; d < end; d += LANES)
-                *(vec *)(out + d) = eight(rows, kind, d, dim - d) * step + least;
+            vec step = all(1.0f), least = all(0.0f);
+            if (kind < FLOAT16 && !steps) {
+                const uint16_t *pair = (const uint16_t *)(scales + first / SCALE_CHANNELS * 4);
+                step = all(one_from_float16(pair)), least = all(one_from_float16(pair + 1));
+            }
+            for (int64_t d = first; d < end; d += LANES) {
+                if (kind < FLOAT16 && steps)
+                    step = *(const vec *)(steps + d), least = *(const vec *)(leasts + d);
+                vec x = eight(rows, kind, d, dim - d);
+                if (kind < FLOAT16) x = x * step + least;
+                *(vec *)(out + d) = x;
+            }
         }
+}
+
+/* With the kind known, so that nothing is decided in the loop. */
+INLINE void as_floats(int kind, const char *rows, int64_t row_bytes, int64_t n, int64_t dim,
+                      int64_t width, const float *steps, const float *leasts, float *out) {
+#define OF(kind) \
+    case kind: make_floats(kind, rows, row_bytes, n, dim, width, steps, leasts, out); break;
+    switch (kind) { OF(3) OF(4) OF(5) OF(8) OF(FLOAT16) OF(BFLOAT16) OF(FLOAT32) }
 }
 
 static void keys_as_floats(const span *of, int64_t first, int64_t n, int64_t dim, scratch *own) {
-    int kind = of->key_kind;
-    int64_t bytes = code_bytes(kind, dim), width = own->key_width;
-    const char *rows = of->keys + first * bytes;
-    float *out = own->keys, *steps = own->steps, *leasts = own->leasts;
-    if (kind >= BITS_8) {
+    int64_t bytes = code_bytes(of->key_kind, dim), width = own->key_width;
+    const float *steps = 0, *leasts = 0;
+    if (of->key_kind < FLOAT16) {
         const char *scales = (const char *)(of->key_scales + first / BLOCK * 2 * dim);
-        make_floats(scales, FLOAT16, 0, 1, dim, width, 0, 0, steps);
-        make_floats(scales + 2 * dim, FLOAT16, 0, 1, dim, width, 0, 0, leasts);
+        as_floats(FLOAT16, scales, 0, 1, dim, width, 0, 0, own->steps);
+        as_floats(FLOAT16, scales + 2 * dim, 0, 1, dim, width, 0, 0, own->leasts);
+        steps = own->steps, leasts = own->leasts;
     }
-    switch (kind) { /* each with its kind known, so that nothing is decided in the loop */
-    case FLOAT32: make_floats(rows, FLOAT32, bytes, n, dim, width, 0, 0, out); break;
-    case BFLOAT16: make_floats(rows, BFLOAT16, bytes, n, dim, width, 0, 0, out); break;
-    case FLOAT16: make_floats(rows, FLOAT16, bytes, n, dim, width, 0, 0, out); break;
-    case BITS_8: make_floats(rows, BITS_8, bytes, n, dim, width, steps, leasts, out); break;
-    case BITS_5: make_floats(rows, BITS_5, bytes, n, dim, width, steps, leasts, out); break;
-    default: make_floats(rows, BITS_4, bytes, n, dim, width, steps, leasts, out); break;
-    }
-}
-
-static void values_as_floats(const span *of, int64_t first, int64_t n, int64_t dim, scratch *own) {
-    int64_t bytes = value_bytes(of->value_kind, dim), width = own->value_width;
-    const char *rows = of->values + first * bytes;
-    switch (of->value_kind) {
-    case FLOAT32: make_floats(rows, FLOAT32, bytes, n, dim, width, 0, 0, own->values); break;
-    case BFLOAT16: make_floats(rows, BFLOAT16, bytes, n, dim, width, 0, 0, own->values); break;
-    case FLOAT16: make_floats(rows, FLOAT16, bytes, n, dim, width, 0, 0, own->values); break;
-    case BITS_8: value_floats(rows, BITS_8, bytes, n, dim, width, own->values); break;
-    case BITS_3: value_floats(rows, BITS_3, bytes, n, dim, width, own->values); break;
-    default: value_floats(rows, BITS_4, bytes, n, dim, width, own->values); break;
-    }
+    as_floats(of->key_kind, of->keys + first * bytes, bytes, n, dim, width, steps, leasts,
+              own->keys);
 }
 
 /* Products of some query rows, at most 4, with keys: logits[row][entry]. */
-static inline __attribute__((always_inline)) void some_logits(
-    int rows, const float *queries, const float *keys, int64_t n, int64_t width,
-    float (*logits)[BLOCK]) {
+INLINE void some_logits(int rows, const float *queries, float (*logits)[BLOCK], const float *keys,
+                        int64_t n, int64_t width) {
     for (int64_t i = 0; i < n; i++, keys += width) {
         vec found[4] = {{0}, {0}, {0}, {0}};
         for (int64_t d = 0; d < width; d += LANES) {
@@ -281,25 +230,10 @@ static inline __attribute__((always_inline)) void some_logits(
     }
 }
 
-static inline __attribute__((always_inline)) void logits_of(
-    int64_t n_rows, const float *queries, const float *keys, int64_t n, int64_t width,
-    float (*logits)[BLOCK]) {
-    int64_t r = 0;
-    for (; r + 4 <= n_rows; r += 4)
-        some_logits(4, queries + r * width, keys, n, width, logits + r);
-    switch (n_rows - r) {
-    case 3: some_logits(3, queries + r * width, keys, n, width, logits + r); break;
-    case 2: some_logits(2, queries + r * width, keys, n, width, logits + r); break;
-    case 1: some_logits(1, queries + r * width, keys, n, width, logits + r); break;
-    }
-}
-
 /* Add weighted values to some rows, at most 4; sixteen channels of each stay in registers. */
-static inline __attribute__((always_inline)) void some_values(
-    int rows, float (*weights)[BLOCK], const float *values, int64_t n, int64_t width,
-    float *summed) {
-    int64_t d = 0;
-    for (; d + 2 * LANES <= width; d += 2 * LANES) {
+INLINE void some_values(int rows, float *summed, float (*weights)[BLOCK], const float *values,
+                        int64_t n, int64_t width) {
+    for (int64_t d = 0; d < width; d += WIDTH) {
         vec low[4], high[4];
         for (int r = 0; r < rows; r++) {
             low[r] = *(vec *)(summed + r * width + d);
@@ -319,27 +253,20 @@ static inline __attribute__((always_inline)) void some_values(
             *(vec *)(summed + r * width + d + LANES) = high[r];
         }
     }
-    if (d < width)
-        for (int r = 0; r < rows; r++) {
-            vec low = *(vec *)(summed + r * width + d);
-            for (int64_t i = 0; i < n; i++)
-                low += all(weights[r][i]) * *(const vec *)(values + i * width + d);
-            *(vec *)(summed + r * width + d) = low;
-        }
 }
 
-static inline __attribute__((always_inline)) void values_of(
-    int64_t n_rows, float (*weights)[BLOCK], const float *values, int64_t n, int64_t width,
-    float *summed) {
-    int64_t r = 0;
-    for (; r + 4 <= n_rows; r += 4)
-        some_values(4, weights + r, values, n, width, summed + r * width);
-    switch (n_rows - r) {
-    case 3: some_values(3, weights + r, values, n, width, summed + r * width); break;
-    case 2: some_values(2, weights + r, values, n, width, summed + r * width); break;
-    case 1: some_values(1, weights + r, values, n, width, summed + r * width); break;
+/* Some rows after the other, with their number known, and the width where it is a common one. */
+#define ROWS_OF(some, width, of_rows, logits, entries) \
+    for (int64_t r = 0; r < n_rows; r += 4) { \
+        if (n_rows - r > 3) some(4, of_rows + r * width, logits + r, entries, n, width); \
+        else if (n_rows - r > 2) some(3, of_rows + r * width, logits + r, entries, n, width); \
+        else if (n_rows - r > 1) some(2, of_rows + r * width, logits + r, entries, n, width); \
+        else some(1, of_rows + r * width, logits + r, entries, n, width); \
     }
-}
+#define ALL_ROWS(some, width, ...) \
+    if (width == 64) ROWS_OF(some, 64, __VA_ARGS__) \
+    else if (width == 128) ROWS_OF(some, 128, __VA_ARGS__) \
+    else ROWS_OF(some, width, __VA_ARGS__)
 
 /* Logits as the model has them, and minus infinity where a row does not see an entry. */
 static void finish_logits(
@@ -408,16 +335,13 @@ static void add_span(const arguments *given, int64_t segment, const span *of, in
         for (int64_t byte = 0; byte < n * row_bytes; byte += 64) __builtin_prefetch(ahead + byte);
         if (keys_as_they_are) keys = (const float *)of->keys + first * key_dim;
         else keys_as_floats(of, first, n, key_dim, own);
-        if (key_width == 64) logits_of(n_rows, own->queries, keys, n, 64, logits);
-        else if (key_width == 128) logits_of(n_rows, own->queries, keys, n, 128, logits);
-        else logits_of(n_rows, own->queries, keys, n, key_width, logits);
+        ALL_ROWS(some_logits, key_width, own->queries, logits, keys)
         finish_logits(given, segment, of, first, n, logits);
         weigh(given, n, logits, to, value_width);
         if (values_as_they_are) values = (const float *)of->values + first * value_dim;
-        else values_as_floats(of, first, n, value_dim, own);
-        if (value_width == 64) values_of(n_rows, logits, values, n, 64, to->summed);
-        else if (value_width == 128) values_of(n_rows, logits, values, n, 128, to->summed);
-        else values_of(n_rows, logits, values, n, value_width, to->summed);
+        else as_floats(of->value_kind, of->values + first * row_bytes, row_bytes, n, value_dim,
+                       value_width, 0, 0, own->values);
+        ALL_ROWS(some_values, value_width, to->summed, logits, values)
         first += n;
     }
 }

@@ -36,8 +36,8 @@ room for. A question of 50 tokens takes 0.5 to 0.8 of the time that torch's oper
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("cpu.c")
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CODE_KINDS = {8: 3, 5: 4, 4: 5, 3: 6}
+_KINDS = {torch.float32: 32, torch.bfloat16: 17, torch.float16: 16}
+"""As cpu.c calls them; codes by how many bits they have."""
 
 
 class _Arguments(ctypes.Structure):
@@ -181,8 +181,8 @@ def cpu_attention(call: AttentionCall, kept: FlatEntries, *, threads: int) -> Te
         room=rooms.pop(),
         key_dim=key_dim,
         value_dim=value_dim,
-        kept_key_kind=_CODE_KINDS.get(width.keys, kind),
-        kept_value_kind=_CODE_KINDS.get(width.values, kind),
+        kept_key_kind=kind if width.keys == 16 else width.keys,
+        kept_value_kind=kind if width.values == 16 else width.values,
         following_kind=kind,
         threads=threads,
         scaling=call.scaling,
