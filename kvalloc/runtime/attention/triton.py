@@ -13,7 +13,6 @@ Triton: torch for CUDA on Linux brings it along.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -86,8 +85,8 @@ def triton_attention(call: AttentionCall, kept: FlatEntries, *, programs: int) -
     batch, n_query_heads, n_new, head_dim = call.queries.shape
     n_kv_heads, n_following, value_dim = *call.keys.shape[1:3], call.values.shape[-1]
     n_segments, n_rows = batch * n_kv_heads, n_query_heads // n_kv_heads * n_new
-    constants = _constants(head_dim, value_dim, n_rows, kept.bits, call.queries.dtype)
-    row_blocks = -(-n_rows // constants["ROWS"])
+    sizes = _sizes(head_dim, value_dim, n_rows, kept.bits, call.queries.dtype)
+    row_blocks = -(-n_rows // sizes.rows)
     programs = max(programs // row_blocks, 1)
     tiles = kept.spans.tiles(_tile_length(int(kept.spans.lengths.sum()), programs))
     tile = _tile_length(n_segments * n_following, programs)
@@ -96,44 +95,31 @@ def triton_attention(call: AttentionCall, kept: FlatEntries, *, programs: int) -
     partial = call.queries.new_empty(n_parts, n_rows, value_dim + 2, dtype=torch.float32)
     output = call.queries.new_empty(batch, n_new, n_query_heads, value_dim)
     visible = None if call.visible is None else call.visible.expand(batch, n_following)
-    nothing = partial  # stands for an argument that is not read
-    sizes = (n_rows, n_new, n_kv_heads, n_query_heads // n_kv_heads)
+    sinks, scales = call.sink_logits, None
+    if kept.bits != 16:
+        scales = kept.key_scales, kept.values.view(torch.float16)
+    counts = n_rows, n_new, n_kv_heads, n_query_heads // n_kv_heads
     _launch(
         "read_tile",
         (n_parts, row_blocks),
-        call.queries,
-        kept.keys,
-        kept.values,
-        nothing if kept.key_scales is None else kept.key_scales,
-        nothing if kept.bits == 16 else kept.values.view(torch.float16),
-        nothing if kept.bias is None else kept.bias,
-        tiles.table,
-        call.keys,
-        call.values,
-        nothing if visible is None else visible.view(torch.uint8),
+        (call.queries, *call.queries.stride()[:3]),
+        (tiles.table, kept.keys, kept.values, scales, kept.bias),
+        (
+            (call.keys, *call.keys.stride()[:3]),
+            (call.values, *call.values.stride()[:3]),
+            None if visible is None else (visible.view(torch.uint8), *visible.stride()),
+        ),
         partial,
-        *(tiles.count, following_tiles, tile, n_following, *sizes),
-        *(call.scaling, call.softcap or 0.0),
-        *(*call.queries.stride()[:3], *call.keys.stride()[:3], *call.values.stride()[:3]),
-        *((0, 0) if visible is None else visible.stride()),
-        BIASED=kept.bias is not None,
-        PADDED=visible is not None,
-        CAPPED=call.softcap is not None,
-        **constants,
+        *(tiles.count, following_tiles, tile, n_following, counts),
+        (call.scaling, call.softcap),
+        SIZES=sizes,
     )
     _launch(
         "add_tiles",
         (n_segments, row_blocks),
-        partial,
-        tiles.first,
-        nothing if call.sink_logits is None else call.sink_logits,
-        output,
-        *(tiles.count, following_tiles, *sizes),
-        0 if call.sink_logits is None else call.sink_logits.stride(0),
-        VALUE_DIM=value_dim,
-        VALUE_BLOCK=constants["VALUE_BLOCK"],
-        ROWS=constants["ROWS"],
-        SINKS=call.sink_logits is not None,
+        *(partial, tiles.first, None if sinks is None else (sinks, sinks.stride(0)), output),
+        *(tiles.count, following_tiles, counts),
+        SIZES=sizes,
     )
     return output
 
@@ -145,23 +131,23 @@ def _tile_length(n_entries: int, programs: int) -> int:
 
 
 @cache
-def _constants(
-    head_dim: int, value_dim: int, n_rows: int, bits: int, dtype: torch.dtype
-) -> Mapping[str, Any]:
-    """What is compiled into a kernel: sizes of a model's heads, none of them a length."""
+def _sizes(head_dim: int, value_dim: int, n_rows: int, bits: int, dtype: torch.dtype) -> Any:
+    """What is compiled into a kernel."""
+    from kvalloc.runtime.attention.triton_kernels import Sizes
+
     value_block = max(_power_of_two(value_dim), 16)
-    return {
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "HEAD_BLOCK": max(_power_of_two(head_dim), 16),
-        "VALUE_BLOCK": value_block,
-        "ROWS": min(max(_power_of_two(n_rows), _ROWS[0]), _ROWS[1]),
-        "COLUMNS": COLUMNS,
-        "CHANNELS": min(VALUE_BLOCK_CHANNELS, value_block),
-        "KEY_BITS": WIDTHS[bits].keys,
-        "VALUE_BITS": WIDTHS[bits].values,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-    }
+    return Sizes(
+        head_dim=head_dim,
+        value_dim=value_dim,
+        head_block=max(_power_of_two(head_dim), 16),
+        value_block=value_block,
+        rows=min(max(_power_of_two(n_rows), _ROWS[0]), _ROWS[1]),
+        columns=COLUMNS,
+        channels=min(VALUE_BLOCK_CHANNELS, value_block),
+        key_bits=WIDTHS[bits].keys,
+        value_bits=WIDTHS[bits].values,
+        precision="ieee" if dtype == torch.float32 else "tf32",
+    )
 
 
 def _power_of_two(number: int) -> int:

@@ -5,80 +5,87 @@ With ``TRITON_INTERPRET=1`` the same kernels run on the CPU, where they are test
 A softmax over what was read so far is, for each query row, the largest logit ``most``, the sum of
 ``exp(logit - most)`` ``total``, and the values weighted by the same, ``summed``. Entries are added
 a block of columns at a time, and read from memory once: as numbers, or as the codes that are
-stored at fewer bits, which become numbers in registers. Triton has no records, so its functions
-take every tensor by itself.
+stored at fewer bits, which become numbers in registers. What belongs together comes as a tuple;
+None stands for what is not there, and nothing is compiled for it.
 
 Query row r of a KV head is new token ``r % n_new`` of the head's query head ``r // n_new``.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-__all__ = ["add_tiles", "read_tile"]
+__all__ = ["Sizes", "add_tiles", "read_tile"]
 
 # Lengths change with every token: whether they are 1 or divide by 16 must compile nothing anew.
 _LENGTHS = ("n_tiles", "following_tiles", "tile", "n_following")
 
 
+class Sizes(NamedTuple):
+    """What is compiled into a kernel: sizes of a model's heads, none of them a length.
+
+    Attributes
+    ----------
+    head_dim, value_dim : int
+        Numbers of a key and of a value.
+    head_block, value_block : int
+        The same, filled up to a power of two.
+    rows : int
+        Query rows of a program.
+    columns : int
+        Entries that are read together.
+    channels : int
+        Channels of a value that share a scale.
+    key_bits, value_bits : int
+        Of what is kept.
+    precision : str
+        Of products, as Triton calls it.
+    """
+
+    head_dim: int
+    value_dim: int
+    head_block: int
+    value_block: int
+    rows: int
+    columns: int
+    channels: int
+    key_bits: int
+    value_bits: int
+    precision: str
+
+
 @triton.jit(do_not_specialize=_LENGTHS)  # type: ignore[untyped-decorator, unused-ignore]
 def read_tile(  # type: ignore[no-untyped-def]
-    queries,
-    kept_keys,
-    kept_values,
-    key_scales,
-    value_scales,
-    bias,
-    tiles,
-    keys,
-    values,
-    visible,
+    asked,
+    kept,
+    followed,
     partial,
     n_tiles,
     following_tiles,
     tile,
     n_following,
-    n_rows,
-    n_new,
-    n_kv_heads,
-    group,
-    scaling,
-    softcap,
-    query_row,
-    query_head,
-    query_token,
-    key_row,
-    key_head,
-    key_token,
-    value_row,
-    value_head,
-    value_token,
-    visible_row,
-    visible_token,
-    BIASED: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    counts,
+    factors,
+    SIZES: tl.constexpr,
 ):
     """The softmax of one block of query rows over one tile, kept or of those that followed.
 
-    Parts of ``partial`` are (n_rows, VALUE_DIM + 2): summed, most, total. First come those of the
-    ``n_tiles`` of ``tiles`` (segment, start, end, first key scale), then ``following_tiles`` of
-    each segment, ``tile`` entries each.
+    Parts of ``partial`` are (n_rows, value_dim + 2): summed, most, total. First come those of the
+    ``n_tiles`` of tiles (segment, start, end, first key scale), then ``following_tiles`` of
+    each segment, ``tile`` entries each. ``asked`` and ``followed`` are tensors with the steps
+    between their rows, heads and tokens.
     """
+    queries, query_row, query_head, query_token = asked
+    tiles, kept_keys, kept_values, scales, bias = kept
+    keys, key_row, key_head, key_token = followed[0]
+    values, value_row, value_head, value_token = followed[1]
+    n_rows, n_new, n_kv_heads, group = counts
     part = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    dims, value_dims = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
+    row = tl.program_id(1) * SIZES.rows + tl.arange(0, SIZES.rows)
+    dims, value_dims = tl.arange(0, SIZES.head_block), tl.arange(0, SIZES.value_block)
     is_kept = part < n_tiles
     own = tiles + part * 4
     start = tl.load(own + 1, mask=is_kept, other=0)
@@ -89,201 +96,165 @@ def read_tile(  # type: ignore[no-untyped-def]
     batch_row, head = segment // n_kv_heads, segment % n_kv_heads
     asking = batch_row * query_row + (head * group + row // n_new) * query_head
     asking += (row % n_new) * query_token
-    asked = tl.load(
+    query = tl.load(
         queries + asking[:, None] + dims[None, :],
-        mask=(row[:, None] < n_rows) & (dims[None, :] < HEAD_DIM),
+        mask=(row[:, None] < n_rows) & (dims[None, :] < SIZES.head_dim),
         other=0.0,
     )
-    most = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    summed = tl.zeros([ROWS, VALUE_BLOCK], dtype=tl.float32)
-    scale = tl.load(own + 3, mask=is_kept, other=0)
-    most, total, summed = _add_entries(
-        asked, kept_keys, kept_values, key_scales, value_scales, bias, start, end, scale,
-        HEAD_DIM, VALUE_DIM, most, total, summed, scaling, softcap,
-        row, end, 0,  # place and padding, which nothing asks for
-        HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
-        KEY_BITS, VALUE_BITS, BIASED, False, CAPPED, False, PRECISION,
-    )  # fmt: skip
+    most = tl.full([SIZES.rows], float("-inf"), dtype=tl.float32)
+    total = tl.full([SIZES.rows], 0.0, dtype=tl.float32)
+    summed = tl.full([SIZES.rows, SIZES.value_block], 0.0, dtype=tl.float32)
+    first_scale = tl.load(own + 3, mask=is_kept, other=0)
+    entries = kept_keys, SIZES.head_dim, kept_values, SIZES.value_dim
+    softmax, span = (most, total, summed), (start, end, first_scale)
+    softmax = _add_entries(query, entries, span, scales, bias, None, None, softmax, factors, SIZES)
     start = tl.where(is_kept, 0, (later % divisor) * tile)
     end = tl.where(is_kept, 0, tl.minimum(start + tile, n_following))
+    keys += batch_row * key_row + head * key_head
+    values += batch_row * value_row + head * value_head
+    entries, span = (keys, key_token, values, value_token), (start, end, 0)
+    place = batch_row, n_following - n_new + row % n_new
     most, total, summed = _add_entries(
-        asked,
-        keys + batch_row * key_row + head * key_head,
-        values + batch_row * value_row + head * value_head,
-        key_scales, value_scales, bias, start, end, 0,
-        key_token, value_token, most, total, summed, scaling, softcap,
-        n_following - n_new + row % n_new, visible + batch_row * visible_row, visible_token,
-        HEAD_DIM, VALUE_DIM, HEAD_BLOCK, VALUE_BLOCK, COLUMNS, CHANNELS,
-        16, 16, False, PADDED, CAPPED, True, PRECISION,
-    )  # fmt: skip
-    out = partial + (part * n_rows + row) * (VALUE_DIM + 2)
+        query, entries, span, None, None, place, followed[2], softmax, factors, SIZES
+    )
+    out = partial + (part * n_rows + row) * (SIZES.value_dim + 2)
     tl.store(
         out[:, None] + value_dims[None, :],
         summed,
-        mask=(row[:, None] < n_rows) & (value_dims[None, :] < VALUE_DIM),
+        mask=(row[:, None] < n_rows) & (value_dims[None, :] < SIZES.value_dim),
     )
-    tl.store(out + VALUE_DIM, most, mask=row < n_rows)
-    tl.store(out + VALUE_DIM + 1, total, mask=row < n_rows)
+    tl.store(out + SIZES.value_dim, most, mask=row < n_rows)
+    tl.store(out + SIZES.value_dim + 1, total, mask=row < n_rows)
 
 
 @triton.jit(do_not_specialize=_LENGTHS[:2])  # type: ignore[untyped-decorator, unused-ignore]
 def add_tiles(  # type: ignore[no-untyped-def]
-    partial,
-    first_tiles,
-    sinks,
-    output,
-    n_tiles,
-    following_tiles,
-    n_rows,
-    n_new,
-    n_kv_heads,
-    group,
-    sink_stride,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SINKS: tl.constexpr,
+    partial, first_tiles, sinks, output, n_tiles, following_tiles, counts, SIZES: tl.constexpr
 ):
     """One segment's answer from the softmaxes of its tiles, where the model wants it.
 
-    ``output`` is (batch, n_new, n_kv_heads * group, VALUE_DIM).
+    ``output`` is (batch, n_new, n_kv_heads * group, value_dim); ``sinks`` are the logits and the
+    step between two of them.
     """
+    n_rows, n_new, n_kv_heads, group = counts
     segment = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    value_dims = tl.arange(0, VALUE_BLOCK)
+    row = tl.program_id(1) * SIZES.rows + tl.arange(0, SIZES.rows)
+    value_dims = tl.arange(0, SIZES.value_block)
     inside = row < n_rows
     batch_row, head = segment // n_kv_heads, segment % n_kv_heads
     member = head * group + row // n_new
-    most = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    summed = tl.zeros([ROWS, VALUE_BLOCK], dtype=tl.float32)
-    if SINKS:
-        most = tl.load(sinks + member * sink_stride, mask=inside, other=0.0).to(tl.float32)
+    most = tl.full([SIZES.rows], float("-inf"), dtype=tl.float32)
+    total = tl.full([SIZES.rows], 0.0, dtype=tl.float32)
+    summed = tl.full([SIZES.rows, SIZES.value_block], 0.0, dtype=tl.float32)
+    if sinks is not None:
+        most = tl.load(sinks[0] + member * sinks[1], mask=inside, other=0.0).to(tl.float32)
         total += 1.0
     first, n_kept = tl.load(first_tiles + segment), tl.load(first_tiles + segment + 1)
     n_kept -= first
     for number in range(0, n_kept + following_tiles):
         later = n_tiles + segment * following_tiles + number - n_kept
         part = tl.where(number < n_kept, first + number, later)
-        own = partial + (part * n_rows + row) * (VALUE_DIM + 2)
+        own = partial + (part * n_rows + row) * (SIZES.value_dim + 2)
         found = tl.load(
             own[:, None] + value_dims[None, :],
-            mask=inside[:, None] & (value_dims[None, :] < VALUE_DIM),
+            mask=inside[:, None] & (value_dims[None, :] < SIZES.value_dim),
             other=0.0,
         )
-        own_most = tl.load(own + VALUE_DIM, mask=inside, other=float("-inf"))
+        own_most = tl.load(own + SIZES.value_dim, mask=inside, other=float("-inf"))
         most, finite, factor = _raised(most, own_most)
         weight = tl.exp(own_most - finite)
-        total = total * factor + weight * tl.load(own + VALUE_DIM + 1, mask=inside, other=0.0)
+        own_total = tl.load(own + SIZES.value_dim + 1, mask=inside, other=0.0)
+        total = total * factor + weight * own_total
         summed = summed * factor[:, None] + found * weight[:, None]
     place = (batch_row * n_new + row % n_new) * n_kv_heads * group + member
     tl.store(
-        output + place[:, None] * VALUE_DIM + value_dims[None, :],
+        output + place[:, None] * SIZES.value_dim + value_dims[None, :],
         summed / tl.where(inside, total, 1.0)[:, None],
-        mask=inside[:, None] & (value_dims[None, :] < VALUE_DIM),
+        mask=inside[:, None] & (value_dims[None, :] < SIZES.value_dim),
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _add_entries(  # type: ignore[no-untyped-def]
-    queries,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    bias,
-    start,
-    end,
-    scale,
-    key_token,
-    value_token,
-    most,
-    total,
-    summed,
-    scaling,
-    softcap,
-    place,
-    visible,
-    visible_token,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    BIASED: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    queries, entries, span, scales, bias, asking, visible, softmax, factors, SIZES: tl.constexpr
 ):
-    """Add the entries from start to end to a softmax.
+    """Add the entries of a span (start, end, first key scale) to a softmax.
 
-    At fewer than 16 bits ``COLUMNS`` tokens share a key scale, of which ``scale`` is the first's;
-    ``CHANNELS`` channels share a value scale. The numbers are those of
-    `kvalloc.runtime.quantization.from_codes`, in the queries' type.
+    At fewer bits ``scales`` are those of keys, of which `columns` tokens share one, and the values
+    themselves as float16: behind their codes are their scales, of which `channels` share one. The
+    numbers are those of `kvalloc.runtime.quantization.from_codes`, in the queries' type. Of tokens
+    that followed, those that ask see no later ones (``asking``: batch row, places) and no padding.
     """
-    KEY_BYTES: tl.constexpr = HEAD_DIM * KEY_BITS // 8
-    VALUE_BYTES: tl.constexpr = VALUE_DIM * VALUE_BITS // 8
-    BLOCKS: tl.constexpr = VALUE_BLOCK // CHANNELS
-    N_SCALES: tl.constexpr = (VALUE_DIM + CHANNELS - 1) // CHANNELS * 2
+    keys, key_token, values, value_token = entries
+    start, end, first_scale = span
+    most, total, summed = softmax
+    scaling, softcap = factors
+    KEY_BYTES: tl.constexpr = SIZES.head_dim * SIZES.key_bits // 8
+    VALUE_BYTES: tl.constexpr = SIZES.value_dim * SIZES.value_bits // 8
+    BLOCKS: tl.constexpr = SIZES.value_block // SIZES.channels
+    N_SCALES: tl.constexpr = (SIZES.value_dim + SIZES.channels - 1) // SIZES.channels * 2
     ROW_BYTES: tl.constexpr = VALUE_BYTES + 2 * N_SCALES
-    dims, value_dims = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
-    blocks = tl.arange(0, BLOCKS)
-    for first in range(start, end, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
+    dims, value_dims = tl.arange(0, SIZES.head_block), tl.arange(0, SIZES.value_block)
+    for first in range(start, end, SIZES.columns):
+        column = first + tl.arange(0, SIZES.columns)
         inside = column < end
-        if KEY_BITS == 16:
+        if scales is None:
             key = tl.load(
                 keys + column[None, :] * key_token + dims[:, None],
-                mask=inside[None, :] & (dims[:, None] < HEAD_DIM),
+                mask=inside[None, :] & (dims[:, None] < SIZES.head_dim),
                 other=0.0,
             )
         else:
-            own = key_scales + (scale + (first - start) // COLUMNS) * 2 * HEAD_DIM + dims
-            step = tl.load(own, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-            least = tl.load(own + HEAD_DIM, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-            codes = _codes(keys, column, inside, KEY_BYTES, KEY_BYTES, HEAD_BLOCK, KEY_BITS)
+            block = first_scale + (first - start) // SIZES.columns
+            own = scales[0] + block * 2 * SIZES.head_dim + dims
+            step = tl.load(own, mask=dims < SIZES.head_dim, other=0.0).to(tl.float32)
+            least = tl.load(own + SIZES.head_dim, mask=dims < SIZES.head_dim, other=0.0)
+            least = least.to(tl.float32)
+            codes = _codes(
+                keys, column, inside, KEY_BYTES, KEY_BYTES, SIZES.head_block, SIZES.key_bits
+            )
             key = tl.trans((codes * step[None, :] + least[None, :]).to(queries.dtype))
-        logits = tl.dot(queries, key, input_precision=PRECISION) * scaling
-        if CAPPED:
+        logits = tl.dot(queries, key, input_precision=SIZES.precision) * scaling
+        if softcap is not None:
             # tanh by exponentials, of the absolute value so that they cannot overflow
             small = tl.exp(-2.0 * tl.abs(logits) / softcap)
             turned = (1.0 - small) / (1.0 + small)
             logits = softcap * tl.where(logits < 0, -turned, turned)
-        if BIASED:
+        if bias is not None:
             logits += tl.load(bias + column, mask=inside, other=0.0)[None, :]
         shown = inside[None, :]
-        if CAUSAL:
+        if asking is not None:
+            batch_row, place = asking
             shown = shown & (column[None, :] <= place[:, None])
-            if PADDED:
-                real = tl.load(visible + column * visible_token, mask=inside, other=0) != 0
+            if visible is not None:
+                real = visible[0] + batch_row * visible[1] + column * visible[2]
+                real = tl.load(real, mask=inside, other=0) != 0
                 shown = shown & (real[None, :] | (column[None, :] == place[:, None]))
         logits = tl.where(shown, logits, float("-inf"))
         most, finite, factor = _raised(most, tl.max(logits, 1))
         weights = tl.exp(logits - finite[:, None])
-        if VALUE_BITS == 16:
+        if scales is None:
             value = tl.load(
                 values + column[:, None] * value_token + value_dims[None, :],
-                mask=inside[:, None] & (value_dims[None, :] < VALUE_DIM),
+                mask=inside[:, None] & (value_dims[None, :] < SIZES.value_dim),
                 other=0.0,
             )
         else:  # of each token, behind its codes: scale and minimum of each block of channels
-            pair = value_scales + column[:, None] * (ROW_BYTES // 2) + VALUE_BYTES // 2
+            blocks = tl.arange(0, BLOCKS)
+            pair = scales[1] + column[:, None] * (ROW_BYTES // 2) + VALUE_BYTES // 2
             pair += 2 * blocks[None, :]
             there = inside[:, None] & (2 * blocks[None, :] < N_SCALES)
             step = tl.load(pair, mask=there, other=0.0).to(tl.float32)
             least = tl.load(pair + 1, mask=there, other=0.0).to(tl.float32)
-            codes = _codes(values, column, inside, ROW_BYTES, VALUE_BYTES, VALUE_BLOCK, VALUE_BITS)
-            codes = tl.reshape(codes, (COLUMNS, BLOCKS, CHANNELS))
+            codes = _codes(
+                values, column, inside, ROW_BYTES, VALUE_BYTES, SIZES.value_block, SIZES.value_bits
+            )
+            codes = tl.reshape(codes, (SIZES.columns, BLOCKS, SIZES.channels))
             wide = codes * step[:, :, None] + least[:, :, None]
-            value = tl.reshape(wide, (COLUMNS, VALUE_BLOCK)).to(queries.dtype)
+            value = tl.reshape(wide, (SIZES.columns, SIZES.value_block)).to(queries.dtype)
         total = total * factor + tl.sum(weights, 1)
         summed = summed * factor[:, None]
-        summed += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        summed += tl.dot(weights.to(value.dtype), value, input_precision=SIZES.precision)
     return most, total, summed
 
 

@@ -180,6 +180,38 @@ def test_the_triton_kernel(device: str) -> None:
     assert "float32" in done.stdout
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_triton_kernel_compiles_for_a_gpu_that_is_not_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The interpreter takes what the compiler refuses, such as None where it wants a tensor."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from kvalloc.runtime.attention import triton_kernels
+
+    compiled = []
+
+    def compile_only(kernel: str, grid: Any, *arguments: Any, **constants: Any) -> None:
+        found = getattr(triton_kernels, kernel).warmup(*arguments, grid=grid, **constants)
+        compiled.append((kernel, "ptx" in found.asm))
+
+    device: Any = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", device)
+    monkeypatch.setattr(by_triton, "_launch", compile_only)
+    counts = np.array([[70, 10]])
+    stored = stored_of(counts, (64, 64), torch.bfloat16, biased=True)
+    call = call_of(counts, (64, 64), torch.bfloat16, n_new=5, extras=True)
+    (entries,) = packed_of(stored, counts, [5, 5]).parts
+    by_triton.triton_attention(call, entries, programs=4)
+    assert compiled == [("read_tile", True), ("add_tiles", True)]
+
+
 def test_triton_leaves_codes_that_it_cannot_read_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_triton, "_installed", lambda: True)
     call: Any = SimpleNamespace(
