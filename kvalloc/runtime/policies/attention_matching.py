@@ -44,8 +44,8 @@ _NOTHING = 1e-30
 """Least lambda."""
 
 NEAR_ROWS, THINNED = 32, 8
-"""See `AttentionMatching.reference_weights`. On SmolLM2-135M at 20% kept, 60 queries take little more than half as
-long as 144."""
+"""See `AttentionMatching.reference_weights`. On SmolLM2-135M at 20% kept, 60 queries take little
+more than half as long as 144."""
 
 _AHEAD_TOKENS = 8
 """How far behind the prompt's end its last queries are put."""
@@ -192,7 +192,7 @@ class AttentionMatching(Score):
         return Combined(keys=states.keys, values=values, logit_bias=bias if self.biases else None)
 
     def reference_weights(self, rows: int) -> Tensor:
-        """How much each of the prompt's last queries counts, (rows,); 0 for one that is left out."""
+        """How much each of the prompt's last queries counts, (rows,); 0 where it is left out."""
         weights = torch.ones(rows)
         if self.following:
             far = weights[: max(rows - NEAR_ROWS, 0)].zero_()
