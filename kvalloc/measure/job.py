@@ -12,9 +12,10 @@ import numpy as np
 
 from kvalloc.accounting import FloatArray, IntArray
 from kvalloc.formats.policy import Policy
-from kvalloc.formats.score_profile import rank_grid
+from kvalloc.formats.score_profile import EXACT_CONTEXT_TOKENS, rank_grid
 from kvalloc.formats.sharing_groups import runs_of
 from kvalloc.measure.checkpoint import Checkpoint, job_record
+from kvalloc.measure.curves import FIDELITY_ROWS
 from kvalloc.measure.loss_plan import LossPlan, named_policies, own_policy
 from kvalloc.measure.sampling import SampleSet, Shard
 from kvalloc.scorers import Scorer
@@ -22,6 +23,9 @@ from kvalloc.shape import ModelShape
 
 if TYPE_CHECKING:
     from kvalloc.models.attention import AttentionStates
+
+CHUNK_TOKENS = 1024
+"""Tokens of a long sample that run at once."""
 
 MEASURED_LAYERS = 20
 """About what measuring a layer's losses takes, in layers of a mini-prefill; for the time left."""
@@ -76,6 +80,8 @@ class Job:
         mini-prefill is run.
     shard : Shard or None
         Which of the samples are measured, where not all are.
+    chunk : int or None
+        Tokens of a sample that run at once; see `chunk_of`.
     """
 
     model: Any
@@ -90,6 +96,7 @@ class Job:
     share_length: int = 1
     states: Mapping[int, AttentionStates] | None = None
     shard: Shard | None = None
+    chunk: int | None = None
 
     @cached_property
     def ranks(self) -> IntArray:
@@ -162,6 +169,15 @@ class Job:
         groups = [*self._all_groups()]
         return groups if self.shard is None else self.shard.of_groups(groups)
 
+    def chunk_of(self, n_tokens: int) -> int:
+        """Tokens of a sample that run at once: at least the last ones, whose queries are looked at.
+
+        All of them by default, up to the context whose curves are exact.
+        """
+        chunk = self.chunk or (n_tokens if n_tokens <= EXACT_CONTEXT_TOKENS else CHUNK_TOKENS)
+        rows = self.scorer.query_rows(n_tokens), self.scorer.window, FIDELITY_ROWS
+        return max(chunk, *rows)
+
     @property
     def places(self) -> list[int]:
         """Places of the samples that are measured among all of them, rising."""
@@ -230,6 +246,7 @@ class Job:
             "losses": None if self.losses is None else self.losses.record(),
             "bits": self.bits,
             "share_length": self.share_length,
+            "chunk": self.chunk_of(self.context_tokens),
             "shard": None if self.shard is None else [self.shard.number, self.shard.of],
         }
 

@@ -6,8 +6,9 @@ attention would begin (XKV, Section IV-A and Figure 7).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvalloc.models.attention import Compute
 
 
-class _LastLayerSeen(Exception):
+class _Seen(Exception):
     """Nothing that follows is needed. Never leaves this module."""
 
 
@@ -30,8 +31,12 @@ def mini_prefill(
     look: Callable[[AttentionStates], None],
     *,
     layers: Collection[int],
+    chunk: int | None = None,
 ) -> None:
     """Run a model's decoder up to the last layer that is wanted.
+
+    In chunks, all of them run through one layer before any runs through the next, so that the keys
+    and values of one layer are held at a time, beside what enters it.
 
     Parameters
     ----------
@@ -45,6 +50,9 @@ def mini_prefill(
     layers : collection of int
         The wanted layers. The last one's attention output, its MLP, all later layers, the final
         norm and the head are never computed.
+    chunk : int, optional
+        Tokens that run at once, the last so many of them in the last chunk; all by default. `look`
+        is then called with each chunk's queries, and all keys and values up to it.
 
     Raises
     ------
@@ -57,26 +65,75 @@ def mini_prefill(
     """
     import torch
 
-    last = max(layers)
+    last, n_tokens = max(layers), input_ids.shape[1]
     seen: set[int] = set()
+    running: int | None = None  # the one layer that a chunk runs through
 
     def handler(states: AttentionStates, compute: Compute) -> tuple[Tensor, Tensor | None]:
-        if states.layer in layers:
+        if states.layer in layers and running in (None, states.layer):
             look(states)
             seen.add(states.layer)
         if states.layer == last:
-            raise _LastLayerSeen
+            raise _Seen
         return compute(states.mask)
 
     decoder = decoder_of(model)
-    with (
-        torch.inference_mode(),
-        evaluating(decoder),
-        intercept_attention(model, handler),
-        suppress(_LastLayerSeen),
-    ):
-        decoder(input_ids=input_ids, use_cache=False)
+    with torch.inference_mode(), evaluating(decoder), intercept_attention(model, handler):
+        if chunk is None or chunk >= n_tokens:
+            with suppress(_Seen):
+                decoder(input_ids=input_ids, use_cache=False)
+        else:
+            ends = [*range(n_tokens, 0, -chunk)][::-1]
+            pieces = [slice(begin, end) for begin, end in pairwise([0, *ends])]
+            entering: Tensor | None = None
+            for running in range(last + 1):
+                entering = _one_layer(model, input_ids, entering, running, pieces)
     check_seen(model, layers, seen)
+
+
+def _one_layer(
+    model: Any, input_ids: Tensor, entering: Tensor | None, layer: int, pieces: Sequence[slice]
+) -> Tensor | None:
+    """Run chunks through one decoder layer.
+
+    Parameters
+    ----------
+    entering : Tensor, (batch, n_tokens, hidden_size), or None
+        What enters the layer; changed into what leaves it. None for the first one.
+
+    Returns
+    -------
+    Tensor, the same, or None
+        None of the last layer, which nothing leaves.
+    """
+    from transformers import DynamicCache
+
+    decoder, layers = decoder_of(model), layers_of(model)
+    cache = DynamicCache(config=decoder.config)
+    # Lengths and masks are taken from any layer of the cache, and only this one ever gets keys.
+    cache.layers = [cache.layers[layer]] * len(cache.layers)
+    leaving: list[Tensor] = []
+
+    def leave(module: Any, args: object, output: Any) -> None:
+        leaving.append(output[0] if isinstance(output, tuple) else output)
+        raise _Seen
+
+    handle = layers[layer].register_forward_hook(leave)
+    try:
+        for piece in pieces:
+            begun: AbstractContextManager[None] = nullcontext()
+            if entering is not None and layer:
+                begun = begun_at(layers, layer, entering[:, piece])
+            with begun, suppress(_Seen):
+                decoder(input_ids=input_ids[:, piece], past_key_values=cache, use_cache=True)
+            if leaving:
+                out = leaving.pop()
+                if entering is None:
+                    entering = out.new_empty(*input_ids.shape, out.shape[-1])
+                entering[:, piece] = out
+    finally:
+        handle.remove()
+    return entering
 
 
 def check_seen(model: Any, layers: Iterable[int], seen: Container[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
@@ -35,7 +36,7 @@ from kvalloc.shape import ModelShape
 from kvalloc.units import Option
 
 if TYPE_CHECKING:
-    from kvalloc.models.attention import AttentionStates
+    from kvalloc.models.attention import AttentionStates, Observed
 
 Progress = Callable[[int, int], None]
 
@@ -89,6 +90,9 @@ class ProfileOptions(TypedDict, total=False):
     bits : str or sequence of int
         Measure what these bit widths do to the attention output too, for 'kvalloc solve --bits';
         with `loss` also what is lost at each of them and each budget together, of every policy.
+    chunk : int
+        Tokens of a sample that run through a layer at once; memory grows with it. All of them by
+        default up to 4,096, and 1,024 of longer samples.
     shard : str
         Measure every N-th sample alone, such as 2/8: with all N shards, on as many machines,
         'kvalloc merge' makes the same file as one call. A batch stays together.
@@ -114,6 +118,7 @@ class ProfileOptions(TypedDict, total=False):
     loss_policies: Annotated[str | Sequence[str], Option("NAME,NAME", LOSSES)]
     bits: Annotated[str | Sequence[int] | None, Option("16,8,4", MORE)]
     share_length: Annotated[int, Option("N", MORE)]
+    chunk: Annotated[int | None, Option("TOKENS", MORE, least=1)]
     shard: Annotated[str | None, Option("I/N", SCORES)]
 
 
@@ -204,6 +209,8 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
     scorer.check_prompt_only()
     if losses is not None:
         named_policies(losses.policies, scorer, sinks=sinks)
+    if (chunk := options.get("chunk")) is not None and chunk < 1:
+        raise InputError(f"the chunk is {chunk} tokens, expected at least 1")
     shard = None if (text := options.get("shard")) is None else Shard.read(text)
     if shard is not None and losses is not None and losses.probes is not None:
         raise InputError(
@@ -212,6 +219,7 @@ def read_options(options: ProfileOptions) -> dict[str, Any]:
         )
     return {
         "shard": shard,
+        "chunk": chunk,
         "scorer": scorer,
         "sinks": sinks,
         "context_tokens": options.get("context", 1024),
@@ -299,8 +307,15 @@ def _measure_group(job: Job, group: list[int], steps: Steps) -> list[Measured]:
         found[name][row, place], error = on_grid(curves, job.ranks)
         errors[row] = max(errors[row, 0], error)
 
+    noted: Observed | None = None
+
     def look(states: AttentionStates) -> None:
-        layer = states.layer
+        nonlocal noted
+        layer, states = states.layer, replace(states, observed=noted)
+        if states.keys.shape[2] < ids.shape[1]:  # a chunk, and not the last one
+            noted = job.scorer.observe(states, sinks=job.sinks)
+            return
+        noted = None
         scores = job.scorer.score(states, sinks=job.sinks)[..., first:end].float().cpu().numpy()
         for row, index in enumerate(group):
             _check_finite(scores[row], layer, index, job.shape.model_id)
@@ -318,7 +333,8 @@ def _measure_group(job: Job, group: list[int], steps: Steps) -> list[Measured]:
     if job.states is None:
         device = input_device(job.model)
         inputs = torch.from_numpy(ids).to(device)
-        mini_prefill(job.model, inputs, look, layers=job.shape.full_layers)
+        chunk = job.chunk_of(ids.shape[1])
+        mini_prefill(job.model, inputs, look, layers=job.shape.full_layers, chunk=chunk)
     else:
         for layer in job.shape.full_layers:
             look(job.states[layer])

@@ -114,6 +114,28 @@ class AttentionStates:
     bias: Tensor | None = None
     stored_keys: Tensor | None = None
 
+    def kv_head(self, head: int) -> AttentionStates:
+        """One KV head of them with the query heads that share it, and nothing that was noted."""
+        group = self.queries.shape[1] // self.keys.shape[1]
+        mine, its = slice(head, head + 1), slice(head * group, (head + 1) * group)
+        mask = self.mask
+        if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+            mask = mask[:, its]
+        return replace(
+            self,
+            queries=self.queries[:, its],
+            keys=self.keys[:, mine],
+            values=self.values[:, mine],
+            mask=mask,
+            sink_logits=None if self.sink_logits is None else self.sink_logits[its],
+            bias=None if self.bias is None else self.bias[:, mine],
+            positions=None if self.positions is None else self.positions[:, mine],
+            first_head=self.first_head + head,
+            observed=None,
+            later=None,
+            stored_keys=None,
+        )
+
     def unobserved(self) -> AttentionStates:
         """The same without the queries that `observed` counts already."""
         if self.observed is None or not self.older:

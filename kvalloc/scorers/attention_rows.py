@@ -5,6 +5,7 @@ Only the rows that are asked for are computed, so the full attention matrix neve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvalloc.errors import UnsupportedModelError
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _KEY_BLOCK_TOKENS = 256
+_WINDOW_ELEMENTS = 1 << 24
 
 
 def window_attention(states: AttentionStates, window: int) -> Tensor:
@@ -33,6 +35,34 @@ def window_attention(states: AttentionStates, window: int) -> Tensor:
     """
     n_new = states.queries.shape[2]
     return attention_rows(states, max(n_new - window, 0), n_new)
+
+
+def window_votes(
+    states: AttentionStates, window: int, reduce: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The same reduced over the rows, one KV head at a time where there are many tokens.
+
+    Parameters
+    ----------
+    states : AttentionStates
+        What one layer's attention sees.
+    window : int
+        Rows wanted.
+    reduce : callable
+        From ``(batch, n_kv_heads, group, rows, n_tokens)`` to the result, each head by itself.
+
+    Returns
+    -------
+    Tensor of float32, (batch, n_kv_heads, group, n_tokens)
+    """
+    import torch
+
+    batch, n_kv_heads, n_tokens, _ = states.keys.shape
+    size = batch * states.queries.shape[1] * min(window, states.queries.shape[2]) * n_tokens
+    if size <= _WINDOW_ELEMENTS:
+        return reduce(window_attention(states, window))
+    heads = (states.kv_head(one) for one in range(n_kv_heads))
+    return torch.cat([reduce(window_attention(one, window)) for one in heads], dim=1)
 
 
 def attention_rows(states: AttentionStates, first: int, end: int) -> Tensor:

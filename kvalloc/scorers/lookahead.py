@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvalloc.errors import InputError
 from kvalloc.models.attention import AttentionStates, Observed
-from kvalloc.scorers.attention_rows import attention_rows, window_attention
+from kvalloc.scorers.attention_rows import attention_rows, window_votes
 from kvalloc.scorers.later_pass import Later, LaterStep
 from kvalloc.scorers.parameters import Count, OddWidth, Positive
 from kvalloc.scorers.pooled import PooledScorer, Reduction
@@ -115,12 +115,12 @@ class Lookahead(PooledScorer):
             votes += noted.columns.view(votes.shape)
             n_rows += noted.totals["rows"]
         if self.votes:
-            rows = window_attention(states, self.votes)
             if self.row_reduce == "mean":
-                votes = votes + rows.sum(dim=3)
+                votes = votes + window_votes(states, self.votes, lambda rows: rows.sum(dim=3))
             else:
-                votes = torch.maximum(votes, rows.amax(dim=3))
-            n_rows += rows.shape[3]
+                own = window_votes(states, self.votes, lambda rows: rows.amax(dim=3))
+                votes = torch.maximum(votes, own)
+            n_rows += min(self.votes, states.queries.shape[2])
         if self.row_reduce == "mean":
             votes = votes / n_rows.clamp(min=1)[:, None, None, None]
         return self.pooled(votes, states, sinks=sinks)

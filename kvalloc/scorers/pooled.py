@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from kvalloc.models.attention import AttentionStates
-from kvalloc.scorers.attention_rows import protected_columns, window_attention
+from kvalloc.scorers.attention_rows import protected_columns, window_votes
 from kvalloc.scorers.base import Scorer
 
 if TYPE_CHECKING:
@@ -43,11 +43,14 @@ class PooledScorer(Scorer):
 
     def score(self, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores of one layer's entries; see `Scorer.score`."""
-        rows = window_attention(states, self.window)
+        return self.pooled(window_votes(states, self.window, self._votes), states, sinks=sinks)
+
+    def _votes(self, rows: Tensor) -> Tensor:
+        """What the window's rows give each entry, ``(batch, n_kv_heads, group, n_tokens)``."""
         votes = rows.mean(dim=3)
         if self.gamma and rows.shape[3] > 1:
             votes = votes + self.gamma * rows.var(dim=3)
-        return self.pooled(votes, states, sinks=sinks)
+        return votes
 
     def pooled(self, votes: Tensor, states: AttentionStates, *, sinks: int) -> Tensor:
         """Scores from what each query head gives each entry.
