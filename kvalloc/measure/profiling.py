@@ -92,7 +92,7 @@ class ProfileOptions(TypedDict, total=False):
         with `loss` also what is lost at each of them and each budget together, of every policy.
     chunk : int
         Tokens of a sample that run through a layer at once; memory grows with it. All of them by
-        default up to 4,096, and 1,024 of longer samples.
+        default up to 4,096, and 1,024 of longer samples. Losses take the whole sample.
     shard : str
         Measure every N-th sample alone, such as 2/8: with all N shards, on as many machines,
         'kvalloc merge' makes the same file as one call. A batch stays together.
